@@ -45,7 +45,7 @@ def test_weights_and_options_come_back(tmp_path: Path) -> None:
 def test_only_code_has_to_be_given_again(tmp_path: Path) -> None:
     _, path = saved(tmp_path)
     expected = (
-        "expected policy= and rewards= to be given again, because a checkpoint keeps no code: policy was "
+        "expected policy= and rewards= to be passed, because a checkpoint stores no code: policy was "
         "kit.support.tiny_policy; rewards was kit.support.parity_reward"
     )
     with pytest.raises(ValueError, match=f"^{expected}$"):
@@ -75,7 +75,7 @@ def test_a_dotted_name_in_a_checkpoint_is_not_imported(option: str, tmp_path: Pa
     checkpoint["lightning_rl"]["configuration"]["module"][option] = described
     torch.save(checkpoint, path)
     given = {name: value for name, value in AGAIN.items() if name != option}
-    with pytest.raises(ValueError, match=rf"expected {option}= to be given again.*{option} was planted\.it"):
+    with pytest.raises(ValueError, match=rf"expected {option}= to be passed.*{option} was planted\.it"):
         RLLightningModule.load_from_checkpoint(path, **given)
 
 
@@ -141,7 +141,7 @@ def test_a_folder_is_refused_with_the_cure(inside: str, cure: str, tmp_path: Pat
         (tmp_path / "sharded.ckpt" / inside).mkdir()
     else:
         (tmp_path / "sharded.ckpt" / inside).touch()
-    with pytest.raises(ValueError, match=rf"expected a checkpoint of one file, got the folder .*{cure}"):
+    with pytest.raises(ValueError, match=rf"expected a single-file checkpoint, got the folder .*{cure}"):
         RLLightningModule.load_from_checkpoint(tmp_path / "sharded.ckpt")
 
 
@@ -162,7 +162,7 @@ def test_the_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_command_takes_code_again_by_its_name(tmp_path: Path) -> None:
     _, path = saved(tmp_path)
     assert command(path, tmp_path / "export") == (
-        "expected policy= to be given again, because a checkpoint keeps no code: policy was kit.support.tiny_policy"
+        "expected policy= to be passed, because a checkpoint stores no code: policy was kit.support.tiny_policy"
     )
     assert command(path, tmp_path / "export", "--policy", "kit.support:tiny_policy") == 0
     assert (tmp_path / "export" / "model.safetensors").is_file()

@@ -121,7 +121,7 @@ def test_evaluating_a_checkpoint_leaves_no_rollout_behind_for_a_later_fit(tmp_pa
 def test_a_checkpoint_that_leaves_nothing_to_train_says_so_and_more_epochs_go_on(tmp_path: Path) -> None:
     fit(tiny_module(minibatches=2), max_steps=3).save_checkpoint(tmp_path / "ended.ckpt")
     at_the_end = tiny_module(minibatches=2)
-    with pytest.warns(UserWarning, match="nothing is left to train: the checkpoint stands at step 3 with max_steps=8"):
+    with pytest.warns(UserWarning, match="nothing is left to train: the checkpoint is at step 3 with max_steps=8"):
         fit(at_the_end, ckpt_path=tmp_path / "ended.ckpt", max_steps=8)
     assert at_the_end.global_step == 3
     whole, longer = tiny_module(minibatches=2), tiny_module(minibatches=2)

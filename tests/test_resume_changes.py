@@ -172,7 +172,7 @@ def test_a_file_that_no_trainer_wrote_is_named(entry: str, content: str, tmp_pat
     torch.save(contents[content], tmp_path / "plain.ckpt")
     trainer = bare(tmp_path)
     with pytest.raises(
-        ValueError, match=r"an RLLightningModule, got .*plain\.ckpt, which something else wrote: pass a file"
+        ValueError, match=r"an RLLightningModule, got .*plain\.ckpt, which another program wrote: pass a file"
     ):
         getattr(trainer, entry)(tiny_module(), tiny_prompts(validation=[[2]]), ckpt_path=tmp_path / "plain.ckpt")
 

@@ -496,11 +496,11 @@ REWARDS: dict[str, Case] = {
     ),
     "weights": (
         fitted(rewards={"a": (parity_reward, 0.0)}),
-        r"expected a reward with another weight than 0 to train with, got \{'a': 0.0\}, which only log: give",
+        r"expected a reward with a non-zero weight to train with, got \{'a': 0.0\}: give",
     ),
     "column-lacks": (
         fitted(rewards=lambda completions, solution, **_: [0.0 for _ in zip(completions, solution, strict=True)]),
-        r'with the columns \[\], got .* which needs "solution": name what there is, or rename a column of the data',
+        r'with the columns \[\], got .* which needs "solution": use the names of columns, or rename',
     ),
     "markers": (lambda: NumberMatch(markers="####"), r"markers to be a list of strings .* write \['####'\]"),  # pyright: ignore[reportArgumentType]
     "class": (
@@ -508,7 +508,7 @@ REWARDS: dict[str, Case] = {
         "expected an object as reward NumberMatch, got the class NumberMatch: call it",
     ),
     "two-names": (made(rewards=[parity_reward, parity_reward]), "reward functions with different names, got"),
-    "reserved": (made(rewards={"task": parity_reward}), "expected other names of rewards than .*'task'"),
+    "reserved": (made(rewards={"task": parity_reward}), "expected names of rewards other than .*'task'"),
     "weight-text": (made(rewards={"a": (parity_reward, "0.5")}), "weight of reward a to be a number, got '0.5'"),
     "weight-true": (made(rewards={"a": (parity_reward, True)}), "weight of reward a to be a number, got True"),
     "weight-nan": (made(rewards={"a": (parity_reward, math.nan)}), "weight of reward a to be a number, got nan"),
@@ -525,7 +525,7 @@ REWARDS: dict[str, Case] = {
         fitted(rewards=returns(lambda _: None)),
         "reward odd returned .*expected 16 numbers or None",
     ),
-    "returns-nan": (fitted(rewards=returns(lambda rows: [math.nan] * rows)), "reward odd gave the value nan"),
+    "returns-nan": (fitted(rewards=returns(lambda rows: [math.nan] * rows)), "reward odd returned nan"),
     "raises": (
         fitted(rewards=returns(lambda _: 1 / 0)),
         r"failed on 16 of 16 rows.*reward odd raised ZeroDivisionError",

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, sealed against flipped bits, the newest of a folder, interrupts, and the export."""
+"""Checkpoints: atomic writes, checksums, the newest of a folder, interrupts and export."""
 
 from lightning_rl.checkpointing.agreement import check_agreement, protect_resume, weights_at_a_glance
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints

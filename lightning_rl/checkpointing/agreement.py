@@ -1,7 +1,6 @@
-"""Agreement: all ranks begin a run alike, from one checkpoint, with the same weights and rows, or not at all.
+"""Check that all ranks start from the same checkpoint, weights and data.
 
-Two nodes with disks of their own may find different files under one path. Without this they train on together, from
-different steps, until one has no data left.
+Nodes without a shared disk may find different files under one path, and would train from different steps.
 """
 
 import socket
@@ -20,11 +19,11 @@ from lightning_rl.distributed.collectives import process_count, process_objects
 from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.version import __version__
 
-LOOKED_AT = 256  # entries of each tensor
-SHOWN = 12  # digits of a digest
+LOOKED_AT = 256  # sampled entries of each tensor
+SHOWN = 12  # displayed digits of a digest
 CURES = {
     "checkpoint": "put the checkpoints into a folder that all nodes share, and pass the same ckpt_path= on each",
-    "policy": "give every rank the same model files, and a policy that is built under one seed",
+    "policy": "give every rank the same model files, and a policy built with one seed",
     "reference": "give every rank the same model files",
     "data": "give every rank the same rows, in the same order",
     "lightning-rl": "install one version of lightning-rl on all nodes",
@@ -32,7 +31,7 @@ CURES = {
 
 
 class AgreeingConnector(_CheckpointConnector):
-    """What :func:`protect_resume` adds to what loads a checkpoint."""
+    """Checkpoint connector with the check of :func:`protect_resume`."""
 
     @override
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
@@ -42,15 +41,15 @@ class AgreeingConnector(_CheckpointConnector):
 
 
 def protect_resume(trainer: Trainer) -> None:
-    """Lets a Trainer load no checkpoint unless every rank is about to load the same one, or none."""
-    trainer._checkpoint_connector.__class__ = AgreeingConnector  # noqa: SLF001  as its loops and its strategy
+    """Make a Trainer refuse to load a checkpoint unless every rank loads the same one, or none."""
+    trainer._checkpoint_connector.__class__ = AgreeingConnector  # noqa: SLF001  like its loops and its strategy
 
 
 def weights_at_a_glance(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of names, shapes and some entries of each tensor, the first and the last one among them.
+    """Return a hash of the names, shapes and some entries of each tensor, including the first and last.
 
     Args:
-        tensors: whole, on any device; none is copied whole.
+        tensors: Full tensors on any device; only the sampled entries are copied.
     """
     return fingerprint((f"{name} {list(tensor.shape)}", _some_entries(tensor)) for name, tensor in tensors)
 
@@ -62,18 +61,18 @@ def _some_entries(tensor: Tensor) -> Tensor:
 
 
 def identity_of(checkpoint: Any) -> str:
-    """What a rank sees of the checkpoint that it is about to load: what its seal says, or that it is not there.
+    """Return the identity of the checkpoint that a rank is about to load: its seal, or that it is missing.
 
     Args:
-        checkpoint: the path, or None to begin anew. Of one that does not lie on a disk the path alone is compared.
+        checkpoint: Path, or None to start a new run. Only the path is compared if it is not a local file.
     """
     if checkpoint is None:
-        return "none, it begins anew"
+        return "none (a new run)"
     path = Path(str(checkpoint))
     if "://" in str(checkpoint):
         return str(checkpoint)
     if not path.exists():
-        return f"{path.name}, which is not on its disk"
+        return f"{path.name}, which is missing on its disk"
     seal = read_seal(path)
     if seal is None:
         return path.name
@@ -81,13 +80,13 @@ def identity_of(checkpoint: Any) -> str:
 
 
 def check_agreement(mine: Mapping[str, str]) -> None:
-    """Compares what the ranks begin with. Every rank calls it.
+    """Compare the starting points of all ranks; a collective call.
 
     Args:
-        mine: what this rank begins with, by the keys of :data:`CURES`.
+        mine: Starting point of this rank, with the keys of :data:`CURES`.
 
     Raises:
-        ValueError: on every rank, if two ranks differ: with what both have, and what to do.
+        ValueError: On every rank, if two ranks differ; the message names both values and the fix.
     """
     sides = process_objects((socket.gethostname(), {**mine, "lightning-rl": __version__}))
     (first_host, first), *others = sides
@@ -95,6 +94,6 @@ def check_agreement(mine: Mapping[str, str]) -> None:
         for what, cure in CURES.items():
             if first.get(what) != other.get(what):
                 raise ValueError(
-                    f"expected all ranks to begin alike, got as {what} {first.get(what)} on rank 0 ({first_host}) and "
+                    f"expected the same {what} on all ranks, got {first.get(what)} on rank 0 ({first_host}) and "
                     f"{other.get(what)} on rank {rank} ({host}): {cure}"
                 )

@@ -1,4 +1,4 @@
-"""Atomic: every checkpoint of every strategy is written aside, sealed and renamed, and checked before it is loaded."""
+"""Atomic checkpoints: written to a temporary path, sealed and renamed; checked before loading."""
 
 import pickle
 import shutil
@@ -24,8 +24,9 @@ class CheckpointError(RunEndError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, seals, then renames. Every run of an RLLightningModule has it unless another plugin is
-    given; remote paths, which Lightning writes in one piece, are left to it.
+    """Writes beside the target, seals, then renames; the default of RLLightningModule.
+
+    Remote paths, which Lightning writes in one piece, are left to Lightning.
     """
 
     @override
@@ -44,12 +45,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class SealedStrategy(Strategy):
-    """What :func:`protect_checkpoints` adds to a strategy.
+    """Strategy with the checks of :func:`protect_checkpoints`.
 
     Attributes:
-        checkpoint_errors: ``"raise"`` if a checkpoint that cannot be written ends the run, ``"warn"`` if it goes on.
-        last_checkpoint: that was written whole.
-        failing: whether the last attempt failed.
+        checkpoint_errors: ``"raise"`` to end the run if a checkpoint cannot be written, ``"warn"`` to continue.
+        last_checkpoint: Path of the last complete checkpoint.
+        failing: True if the last attempt failed.
     """
 
     checkpoint_errors: str
@@ -81,7 +82,7 @@ class SealedStrategy(Strategy):
             self.last_checkpoint, self.failing = path, False
 
     def _fail(self, path: Path, part: Path, failure: BaseException) -> None:
-        """Ends the run, or says so and goes on; either way names the last checkpoint that is whole."""
+        """Raise or warn after a failed write, naming the last complete checkpoint."""
         self.failing = True
         free = "none"
         if self.is_global_zero:
@@ -91,21 +92,21 @@ class SealedStrategy(Strategy):
             except OSError:
                 free = "unknown"
         last = self.last_checkpoint if self.last_checkpoint and self.last_checkpoint.exists() else _latest(path.parent)
-        good = f"the last whole checkpoint is {last}" if last else "there is no earlier checkpoint"
+        good = f"the last complete checkpoint is {last}" if last else "there is no earlier checkpoint"
         cure, reason = "free some space", f"{reason_of(failure)} ({free} free)"
         if not path.parent.is_dir():
-            other = "a link to nowhere" if path.parent.is_symlink() else "a file" if path.parent.exists() else "nothing"
-            cure, reason = "put the folder back", f"{other} in the place of its folder"
+            other = "a broken link" if path.parent.is_symlink() else "a file" if path.parent.exists() else "nothing"
+            cure, reason = "put the folder back", f"{other} instead of its folder"
         message = f"expected to write the checkpoint {path}, got {reason}: {good}"
         if self.checkpoint_errors == "raise":
-            cure += ', or let the run go on by RLLightningModule(checkpoint_errors="warn")'
+            cure += ', or let the run continue with RLLightningModule(checkpoint_errors="warn")'
             raise CheckpointError(f"{message}; {cure}") from failure
-        rank_zero_warn(f"{message}; the run goes on without (checkpoint_errors={self.checkpoint_errors!r})")
+        rank_zero_warn(f"{message}; the run continues without it (checkpoint_errors={self.checkpoint_errors!r})")
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.failing and self.last_checkpoint is not None and Path(filepath) == self.last_checkpoint:
-            return  # whoever wants to replace it does not know that its successor was not written
+            return  # keep it: its replacement was not written
         super().remove_checkpoint(filepath)
 
     @override
@@ -115,7 +116,7 @@ class SealedStrategy(Strategy):
             if local and self.is_global_zero:
                 check_seal(Path(checkpoint_path))
         try:
-            # Lightning unpickles what comes from a URL unless it is told not to
+            # Lightning unpickles URLs by default
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only is None or weights_only)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as failure:
             reading = isinstance(failure, pickle.UnpicklingError | EOFError) or "PytorchStreamReader" in str(failure)
@@ -124,19 +125,19 @@ class SealedStrategy(Strategy):
             raise ValueError(unreadable(Path(checkpoint_path), failure)) from failure
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise ValueError(
-                f"expected a checkpoint of an RLLightningModule, got {checkpoint_path}, which something else wrote: "
+                f"expected a checkpoint of an RLLightningModule, got {checkpoint_path}, which another program wrote: "
                 "pass a file that trainer.save_checkpoint or ModelCheckpoint wrote"
             )
         return checkpoint
 
 
 def protect_checkpoints(strategy: Strategy, checkpoint_errors: str) -> None:
-    """Lets a strategy write its checkpoints, files or folders, aside and sealed, and check them before they are loaded.
+    """Make a strategy write checkpoints atomically with a seal, and check them before loading.
 
-    Its object gets a class of its own, as ``fully_shard`` gives to modules; what the user chose stays its base.
+    Replaces the class of the strategy object by a subclass, like ``fully_shard`` for modules.
 
     Args:
-        strategy: of the Trainer.
+        strategy: Strategy of the Trainer.
         checkpoint_errors: ``"raise"`` or ``"warn"``.
     """
     kind = type(strategy)
@@ -150,7 +151,7 @@ def protect_checkpoints(strategy: Strategy, checkpoint_errors: str) -> None:
 
 
 def is_local(path: Any) -> bool:
-    """Whether a path is one of this machine's file systems."""
+    """Return True if a path is on a local file system."""
     return "://" not in str(path)
 
 
@@ -162,6 +163,6 @@ def _latest(folder: Path) -> Path | None:
 
 
 def reason_of(failure: BaseException) -> str:
-    """What was raised, in one line; many a failure has no text."""
+    """Return the error in one line; its class if it has no text."""
     first = str(failure).strip().split("\n")[0][:200]
     return f"{type(failure).__name__}: {first}" if first else type(failure).__name__

@@ -1,4 +1,4 @@
-"""Export: a checkpoint becomes the arguments of a module, and a policy a Hugging Face folder."""
+"""Export: from a checkpoint to the arguments of a module, and from a policy to a Hugging Face folder."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,22 +19,22 @@ from lightning_rl.policy.text_model import backbone_of
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """A checkpoint of this library, in values that load under ``weights_only=True``.
+    """Load a checkpoint of this library with ``weights_only=True``.
 
     Raises:
-        ValueError: for the folder of a sharded strategy, saying how to make one file of it, for other checkpoints, and
-            for one that is empty, cut off or damaged.
+        ValueError: For the folder of a sharded strategy (the message tells how to consolidate it), for other
+            checkpoints, and for a file that is empty, truncated or damaged.
     """
     if Path(path).is_dir():
-        raise ValueError(f"expected a checkpoint of one file, got the folder {path}: {_consolidation(Path(path))}")
+        raise ValueError(f"expected a single-file checkpoint, got the folder {path}: {_consolidation(Path(path))}")
     check_seal(Path(path))
     checkpoint = load_archive(path, map_location)
     if not isinstance(checkpoint, dict) or "lightning_rl" not in checkpoint:
         raise ValueError(
-            f"expected a checkpoint of an RLLightningModule, got {path}, which holds none of its state: pass a file "
+            f"expected a checkpoint of an RLLightningModule, got {path}, which has no such state: pass a file "
             "that trainer.save_checkpoint or ModelCheckpoint wrote"
         )
-    if "model" in checkpoint:  # what was a folder of FSDP1
+    if "model" in checkpoint:  # a consolidated FSDP1 folder
         checkpoint["state_dict"] = checkpoint.pop("model")
     return checkpoint
 
@@ -42,21 +42,21 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 def _consolidation(folder: Path) -> str:
     if (folder / ".metadata").exists():
         command = f"python -m lightning.fabric.utilities.consolidate_checkpoint {folder}"
-        return f"a sharded strategy wrote it, and {command!r} makes one file of it, {folder}.consolidated"
+        return f"a sharded strategy wrote it: run {command!r} to write the single file {folder}.consolidated"
     if (folder / "checkpoint").is_dir():
-        return "DeepSpeed wrote it: resume with its strategy, and call module.save_pretrained on every rank"
+        return "DeepSpeed wrote it: resume with its strategy and call module.save_pretrained on every rank"
     return "pass a file"
 
 
 def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a module's constructor, from its configuration and from what is given.
+    """Return the arguments of a module's constructor, from its configuration and explicit arguments.
 
     Args:
-        described: every argument as :func:`lightning_rl.description.describe` says it.
-        arguments: what is given again, which comes first.
+        described: Every argument as returned by :func:`lightning_rl.description.describe`.
+        arguments: Explicit arguments, which take precedence.
 
     Raises:
-        ValueError: naming every argument that is code of somebody's own and is not given again.
+        ValueError: Naming every argument that is user code and not passed explicitly.
     """
     options, lost = dict(arguments), dict[str, str]()
     for name, description in described.items():
@@ -78,7 +78,7 @@ def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) 
     if lost:
         names = " and ".join(f"{name}=" for name in lost)
         was = "; ".join(f"{name} was {what}" for name, what in lost.items())
-        raise ValueError(f"expected {names} to be given again, because a checkpoint keeps no code: {was}")
+        raise ValueError(f"expected {names} to be passed, because a checkpoint stores no code: {was}")
     rewards = options.get("rewards")
     if "rewards" not in arguments and isinstance(rewards, Mapping):
         options["rewards"] = {name: tuple(pair) for name, pair in rewards.items()}
@@ -93,14 +93,14 @@ def write_pretrained(
     *,
     writing: bool,
 ) -> None:
-    """Writes a policy as a Hugging Face folder, and a critic of its own, with its value head, to ``folder/critic``.
+    """Write a policy as a Hugging Face folder, and a separate critic with its value head to ``folder/critic``.
 
     Args:
-        folder: where to.
-        weights: of a :class:`PolicyModel`, whole; every rank has to go through them.
-        sources: what ``"policy"`` and ``"critic"`` are built from.
-        tokenizer: lies beside them.
-        writing: whether this is the one rank that writes.
+        folder: Target folder.
+        weights: Full tensors of a :class:`PolicyModel`; every rank has to iterate over them.
+        sources: Sources of the ``"policy"`` and ``"critic"`` models.
+        tokenizer: Tokenizer to save with the model.
+        writing: True on the one rank that writes.
     """
     whole = {name: weight.cpu().clone() for name, weight in weights if writing}
     if not writing:

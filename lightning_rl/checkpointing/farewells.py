@@ -1,7 +1,7 @@
-"""Farewells: what each rank of a run leaves beside the checkpoints when it fails, for ranks that outlive it.
+"""Failure files: each failing rank writes its error beside the checkpoints.
 
-A rank that fails alone cannot fetch the others out of the collective in which they wait for it, so they hear of its end
-once its process is gone, and by then nothing but a file is left to say why.
+A rank that fails alone cannot end the collective in which the others wait. They notice when its process is gone, and
+then only a file can hold the cause.
 """
 
 import json
@@ -13,16 +13,16 @@ from typing import NamedTuple
 from lightning_rl.checkpointing.atomic import is_local
 from lightning_rl.checkpointing.folder import latest_checkpoint
 
-LENGTH = 500  # characters of an error
+LENGTH = 500  # maximum number of characters of an error
 
 
 class Farewell(NamedTuple):
-    """The end of one rank.
+    """Failure of one rank.
 
     Attributes:
-        at: seconds since 1970.
-        rank: whose.
-        error: class and text of what ended it.
+        at: Unix time in seconds.
+        rank: Rank that failed.
+        error: Class and text of the exception.
     """
 
     at: float
@@ -31,15 +31,15 @@ class Farewell(NamedTuple):
 
 
 def leave_farewell(folder: str | Path, rank: int, error: BaseException) -> None:
-    """Writes the end of a rank into a folder, where it stays until the next run begins there."""
+    """Write the failure of a rank into a folder, where it stays until the next run starts there."""
     farewell = Farewell(time.time(), rank, f"{type(error).__name__}: {error}"[:LENGTH])
     if is_local(folder):
-        with suppress(OSError):  # what ended the run is the news
+        with suppress(OSError):  # do not hide the error that ended the run
             _path(Path(folder), rank).write_text(json.dumps(farewell), encoding="utf-8")
 
 
 def first_farewell(folder: str | Path) -> Farewell | None:
-    """That of the rank which failed before all others, as far as they share a folder; None if none of them does."""
+    """Return the first failure of all ranks that share the folder, or None."""
     farewells = list[Farewell]()
     for path in Path(folder).glob(_path(Path(), "*").name) if is_local(folder) else ():
         with suppress(OSError, ValueError, TypeError):
@@ -49,18 +49,18 @@ def first_farewell(folder: str | Path) -> Farewell | None:
 
 
 def clear_farewells(folder: str | Path) -> None:
-    """Removes those of an earlier run, or of ranks that met after all."""
+    """Remove the failure files of an earlier run, or after a checkpoint of all ranks."""
     for path in Path(folder).glob(_path(Path(), "*").name) if is_local(folder) else ():
         path.unlink(missing_ok=True)
 
 
 def way_on(folder: str | Path) -> str:
-    """Where a run that could not be saved goes on."""
+    """Return the advice on how to resume a run that could not be saved."""
     try:
         last = latest_checkpoint(folder) if is_local(folder) else None
-    except (OSError, ValueError):  # checkpoints of several runs, of which nobody can choose
+    except (OSError, ValueError):  # such as checkpoints of several runs
         last = None
-    return "go on from the last checkpoint" if last is None else f"go on with ckpt_path={str(last)!r}"
+    return "resume from the last checkpoint" if last is None else f"resume with ckpt_path={str(last)!r}"
 
 
 def _path(folder: Path, rank: int | str) -> Path:

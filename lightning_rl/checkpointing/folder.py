@@ -1,4 +1,4 @@
-"""Folder: the newest checkpoint of one, and what is wrong with it at the start of a run."""
+"""Checkpoint folder: its newest checkpoint, and checks at the start of a run."""
 
 import fcntl
 import json
@@ -22,22 +22,21 @@ LOCK = ".lightning-rl-run"
 
 
 def new_run() -> str:
-    """The name of a new run; it takes nothing from the generators that a run is seeded by."""
+    """Return a random name for a run, without using the seeded generators."""
     return uuid.uuid4().hex[:8]
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The checkpoint of a folder with the most optimizer steps, or None if there is none.
+    """Return the checkpoint of a folder with the most optimizer steps, or None if there is none.
 
-    What a dying run was writing is left out, and so is what cannot be read. Of two with equal steps it is the one that
-    was written last.
+    Unfinished and unreadable files are skipped. Of two checkpoints with equal steps, the newer one is returned.
 
     Raises:
-        ValueError: if the checkpoints belong to several runs, of which nobody can say which one should go on, if they
-            hold weights alone, if they lie in a folder below, or if it is no folder.
+        ValueError: If the checkpoints belong to several runs, hold weights only or are in a subfolder, or if the path
+            is not a folder.
     """
     if Path(folder).exists() and not Path(folder).is_dir():
-        raise ValueError(f"expected a folder of checkpoints, got the file {folder}: pass the folder that it lies in")
+        raise ValueError(f"expected a folder of checkpoints, got the file {folder}: pass its folder")
     seals = seals_of(Path(folder))
     below = (path for depth in BELOW for path in sorted(Path(folder).glob(f"{depth}*.ckpt")))
     if not seals and (other := next(below, None)) is not None:
@@ -46,23 +45,23 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     if len(runs) > 1:
         several = " and ".join(f"{path.name} of run {run}" for run, path in sorted(runs.items())[:2])
         raise ValueError(
-            f"expected the checkpoints of one run in {folder}, got {several}: pass one of them by name, and give each "
-            "run a folder of its own"
+            f"expected the checkpoints of one run in {folder}, got {several}: pass one of them by path, and give each "
+            "run a separate folder"
         )
     newest = sorted(seals, key=lambda path: (seals[path].step, path.stat().st_mtime_ns), reverse=True)
     last = next((path for path in newest if not holds_weights_alone(path)), None)
     if last is None and newest:
         raise ValueError(
-            f"expected a checkpoint that a run can go on from in {folder}, got weights alone ({newest[0].name}): save "
-            "with ModelCheckpoint(save_weights_only=False), or look for them by name"
+            f"expected a checkpoint to resume from in {folder}, got weights only ({newest[0].name}): save "
+            "with ModelCheckpoint(save_weights_only=False), or pass the path of the weights"
         )
     return last
 
 
 def seals_of(folder: Path) -> dict[Path, Seal]:
-    """The checkpoints of a folder that can be read, with run and step."""
+    """Return the readable checkpoints of a folder, with run and step."""
     whole = (path for path in sorted(folder.glob("*.ckpt")) if not path.name.endswith(PART))
-    paths = (path for path in whole if path.is_file() or path.is_dir())  # to open a pipe is to wait for its writer
+    paths = (path for path in whole if path.is_file() or path.is_dir())  # opening a pipe would wait for its writer
     return {path: seal for path in paths if (seal := _seal(path)) is not None}
 
 
@@ -76,15 +75,15 @@ def _seal(path: Path) -> Seal | None:
         check_seal(path)
         checkpoint = load_archive(path, mmap=True)
         return Seal("", int(checkpoint.get("global_step", -1)) if isinstance(checkpoint, dict) else -1)
-    except (OSError, ValueError, TypeError):  # TypeError: a step that is no number
+    except (OSError, ValueError, TypeError):  # TypeError: step is not a number
         return None
 
 
 class RunFolder:
-    """A folder while a run writes its checkpoints there. The kernel ends the claim when the process dies.
+    """Claim of a run on its checkpoint folder; the kernel releases it when the process dies.
 
     Args:
-        path: of the folder.
+        path: Path of the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,10 +91,10 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self, run: str) -> None:
-        """Makes the folder, keeps other runs out, and clears away what a run that died was writing.
+        """Create the folder, lock out other runs and remove unfinished files of a dead run.
 
         Raises:
-            ValueError: if it cannot be written to, or another process writes there.
+            ValueError: If the folder is not writable, or another process writes there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -104,7 +103,7 @@ class RunFolder:
             lock = (self.path / LOCK).open("a+", encoding="utf-8")
         except OSError as failure:
             raise ValueError(
-                f"expected a folder for checkpoints that can be written to, got {self.path} ({failure.strerror}): pass "
+                f"expected a writable folder for checkpoints, got {self.path} ({failure.strerror}): pass "
                 "another dirpath= to ModelCheckpoint, or another default_root_dir= to the Trainer"
             ) from failure
         self._take(lock)
@@ -118,7 +117,7 @@ class RunFolder:
             name, file = sorted(others.items())[0]
             rank_zero_warn(
                 f"{self.path} holds checkpoints of another run ({file} of run {name}; this is run {run}): resume from "
-                "one of them, or give each run a folder of its own, since latest_checkpoint refuses a mixed one"
+                "one of them, or give each run a separate folder, since latest_checkpoint refuses a mixed one"
             )
 
     def _take(self, lock: IO[str]) -> None:
@@ -129,23 +128,23 @@ class RunFolder:
             holder = lock.read()
             lock.close()
             raise ValueError(
-                f"expected a folder for checkpoints of this run alone, got {self.path}, where another run is writing "
-                f"({holder}): give each run a folder of its own, or end the other one"
+                f"expected a checkpoint folder that only this run uses, got {self.path}, where another run writes "
+                f"({holder}): give each run a separate folder, or end the other run"
             ) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
 
     def release(self) -> None:
-        """Ends the claim."""
+        """Release the claim."""
         if self._lock is not None:
-            with suppress(OSError):  # whoever put something else in the place of the folder has taken the lock away
+            with suppress(OSError):  # a replaced folder has lost the lock file
                 (self.path / LOCK).unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes what a run that died left half written, and puts back what it was about to replace."""
+    """Remove files that a dead run left unfinished, and restore the files that it was about to replace."""
     for part in sorted(folder.glob(f"*.ckpt*{PART}")):
         if part.name.endswith(BEFORE):
             target = part.with_name(part.name.removesuffix(BEFORE))
@@ -156,6 +155,6 @@ def clear_parts(folder: Path) -> None:
 
 
 def release(folders: Iterable[RunFolder]) -> None:
-    """Ends every claim."""
+    """Release every claim."""
     for folder in folders:
         folder.release()

@@ -1,4 +1,4 @@
-"""Interrupts: whatever ends a run between two optimizer steps leaves a checkpoint of the last one."""
+"""Checkpoint of the last optimizer step when a signal or an exception ends a run."""
 
 import os
 import signal
@@ -30,25 +30,27 @@ from lightning_rl.rewards.limit import CLOCK
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
-GRACE = 20.0  # seconds after a signal in which the step may end; schedulers kill after 30
-MEETING = 8.0  # seconds in which every rank has to have failed for a checkpoint of all
+GRACE = 20.0  # seconds for the step to end after a signal; schedulers kill after 30
+MEETING = 8.0  # seconds within which every rank must fail for a joint checkpoint
 
 
 class Interrupts(Callback):
-    """Every run has one. The first SIGINT (Ctrl-C) or SIGTERM on any rank lets the optimizer step end, saves
-    ``interrupted.ckpt`` beside the other checkpoints, and ends the run on all ranks, after SIGTERM with exit code 143.
-    A step that takes longer than :data:`GRACE` seconds from then on is left where it is, a reward after a few; a second
-    signal does so at once. Under SLURM the signal of a requeue does the same and queues the job again.
+    """Callback of every run that saves a checkpoint on signals and exceptions.
 
-    So does any exception: what had begun since the last optimizer step is undone, and the checkpoint begins with it.
-    Two things cannot be saved: an optimizer step that broke off half way, and a state that the ranks do not share.
-    Whatever is raised, the engine is closed.
+    The first SIGINT (Ctrl-C) or SIGTERM on any rank lets the optimizer step end, saves ``interrupted.ckpt`` beside the
+    other checkpoints and ends the run on all ranks, after SIGTERM with exit code 143. A step that takes longer than
+    :data:`GRACE` seconds is abandoned, a reward after a few seconds; a second signal abandons the step at once. The
+    requeue signal of SLURM does the same and requeues the job.
+
+    Any exception also saves a checkpoint: work since the last optimizer step is undone, and repeated on resume. Two
+    states cannot be saved: an optimizer step that broke off half way, and ranks at different steps. The engine is
+    always closed.
 
     Args:
-        settle: takes a module and what was raised, and puts the module's run back to the last optimizer step; returns
-            why that cannot be, or None.
-        close: closes the engine of a module.
-        run: the name of a module's run.
+        settle: Function of a module and the exception that restores the last optimizer step; returns the reason why
+            that is impossible, or None.
+        close: Function that closes the engine of a module.
+        run: Function that returns the name of a module's run.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Interrupts(Callback):
         self._folders: list[RunFolder] = []
 
     def attach(self, trainer: Trainer) -> None:
-        """Begins a stage of a trainer: hears of errors before its other callbacks do, and in a fit of signals."""
+        """Start a stage of a trainer: receive errors before other callbacks do, and signals during a fit."""
         callbacks = _callbacks_of(trainer)
         if not any(isinstance(callback, FirstToHear) for callback in callbacks):
             callbacks.insert(0, FirstToHear(self))
@@ -76,7 +78,7 @@ class Interrupts(Callback):
             self.install(SIGNALS)
 
     def install(self, numbers: Iterable[int]) -> None:
-        """Takes signals over, from whoever has them by now; they go back to who had them first."""
+        """Install the signal handlers; the previous ones are restored at the end."""
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may handle signals
         for number in numbers:
@@ -90,13 +92,13 @@ class Interrupts(Callback):
         CLOCK.reset()
         CLOCK.abandon = lambda reason, status: self._abandon(trainer, pl_module, reason, status)
         self._claim(trainer, pl_module)
-        meet(MEETING)  # makes what the ranks meet by, while all are here
+        meet(MEETING)  # create the store while all ranks are alive
         self._requeue = requeue_signal(trainer)
         self._begun = self._stepping = True
         self.install((*SIGNALS, *([] if self._requeue is None else [self._requeue])))
 
     def _claim(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Looks at the folders that checkpoints go to, before hours have gone by."""
+        """Check the checkpoint folders at the start of the run."""
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         paths = dict.fromkeys(str(saver.dirpath) for saver in savers if saver.dirpath and is_local(saver.dirpath))
         with failing_together("a folder for checkpoints"):
@@ -110,9 +112,9 @@ class Interrupts(Callback):
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self._saving and number != signal.SIGINT:
-            return  # it ends anyway
+            return  # the run ends anyway
         if number == self._requeue and not self._stepping:
-            return  # there is nothing left to go on with
+            return  # nothing is left to train
         if self.received or not self._stepping:
             self.received = self.received or number
             _end(self.received)
@@ -129,7 +131,7 @@ class Interrupts(Callback):
         self._end_on_signal(trainer)
 
     def _end_on_signal(self, trainer: Trainer) -> None:
-        """Ends the run on all ranks, with a checkpoint, if a signal came to any of them."""
+        """End the run on all ranks, with a checkpoint, if any rank received a signal."""
         received = process_maximum(self.received)
         if not received:
             return
@@ -148,7 +150,7 @@ class Interrupts(Callback):
         self._silence()
 
     def rescue(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves the last optimizer step of a fit that an exception ended, and gives everything back."""
+        """Save the last optimizer step of a fit that an exception ended, and restore signals and folders."""
         self._saving = True
         self._silence()
         if isinstance(exception, SIGTERMException) and exception.code is None:  # raised by Lightning
@@ -161,16 +163,16 @@ class Interrupts(Callback):
                 self._save_last_step(trainer, pl_module, exception)
             elif self.received and not self._saved:
                 name = signal.Signals(self.received).name
-                rank_zero_info(f"{name} came before the first optimizer step of this fit: earlier checkpoints are kept")
+                rank_zero_info(f"{name} ended this fit before its first optimizer step: earlier checkpoints are kept")
         finally:
             self._restore(trainer)
             try:
                 self._close(pl_module)
-            except Exception as failure:  # noqa: BLE001  what ended the run is the news
+            except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
                 exception.add_note(f"the engine could not be closed: {reason_of(failure)}")
 
     def _abandon(self, trainer: Trainer, pl_module: LightningModule, reason: str, status: int) -> NoReturn:
-        """Ends the process where no exception can: in the midst of a reward that swallows all of them."""
+        """End the process when a reward catches all exceptions."""
         try:
             sys.stderr.write(f"{reason}\n")
             self.rescue(trainer, pl_module, RunEndError(reason))
@@ -179,8 +181,8 @@ class Interrupts(Callback):
             os._exit(status)
 
     def _save_last_step(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves after the last optimizer step, if every rank can; the exception keeps its place in any case."""
-        if isinstance(exception, torch.OutOfMemoryError):  # what is alive in its frames is needed to save
+        """Save the last optimizer step, if every rank can; the exception stays the cause."""
+        if isinstance(exception, torch.OutOfMemoryError):  # free the tensors in its frames, since saving needs memory
             traceback.clear_frames(exception.__traceback__)
         folder = _folder_of(trainer)
         if trainer.world_size > 1:
@@ -199,7 +201,7 @@ class Interrupts(Callback):
             rank_zero_info(note)
         try:
             lost = _save_what_can_be(trainer, f"{type(exception).__name__} ended the run")
-        except Exception as failure:  # noqa: BLE001  what ended the run is the news
+        except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
             _tell(exception, f"no {INTERRUPTED} was written: {reason_of(failure)}")
             return
         for name, failure in lost.items():
@@ -215,9 +217,9 @@ class Interrupts(Callback):
             self._alarm = None
 
     def _restore(self, trainer: Trainer) -> None:
-        """Gives signals, folders and clock back."""
+        """Restore signal handlers, folders and clock."""
         self._silence()
-        kept = trainer._signal_connector._original_handlers  # noqa: SLF001  which it puts back when it ends
+        kept = trainer._signal_connector._original_handlers  # noqa: SLF001  the handlers that Lightning restores
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
             if kept.get(signal.Signals(number)) == self._receive:
@@ -229,18 +231,14 @@ class Interrupts(Callback):
 
 
 class FirstToHear(Callback):
-    """Stands before every other callback, whose errors on the way out would leave nothing to hear of.
-
-    Args:
-        interrupts: what is told.
-    """
+    """First callback, which forwards events to ``interrupts`` before errors of other callbacks can skip it."""
 
     def __init__(self, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interrupts.install(SIGNALS)  # Lightning has put its own handlers there
+        self._interrupts.install(SIGNALS)  # Lightning has replaced the handlers
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -252,15 +250,15 @@ class FirstToHear(Callback):
 
 
 def _absence(folder: str | Path, rank: int) -> str:
-    """Why a checkpoint of all ranks cannot be had from this one: whose end was the first."""
+    """Return the reason why there is no checkpoint of all ranks: the first failure of another rank."""
     farewell = first_farewell(folder)
     if farewell is None or farewell.rank == rank:
-        return f"the other ranks did not fail as well within {MEETING:g} s, and a checkpoint takes all of them"
-    return f"rank {farewell.rank} failed alone, with {farewell.error}, and a checkpoint takes all ranks"
+        return f"the other ranks did not fail within {MEETING:g} s, and a checkpoint needs all ranks"
+    return f"rank {farewell.rank} failed alone, with {farewell.error}, and a checkpoint needs all ranks"
 
 
 def _folder_of(trainer: Trainer) -> str | Path:
-    """Where the checkpoint goes."""
+    """Return the folder of the checkpoint."""
     return getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
 
 
@@ -269,7 +267,7 @@ def _callbacks_of(trainer: Trainer) -> list[Callback]:
 
 
 def _tell(exception: BaseException, text: str) -> None:
-    """Says something at the end of a traceback, and in the log, since not everything that ends a run has one."""
+    """Add a note to the traceback and log it, since not every exception that ends a run is printed."""
     exception.add_note(text)
     rank_zero_info(text)
 
@@ -281,17 +279,17 @@ def _end(received: int) -> NoReturn:
 
 
 def _save(trainer: Trainer, why: str, path: Path | None = None) -> None:
-    """Saves beside the other checkpoints, or at a path. Every rank takes part."""
+    """Save beside the other checkpoints, or at a path; a collective call."""
     path = Path(_folder_of(trainer)) / INTERRUPTED if path is None else path
     trainer.save_checkpoint(path)
-    rank_zero_info(f"{why} after optimizer step {trainer.global_step}: go on with ckpt_path={str(path)!r}")
+    rank_zero_info(f"{why} after optimizer step {trainer.global_step}: resume with ckpt_path={str(path)!r}")
 
 
 def _save_what_can_be(trainer: Trainer, why: str) -> dict[str, Exception]:
-    """Saves, without the callbacks whose own part cannot be saved.
+    """Save without the callbacks whose state cannot be saved.
 
     Returns:
-        What those raised, by their names.
+        Exceptions of these callbacks, by name.
     """
     callbacks, lost = _callbacks_of(trainer), dict[str, Exception]()
     try:
@@ -311,7 +309,7 @@ def _save_what_can_be(trainer: Trainer, why: str) -> dict[str, Exception]:
 
 
 def _callback_behind(failure: Exception) -> Callback | None:
-    """The callback that Lightning asked for its state when something was raised."""
+    """Return the callback whose ``state_dict`` raised the exception, or None."""
     for frame, _ in walk_tb(failure.__traceback__):
         callback = frame.f_locals.get("callback")
         if frame.f_globals.get("__name__") == call.__name__ and isinstance(callback, Callback):

@@ -1,9 +1,8 @@
-"""Loops: Lightning's loops end where the data do, and not at a StopIteration that somebody's code lets out.
+"""Lightning loops that end with the data and not at a StopIteration of user code.
 
-Whatever is called in a run is called by one of Lightning's loops: hooks of the module and of callbacks, rewards,
-losses, engines, optimizers, schedulers, what is saved. To a loop a StopIteration is the end of its data, whoever raised
-it, and the fit counts as finished, or the step as made. Lightning raises its own in the loops and in what combines
-loaders; any other becomes an error on its way.
+Lightning's loops call all code of a run: hooks, rewards, losses, engines, optimizers, schedulers and savers. They take
+a StopIteration of any of these for the end of the data, and count the fit as finished or the step as made. Lightning
+raises its own in the loops and the combined loader; any other becomes an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,23 +19,23 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 ENDS = ("lightning.pytorch.loops.", "lightning.pytorch.utilities.combined_loader")
-"""Modules of Lightning that say that the data, or an epoch, are at an end."""
+"""Modules of Lightning that raise StopIteration at the end of the data or an epoch."""
 
 GENERATOR = "generator raised StopIteration"
-"""What Python says of one that came through a generator; it has it for a cause."""
+"""Message of the RuntimeError that Python raises for a StopIteration in a generator."""
 
 
 class WholeFitLoop(_FitLoop):
-    """What :func:`protect_loops` adds to the loop over epochs."""
+    """Epoch loop with the check of :func:`protect_loops`."""
 
     @override
     def run(self) -> None:
-        """Trains, and says so where a checkpoint leaves nothing to train: Lightning ends such a fit without a word."""
+        """Train, and warn if the checkpoint leaves nothing to train, which Lightning does not report."""
         if self.restarting and self.done:
             rank_zero_warn(
-                f"nothing is left to train: the checkpoint stands at step {self.trainer.global_step} with "
+                f"nothing is left to train: the checkpoint is at step {self.trainer.global_step} with "
                 f"max_steps={self.max_steps}, and {self.epoch_progress.current.completed} of "
-                f"max_epochs={self.max_epochs} count as over; raise what is reached"
+                f"max_epochs={self.max_epochs} are complete: raise the limit that is reached"
             )
         super().run()
 
@@ -46,7 +45,7 @@ class WholeFitLoop(_FitLoop):
         try:
             refuse_stops(super().on_advance_start)
         except BaseException:
-            for count in (epochs.current, epochs.total):  # one that did not begin would count as one without batches
+            for count in (epochs.current, epochs.total):  # undo the epoch that did not start
                 count.ready = count.started
             raise
 
@@ -60,7 +59,7 @@ class WholeFitLoop(_FitLoop):
 
 
 class WholeEpochLoop(_TrainingEpochLoop):
-    """What :func:`protect_loops` adds to the loop over optimizer steps."""
+    """Optimizer step loop with the check of :func:`protect_loops`."""
 
     @override
     def advance(self, data_fetcher: Any) -> None:
@@ -72,7 +71,7 @@ class WholeEpochLoop(_TrainingEpochLoop):
 
 
 class WholeStepLoop(_ManualOptimization):
-    """What :func:`protect_loops` adds to the loop of one optimizer step."""
+    """Manual optimization loop with the check of :func:`protect_loops`."""
 
     @override
     def advance(self, kwargs: Any) -> None:
@@ -80,7 +79,7 @@ class WholeStepLoop(_ManualOptimization):
 
 
 class WholeEvaluationLoop(_EvaluationLoop):
-    """What :func:`protect_loops` adds to the loop of a validation or test."""
+    """Validation and test loop with the check of :func:`protect_loops`."""
 
     @override
     def _evaluation_step(
@@ -90,7 +89,7 @@ class WholeEvaluationLoop(_EvaluationLoop):
 
 
 class WholePredictionLoop(_PredictionLoop):
-    """What :func:`protect_loops` adds to the loop of a prediction."""
+    """Prediction loop with the check of :func:`protect_loops`."""
 
     @override
     def _predict_step(
@@ -100,9 +99,9 @@ class WholePredictionLoop(_PredictionLoop):
 
 
 def protect_loops(trainer: Trainer) -> None:
-    """Lets the loops of a Trainer raise what they would take for the end of the data.
+    """Make the loops of a Trainer raise an error for a StopIteration of user code.
 
-    Its loops get classes of their own, as its strategy does; the others of this process stay as they are.
+    Replaces the classes of this Trainer's loop objects; other Trainers are unchanged.
     """
     epoch = trainer.fit_loop.epoch_loop
     _protect(trainer.fit_loop, WholeFitLoop)
@@ -121,12 +120,12 @@ def _protect(loop: Any, whole: type) -> None:
 
 
 def refuse_stops(function: Callable[..., None], *arguments: Any) -> None:
-    """Calls a function, and raises instead of a StopIteration, unless it comes from Lightning itself.
+    """Call a function and convert a StopIteration into an error, unless Lightning raised it.
 
-    No context manager: a generator that raises an error from a StopIteration has it taken for its own.
+    This is not a context manager, because ``contextlib`` treats a StopIteration in its body specially.
 
     Raises:
-        RuntimeError: naming the function that let it out; the StopIteration is its cause.
+        RuntimeError: Naming the function that leaked the StopIteration, which is the cause.
     """
     try:
         function(*arguments)
@@ -140,5 +139,5 @@ def refuse_stops(function: Callable[..., None], *arguments: Any) -> None:
         code = frame.f_code
         raise RuntimeError(
             f"expected no StopIteration to leave {code.co_qualname} ({code.co_filename}, line {code.co_firstlineno}), "
-            "got one, which Lightning would take for the end of the data: catch it there, or give next() a default"
+            "got one, which Lightning takes for the end of the data: catch it there, or pass a default to next()"
         ) from error

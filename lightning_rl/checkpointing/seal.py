@@ -1,7 +1,7 @@
-"""Seal: run, step and SHA-256 at the end of a checkpoint's file, or in a list beside the files of its folder.
+"""Seal: run, step and SHA-256 at the end of a checkpoint file, or in a list beside the files of its folder.
 
-A file of ``torch.save`` is a zip archive, which may end with a comment: the seal is one, so ``torch.load`` reads the
-file as before. The digest covers every byte before it, the seal's own words included.
+A file of ``torch.save`` is a zip archive. The seal is its comment, which ``torch.load`` ignores. The digest covers
+every byte before it, including the run and step of the seal.
 """
 
 import hashlib
@@ -14,19 +14,19 @@ SUMS = "SHA256SUMS"
 WORDS = (b"lightning-rl run ", b" step ", b" sha256 ")
 RUN, STEP, DIGEST = 8, 12, 64  # characters of each value
 LENGTH = sum(map(len, WORDS)) + RUN + STEP + DIGEST
-ALIKE = 24  # bits of the words that may differ in a seal that is damaged; of other bytes about half of 248 do
+ALIKE = 24  # bits that may differ in a damaged seal; in random bytes about half of 248 differ
 NO_COMMENT = b"\0\0"
-END_RECORD, END_LENGTH = b"PK\5\6", 22  # of a zip archive; its last two bytes say how long a comment follows
-PARTS = (".metadata", "checkpoint", "meta.pt", "latest")  # of the folders that sharded strategies write
-NEAR = 2**20  # bytes before the end of a file in which the record is looked for
+END_RECORD, END_LENGTH = b"PK\5\6", 22  # of a zip archive; its last two bytes hold the length of the comment
+PARTS = (".metadata", "checkpoint", "meta.pt", "latest")  # files in folders of sharded strategies
+NEAR = 2**20  # bytes before the end of a file that are searched for the record
 
 
 class Seal(NamedTuple):
-    """What a checkpoint says of itself.
+    """Origin of a checkpoint.
 
     Attributes:
-        run: that wrote it; runs that go on from a checkpoint keep its name.
-        step: how many optimizer steps were made.
+        run: Name of the run; a resumed run keeps it.
+        step: Number of optimizer steps.
     """
 
     run: str
@@ -34,19 +34,19 @@ class Seal(NamedTuple):
 
 
 def seal_of(checkpoint: Any) -> Seal:
-    """The seal of what is about to be written."""
+    """Return the seal of a checkpoint to write."""
     ours = checkpoint.get("lightning_rl", {}) if isinstance(checkpoint, dict) else {}
     step = checkpoint.get("global_step", -1) if isinstance(checkpoint, dict) else -1
     return Seal(str(ours.get("run", "")), int(step))
 
 
 def seal_file(path: Path, seal: Seal) -> None:
-    """Puts the seal at the end of a file that ``torch.save`` wrote."""
+    """Append the seal to a file of ``torch.save``."""
     head = b"".join([WORDS[0], seal.run[:RUN].rjust(RUN, "-").encode(), WORDS[1], _digits(seal.step), WORDS[2]])
     with path.open("r+b") as file:
         file.seek(-len(NO_COMMENT), os.SEEK_END)
         if file.read() != NO_COMMENT:
-            return  # no archive of ours to seal
+            return  # not an archive of torch.save
         file.seek(-len(NO_COMMENT), os.SEEK_END)
         file.write(LENGTH.to_bytes(2, "little") + head)
         file.seek(0)
@@ -56,14 +56,14 @@ def seal_file(path: Path, seal: Seal) -> None:
 
 
 def seal_folder(folder: Path, seal: Seal) -> None:
-    """Writes the list of digests into a folder."""
+    """Write the list of digests into a folder."""
     lines = [f"{_digest(folder / name)}  {name}" for name in _files(folder)]
     text = "\n".join([f"# run {seal.run or '-'} step {seal.step}", *lines, ""])
     (folder / SUMS).write_text(text + hashlib.sha256(text.encode()).hexdigest(), encoding="utf-8")
 
 
 def read_seal(path: Path) -> Seal | None:
-    """The seal of a checkpoint, or None of one without; nothing is checked, and no pipe is opened."""
+    """Return the seal of a checkpoint without verifying it, or None; pipes are not opened."""
     if path.is_dir():
         lines = (path / SUMS).read_text("utf-8", errors="replace").split("\n") if (path / SUMS).is_file() else [""]
         words = lines[0].split()
@@ -78,7 +78,7 @@ def read_seal(path: Path) -> Seal | None:
 
 
 def digest_in(path: Path) -> str:
-    """The SHA-256 that the seal of a checkpoint says its bytes have; nothing is compared, and one without has none."""
+    """Return the recorded SHA-256 of a checkpoint, or '' if there is none; does not verify it."""
     if path.is_dir():
         return (path / SUMS).read_text("utf-8", errors="replace")[-DIGEST:] if (path / SUMS).is_file() else ""
     tail = _tail(path) if path.is_file() else None
@@ -86,11 +86,11 @@ def digest_in(path: Path) -> str:
 
 
 def check_seal(path: Path) -> None:
-    """Refuses what is no whole checkpoint; one without a seal only has to be an archive.
+    """Verify a checkpoint; without a seal it only has to be an archive.
 
     Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is empty, cut off, something else, or any bit of it is not as it was written.
+        FileNotFoundError: If there is none.
+        ValueError: If it is empty, truncated, another kind of file, or any bit has changed.
     """
     if not path.exists():
         raise FileNotFoundError(f"expected a checkpoint, got {path}, which does not exist")
@@ -112,7 +112,7 @@ def check_seal(path: Path) -> None:
 
 
 def _check_file(path: Path) -> bool:
-    """Whether a file has a seal; without one it has to be an archive with a checkpoint."""
+    """Return True if a file has a seal; raise unless a file without one is an archive with a checkpoint."""
     if not path.is_file():
         raise ValueError(f"expected a checkpoint, got {path}, which is a pipe or a device: {_cure(path)}")
     if not path.stat().st_size:
@@ -122,18 +122,18 @@ def _check_file(path: Path) -> bool:
             raise ValueError(_damage(path))
         if not zipfile.is_zipfile(path):
             raise ValueError(
-                f"expected a checkpoint, got {path}, which is cut off or was written by something else: {_cure(path)}"
+                f"expected a checkpoint, got {path}, which is truncated or not a checkpoint: {_cure(path)}"
             )
         if _pickle_in(path) is None:
-            raise ValueError(f"expected a checkpoint, got {path}, an archive without one in it: {_cure(path)}")
+            raise ValueError(f"expected a checkpoint, got {path}, an archive without a checkpoint: {_cure(path)}")
         return False
     return True
 
 
 def holds_weights_alone(path: Path) -> bool:
-    """Whether a checkpoint is a file of ``save_weights_only=True``, from which no run goes on; nothing is unpickled."""
+    """Return True for a file of ``save_weights_only=True``, which cannot be resumed; nothing is unpickled."""
     entry = None if path.is_dir() else _pickle_in(path)
-    if entry is None or entry.compress_type != zipfile.ZIP_STORED:  # one that unfolds is none of ours
+    if entry is None or entry.compress_type != zipfile.ZIP_STORED:  # torch.save does not compress
         return False
     with zipfile.ZipFile(path) as archive:
         content = archive.read(entry)
@@ -141,7 +141,7 @@ def holds_weights_alone(path: Path) -> bool:
 
 
 def _pickle_in(path: Path) -> zipfile.ZipInfo | None:
-    """The entry of an archive that holds all of a checkpoint but its tensors; None if there is no such thing."""
+    """Return the archive entry with the pickle of a checkpoint, or None."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -151,7 +151,7 @@ def _pickle_in(path: Path) -> zipfile.ZipInfo | None:
 
 
 def unreadable(path: Path, failure: BaseException) -> str:
-    """What to say of a file that ``torch.load`` cannot read."""
+    """Return the error message for a file that ``torch.load`` cannot read."""
     reason = str(failure).strip().split("\n")[0][:200] or type(failure).__name__
     return f"expected a checkpoint of an RLLightningModule, got {path}, which cannot be read ({reason}): {_cure(path)}"
 
@@ -161,7 +161,7 @@ def _check_folder(folder: Path) -> None:
         if not any((folder / name).exists() for name in PARTS):
             within = ", ".join(sorted(path.name for path in folder.glob("*.ckpt"))[-3:])
             cure = f"pass one of {within} in it" if within else _cure(folder)
-            raise ValueError(f"expected a checkpoint, got the folder {folder}, which is none: {cure}")
+            raise ValueError(f"expected a checkpoint, got the folder {folder}: {cure}")
         return
     text, _, last = (folder / SUMS).read_text("utf-8", errors="replace").rpartition("\n")
     text += "\n"
@@ -170,25 +170,27 @@ def _check_folder(folder: Path) -> None:
     sums = {line[DIGEST + 2 :]: line[:DIGEST] for line in text.splitlines()[1:]}
     missing = sorted(sums.keys() - set(_files(folder)))
     if missing:
-        raise ValueError(f"expected a whole checkpoint, got {folder} without {missing[0]}: {_cure(folder)}")
+        raise ValueError(f"expected a complete checkpoint, got {folder} without {missing[0]}: {_cure(folder)}")
     for name, digest in sums.items():
         if _digest(folder / name) != digest:
             raise ValueError(_damage(folder / name))
 
 
 def _damage(path: Path) -> str:
-    return f"expected {path} as it was written, got other bytes (SHA-256 differs): the disk damaged it; {_cure(path)}"
+    return (
+        f"expected {path} as it was written, got other bytes (SHA-256 differs), so the file is damaged: {_cure(path)}"
+    )
 
 
 def _cure(path: Path) -> str:
     others = [other.name for other in path.parent.glob("*.ckpt") if other != path]
     if not others:
-        return "resume from another checkpoint, or begin anew"
+        return "resume from another checkpoint, or start a new run"
     return f"resume from another checkpoint, such as one of {', '.join(sorted(others)[-3:])} beside it"
 
 
 def _ends_otherwise(path: Path) -> bool:
-    """Whether an archive does not end where it says: bytes of its comment, the seal, are missing or there are more."""
+    """Return True if bytes after the record of an archive are missing or in excess."""
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - NEAR))
         end = file.read()
@@ -198,7 +200,7 @@ def _ends_otherwise(path: Path) -> bool:
 
 
 def _tail(path: Path) -> bytes | None:
-    """The seal's bytes; a few flipped bits do not hide it."""
+    """Return the bytes of the seal, tolerating a few flipped bits."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) < LENGTH:
             return None

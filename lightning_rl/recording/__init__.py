@@ -1,4 +1,4 @@
-"""Recording: rollouts saved with everything that made their signal, and recomputed from the file alone."""
+"""Recordings: saved rollouts with all inputs of their signal, which can be recomputed from the file."""
 
 from lightning_rl.recording.recorder import RolloutRecorder
 from lightning_rl.recording.recording import Recording

@@ -1,4 +1,4 @@
-"""Algorithms as plain JSON: what turns a recorded rollout into advantages, a loss and its gradient."""
+"""JSON form of an algorithm: the parts that turn a rollout into advantages, a loss and its gradient."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ BENDING = {name for name, entry in CONTRIBUTIONS.items() if entry.bends in ("row
 
 
 def replayable(algorithm: Algorithm, callbacks: Iterable[Callback]) -> Algorithm:
-    """The same with those callbacks that change a reward, an advantage or the loss of a finished rollout."""
+    """Return the algorithm with the callbacks that change a reward, an advantage or the loss of a finished rollout."""
     bending = [
         callback for callback in callbacks if isinstance(callback, RLCallback) and callback.contributes & BENDING
     ]
@@ -24,18 +24,18 @@ def replayable(algorithm: Algorithm, callbacks: Iterable[Callback]) -> Algorithm
 
 
 def algorithm_to_json(algorithm: Algorithm) -> dict[str, Any]:
-    """An algorithm as plain JSON, by the place of each part and what it holds."""
+    """Return the algorithm as JSON values: the import path and the state of each part."""
     callbacks = {callback.name: to_json(callback) for callback in algorithm.corrections.callbacks}
     return {**{name: to_json(getattr(algorithm, name)) for name in PARTS}, "callbacks": callbacks}
 
 
 def algorithm_from_json(description: Mapping[str, Any]) -> Algorithm:
-    """The inverse of :func:`algorithm_to_json`, of parts of this library alone.
+    """Return the algorithm of a JSON description, built from parts of this library only.
 
-    What a correction keeps for stages that a replay has no part in, such as a teacher, may be somebody's own.
+    State of a correction that a replay does not use, such as a teacher, may be user code.
 
     Raises:
-        ValueError: naming the part that is somebody's own, or that is no such part.
+        ValueError: Naming the part that is user code or not valid there.
     """
     for place, text in opaque_places(description):
         if not place.startswith("callbacks.") or place.count(".") < 2:
@@ -48,7 +48,9 @@ def algorithm_from_json(description: Mapping[str, Any]) -> Algorithm:
 def _callbacks(description: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     callbacks = description["callbacks"]
     if not isinstance(callbacks, Mapping):
-        raise ValueError(f"expected the callbacks of an algorithm by their names, got a {type(callbacks).__name__}")
+        raise ValueError(
+            f"expected a mapping from names to callbacks of an algorithm, got a {type(callbacks).__name__}"
+        )
     return callbacks.items()
 
 

@@ -1,4 +1,4 @@
-"""Differences: where two computations of one thing part, named by sample and position."""
+"""Differences between two computations, named by sample and position."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.replay import Replayed
 from lightning_rl.recording.serialize import NAME, OBJECT, from_json
 
-ORDER = (  # in which fields come to be
+ORDER = (  # order of computation of the fields
     "prompt_ids",
     "prompt_lengths",
     "response_ids",
@@ -41,15 +41,15 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Something that is not the same twice.
+    """Difference between two values of one quantity.
 
     Attributes:
-        what: its name.
-        number: how many of its entries differ; 0 if it is there once, or in another shape, or no tensor.
-        max: the largest absolute difference of two entries.
-        scale: the largest finite magnitude on our side.
-        place: the first one: a sample or step, and the position in it.
-        values: what stands there on either side.
+        what: Name of the quantity.
+        number: Number of differing entries; 0 if a value is missing, has another shape or is not a tensor.
+        max: Largest absolute difference.
+        scale: Largest finite magnitude of our values.
+        place: First difference: sample or step, and position.
+        values: Both values at that place.
     """
 
     what: str
@@ -60,24 +60,24 @@ class Difference:
     values: tuple[str, str] = ("", "")
 
     def __str__(self) -> str:
-        """One line for a console."""
+        """Return one line for a console."""
         sides = f"{self.values[0]} against {self.values[1]}"
         return f"{self.number} differ by up to {self.max:.3g}, first {self.place}: {sides}" if self.number else sides
 
     @property
     def rounding(self) -> bool:
-        """Whether another device or build of torch explains it."""
+        """True if another device or build of torch explains the difference."""
         return bool(self.number) and self.max <= ROUNDING * self.scale
 
 
 def difference(what: str, ours: Tensor | None, theirs: Tensor | None, rows: list[str]) -> Difference | None:
-    """Compares bit for bit, NaN equal to NaN.
+    """Compare bit for bit, with NaN equal to NaN; return None if the tensors are equal.
 
     Args:
-        what: a name.
-        ours: shape [B, ...].
-        theirs: of the same shape, or not.
-        rows: what the entries of the first axis are called, B of them.
+        what: Name of the quantity.
+        ours: Tensor [B, ...].
+        theirs: Tensor of any shape.
+        rows: Names of the B entries of the first axis.
     """
     if ours is None or theirs is None or ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return None if ours is theirs else Difference(what=what, values=(_shape(ours), _shape(theirs)))
@@ -99,7 +99,7 @@ def difference(what: str, ours: Tensor | None, theirs: Tensor | None, rows: list
 
 
 def replay_differences(recording: Recording, replayed: Replayed) -> Iterator[tuple[str, Difference | None]]:
-    """Every recomputed quantity with its difference from what the run had; parts of the loss are this rank's share."""
+    """Yield each recomputed quantity with its difference from the run; loss parts are those of this rank."""
     rollout, samples = recording.rollout, samples_of(recording)
     for name in SIGNAL:
         yield name, difference(name, getattr(rollout, name), getattr(replayed.rollout, name), samples)
@@ -115,7 +115,7 @@ def replay_differences(recording: Recording, replayed: Replayed) -> Iterator[tup
 
 
 def recording_differences(ours: Recording, theirs: Recording) -> Iterator[Difference]:
-    """Where two recordings differ, in the order in which things come to be: options, rollout, passes, steps."""
+    """Yield the differences of two recordings in order of computation: options, rollout, passes, steps."""
     yield from json_differences(ours.header["options"], theirs.header["options"], "option ")
     yield from json_differences(ours.header["algorithm"], theirs.header["algorithm"])
     for name in sorted({*ours.tensors, *theirs.tensors}, key=_order):
@@ -130,7 +130,7 @@ def recording_differences(ours: Recording, theirs: Recording) -> Iterator[Differ
 
 
 def json_differences(ours: Any, theirs: Any, place: str = "") -> Iterator[Difference]:
-    """Where two descriptions (:mod:`lightning_rl.recording.serialize`) hold other values."""
+    """Yield the differences of two JSON descriptions (:mod:`lightning_rl.recording.serialize`)."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in dict.fromkeys([*ours, *theirs]):
             inner = place if key in (OBJECT, "state", NAME) else f"{place}{key}."
@@ -140,7 +140,7 @@ def json_differences(ours: Any, theirs: Any, place: str = "") -> Iterator[Differ
 
 
 def samples_of(recording: Recording) -> list[str]:
-    """What the rows of a recording are called."""
+    """Return the names of the rows of a recording."""
     return [f"sample {number}" for number in recording.tensors["rollout/sample_ids"].tolist()]
 
 

@@ -1,7 +1,7 @@
-"""Header: what the JSON of a recording has to look like before anything is done with it.
+"""Validation of the JSON of a recording.
 
-A recording may come from anywhere. A number that is none, a row that is not there or a billion ranks is refused here,
-in one sentence with the file and the entry, and never becomes a thread, a file name or an index.
+A recording may come from an untrusted source. Invalid numbers, missing rows or a billion ranks are refused here with
+the file and the entry, before they become a thread, a file name or an index.
 """
 
 import json
@@ -19,8 +19,8 @@ from lightning_rl.recording.serialize import NUMBER, from_json
 from lightning_rl.rollout import Finish, Rollout
 
 FORMAT = 2
-MAX_BYTES = 2**30  # of a JSON file
-MAX_DEPTH = 64  # of lists and objects in each other; ours have 9
+MAX_BYTES = 2**30  # maximum size of a JSON file
+MAX_DEPTH = 64  # maximum nesting; recordings of this library have 9
 MAX_RANKS, MAX_THREADS = 2**20, 2**12
 ENTRIES = ("rollout", "rank", "ranks", "device", "threads", "versions", "options", "algorithm", "states", "plan")
 ENTRIES += ("steps", "samples")
@@ -36,33 +36,33 @@ TYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(("extras", "token_extras", "prompt_extras"), ANY),
     "finish": SMALL,
 }
-"""Of the fields of a rollout, by the stem of their names; all others are floats."""
+"""Dtypes of rollout fields by the stem of their names; all others are floats."""
 
 
 def file_beside(path: str | Path, suffix: str) -> Path:
-    """The file of a recording with another suffix, which is a file of that folder.
+    """Return the file of a recording with another suffix in the same folder.
 
     Raises:
-        ValueError: if it is something else than a file, or a link that leads out of the folder.
-        FileNotFoundError: if it is not there.
+        ValueError: If it is not a file, or a link that leads out of the folder.
+        FileNotFoundError: If it does not exist.
     """
     file = Path(path).with_suffix(suffix)
     try:
         target = file.resolve(strict=True)
-    except (OSError, RuntimeError) as missing:  # also links in a circle, and names that are too long
+    except (OSError, RuntimeError) as missing:  # also circular links and names that are too long
         got = "no such file" if isinstance(missing, FileNotFoundError) else getattr(missing, "strerror", None)
         cure = "a recording is a .json and a .safetensors of one name in one folder"
         raise FileNotFoundError(f"expected {file}, got {got or missing}: {cure}") from None
     if not target.is_file() or target.parent != file.parent.resolve():
-        raise ValueError(f"expected a file of a recording, got {file}, which is no file or a link out of its folder")
+        raise ValueError(f"expected a file of a recording, got {file}, which is not a file or a link out of its folder")
     return file
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The JSON of a recording, checked as far as anything is computed from it.
+    """Return the checked JSON of a recording.
 
     Raises:
-        ValueError: naming the file and the entry.
+        ValueError: Naming the file and the entry.
     """
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"expected at most {MAX_BYTES} bytes in {path}, got {path.stat().st_size}")
@@ -72,9 +72,9 @@ def read_header(path: Path) -> dict[str, Any]:
             text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
         )
     except RecursionError:
-        raise ValueError(f"expected the JSON of a recording in {path}, got lists within lists without end") from None
-    except ValueError as wrong:  # also of UTF-8, and of numbers of too many digits
-        raise ValueError(f"expected the JSON of a recording in {path}, got another file: {wrong}") from None
+        raise ValueError(f"expected the JSON of a recording in {path}, got too deeply nested lists") from None
+    except ValueError as wrong:  # also UTF-8 errors and numbers of too many digits
+        raise ValueError(f"expected the JSON of a recording in {path}, got an invalid file: {wrong}") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = header.get("format") if isinstance(header, dict) else f"a {type(header).__name__}"
         raise ValueError(f"expected a recording of format {FORMAT}, got {got!r:.80} in {path}")
@@ -82,15 +82,15 @@ def read_header(path: Path) -> dict[str, Any]:
         _check_depth(header)
         _check(header)
     except (ValueError, TypeError, KeyError, AttributeError) as wrong:
-        raise ValueError(f"expected a recording as RolloutRecorder writes it, got {path}: {wrong}") from wrong
+        raise ValueError(f"expected a recording of RolloutRecorder, got {path}: {wrong}") from wrong
     return header
 
 
 def check_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Refuses tensors that do not belong to the header: names, shapes, rows of the plan.
+    """Check that tensors match the header: names, shapes, rows of the plan.
 
     Raises:
-        ValueError: naming the file and the entry.
+        ValueError: Naming the file and the entry.
     """
     try:
         response = tensors["rollout/response_ids"]
@@ -100,34 +100,34 @@ def check_tensors(header: Mapping[str, Any], tensors: Mapping[str, Tensor], path
         _check_values(rollout_of(tensors))
         planned = [row for step in header["plan"] for microbatch in step for row in microbatch]
         if any(row >= rows for row in planned) or len(set(planned)) < len(planned):
-            raise ValueError(f"a plan of other rows than the {rows} that there are, each once")
+            raise ValueError(f"a plan that does not name each of the {rows} rows once")
     except KeyError as missing:
         raise ValueError(f"expected a tensor {missing} in {path}, got none") from None
     except (ValueError, TypeError, AttributeError, IndexError) as wrong:
-        raise ValueError(f"expected the tensors of a recording in {path}, got others: {wrong}") from None
+        raise ValueError(f"expected the tensors of a recording in {path}, got {wrong}") from None
 
 
 def rollout_of(tensors: Mapping[str, Tensor]) -> Rollout:
-    """The rollout among the tensors of a recording."""
+    """Return the rollout in the tensors of a recording."""
     fields = [name for name in tensors if name.startswith("rollout/")]
     return Rollout.from_state({name.removeprefix("rollout/"): tensors[name] for name in fields})
 
 
 def _check_types(tensors: Mapping[str, Tensor]) -> None:
-    """Ids are whole numbers, masks are masks, and everything else is floats, as the recorder writes them."""
+    """Check the dtypes: integers for ids, bool for masks, floats for all others."""
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
         stem = rest.partition("/")[0]
         types = {"rollout": TYPES.get(stem, REAL), "sampled": MASK, "pass": REAL}.get(kind)
         if types is None:
-            raise ValueError(f"{name[:80]!r}, which no recording has")
+            raise ValueError(f"the unknown tensor {name[:80]!r}")
         if tensor.dtype not in types:
             known = " or ".join(str(one).removeprefix("torch.") for one in types[-2:])
-            raise ValueError(f"{name[:80]!r} of type {str(tensor.dtype).removeprefix('torch.')} and not {known}")
+            raise ValueError(f"{name[:80]!r} of type {str(tensor.dtype).removeprefix('torch.')} instead of {known}")
 
 
 def _check_values(rollout: Rollout) -> None:
-    """Refuses what would be an index or a length of something that is not there."""
+    """Check the ranges of values that become an index or a length."""
     bounds = {
         "prompt_lengths": (1, rollout.prompt_ids.shape[1]),
         "response_lengths": (0, rollout.width),
@@ -143,7 +143,7 @@ def _check_values(rollout: Rollout) -> None:
     for name, (lowest, highest) in bounds.items():
         values: Tensor = getattr(rollout, name)
         if values.numel() and (int(values.min()) < lowest or int(values.max()) > highest):
-            raise ValueError(f"{name} from {int(values.min())} to {int(values.max())} and not {lowest} to {highest}")
+            raise ValueError(f"{name} from {int(values.min())} to {int(values.max())} instead of {lowest} to {highest}")
 
 
 def _check_names(header: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
@@ -175,7 +175,7 @@ def _check(header: Mapping[str, Any]) -> None:
     check_bools(packing=header["options"]["packing"])
     for name in (header["device"], header["versions"]["torch"]):
         if not isinstance(name, str):
-            raise ValueError(f"a {type(name).__name__} where a name belongs")
+            raise ValueError(f"a {type(name).__name__} instead of a name")
     _check_algorithm(header["algorithm"])
     _check_plain(header["states"])
     _check_plan(header["plan"])
@@ -205,7 +205,7 @@ def _check_step(step: Mapping[str, Any]) -> None:
     check_numbers(finite=True, scale=step["scale"])
     if not isinstance(step["weights"], str):
         raise ValueError(f"a {type(step['weights']).__name__} as the hash of weights")
-    norm = {} if step["grad_norm"] is None else {"grad_norm": step["grad_norm"]}  # of a step that was not made
+    norm = {} if step["grad_norm"] is None else {"grad_norm": step["grad_norm"]}  # None for a skipped step
     for name, part in {**step["parts"], **norm}.items():
         value = from_json(part)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -214,18 +214,18 @@ def _check_step(step: Mapping[str, Any]) -> None:
 
 
 def _check_plain(states: Mapping[str, Mapping[str, Any]]) -> None:
-    """States of callbacks: values without parts of their own, by name, by callback."""
+    """Check that callback states are plain values."""
     for name, state in states.items():
         for key, value in state.items():
             if isinstance(value, dict) and value.keys() != {NUMBER}:
-                raise ValueError(f"a state of {name[:80]!r} with more than a plain value as {key[:80]!r}")
+                raise ValueError(f"a state of {name[:80]!r} with a nested value as {key[:80]!r}")
 
 
 def _check_depth(header: Any) -> None:
     level, depth = [header], 0
     while level:
         if depth > MAX_DEPTH:
-            raise ValueError(f"lists and objects more than {MAX_DEPTH} deep")
+            raise ValueError(f"lists and objects nested more than {MAX_DEPTH} deep")
         nested = [value for value in level if isinstance(value, list | dict)]
         level = [item for value in nested for item in (value.values() if isinstance(value, dict) else value)]
         depth += 1
@@ -233,12 +233,12 @@ def _check_depth(header: Any) -> None:
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"a {type(value).__name__} where a list belongs")
+        raise ValueError(f"a {type(value).__name__} instead of a list")
     return value
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant}, which is no JSON")
+    raise ValueError(f"{constant}, which is not JSON")
 
 
 def _finite(text: str) -> float:
@@ -250,7 +250,7 @@ def _finite(text: str) -> float:
 
 def _whole(text: str) -> int:
     number = int(text)
-    if abs(number) >= 2**1023:  # which is no float
+    if abs(number) >= 2**1023:  # too large for a float
         raise ValueError(f"the number {text[:40]}, which is too large")
     return number
 
@@ -258,5 +258,5 @@ def _whole(text: str) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        raise ValueError("a name twice in one object")
+        raise ValueError("a duplicate name in one object")
     return entries

@@ -1,6 +1,6 @@
-"""Known: the parts of this library that a recording may name, and nothing else; there is no way to add to them.
+"""Parts of this library that a recording may name; the table cannot be extended.
 
-A name in a file is looked up here and never imported. Functions and classes of a user's own come from the recipe.
+A name in a file is looked up here and never imported. User functions and classes come from the recipe.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ KINDS = (PolicyLoss, ValueLoss, Estimator, TraceDecay, RLCallback)
 
 
 def place_of(value: Any) -> str:
-    """What a recording calls a class or function, such as ``lightning_rl.losses.cispo:CISPO``."""
+    """Return the name of a class or function in a recording, such as ``lightning_rl.losses.cispo:CISPO``."""
     return f"{value.__module__}:{value.__qualname__}"
 
 

@@ -1,7 +1,7 @@
-"""Rollout recorder: save rollouts with everything that it takes to compute their signal, loss and gradient again.
+"""Rollout recorder: save rollouts with all inputs of their signal, loss and gradient.
 
-It takes no part in the signal: with and without it the weights are bitwise the same. ``lightning-rl replay`` reads what
-it wrote, on any machine and without the model.
+Recording does not change the weights, bit for bit. ``lightning-rl replay`` reads the files on any machine, without the
+model.
 """
 
 import platform
@@ -38,18 +38,18 @@ OPTIONS = [name for name in signature(RLLightningModule.__init__).parameters if 
 
 
 class RolloutRecorder(RLCallback):
-    """Records the rollouts 0, n, 2n, ... of this rank when their last optimizer step is made, or the run ends.
+    """Records the rollouts 0, n, 2n, ... of this rank after their last optimizer step, or at the end of the run.
 
-    A recorded step costs a hash of all weights and a copy of [B, T] tensors to the CPU. A rollout that a run resumes in
-    the middle of is not recorded.
+    A recorded step costs a hash of all weights and a copy of [B, T] tensors to the CPU. A rollout in the middle of
+    which a run resumes is not recorded.
 
     Args:
-        folder: where the files go.
-        every_n_rollouts: how often.
-        keep: how many recordings are kept, the newest; None for all.
+        folder: Folder of the files.
+        every_n_rollouts: Interval n.
+        keep: Number of newest recordings to keep; None for all.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: If a number is below 1.
     """
 
     name = "rollout_recorder"
@@ -119,12 +119,14 @@ class RolloutRecorder(RLCallback):
     def _write(self) -> None:
         draft, self._draft = self._draft, None
         if draft is None or draft.rollout is None or not draft.tensors or not self.collectives.generates:
-            return  # of the processes that work on the same rows one is enough
+            return  # one process per data rank is enough
         number = draft.header["rollout"]
         try:
             self.written.append(draft.recording().save(self.folder))
-        except (OSError, SafetensorError) as failure:  # a full disk is no reason to end a run
-            text = f"expected to write a recording of rollout {number} to {self.folder}, got {failure}; the run goes on"
+        except (OSError, SafetensorError) as failure:  # a full disk does not end the run
+            text = (
+                f"expected to write a recording of rollout {number} to {self.folder}, got {failure}; the run continues"
+            )
             warnings.warn(text, stacklevel=2)
             return
         while self.keep is not None and len(self.written) > self.keep:
@@ -134,7 +136,7 @@ class RolloutRecorder(RLCallback):
 
 
 class _Draft:
-    """A recording that is being made."""
+    """Recording in progress."""
 
     def __init__(self, module: RLLightningModule, number: int, vocabulary: Vocabulary) -> None:
         trainer, self.vocabulary = module.trainer, vocabulary
@@ -168,7 +170,7 @@ class _Draft:
         self.steps.append({"ticket": ticket.index, "weights": weights, **empty})
 
     def keep_states(self) -> None:
-        """Notes the states of the callbacks that the loss of a step was made with."""
+        """Store the callback states used by the loss of a step."""
         if self.steps[-1]["states"] is None:
             self.steps[-1]["states"] = self._states()
 
@@ -189,13 +191,13 @@ class _Draft:
                 table[rows.cpu(), : tensor.shape[1]] = tensor[view.real].detach().cpu()
 
     def end_step(self, outputs: Mapping[str, Tensor]) -> None:
-        """Notes this rank's share of the loss, and the gradient norm of all ranks before clipping."""
+        """Store this rank's share of the loss, and the gradient norm of all ranks before clipping."""
         figures = {name: to_json(float(value)) for name, value in outputs.items() if value.numel() == 1}
         parts = {name: value for name, value in figures.items() if name != "optim/grad_norm"}
         self.steps[-1] |= {"parts": parts, "grad_norm": figures.get("optim/grad_norm")}
 
     def recording(self) -> Recording:
-        """All of it; steps that the run did not come to are missing."""
+        """Return the recording; steps that the run did not reach are missing."""
         rollout, tokenizer = cast(Rollout, self.rollout).to("cpu"), self.module.tokenizer
         scored = torch.tensor([self.scored[sample] for sample in rollout.sample_ids.tolist()], dtype=torch.bool)
         tensors = {f"rollout/{name}": tensor for name, tensor in rollout.tensors()}

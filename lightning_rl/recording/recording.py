@@ -1,10 +1,9 @@
 """Recording: the two files of a recorded rollout, tensors as safetensors and everything else as JSON.
 
-``rollout-000012.safetensors`` holds ``rollout/<field>`` (every field of the Rollout), ``sampled/scored`` ([B] bool,
-rows with a reward before any mask) and, for each pass over the rollout, ``pass/<number>/`` with ``logprobs``,
-``entropy``, ``values`` (with a critic) and ``gradient``, each [B, T]: what the policy said in the step that trained the
-row, and the gradient of the loss with respect to ``logprobs``. ``rollout-000012.json`` holds the rest; see
-:class:`Recording`.
+``rollout-000012.safetensors`` holds ``rollout/<field>`` (every field of the Rollout) and ``sampled/scored`` ([B] bool,
+rows with a reward before any mask). For each pass over the rollout, ``pass/<number>/`` holds ``logprobs``, ``entropy``,
+``values`` (with a critic) and ``gradient``, each [B, T]: outputs of the policy in the step that trained the row, and
+the gradient of the loss with respect to ``logprobs``. ``rollout-000012.json`` holds the rest; see :class:`Recording`.
 """
 
 import json
@@ -25,15 +24,15 @@ from lightning_rl.rollout import Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A rollout with all that is needed to compute its signal, loss and gradient again.
+    """Rollout with all inputs of its signal, loss and gradient.
 
     Attributes:
         header: JSON values: ``rollout`` (its number), ``rank``, ``ranks``, ``device``, ``threads``, ``versions``,
             ``options`` of the module, ``algorithm`` (see :mod:`lightning_rl.recording.algorithm`), ``states`` of the
-            callbacks before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (one entry for
-            each optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the
-            callbacks), and ``samples`` as text.
-        tensors: by name, on the CPU.
+            callbacks before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (for each
+            optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the callbacks),
+            and ``samples`` as text.
+        tensors: CPU tensors by name.
     """
 
     header: dict[str, Any]
@@ -45,24 +44,24 @@ class Recording:
         return rollout_of(self.tensors)
 
     def algorithm(self) -> Algorithm:
-        """What turned the rollout into advantages, a loss and its gradient, made anew at every call.
+        """Return a new instance of the recorded algorithm.
 
         Raises:
-            ValueError: if a part of it is no part of this library; a recipe has it.
+            ValueError: If a part is user code, which only the recipe has.
         """
         return algorithm_from_json(self.header["algorithm"])
 
     @property
     def minibatches(self) -> int:
-        """Optimizer steps of one pass."""
+        """Number of optimizer steps per pass."""
         return len(self.header["plan"])
 
     def of_step(self, number: int, what: str) -> Tensor | None:
-        """A [B, T] tensor of the pass that optimizer step ``number`` belongs to; None if it was not recorded."""
+        """Return a [B, T] tensor of the pass of optimizer step ``number``, or None if it was not recorded."""
         return self.tensors.get(f"pass/{number // self.minibatches}/{what}")
 
     def save(self, folder: Path) -> Path:
-        """Writes both files, each whole or not at all; returns the path of the JSON, which comes last."""
+        """Write both files atomically, the JSON last, and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
         stem = stem_of(*(self.header[key] for key in ("rollout", "rank", "ranks")))
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
@@ -73,27 +72,27 @@ class Recording:
 
     @staticmethod
     def load(path: str | Path) -> "Recording":
-        """Reads a recording, given either of its files, as data: whatever is in them, nothing of it is run.
+        """Load a recording from the path of either file, without executing anything in them.
 
         Raises:
-            ValueError: naming the file and what is wrong in it, if it is no recording of this format.
-            FileNotFoundError: if it is not there.
+            ValueError: Naming the file and the fault, if it is not a recording of this format.
+            FileNotFoundError: If a file does not exist.
         """
         header = read_header(file_beside(path, ".json"))
         file = file_beside(path, ".safetensors")
         try:
             tensors = load_file(file)
         except (SafetensorError, ValueError, KeyError) as damaged:
-            raise ValueError(f"expected the tensors of a recording in {file}, got another file: {damaged}") from None
+            raise ValueError(f"expected the tensors of a recording in {file}, got an invalid file: {damaged}") from None
         check_tensors(header, tensors, file)
         return Recording(header=header, tensors=tensors)
 
     @staticmethod
     def of_all_ranks(path: str | Path) -> "list[Recording]":
-        """The recordings of every rank, in their order, given that of any.
+        """Return the recordings of all ranks in order, given the path of one.
 
         Raises:
-            FileNotFoundError: if one is missing.
+            FileNotFoundError: If a recording is missing.
         """
         recording = Recording.load(path)
         number, ranks = recording.header["rollout"], recording.header["ranks"]
@@ -102,5 +101,5 @@ class Recording:
 
 
 def stem_of(number: int, rank: int, ranks: int) -> str:
-    """Name of a recording's files without the suffix."""
+    """Return the name of a recording's files without suffix."""
     return f"rollout-{number:06d}" + (f"-rank{rank}" if ranks > 1 else "")

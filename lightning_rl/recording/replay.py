@@ -1,6 +1,6 @@
-"""Replay: the signal, the loss and its gradient of a recorded rollout, computed again without a model or a Trainer.
+"""Replay: recompute the signal, loss and gradient of a recorded rollout without a model or Trainer.
 
-The stages are those of the run, from the same functions; recorded log-probabilities stand in the place of the policy.
+The stages are the functions of the run; recorded log-probabilities replace the policy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,15 @@ from lightning_rl.update import accumulate_gradient, from_table
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What an algorithm makes of a recorded rollout.
+    """Result of an algorithm on a recorded rollout.
 
     Attributes:
-        rollout: with its masks, advantages and returns.
-        shaped: the shaped reward, [B, T].
-        parts: of each optimizer step, this rank's share of the loss's parts, float64; empty for a step without tokens.
-        gradients: of each pass, that of the loss with respect to the log-probabilities, [B, T].
-        rejected: of each pass, valid tokens whose policy loss counts nothing, [B, T] bool.
-        views: of each optimizer step, what its loss saw of each microbatch, whose rows the plan names.
+        rollout: Rollout with masks, advantages and returns.
+        shaped: Shaped reward [B, T].
+        parts: For each optimizer step, this rank's share of the loss parts, float64; empty for a step without tokens.
+        gradients: For each pass, gradient of the loss with respect to the log-probabilities [B, T].
+        rejected: For each pass, valid tokens that the policy loss ignores, [B, T] bool.
+        views: For each optimizer step, inputs of the loss of each microbatch, with the rows of the plan.
     """
 
     rollout: Rollout
@@ -46,12 +46,12 @@ class Replayed:
 
 
 def replay(recordings: Sequence[Recording], algorithms: Sequence[Algorithm], *, restore: bool = True) -> list[Replayed]:
-    """Computes a rollout again, bitwise as it was if recorded on a CPU.
+    """Recompute a rollout, bitwise equal to a recording on CPU.
 
     Args:
-        recordings: of all ranks.
-        algorithms: one for each rank, of objects of its own.
-        restore: whether the corrections get the state back that they had; False for those of another algorithm.
+        recordings: Recordings of all ranks.
+        algorithms: One algorithm per rank, without shared objects.
+        restore: Restore the recorded states of the corrections; False for another algorithm.
     """
     ranks = ThreadedRanks(len(recordings))
     jobs = [
@@ -67,7 +67,7 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
         load_states(algorithm, recording.header["states"])
     replayed = _replay_signal(recording, algorithm, collectives)
     rollout, packed = replayed.rollout, recording.header["options"]["packing"]
-    trained = rollout.trained.tolist()  # this algorithm may exclude others
+    trained = rollout.trained.tolist()  # this algorithm may exclude other rows
     rows = [[[row for row in rows if trained[row]] for rows in step] for step in recording.header["plan"]]
     plan = plan_of_rows(rollout, rows, packed=packed)
     for number, step in enumerate(recording.header["steps"]):
@@ -83,14 +83,14 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
 
 
 def load_states(algorithm: Algorithm, states: Mapping[str, Any]) -> None:
-    """Gives the corrections the states that they had."""
+    """Restore the recorded states of the corrections."""
     for callback in algorithm.corrections.callbacks:
         if callback.name in states:
             callback.load_state_dict(from_json(states[callback.name]))
 
 
 def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Collectives) -> Replayed:
-    """The masks, then the signal, as the stages make them."""
+    """Compute the masks, then the signal, with the functions of the run."""
     rollout, corrections = recording.rollout, algorithm.corrections
     sampled = rollout.replace(
         trained=rollout.real & ~rollout.failures,

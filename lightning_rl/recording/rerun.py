@@ -1,4 +1,4 @@
-"""Rerun: one optimizer step of a recording repeated by the policy itself, up to its gradient."""
+"""Rerun: repeat one recorded optimizer step with the policy, up to its gradient."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -17,14 +17,14 @@ from lightning_rl.update import accumulate_gradient
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """What the weights of a fit that is about to begin make of a recorded step.
+    """Result of a recorded step with the weights of a starting fit.
 
     Attributes:
-        weights: their hash.
-        step: number of the recorded step that began with them; None if none did, and then there is nothing else.
-        logprobs: of the rows that the step trained, [B, T], 0 elsewhere.
-        entropy: the same.
-        norm: of the gradient with respect to the parameters, over all ranks, before clipping.
+        weights: Hash of the weights.
+        step: Number of the recorded step that started from these weights; None (and all else empty) if there is none.
+        logprobs: Log-probabilities of the rows that the step trained, [B, T], 0 elsewhere.
+        entropy: Entropy of these rows, [B, T], 0 elsewhere.
+        norm: Gradient norm over all ranks before clipping.
     """
 
     weights: str
@@ -35,11 +35,9 @@ class Rerun:
 
 
 def rerun_step(module: RLLightningModule, recording: Recording) -> Rerun:
-    """Finds the recorded step that began with the weights of a module and repeats it; the module does not move.
+    """Find the recorded step that started from a module's weights and repeat it without changing the module.
 
-    Args:
-        module: of a Trainer that is fitting, on every rank.
-        recording: of this rank.
+    A collective call during a fit; each rank passes its own recording.
     """
     policy, parallel, steps = module.required_policy, module.parallel, recording.header["steps"]
     weights = fingerprint(parallel.full_parameters(policy))

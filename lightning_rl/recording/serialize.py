@@ -1,9 +1,8 @@
-"""Serialize: objects as plain JSON values, by the place they lie at and what they hold, and back again.
+"""Conversion of objects to JSON values and back: import path and state of each object.
 
-A description comes from anywhere, so what it names is looked up in the table of :mod:`lightning_rl.recording.known`,
-which holds the library's own parts, and made by their constructors, which check every value. Nothing is imported.
-Whatever else it names (a function of a script, a class of somebody's own, a lambda, a model) is text for a person; it
-comes back as an :class:`Opaque`, which says so as soon as it is used.
+A description may come from an untrusted source. Its names are looked up in :mod:`lightning_rl.recording.known`, which
+holds the library's own parts, and never imported; the constructors check every value. Any other name (a user function
+or class, a lambda, a model) is kept as text and becomes an :class:`Opaque`, which raises when used.
 """
 
 import dataclasses
@@ -23,39 +22,39 @@ from lightning_rl.terminal import visible
 
 OBJECT, NAME, PARTIAL, TUPLE, NUMBER, OPAQUE = "$object", "$name", "$partial", "$tuple", "$number", "$opaque"
 PLAIN = (type(None), bool, int, str)
-LENT = ("log", "log_dict", "collectives")  # what Lightning and the core put on every callback
+LENT = ("log", "log_dict", "collectives")  # attributes that Lightning and the core set on every callback
 
 
 class Opaque:
-    """In the place of something that a recording could not hold.
+    """Placeholder for an object that a recording cannot hold.
 
     Args:
-        text: what it was.
+        text: Description of the object.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Raises a ValueError, because what was recorded is a text."""
+        """Raise a ValueError, because the recording holds only a text."""
         raise ValueError(not_ours(self.text))
 
 
 def not_ours(text: str, place: str = "") -> str:
-    """What is said of a part that a recording names and does not hold.
+    """Return the error message for a part that a recording names but does not hold.
 
     Args:
-        text: what it is called there.
-        place: where in the algorithm.
+        text: Name in the recording.
+        place: Place in the algorithm.
     """
     return (
         f"expected a part of lightning_rl, got {visible(text)}{place and f' as {visible(place)}'}, of which a "
-        "recording keeps the name alone: pass --recipe with the script that made the run"
+        "recording holds only the name: pass --recipe with the script that made the run"
     )
 
 
 def to_json(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """A value as plain JSON; ``around`` holds the identities of the objects that it lies in."""
+    """Return a value as JSON values; ``around`` holds the ids of the enclosing objects."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, float):
@@ -80,10 +79,10 @@ def to_json(value: Any, around: tuple[int, ...] = ()) -> Any:
 
 
 def from_json(description: Any) -> Any:
-    """The value that was described, of plain values and parts of the library; an :class:`Opaque` for anything else.
+    """Return the described value; an :class:`Opaque` for anything but plain values and parts of the library.
 
     Raises:
-        ValueError: if a part is described with values that its constructor refuses, or in another form than ours.
+        ValueError: If a constructor refuses the values of a part, or the form of the description is unknown.
     """
     if isinstance(description, list):
         return [from_json(item) for item in description]
@@ -99,7 +98,7 @@ def from_json(description: Any) -> Any:
 
 
 def opaque_places(description: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Where a description holds a text instead of a value, and the text."""
+    """Yield place and text of each opaque value in a description."""
     if isinstance(description, list):
         for number, item in enumerate(description):
             yield from opaque_places(item, f"{place}[{number}]")
@@ -114,7 +113,7 @@ def opaque_places(description: Any, place: str = "") -> Iterator[tuple[str, str]
 
 
 def _foreign(description: Mapping[str, Any]) -> str | None:
-    """What a description calls something that is not the library's; None for all that is."""
+    """Return the text of a described value that is not the library's, else None."""
     for mark, table in ((OPAQUE, {}), (NAME, FUNCTIONS), (OBJECT, CLASSES)):
         if mark in description:
             text = description[mark]
@@ -123,7 +122,7 @@ def _foreign(description: Mapping[str, Any]) -> str | None:
 
 
 def _named_path(value: Any) -> str | None:
-    """Where a class or function lies that any process could import, for a person to read."""
+    """Return the import path of a class or function, or None if it cannot be imported by name."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or "<" in name:
         return None
@@ -166,23 +165,23 @@ def _bind(function: Any, args: Any, keywords: Any) -> Any:
 
 
 def _make(path: Any, state: Any) -> Any:
-    """An object of the library by its constructor, which checks what it gets."""
+    """Return an object of the library built by its constructor, which checks the values."""
     kind = CLASSES.get(path) if isinstance(path, str) else None
     if kind is None:
         return Opaque(str(path))
     if not isinstance(state, dict):
-        raise ValueError(f"expected the fields of {path} by their names, got a {type(state).__name__}")
+        raise ValueError(f"expected a mapping of the fields of {path}, got a {type(state).__name__}")
     values = {key: from_json(item) for key, item in state.items()}
     taken = {key: value for key, value in values.items() if key in inspect.signature(kind).parameters}
     try:
-        with warnings.catch_warnings():  # whoever made the run was warned
+        with warnings.catch_warnings():  # the run has shown these warnings
             warnings.simplefilter("ignore")
             made = kind(**taken)
     except (TypeError, ValueError, OverflowError, ArithmeticError) as refused:
-        raise ValueError(f"expected fields of {path} that it takes, got others: {visible(str(refused))}") from refused
+        raise ValueError(f"expected valid fields of {path}, got others: {visible(str(refused))}") from refused
     foreign = sorted(values.keys() - taken.keys() - (_state(made) or {}).keys() - {"name"})
     if foreign:
-        raise ValueError(f"expected fields of {path} alone, got {foreign[0][:80]!r}")
+        raise ValueError(f"expected only fields of {path}, got {foreign[0][:80]!r}")
     if isinstance(made, RLCallback) and isinstance(values.get("name"), str):
         made.name = values["name"]
     return made

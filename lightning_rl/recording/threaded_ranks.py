@@ -1,4 +1,4 @@
-"""ThreadedRanks: the ranks of a recorded run as threads of one process, so that sums over ranks are as they were."""
+"""Ranks of a recorded run as threads of one process, so that sums over ranks keep their order."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,11 +15,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ThreadedRanks(Collectives):
-    """Collectives of functions that run beside each other, one per rank; what they exchange is in rank order.
-
-    Args:
-        number: of ranks.
-    """
+    """Collectives of ``number`` concurrent functions, one per rank; results are in rank order."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -27,7 +23,7 @@ class ThreadedRanks(Collectives):
         self._values: list[Any] = [None] * number
 
     def run(self, functions: Sequence[Callable[[], ResultT]], *, threads: int) -> list[ResultT]:
-        """What each function returns, with ``threads`` of torch to compute it; an error of one ends all."""
+        """Return the result of each function, run with ``threads`` torch threads; an error of one ends all."""
         with ThreadPoolExecutor(len(functions)) as pool:
             futures = [pool.submit(self._run_as, rank, job, threads) for rank, job in enumerate(functions)]
             errors = [error for future in futures if (error := future.exception()) is not None]
@@ -52,7 +48,7 @@ class ThreadedRanks(Collectives):
 
     @override
     def objects(self, value: ResultT) -> list[ResultT]:
-        """One object of every rank, in rank order."""
+        """Return the objects of all ranks, in rank order."""
         self._values[self._local.rank] = value
         self._barrier.wait()
         everyone = list(self._values)
@@ -61,5 +57,5 @@ class ThreadedRanks(Collectives):
 
     @override
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in rank order."""
+        """Return the tensors of all ranks, in rank order."""
         return self.objects(values)

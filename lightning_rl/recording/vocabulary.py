@@ -1,16 +1,16 @@
-"""Vocabulary: what single tokens read, so that a recording can be shown token by token without its tokenizer."""
+"""Texts of single tokens, so that a recording can be displayed without its tokenizer."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-SPACE = "\u2581"  # what SentencePiece writes in the place of a space, and drops where a text begins
+SPACE = "\u2581"  # SentencePiece's space, dropped at the start of a text
 
 
 class Vocabulary:
-    """The texts of token ids, each decoded once.
+    """Texts of token ids, each decoded once.
 
     Args:
-        tokenizer: of the run; None for a run in token ids.
+        tokenizer: Tokenizer of the run; None for a run on token ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -18,9 +18,9 @@ class Vocabulary:
         self._texts: dict[int, str] = {}
 
     def texts(self, ids: Iterable[int]) -> Mapping[str, str]:
-        """Text by id, ids as decimal numbers; nothing without a tokenizer.
+        """Return texts by id, ids as decimal strings; empty without a tokenizer.
 
-        A part of a character that takes several tokens reads U+FFFD.
+        A token with part of a multi-token character has the text U+FFFD.
         """
         if self._tokenizer is None:
             return {}

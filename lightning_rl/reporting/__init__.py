@@ -1,4 +1,4 @@
-"""Reporting: what a person looks at while a run goes on, and afterwards."""
+"""Reports, summaries and sample tables, during a run and afterwards."""
 
 from lightning_rl.reporting.report import write_report
 from lightning_rl.reporting.run_report import RunReport

@@ -1,4 +1,4 @@
-"""Attribution: for each token of a recorded rollout the stage of the signal ledger that took it, or none."""
+"""Attribution of each token of a recorded rollout to the ledger stage that removed it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,14 +23,14 @@ REFUSED = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, At
 
 @dataclass(slots=True)
 class Attribution:
-    """Who took each token of a rollout.
+    """Stage that removed each token of a rollout.
 
     Attributes:
-        stages: names, the empty one first: what no stage has taken trains.
-        taken: for each pass over the rollout, a number into ``stages`` for each token, [B, T].
-        clipped: for each pass, the tokens with an advantage whose policy loss has no gradient, [B, T]: what the loss
-            itself takes, whoever else does; none if that is not known.
-        reason: why masks, weights and the clip could not be told apart; empty if they were.
+        stages: Names of the stages; the empty name first, for tokens that train.
+        taken: For each pass over the rollout, the index into ``stages`` of each token, [B, T].
+        clipped: For each pass, tokens with an advantage but without gradient of the policy loss, [B, T]; empty if
+            unknown.
+        reason: Reason why masks, weights and clip could not be distinguished, or an empty string.
     """
 
     stages: list[str] = field(default_factory=lambda: [""])
@@ -39,13 +39,13 @@ class Attribution:
     reason: str = ""
 
     def number(self, stage: str) -> int:
-        """The number of a stage, which is added if it is new."""
+        """Return the index of a stage; a new stage is added."""
         if stage not in self.stages:
             self.stages.append(stage)
         return self.stages.index(stage)
 
     def note(self, table: Tensor, lost: dict[str, Tensor], rows: Tensor | None = None) -> None:
-        """Writes who took tokens into a table [B, T], or into the rows [b] of it that ``lost`` has."""
+        """Write the stages of removed tokens into a table [B, T], or into its rows [b] that ``lost`` covers."""
         for stage, tokens in lost.items():
             part = table if rows is None else table[rows, : tokens.shape[1]]
             part = torch.where(tokens & (part == 0), self.number(stage), part)
@@ -56,17 +56,17 @@ class Attribution:
 
 
 def attribute(recordings: Sequence[Recording], algorithms: Sequence[Algorithm] | None = None) -> list[Attribution]:
-    """Charges each token of a rollout to the first stage that takes it, as the ledger does.
+    """Charge each token of a rollout to the first stage that removes it, like the ledger.
 
-    The algorithm is made from the recording. If a part of it is somebody's own, what each correction did is not known:
-    a token with an advantage and without a gradient is then charged to "not known".
+    The recorded algorithm is rebuilt. If a part of it is user code, a token with an advantage and without a gradient is
+    charged to "not known".
 
     Args:
-        recordings: of all ranks.
-        algorithms: one for each rank, instead of the recorded ones.
+        recordings: Recordings of all ranks.
+        algorithms: One algorithm per rank, instead of the recorded ones.
 
     Returns:
-        One for each recording.
+        One attribution per recording.
     """
     try:
         chosen = [recording.algorithm() for recording in recordings] if algorithms is None else list(algorithms)
@@ -74,7 +74,7 @@ def attribute(recordings: Sequence[Recording], algorithms: Sequence[Algorithm] |
         replayed = replay(recordings, chosen)
         jobs = [partial(_attribute_rank, *each, ranks) for each in zip(recordings, chosen, replayed, strict=True)]
         return ranks.run(jobs, threads=recordings[0].header["threads"])
-    except REFUSED as refused:  # code of somebody else, or numbers that it does not take
+    except REFUSED as refused:  # user code, or invalid numbers
         return [_without_algorithm(recording, str(refused)) for recording in recordings]
 
 
@@ -107,7 +107,7 @@ def _attribute_rank(
 
 
 def _before_masks(recording: Recording, rollout: Rollout, algorithm: Algorithm) -> Rollout:
-    """The rows as they were scored, with the mask of each correction."""
+    """Return the rows as scored, with the mask of each correction."""
     scored = recording.tensors["sampled/scored"]
     nothing = {"valid_tokens": rollout.action_mask, "advantages": None, "returns": None}
     sampled = rollout.replace(trained=rollout.real & ~rollout.failures, rewarded=scored, **nothing)
@@ -135,7 +135,7 @@ def _without_algorithm(recording: Recording, reason: str) -> Attribution:
 
 
 def _outside(rollout: Rollout, attribution: Attribution) -> Tensor:
-    """A table in which what the policy did not draw is taken already."""
+    """Return a table in which tokens that the policy did not sample are already charged."""
     table = torch.zeros(rollout.response_ids.shape, dtype=torch.uint8)
     inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
     attribution.note(table, {OUTSIDE: inside & ~rollout.action_mask})

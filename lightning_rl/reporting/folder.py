@@ -1,11 +1,11 @@
-"""Folder: what the folder of a run holds that a report shows, read as data: metrics, configuration, findings, rollouts.
+"""Run folder: the data of a report: metrics, configuration, findings and rollouts.
 
 ============================  =====================================================================
-``metrics.csv``               of a CSVLogger
-``hparams.yaml``              its configuration
-``report/metrics.jsonl``      rows of metrics that :class:`~lightning_rl.reporting.RunReport` kept, and what ended it
-``report/run.json``           the configuration that it kept
-``report/findings*.jsonl``    findings of the audit that it kept, of each rank
+``metrics.csv``               metrics of a CSVLogger
+``hparams.yaml``              configuration of a CSVLogger
+``report/metrics.jsonl``      metrics of :class:`~lightning_rl.reporting.RunReport`, and the error that ended the run
+``report/run.json``           configuration of RunReport
+``report/findings*.jsonl``    audit findings of RunReport, for each rank
 ``audit/rollout-*.pt``        evidence of the audit with its findings
 ``rollout-*.json``            recordings
 ============================  =====================================================================
@@ -25,8 +25,8 @@ from lightning_rl.archive import load_archive
 from lightning_rl.recording import Recording
 
 METRICS, RUN, FINDINGS = "metrics.jsonl", "run.json", "findings"
-BEGIN = "begin"  # of a line that says from which step or rollout on lines are written anew
-END = "end"  # of a line that says at which step an error ended the run
+BEGIN = "begin"  # key of a line with the step or rollout from which later lines replace earlier ones
+END = "end"  # key of a line with the step at which an error ended the run
 STEP, EPOCH = "step", "epoch"
 FINDING = ("check", "culprit", "expected", "observed", "cure", "severity")
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, yaml.YAMLError)
@@ -34,12 +34,12 @@ UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, Recursio
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The error that ended a run.
+    """Error that ended a run.
 
     Attributes:
-        step: the one that it came in.
-        error: its class.
-        message: what it said.
+        step: Step of the error.
+        error: Class of the error.
+        message: Text of the error.
     """
 
     step: int
@@ -47,20 +47,20 @@ class End:
     message: str
 
 
-Rows = list[tuple[int, dict[str, float] | End | None]]  # steps with their figures
+Rows = list[tuple[int, dict[str, float] | End | None]]  # steps with their metrics
 
 
 @dataclass
 class RunFiles:
-    """What there is of a run.
+    """Data of a run.
 
     Attributes:
-        metrics: for each name its values by step.
-        configuration: plain values; empty if nobody wrote it.
-        findings: of the audit, each with the number of its rollout.
-        rollouts: files of each recorded rollout, by its number.
-        notes: what could not be read, and why.
-        end: the error that ended the run; None if it goes on, ended well, or nobody wrote it.
+        metrics: For each name, the values by step.
+        configuration: Plain values; empty if there is no file.
+        findings: Audit findings, each with the number of its rollout.
+        rollouts: Files of each recorded rollout, by number.
+        notes: Files that could not be read, with the reason.
+        end: Error that ended the run, or None.
     """
 
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -72,16 +72,16 @@ class RunFiles:
 
 
 def read_folder(folders: Sequence[Path]) -> RunFiles:
-    """Everything that the folders of one run hold, at any depth.
+    """Return the data in the folders of one run, at any depth.
 
     Raises:
-        FileNotFoundError: if a folder is not there, or there is neither a metric nor a recording in any; it names the
-            files that could not be read.
-        ValueError: if there are metrics of several runs.
+        FileNotFoundError: If a folder does not exist, or no metric or recording is found; names the files that could
+            not be read.
+        ValueError: If there are metrics of several runs.
     """
     for folder in folders:
         if not folder.is_dir():
-            raise FileNotFoundError(f"expected the folder of a run, got {folder}, which is none")
+            raise FileNotFoundError(f"expected the folder of a run, got {folder}, which does not exist")
     run = RunFiles()
     _read_metrics(run, folders)
     _read_configuration(run, folders)
@@ -93,16 +93,16 @@ def read_folder(folders: Sequence[Path]) -> RunFiles:
         if run.notes:
             raise FileNotFoundError("\n".join([f"{wanted} that can be read:", *run.notes]))
         raise FileNotFoundError(
-            f"{wanted}: pass the folder of the logger, and of RolloutRecorder if that is another one"
+            f"{wanted}: pass the folder of the logger, and of RolloutRecorder if it is another folder"
         )
     return run
 
 
 def load_rollout(paths: Sequence[Path]) -> list[Recording]:
-    """The recordings of a rollout, of all ranks that there are, in the order of their ranks.
+    """Return the recordings of a rollout, in rank order.
 
     Raises:
-        ValueError: naming the file that is no recording.
+        ValueError: Naming the file that is not a recording.
     """
     return sorted((Recording.load(path) for path in paths), key=lambda recording: recording.header["rank"])
 
@@ -141,22 +141,22 @@ def _read_metrics(run: RunFiles, folders: Sequence[Path]) -> None:
 
 
 def _note(path: Path, wrong: Exception) -> str:
-    """Which file could not be read, and why."""
+    """Return a note with a file that could not be read and the reason."""
     return f"{path}: expected an entry {wrong}" if isinstance(wrong, KeyError) else f"{path}: {wrong}"
 
 
 def _forget(metrics: dict[str, dict[int, float]], step: int) -> None:
-    """Drops what a run had logged from a step on, which it goes through once more."""
+    """Drop the metrics from a step on, which the resumed run logs again."""
     for values in metrics.values():
         for late in [known for known in values if known >= step]:
             del values[late]
 
 
 def _csv_rows(path: Path) -> Rows:
-    """The rows of a table that hold a step and a figure.
+    """Return the rows of a table that have a step and a metric.
 
     Raises:
-        ValueError: if there are none, or a step is no number.
+        ValueError: If there are none, or a step is not a number.
     """
     rows: Rows = []
     with path.open(encoding="utf-8", newline="") as lines:
@@ -167,15 +167,15 @@ def _csv_rows(path: Path) -> Rows:
             if step := row.pop(STEP):
                 rows.append((_whole(step, f"in line {table.line_num}"), _finite(row)))
     if not any(values for _, values in rows):
-        raise ValueError(f"expected a row with a step and a figure, got none in {len(rows)} rows")
+        raise ValueError(f"expected a row with a step and a metric, got none in {len(rows)} rows")
     return rows
 
 
 def _json_rows(path: Path) -> Rows:
-    """The rows that were kept, how the run ended, and None with each step from which on they are written anew.
+    """Return the rows and the end of the run, and None for each step from which later rows replace earlier ones.
 
     Raises:
-        ValueError: if there is none of them, or a step is no number.
+        ValueError: If there is no row, or a step is not a number.
     """
     rows: Rows = []
     for number, row in enumerate(_lines(path), 1):
@@ -187,7 +187,7 @@ def _json_rows(path: Path) -> Rows:
         else:
             rows.append((step, _finite(row) if kind == STEP else None))
     if not rows:
-        raise ValueError(f"expected a row with a step and a figure, got {_start(path)}")
+        raise ValueError(f"expected a row with a step and a metric, got {_start(path)}")
     return rows
 
 
@@ -199,13 +199,13 @@ def _whole(step: Any, where: str) -> int:
 
 
 def _start(path: Path) -> str:
-    """How a text begins, to say that it is none of ours."""
+    """Return the start of a text, for an error message."""
     text = path.read_text(encoding="utf-8")
     return repr(text[:40]) if text else "an empty file"
 
 
 def _finite(row: Mapping[Any, Any]) -> dict[str, float]:
-    """The figures of a row; a cell that holds none is left out."""
+    """Return the finite numbers of a row."""
     figures = {}
     for name, cell in row.items():
         try:
@@ -218,7 +218,7 @@ def _finite(row: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in the lines of a file; the last line may be cut, where a run was killed."""
+    """Yield the objects in the lines of a file; the last line may be truncated, if the run was killed."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         try:
@@ -246,7 +246,7 @@ def _read_configuration(run: RunFiles, folders: Sequence[Path]) -> None:
 
 
 def _printable(value: Any) -> Any:
-    """The same with a text in the place of every number that JSON does not have."""
+    """Return the value with non-finite numbers as text, since JSON has none."""
     if isinstance(value, dict):
         return {str(key): _printable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

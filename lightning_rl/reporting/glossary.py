@@ -1,7 +1,7 @@
-"""Glossary: what each metric is, of which population, in which unit, and what is normal.
+"""Glossary: meaning, population, unit and normal range of each metric.
 
-The one table of them lies in ``assets/glossary.toml``: the report shows it beside each curve, and ``python -m
-lightning_rl.reporting.glossary`` writes the table of docs/metrics.md from it.
+The source is ``assets/glossary.toml``. The report shows it beside each curve, and ``python -m
+lightning_rl.reporting.glossary`` writes the table of docs/metrics.md.
 """
 
 import re
@@ -19,18 +19,18 @@ MANY = {"<figure>": ".+", "<stage>": ".+", "@k": r"@\d+(_(low|high))?", "@n": r"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What is known about some metrics.
+    """Description of one or more metrics.
 
     Attributes:
-        names: with placeholders such as ``<function>`` for what depends on the run.
-        meaning: one clause, in Markdown.
-        population: what it is a figure of; empty for a number of its own.
-        unit: empty for a number without one.
-        normal: what a sound run shows; empty where nothing can be said.
-        low: the least that is normal, if that is a number.
-        high: the most that is normal, if that is a number; on top of ``baseline``, if there is one.
-        baseline: another metric, which may be as large as it likes and this one with it.
-        alive: whether it is beyond what is normal to be 0 at every step of a run.
+        names: Names, with placeholders such as ``<function>``.
+        meaning: One clause in Markdown.
+        population: Samples, tokens or steps that the metric covers; empty if none.
+        unit: Unit; empty if none.
+        normal: Values of a healthy run; empty if unknown.
+        low: Smallest normal value, or None.
+        high: Largest normal value, or None; added to ``baseline`` if given.
+        baseline: Metric that is added to ``high``, or None; it has no bound here.
+        alive: A value of 0 at every step of a run is not normal.
     """
 
     names: tuple[str, ...]
@@ -44,15 +44,15 @@ class Entry:
     alive: bool = False
 
     def is_beyond(self, value: float, baseline: float = 0.0) -> bool:
-        """Whether one value is beyond what is normal, given that of ``baseline`` at the same step, 0 if there is none.
+        """Return True if a value is outside of the normal range, given the ``baseline`` at the same step.
 
-        ``high`` is a share of the baseline too, so that rounding of a large one does not count.
+        ``high`` is also a share of the baseline, so that rounding of a large baseline does not count.
         """
         top = None if self.high is None else self.high + baseline * (1 + self.high if self.baseline else 0)
         return (self.low is not None and value < self.low) or (top is not None and value > top)
 
     def to_json(self) -> Mapping[str, str | float | bool | None]:
-        """What a report shows beside a curve, as plain text."""
+        """Return the JSON values that a report shows beside a curve."""
         meaning, normal = (LINK.sub(r"\1", text).replace("`", "") for text in (self.meaning, self.normal))
         fields = {"meaning": meaning, "normal": normal, "population": self.population, "unit": self.unit}
         return {**fields, "low": self.low, "high": self.high, "baseline": self.baseline, "alive": self.alive}
@@ -60,13 +60,13 @@ class Entry:
 
 @cache
 def glossary() -> tuple[Entry, ...]:
-    """Every entry, in the order of the page; the first one with a name that fits counts."""
+    """Return every entry in page order; the first matching entry applies."""
     text = (files("lightning_rl.reporting") / "assets" / "glossary.toml").read_text(encoding="utf-8")
     return tuple(Entry(**{**each, "names": tuple(each["names"])}) for each in tomllib.loads(text)["metric"])
 
 
 def entry_of(metric: str) -> Entry | None:
-    """What is known about a metric; None for a name that neither the core nor a callback logs under.
+    """Return the entry of a metric, or None if neither the core nor a callback logs the name.
 
     Example:
         >>> entry_of("kl/rollout").unit, entry_of("reward/exactly_sorted").population
@@ -76,7 +76,7 @@ def entry_of(metric: str) -> Entry | None:
 
 
 def table() -> str:
-    """The table of docs/metrics.md."""
+    """Return the table of docs/metrics.md."""
     lines = ["| metric | meaning | population | unit | normal |", "|---|---|---|---|---|"]
     for entry in glossary():
         names = ", ".join(f"`{name}`" for name in entry.names)

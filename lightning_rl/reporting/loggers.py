@@ -1,6 +1,6 @@
-"""Loggers: what each of them holds of a rollout's samples, a table and a picture; all others a file beside the run.
+"""Samples in loggers: a table and a picture where the logger supports them, else a file beside the run.
 
-Every function here is called on rank 0 alone, where a logger's experiment is.
+Every function runs on rank 0 only, where a logger's experiment is.
 """
 
 import re
@@ -18,7 +18,7 @@ from lightning_rl.terminal import dump_visible, visible
 
 FILE = "samples.jsonl"
 TABLE, PICTURE = "samples", "samples/picture"
-MARKUP = re.compile(r"[!-/:-@\[-`{-~]")  # punctuation, of which Markdown makes something
+MARKUP = re.compile(r"[!-/:-@\[-`{-~]")  # punctuation that may be Markdown markup
 
 Samples = Sequence[Mapping[str, Any]]
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -38,7 +38,7 @@ def _wandb(logger: WandbLogger, samples: Samples, picture: Picture | None, ticke
 
 def _mlflow(logger: MLFlowLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
     table = {column: [sample[column] for sample in samples] for column in samples[0]}
-    logger.experiment.log_table(str(logger.run_id), table, f"{TABLE}.json")  # behind what the file holds
+    logger.experiment.log_table(str(logger.run_id), table, f"{TABLE}.json")  # appends to the file
     if picture is not None:
         logger.experiment.log_image(str(logger.run_id), picture, key=PICTURE, step=ticket.index)
 
@@ -56,9 +56,9 @@ HOLDERS: Mapping[type[Logger], Callable[[Any, Samples, Picture | None, Ticket], 
     MLFlowLogger: _mlflow,
     CometLogger: _comet,
 }
-"""Who can hold samples, and how. Whatever is none of these is a logger without a place for them."""
+"""Functions that log samples, by logger class; other loggers cannot hold samples."""
 NEEDS: Mapping[type[Logger], str] = {MLFlowLogger: "pandas"}
-"""Packages without which a logger's own package holds no table: mlflow brings it, mlflow-skinny does not."""
+"""Packages that a logger's tables need: mlflow depends on pandas, mlflow-skinny does not."""
 
 
 def log_samples(
@@ -68,14 +68,14 @@ def log_samples(
     ticket: Ticket,
     folder: Path,
 ) -> None:
-    """Gives samples to every logger; what has no place for them, or no logger at all, gets lines of one file.
+    """Log samples to every logger; without a logger that can hold them, append them to one file.
 
     Args:
-        loggers: of the trainer.
-        samples: at least one; all with the same keys.
-        draw: makes the picture, if a logger wants it.
-        ticket: of the rollout.
-        folder: beside the run, where ``samples.jsonl`` goes.
+        loggers: Loggers of the trainer.
+        samples: At least one sample; all have the same keys.
+        draw: Function that returns the picture, called if a logger needs it.
+        ticket: Ticket of the rollout.
+        folder: Folder of ``samples.jsonl``.
     """
     rows = [{"rollout": ticket.rollout, **sample} for sample in samples]
     held = [(logger, hold) for logger in loggers if (hold := holder(logger)) is not None]
@@ -89,13 +89,13 @@ def log_samples(
 
 
 def holder(logger: Logger) -> Callable[[Any, Samples, Picture | None, Ticket], None] | None:
-    """How a logger holds samples; None if it cannot."""
+    """Return the function that logs samples to a logger, or None."""
     kinds = (kind for kind in HOLDERS if isinstance(logger, kind))
     return next((HOLDERS[kind] for kind in kinds if kind not in NEEDS or find_spec(NEEDS[kind])), None)
 
 
 def markdown_table(samples: Samples) -> str:
-    r"""Samples as a table of Markdown in which nothing but the table is markup.
+    r"""Return samples as a Markdown table with all text escaped.
 
     Example:
         >>> print(markdown_table([{"reward": 0.5, "response": "a|b\n<img>"}]))

@@ -1,8 +1,8 @@
-"""Pages: one recorded rollout as a compressed block of numbers and texts that a browser reads without copying.
+"""Pages: one recorded rollout as a compressed block of numbers and texts, which a browser reads without copying.
 
-A block is gzip over: the length of a JSON header in 4 bytes (little-endian), the header, padded with spaces to a whole
-number of 8 bytes, then arrays one after another, each padded to 8 bytes. The header says of each array its type, where
-it begins behind the header, and how many entries it has. Tokens of all samples lie behind each other, without padding.
+A block is the gzip of: the length of a JSON header in 4 bytes (little-endian), the header padded with spaces to a
+multiple of 8 bytes, then the arrays, each padded to 8 bytes. The header holds the type, offset behind the header and
+length of each array. Tokens of all samples are concatenated without padding.
 """
 
 import gzip
@@ -21,18 +21,18 @@ from lightning_rl.recording.serialize import from_json
 from lightning_rl.reporting.attribution import Attribution, attribute
 from lightning_rl.rollout import TURNS, Finish, Rollout
 
-LEVEL = 6  # of gzip: higher ones take longer and save little on floats
+LEVEL = 6  # of gzip: higher levels take longer and save little on floats
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 OF_PASS = ("logprobs", "entropy", "gradient", "values")
 KINDS = {torch.float32: "f4", torch.float64: "f8", torch.int32: "i4", torch.uint8: "u1", torch.int16: "i2"}
 
 
 def page_of(recordings: Sequence[Recording], algorithms: Sequence[Algorithm] | None = None) -> bytes:
-    """The block of a rollout.
+    """Return the block of a rollout.
 
     Args:
-        recordings: of all ranks that there are.
-        algorithms: one for each, instead of the recorded ones.
+        recordings: Recordings of all available ranks.
+        algorithms: One algorithm per recording, instead of the recorded ones.
     """
     attributions = attribute(recordings, algorithms)
     stages = list(dict.fromkeys(stage for each in attributions for stage in each.stages))
@@ -66,7 +66,7 @@ def page_of(recordings: Sequence[Recording], algorithms: Sequence[Algorithm] | N
 
 
 def summary_of(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """What the list of rollouts says of one: its number, its size, its optimizer steps and its prompts."""
+    """Return the entry of a rollout in the list: number, size, optimizer steps and prompts."""
     rollouts = [recording.rollout for recording in recordings]
     keys = {_key(rollout, int(row)) for rollout in rollouts for row in rollout.real.nonzero()[:, 0]}
     return {
@@ -79,7 +79,7 @@ def summary_of(recordings: Sequence[Recording]) -> dict[str, Any]:
 
 
 class _Arrays:
-    """Arrays that grow part by part, and their bytes."""
+    """Arrays built part by part, and their bytes."""
 
     def __init__(self) -> None:
         self._parts: dict[str, list[Tensor]] = {}
@@ -163,7 +163,7 @@ def _ids_of(recording: Recording) -> tuple[Tensor, Tensor]:
 
 
 def _places(rollout: Rollout) -> tuple[Tensor, Tensor]:
-    """Where prompts [B, P] and responses [B, T] of samples hold tokens."""
+    """Return the masks of prompt tokens [B, P] and response tokens [B, T]."""
     prompts = torch.arange(rollout.prompt_ids.shape[1]) < rollout.prompt_lengths[:, None]
     responses = torch.arange(rollout.width) < rollout.response_lengths[:, None]
     return prompts & rollout.real[:, None], responses & rollout.real[:, None]
@@ -175,7 +175,7 @@ def _texts(recording: Recording) -> dict[str, str]:
 
 
 def _key(rollout: Rollout, row: int) -> str:
-    """What says that two prompts are the same, in any rollout."""
+    """Return a key that is equal for equal prompts in any rollout."""
     ids = rollout.prompt_ids[row, : rollout.prompt_lengths[row]].tolist()
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12]
 

@@ -1,4 +1,4 @@
-"""Picture of a rollout: the rewards of its groups, and how likely each token of a few samples was."""
+"""Picture of a rollout: rewards by group, and token log-probabilities of a few samples."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from lightning_rl.rollout import Rollout
 
-FLOOR = -5.0  # nats: what is less likely has the same colour
+FLOOR = -5.0  # nats; lower log-probabilities have the same color
 
 
 def rollout_picture(rollout: Rollout, rows: Sequence[int]) -> UInt8[np.ndarray, "H W 3"] | None:
-    """Two fields of colour, without any text of the model, which fonts may lack; None without matplotlib.
+    """Return a picture of rewards and log-probabilities without model text; None without matplotlib.
 
-    On the left a line for each group, sorted by its mean reward, with a cell for each sample from its worst to its
-    best: groups of one colour teach nothing. On the right a line for each of ``rows`` with the log-probability, in
-    nats, that the policy before the update (the engine, if nobody asked it) gave to each token that was drawn.
+    Left: one row per group, sorted by mean reward, with one cell per sample, sorted by reward. Groups of one color
+    teach nothing. Right: one row for each of ``rows`` with the log-probabilities of the sampled tokens, in nats, from
+    the policy before the update, else from the engine.
 
     Args:
-        rollout: of this rank.
-        rows: those on the right.
+        rollout: Rollout of this rank.
+        rows: Rows on the right.
     """
     if find_spec("matplotlib") is None:
         return None
@@ -52,7 +52,7 @@ def rollout_picture(rollout: Rollout, rows: Sequence[int]) -> UInt8[np.ndarray, 
 
 
 def group_rewards(rollout: Rollout) -> Float[Tensor, "N G"]:
-    """Rewards by group, sorted within each and by the mean of each; NaN where there is no sample or no reward."""
+    """Return rewards by group, sorted within groups and by group mean; NaN for missing samples or rewards."""
     rewards = torch.where(rollout.rewarded, rollout.rewards, torch.nan).float().cpu()
     groups, place = rollout.groups.cpu()[rollout.real.cpu()].unique(return_inverse=True)
     known = rewards[rollout.real.cpu()]
@@ -62,7 +62,7 @@ def group_rewards(rollout: Rollout) -> Float[Tensor, "N G"]:
 
 
 def token_logprobs(rollout: Rollout, rows: Sequence[int]) -> Float[Tensor, "R T"]:
-    """Log-probabilities of the tokens that the policy drew, as wide as the longest of ``rows``; NaN at others."""
+    """Return log-probabilities of the tokens of ``rows`` that the policy sampled; NaN elsewhere."""
     width = max(1, int(rollout.response_lengths[list(rows)].max()))
     logprobs = rollout.rollout_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
     if logprobs is None:

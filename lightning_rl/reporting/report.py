@@ -1,8 +1,7 @@
-"""Report: one HTML file that holds a run, or all of it that fits, with the other rollouts in files beside it.
+"""Report: one HTML file of a run; rollouts that do not fit are in files beside it.
 
-Whatever comes from the run is compressed and written in base64, whose letters end no element; scripts and styles are
-those of this package, each named by its hash in the page's content security policy, which allows no other and no
-connection at all.
+Data of the run are compressed and encoded in base64, so they cannot close an HTML element. Scripts and styles are those
+of this package. The content security policy lists their hashes, and allows no other script and no connection.
 """
 
 import base64
@@ -29,20 +28,20 @@ ASSETS = files("lightning_rl.reporting") / "assets"
 STYLES = ("uplot.min.css", "report.css")
 SCRIPTS = ("uplot.min.js", "dom.js", "data.js", "shares.js", "colours.js", "chart.js", "curves.js", "flow.js")
 SCRIPTS += ("samples.js", "tokens.js", "compare.js", "pages.js", "main.js")
-EMBEDDED = 24 * 2**20  # letters of base64 in the file itself
-OWN_FOLDER = "report"  # in that of the logger, where RunReport writes
-PAGES = "-rollouts"  # of the folder with further ones, behind the name of the report
+EMBEDDED = 24 * 2**20  # maximum length of base64 in the file itself
+OWN_FOLDER = "report"  # subfolder of the logger's folder, where RunReport writes
+PAGES = "-rollouts"  # suffix of the folder with further rollouts
 
 AlgorithmsOf = Callable[[int], Sequence[Algorithm]]
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A rollout as a report holds it.
+    """Rollout in a report.
 
     Attributes:
-        summary: a line of the list of rollouts.
-        text: the block in base64.
+        summary: Entry in the list of rollouts.
+        text: Block in base64.
     """
 
     summary: dict[str, Any]
@@ -51,15 +50,15 @@ class Page:
 
 @dataclass
 class Pages:
-    """Pages by the files that they were made from, so that a report that is written again makes new ones alone."""
+    """Cache of pages by their files, so that rewriting a report builds only new pages."""
 
     made: dict[tuple[tuple[str, int], ...], Page] = field(default_factory=dict)
 
     def of(self, paths: Sequence[Path], algorithms: AlgorithmsOf | None = None) -> Page:
-        """The page of a rollout, given the files of all ranks.
+        """Return the page of a rollout from the files of all ranks.
 
         Raises:
-            ValueError: naming the file that is no recording.
+            ValueError: Naming the file that is not a recording.
         """
         key = tuple((str(path), path.stat().st_mtime_ns) for path in paths)
         if key not in self.made:
@@ -70,7 +69,7 @@ class Pages:
         return self.made[key]
 
     def keep(self, paths: Sequence[Sequence[Path]]) -> None:
-        """Drops pages of files that are gone."""
+        """Drop pages of deleted files."""
         names = {str(path) for each in paths for path in each}
         self.made = {key: page for key, page in self.made.items() if all(name in names for name, _ in key)}
 
@@ -84,22 +83,20 @@ def write_report(
     algorithms: AlgorithmsOf | None = None,
     embedded: int = EMBEDDED,
 ) -> RunFiles:
-    """Writes the report of a run.
+    """Write the report of a run and return the data read.
 
     Args:
-        folders: of the run; see :mod:`lightning_rl.reporting.folder`.
-        path: of the HTML file; rollouts that do not fit into it lie in a folder beside it.
-        title: what the report is called; by default the last names of the first folder.
-        pages: those that were made before.
-        algorithms: what makes the algorithms of a rollout for its number of ranks; by default the recorded ones.
-        embedded: letters of rollouts in the file itself; the newest come first.
-
-    Returns:
-        What was read.
+        folders: Folders of the run; see :mod:`lightning_rl.reporting.folder`.
+        path: Path of the HTML file; rollouts that do not fit are in a folder beside it.
+        title: Title; by default the last names of the first folder.
+        pages: Cache of pages.
+        algorithms: Function that returns the algorithms of a rollout for a number of ranks; by default the recorded
+            ones.
+        embedded: Maximum length of base64 in the file; the newest rollouts come first.
 
     Raises:
-        FileNotFoundError: if there is nothing to report.
-        ValueError: if the folders hold several runs.
+        FileNotFoundError: If there is nothing to report.
+        ValueError: If the folders hold several runs.
     """
     run, pages = read_folder(folders), pages or Pages()
     pages.keep(list(run.rollouts.values()))
@@ -136,13 +133,13 @@ def write_report(
 
 
 def _title(folder: Path) -> str:
-    """What a folder is told apart by, such as ``sorting/version_3``."""
+    """Return a distinctive name of a folder, such as ``sorting/version_3``."""
     whole = folder.resolve()
     return "/".join((whole.parent if whole.name == OWN_FOLDER else whole).parts[-2:]).lstrip("/")
 
 
 def _divide(pages: Mapping[int, Page], letters: int) -> tuple[list[int], list[int]]:
-    """Numbers of the rollouts in the file, the newest as far as they fit, and of those beside it."""
+    """Return the numbers of the rollouts in the file, the newest that fit, and of those beside it."""
     inside: list[int] = []
     for number in sorted(pages, reverse=True):
         letters -= len(pages[number].text)
@@ -158,7 +155,7 @@ def _columns(values: Mapping[int, float]) -> list[list[float]]:
 
 
 def _render(index: Mapping[str, Any], pages: Mapping[int, str], *, beside: bool) -> str:
-    """The HTML; every text in it that is not this package's is escaped or in base64."""
+    """Return the HTML; text from the run is escaped or in base64."""
     scripts, styles = ([_asset(name) for name in names] for names in (SCRIPTS, STYLES))
     sources = [_hash(script) for script in scripts] + (["file:", "'self'"] if beside else [])
     policy = f"default-src 'none'; script-src {' '.join(sources)}; style-src 'unsafe-inline'; base-uri 'none'"

@@ -1,4 +1,4 @@
-"""Run report: the report of a run, written while it goes on and when it ends."""
+"""Run report: a report that is updated during the run and at its end."""
 
 import json
 import warnings
@@ -27,21 +27,20 @@ FILE = "report.html"
 
 
 class RunReport(RolloutRecorder):
-    """Writes ``report/report.html`` beside the run whenever it has recorded a rollout, and when the run ends.
+    """Writes ``report/report.html`` after each recorded rollout and at the end of the run.
 
     The report is one file that needs neither a server nor a network: curves, ledger, findings, configuration, and the
-    recorded rollouts token by token (docs/report.md). It takes no part in the signal. In its folder are the recordings
-    (:class:`~lightning_rl.recording.RolloutRecorder`), rows of metrics and findings that it is made from, so that
-    ``lightning-rl report`` makes it again; a run that resumes goes on with them. Its first sentence is the error that
-    ended the run, if one did.
+    recorded rollouts token by token (docs/report.md). It does not change the signal. Its folder also holds the
+    recordings (:class:`~lightning_rl.recording.RolloutRecorder`), metrics and findings from which ``lightning-rl
+    report`` rebuilds it; a resumed run continues them. If an error ended the run, the report starts with it.
 
     Args:
-        every_n_rollouts: how often a rollout is recorded and the report written.
-        keep: how many recorded rollouts are kept, the newest; None for all.
-        folder: where it goes; by default ``report`` in the folder of the logger.
+        every_n_rollouts: Interval between recorded rollouts and reports.
+        keep: Number of newest rollouts to keep; None for all.
+        folder: Folder of the report; by default ``report`` in the folder of the logger.
 
     Raises:
-        ValueError: if a number is below 1.
+        ValueError: If a number is below 1.
     """
 
     name = "run_report"
@@ -56,7 +55,7 @@ class RunReport(RolloutRecorder):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        logged = Path(trainer.log_dir or trainer.default_root_dir)  # asked on every rank
+        logged = Path(trainer.log_dir or trainer.default_root_dir)  # a collective
         self.folder = self._asked or logged / OWN_FOLDER
 
     @override
@@ -77,7 +76,7 @@ class RunReport(RolloutRecorder):
         self._begun = True
 
     def _begin(self, trainer: Trainer, module: RLLightningModule, ticket: Ticket) -> None:
-        """Goes on with what an earlier life of the run left, up to here; what it wrote of later ones is void."""
+        """Continue the files of an earlier run up to this point; later lines are replaced."""
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         if trainer.is_global_zero:
             keeper.append(METRICS, {BEGIN: ticket.index})
@@ -105,7 +104,7 @@ class RunReport(RolloutRecorder):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.strategy.barrier("report")  # the recordings of all ranks are there
+        trainer.strategy.barrier("report")  # wait for the recordings of all ranks
         self._report(trainer)
         self._leave(trainer)
 
@@ -124,7 +123,7 @@ class RunReport(RolloutRecorder):
         return FINDINGS + (f"-rank{trainer.global_rank}" if trainer.global_rank else "") + ".jsonl"
 
     def _report(self, trainer: Trainer, exception: BaseException | None = None) -> None:
-        """Writes new findings, and on rank 0 what ended the run and the report; a full disk is no reason to end one."""
+        """Write new findings, and on rank 0 the end of the run and the report; a full disk does not end the run."""
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         try:
             audits = [callback for callback in callbacks_of(trainer) if isinstance(callback, SignalAudit)]
@@ -140,12 +139,12 @@ class RunReport(RolloutRecorder):
         except FileNotFoundError:
             return  # nothing was logged or recorded
         except OSError as failure:
-            text = f"expected to write the report to {self.folder}, got {failure}; the run goes on"
+            text = f"expected to write the report to {self.folder}, got {failure}; the run continues"
             warnings.warn(text, stacklevel=2)
 
 
 class _RowKeeper(DummyLogger):
-    """A logger beside those of the run, which writes the rows that they get into a file."""
+    """Logger that writes the metrics of the run's loggers to a file."""
 
     def __init__(self, folder: Path, root: str) -> None:
         super().__init__()
@@ -154,7 +153,7 @@ class _RowKeeper(DummyLogger):
     @property
     @override
     def save_dir(self) -> str:
-        """Where a run without a logger writes, so that this one changes no path."""
+        """Default folder of a run without a logger, so that this logger changes no path."""
         return self._root
 
     @override
@@ -163,12 +162,12 @@ class _RowKeeper(DummyLogger):
         self.append(METRICS, {**figures, STEP: 0 if step is None else step})
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
-        """Adds a line to a file."""
+        """Append a line to a file."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / name).open("a", encoding="utf-8") as lines:
             lines.write(dump_visible(line) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Puts a file in the place of the one before."""
+        """Replace a file."""
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / name, lambda part: part.write_text(text, encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Sample table: a few samples with their rewards, in the terminal and in the loggers, every n rollouts."""
+"""Sample table: samples with their rewards, in the terminal and in the loggers."""
 
 import math
 import shutil
@@ -28,21 +28,21 @@ TEXTS = ("prompt", "response")
 
 
 class SampleTable(RLCallback):
-    """Shows samples of the rollouts 0, n, 2n, ...: the best and the worst of as many groups as there are rows.
+    """Shows samples of the rollouts 0, n, 2n, ...: the best and the worst of some groups.
 
-    Rank 0 prints a table above the progress bar (by rich, where it is installed) and gives it to every logger that can
-    hold one: TensorBoard, W&B, MLflow and Comet; otherwise it becomes lines of ``samples.jsonl`` beside the run. Where
-    matplotlib is installed these loggers get a picture as well: the rewards of the groups of this rank, and how likely
-    each token of the samples was. It takes no part in the signal. Control characters of what the model wrote are shown
-    in a terminal, never acted on.
+    Rank 0 prints a table above the progress bar (with rich, if installed) and logs it to every logger that supports
+    tables: TensorBoard, W&B, MLflow and Comet; else it appends lines to ``samples.jsonl`` beside the run. With
+    matplotlib these loggers also get a picture of the rewards by group of this rank and of the token log-probabilities.
+    The table does not change the signal. Control characters in model output are shown as text in a terminal.
 
     Args:
-        every_n_rollouts: how often.
-        rows: samples in a table.
-        width: most characters of a prompt or response on the terminal; the middle is left out. Loggers get all.
+        every_n_rollouts: Interval n.
+        rows: Number of samples in a table.
+        width: Maximum number of characters of a prompt or response in the terminal; the middle is left out. Loggers get
+            the full text.
 
     Raises:
-        ValueError: if a number is below 1, or ``width`` below 16.
+        ValueError: If a number is below 1, or ``width`` below 16.
     """
 
     name = "sample_table"
@@ -72,7 +72,7 @@ class SampleTable(RLCallback):
 
 
 def choose_rows(rollout: Rollout, number: int) -> list[int]:
-    """The best and the worst sample of each group in turn, until there are enough; without a reward is worst."""
+    """Return the best and worst sample of each group in turn, until there are enough; no reward ranks last."""
     rewards = torch.where(rollout.rewarded, rollout.rewards, -math.inf)
     chosen: list[int] = []
     for group in dict.fromkeys(rollout.groups.tolist()):
@@ -99,7 +99,7 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
         "tokens": int(rollout.drawn_lengths[row]),
         "prompt": text(rollout.prompt_ids[row], rollout.prompt_lengths[row]),
         "response": "".join(
-            said if drawn else f"[{said}]"  # what an environment said
+            said if drawn else f"[{said}]"  # text of an environment
             for drawn, ids in spans_of(rollout, row)
             for said in [text(torch.tensor(ids), torch.tensor(len(ids)))]
         ),
@@ -107,7 +107,7 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
 
 
 def format_table(title: str, samples: Sequence[dict[str, Any]], width: int) -> str:
-    """Samples below each other, for a terminal; drawn by rich where it is installed."""
+    """Return samples one below the other, for a terminal; formatted by rich if installed."""
     rewards = [key for key in samples[0] if key.startswith("reward/") and key != "reward/task"]
     if len(rewards) == 1 and all(sample[rewards[0]] == sample["reward/task"] for sample in samples):
         samples = [{key: value for key, value in sample.items() if key != rewards[0]} for sample in samples]
@@ -133,13 +133,13 @@ def _head(key: str) -> str:
 
 
 def _block(cells: dict[str, str]) -> str:
-    """The figures of a sample in a line, and what was said below it."""
+    """Return the numbers of a sample in one line, and its texts below."""
     texts = [f"  {head:<8}  {indent(cells[head], ' ' * 12).lstrip()}" for head in TEXTS if head in cells]
     return "\n".join(["  ".join(f"{head} {value}" for head, value in cells.items() if head not in TEXTS), *texts])
 
 
 def _cell(value: Any, width: int) -> str:
-    """A value for the terminal, with visible control characters and not too long."""
+    """Return a value for the terminal, with visible control characters and shortened."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Rollout summary: one line for each rollout that a person can follow, in the terminal."""
+"""Rollout summary: one line per rollout in the terminal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,25 +26,24 @@ COLUMNS: Mapping[str, str] = {
     "signal_audit/findings": "findings",
     "tokens_per_second": "tokens/s",
 }
-"""Metrics of a line, in their order, by the words above them."""
+"""Metrics of a line in order, with their column headers."""
 SHARES = {metric for metric in COLUMNS if (entry := entry_of(metric)) is not None and entry.unit == "share"}
-HEADER_EVERY = 20  # lines, so that one is on the screen
-WIDTH = 7  # of a figure
+HEADER_EVERY = 20  # lines, so that one header is on the screen
+WIDTH = 7  # of a column
 
 
 class RolloutSummary(RLCallback):
-    """Says in one line what a rollout was, when its last optimizer step is made.
+    """Prints one line per rollout after its last optimizer step.
 
-    Reward, mismatch, entropy, length, gradient norm and speed; what a ledger and an audit add if they are there. A
-    figure beyond what is normal (docs/metrics.md) has an exclamation mark, one without a value is a dash. The words
-    stand above the first line, above every twentieth, and above one with a metric that is new. It takes no part in the
-    signal.
+    Columns: reward, mismatch, entropy, length, gradient norm and speed, and those of a ledger and an audit if present.
+    A value outside of the normal range (docs/metrics.md) has an exclamation mark; a dash means no value. The header is
+    printed above the first line, every twentieth line, and a line with a new metric. It does not change the signal.
 
     Args:
-        every_n_rollouts: how often.
+        every_n_rollouts: Interval between lines.
 
     Raises:
-        ValueError: if it is below 1.
+        ValueError: If it is below 1.
 
     Example:
         >>> columns = ["reward/task", "kl/rollout", "length/truncated"]
@@ -72,7 +71,7 @@ class RolloutSummary(RLCallback):
             self.show(trainer, batch.rollout, pl_module.run.metrics.values())  # a collective
 
     def show(self, trainer: Trainer, rollout: int, figures: Mapping[str, float]) -> None:
-        """Prints the line of a rollout with those figures that there are, and the words above it if they are due."""
+        """Print the line of a rollout, and the header if it is due."""
         columns = [metric for metric in COLUMNS if metric in figures or metric in self._columns]
         if columns != self._columns or self._lines % HEADER_EVERY == 0:
             show_line(trainer, summary_header(columns))
@@ -82,12 +81,12 @@ class RolloutSummary(RLCallback):
 
 
 def summary_header(columns: Sequence[str]) -> str:
-    """The words above the figures of some metrics."""
+    """Return the header of the given metrics."""
     return "  ".join(["rollout", *(f"{COLUMNS[metric]:>{WIDTH}}" for metric in columns)])
 
 
 def summary_line(rollout: int, figures: Mapping[str, float], columns: Sequence[str]) -> str:
-    """The line of a rollout, below the words of its columns; marks stand in the gaps."""
+    """Return the line of a rollout, aligned with its header; marks are in the gaps."""
     cells = [_cell(metric, figures) for metric in columns]
     return f"{rollout:>{len('rollout')}} {''.join(cells)}".rstrip()
 

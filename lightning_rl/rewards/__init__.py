@@ -1,4 +1,4 @@
-"""Rewards: functions of completions, called on each rank for its own rows after generation, and a library of them."""
+"""Reward functions: each rank calls them on its completions after generation."""
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.call import Failure, Reward, RewardCall

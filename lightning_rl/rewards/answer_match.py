@@ -1,4 +1,4 @@
-"""AnswerMatch: what the rewards share that compare each completion with a reference out of a column."""
+"""Base class of the rewards that compare a completion with a reference answer."""
 
 import math
 import warnings
@@ -12,7 +12,7 @@ from lightning_rl.rewards.text import column_of, texts_of
 
 
 class UnreadableReference(ValueError):  # noqa: N818
-    """A reference that a reward cannot compare with anything: the data are at fault, no completion is."""
+    """A reference that a reward cannot parse; the data are at fault, not the completion."""
 
 
 def score_rows(
@@ -24,15 +24,17 @@ def score_rows(
     option: str,
     reward: object,
 ) -> list[float | None]:
-    """A value for each text: None where the reference is, NaN where it cannot be read, of which a warning shows one.
+    """Return one value per text: None where the reference is None, NaN where it cannot be parsed.
+
+    Warns of the references that cannot be parsed.
 
     Args:
-        texts: of the completions, or what else of them is compared.
-        references: what each is compared with.
-        score: of one text with its reference; raises :class:`UnreadableReference`.
-        column: that holds the references.
-        option: that names the column.
-        reward: whose option it is.
+        texts: Values to compare, such as the texts of the completions.
+        references: Reference of each text.
+        score: Function of a text and its reference; raises :class:`UnreadableReference`.
+        column: Name of the column with the references.
+        option: Option of the reward that names the column.
+        reward: Reward that the warning names.
     """
     values: list[float | None] = []
     unreadable: list[UnreadableReference] = []
@@ -48,50 +50,50 @@ def score_rows(
 
 
 def warn_of_unreadable(unreadable: Sequence[UnreadableReference], *, column: str, option: str, reward: object) -> None:
-    """Shows the first of the references that nothing can be compared with."""
+    """Warn of the number of unreadable references and show the first."""
     if unreadable:
         warnings.warn(
             f"{type(reward).__name__} cannot read {len(unreadable)} of its references, whose rows get no reward: "
-            f"{unreadable[0]}: clean the column {column!r}, or name another one by {option}=",
+            f"{unreadable[0]}: clean the column {column!r}, or name another column with {option}=",
             stacklevel=4,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerMatch(ABC):
-    """Scores the text of a completion against a reference, row by row.
+    """Reward that scores each completion against a reference.
 
-    A row whose reference is None gets None: the reward does not apply to it. A row whose reference cannot be read gets
-    NaN, which takes it out of training and is counted as failed, and the first of them is shown in a warning.
+    A row whose reference is None gets None: the reward does not apply. A row whose reference cannot be parsed gets NaN,
+    is left out of training and is counted as failed; a warning shows the first such reference.
 
     Args:
-        answer: the column that holds the references.
+        answer: Name of the column with the references.
 
     Raises:
-        ValueError: if an option is none of what it may be.
+        ValueError: If an option is invalid.
     """
 
     answer: str = "answer"
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         check_text(answer=self.answer)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards."""
+        """Return one value per completion."""
         texts = texts_of(completions)
         return self.compare(texts, column_of(columns, self.answer, len(texts), option="answer", reward=self))
 
     def compare(self, texts: Sequence[str], references: Sequence[Any]) -> list[float | None]:
-        """A value for each text."""
+        """Return one value per text."""
         return score_rows(texts, references, self.score, column=self.answer, option="answer", reward=self)
 
     @abstractmethod
     def score(self, text: str, reference: Any) -> float:
-        """The value of one completion.
+        """Return the value of one completion.
 
         Raises:
-            UnreadableReference: if the reference is none that this reward can compare with.
+            UnreadableReference: If the reference cannot be parsed.
         """

@@ -1,6 +1,6 @@
-"""Call: what a reward function is given, what it may note beside its values, and what is kept of a call.
+"""Calls of reward functions: arguments, logged extras and the record of a call.
 
-Source: the contract of ``reward_funcs`` in TRL's GRPOTrainer, so that functions written for it run unchanged.
+Source: the ``reward_funcs`` of TRL's GRPOTrainer, whose functions run unchanged.
 """
 
 import inspect
@@ -16,8 +16,9 @@ from lightning_rl.edits import changed_entries, copy_plain
 from lightning_rl.naming import REWARD_ARGUMENTS, in_words
 
 Reward = Callable[..., Any]
-"""``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, or a coroutine of one; None: it
-does not apply to the row.
+"""``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, or a coroutine function.
+
+None means that the reward does not apply to the row.
 """
 
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
@@ -27,9 +28,9 @@ class Failure(NamedTuple):
     """Rows that a reward function failed to score.
 
     Attributes:
-        rows: their numbers within the call.
-        cause: what went wrong, as the end of the sentence "reward x ...".
-        traceback: where it was raised; empty if it was returned.
+        rows: Row indices within the call.
+        cause: Predicate of the sentence "reward x ...", such as "took longer than 3 s".
+        traceback: Traceback of the exception, or an empty string.
     """
 
     rows: tuple[int, ...]
@@ -38,20 +39,20 @@ class Failure(NamedTuple):
 
 
 class RewardCall(NamedTuple):
-    """One call of one reward function; what is not plain is left out of saved files.
+    """Record of one call of one reward function; saved files leave out values that are not plain data.
 
     Attributes:
-        name: of the function.
-        completion_ids: as it was given them.
-        values: what it gave for each row: a number, None if it does not apply, NaN if it failed.
-        seconds: how long it took.
-        prompts: as it was given them.
-        completions: as it was given them.
-        columns: as it was given them.
-        function: itself.
-        failures: the rows without a value, by cause.
-        extras: columns that it noted with ``log_extra``.
-        metrics: numbers that it noted with ``log_metric``.
+        name: Name of the function.
+        completion_ids: Token ids of each completion.
+        values: Value of each row: a number, None if the reward does not apply, NaN if it failed.
+        seconds: Duration of the call.
+        prompts: Prompt of each row.
+        completions: Completion of each row.
+        columns: Data columns, one value per row.
+        function: Reward function.
+        failures: Rows without a value, by cause.
+        extras: Columns logged with ``log_extra``.
+        metrics: Numbers logged with ``log_metric``.
     """
 
     name: str
@@ -68,7 +69,7 @@ class RewardCall(NamedTuple):
 
     @property
     def rows(self) -> "Rows":
-        """What it was about."""
+        """Arguments of the call."""
         return Rows(
             prompts=self.prompts, completions=self.completions, completion_ids=self.completion_ids, columns=self.columns
         )
@@ -76,13 +77,13 @@ class RewardCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Samples as a reward function sees them.
+    """Samples in the form that reward functions take.
 
     Args:
-        prompts: as the data gave them.
-        completions: chat messages for a prompt of chat messages, else text.
-        completion_ids: the tokens of each completion.
-        columns: whatever else the data holds, a value for each row.
+        prompts: Prompts as in the data.
+        completions: Chat messages if the prompt is chat messages, else text.
+        completion_ids: Token ids of each completion.
+        columns: Other data columns, one value per row.
     """
 
     prompts: Sequence[Any]
@@ -91,17 +92,17 @@ class Rows:
     columns: Mapping[str, Sequence[Any]]
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Return the number of rows."""
         return len(self.prompts)
 
     def copy(self) -> "Rows":
-        """The same in containers of their own, however deep, so that no function edits what another one is given."""
+        """Return a deep copy of the containers, so that one function cannot edit the arguments of another."""
         ids = [list(row) for row in self.completion_ids]
         values = copy_plain([self.prompts, self.completions, dict(self.columns)])
         return Rows(prompts=values[0], completions=values[1], completion_ids=ids, columns=values[2])
 
     def edits(self, given: "Rows") -> list[str]:
-        """The names of the arguments that a function edited in its own copy of these rows."""
+        """Return the names of the arguments that a function edited in its copy ``given`` of these rows."""
         before, after = (
             {"prompts": rows.prompts, "completions": rows.completions, "completion_ids": rows.completion_ids}
             for rows in (self, given)
@@ -109,7 +110,7 @@ class Rows:
         return changed_entries({**before, **self.columns}, {**after, **given.columns})
 
     def select(self, rows: Sequence[int]) -> "Rows":
-        """Some of the rows, in the order given, in lists of their own."""
+        """Return the given rows, in the given order, in new lists."""
         return Rows(
             prompts=[self.prompts[row] for row in rows],
             completions=[self.completions[row] for row in rows],
@@ -120,12 +121,12 @@ class Rows:
 
 @dataclass(slots=True)
 class Notes:
-    """What one call notes beside its values.
+    """Extras and metrics that one call logs.
 
     Attributes:
-        number: of the rows of the call.
-        extras: columns, a value for each row.
-        metrics: every number under its name, in the order noted.
+        number: Number of rows of the call.
+        extras: Columns, one value per row.
+        metrics: Logged numbers by name, in order.
     """
 
     number: int
@@ -133,10 +134,10 @@ class Notes:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Keeps a column with the samples.
+        """Store a column beside the samples.
 
         Raises:
-            ValueError: if there is not a value for each row.
+            ValueError: If the number of values is not the number of rows.
         """
         values = list(values)
         if len(values) != self.number:
@@ -151,11 +152,11 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How one function wants to be called.
+    """Calling convention of one reward function.
 
     Args:
-        by_keyword: whether ``prompts`` and ``completions`` go by their names, as in TRL, or by their place.
-        extras: which of :data:`EXTRAS` it takes.
+        by_keyword: Pass ``prompts`` and ``completions`` by keyword, as in TRL, rather than by position.
+        extras: Names in :data:`EXTRAS` that the function takes.
     """
 
     by_keyword: bool = False
@@ -163,17 +164,17 @@ class CallStyle:
 
     @staticmethod
     def of(name: str, function: Reward, columns: Sequence[str]) -> "CallStyle":
-        """The style that a function's signature asks for.
+        """Return the calling convention that a function's signature asks for.
 
-        One that names any of what there is gets everything by keyword, so that nothing is ever taken for something
-        else; one whose first two parameters have names of their own gets prompts and completions by their place.
+        A function with a parameter named like an argument or a column gets every argument by keyword. A function whose
+        positional parameters have other names gets prompts and completions by position.
 
         Raises:
-            TypeError: if it cannot be called like a reward, which no row is to blame for.
+            TypeError: If the signature is not that of a reward.
         """
         try:
             signature = inspect.signature(function)
-        except ValueError:  # some built-in functions have none
+        except ValueError:  # some built-in functions have no signature
             return CallStyle()
         extras = frozenset(key for key in EXTRAS if takes(function, key))
         rest = {"completion_ids": [], **dict.fromkeys(columns), **dict.fromkeys(extras)}
@@ -193,8 +194,8 @@ class CallStyle:
                 f": {error}"
                 if not missing
                 else (
-                    f", which needs {in_words(missing)}: name what there is, or rename a column of the data, as in "
-                    f'PromptDataModule(columns={{"{missing[0]}": ...}})'
+                    f", which needs {in_words(missing)}: use the names of columns, or rename a "
+                    f'column of the data, as in PromptDataModule(columns={{"{missing[0]}": ...}})'
                 )
             )
             raise TypeError(
@@ -204,7 +205,7 @@ class CallStyle:
         return CallStyle(by_keyword=by_keyword, extras=extras)
 
     def call(self, function: Reward, rows: Rows, notes: Notes, state: TrainerState | None = None) -> Any:
-        """Calls the function: what it returned, which may be something to await."""
+        """Call the function and return its result, which may be awaitable."""
         extras = {
             "trainer_state": state or TrainerState(),
             "log_extra": notes.log_extra,
@@ -218,7 +219,7 @@ class CallStyle:
 
 
 def _names_any(signature: inspect.Signature, known: Collection[str]) -> bool:
-    """Whether parameters that have a place also have a known name, or none has a place."""
+    """Return True if a positional parameter has a known name, or if there are only keyword parameters."""
     parameters = signature.parameters.values()
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         return False
@@ -229,23 +230,23 @@ def _names_any(signature: inspect.Signature, known: Collection[str]) -> bool:
 
 
 def _parameters_to_give(signature: inspect.Signature, *, by_keyword: bool) -> list[str]:
-    """Parameters that have to be given, without the two that are filled by their place."""
+    """Return the required parameters, without the two that are passed by position."""
     fillable = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     placed = [p.name for p in fillable if p.kind is p.POSITIONAL_OR_KEYWORD][: 0 if by_keyword else 2]
     return [p.name for p in fillable if p.default is p.empty and p.name not in placed]
 
 
 def takes(function: Reward, extra: str) -> bool:
-    """Whether a function takes one of :data:`EXTRAS`, by name or as one of any keywords."""
+    """Return True if a function takes an entry of :data:`EXTRAS`, by name or by ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some built-in functions have none
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return False
     return extra in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def completion_form(prompt: Any, text: str) -> Any:
-    """A completion in the form of its prompt: chat messages for chat messages, else the text itself.
+    """Return a completion in the form of its prompt: chat messages if the prompt is chat messages, else the text.
 
     Example:
         >>> completion_form("2 + 2?", "4"), completion_form([{"role": "user", "content": "2 + 2?"}], "4")

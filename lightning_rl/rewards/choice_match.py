@@ -1,4 +1,4 @@
-r"""ChoiceMatch: whether a completion chooses the right one of lettered choices."""
+"""Reward for the correct choice in multiple-choice questions."""
 
 import re
 import unicodedata
@@ -18,20 +18,20 @@ DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\"
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceMatch(AnswerMatch):
-    r"""1 if a completion chooses what the reference says, else 0.
+    r"""Multiple-choice reward: 1 if a completion chooses the reference, else 0.
 
-    The choice is what follows the last marker that a choice follows (``Answer: B``, ``the answer is (B)``,
-    ``\boxed{B}``); or else the whole completion (``b``, ``B.``, ``(B) a whale``); or else its last letter in brackets
-    or in bold. With ``choices``, the whole text of a choice does as well as its letter.
+    The choice is the letter after the last marker (``Answer: B``, ``the answer is (B)``, ``\boxed{B}``). Without a
+    marker it is the whole completion (``b``, ``B.``, ``(B) a whale``), else the last letter in brackets or bold. With
+    ``choices``, the text of a choice counts like its letter.
 
     Args:
-        answer: the column that holds the references: letters, indices from 0, or texts of choices.
-        letters: of the choices, in their order.
-        choices: the column that holds a list of the texts of the choices for each row; None for letters alone.
-        markers: what stands before an answer, in upper or lower case.
+        answer: Name of the column with the references: letters, indices from 0, or texts of choices.
+        letters: Letters of the choices, in order.
+        choices: Name of the column with the list of choice texts of each row; None for letters only.
+        markers: Strings that precede an answer, case-insensitive.
 
     Raises:
-        ValueError: if there are fewer than two letters, or one of them twice.
+        ValueError: If there are fewer than two letters, or a letter occurs twice.
 
     Example:
         >>> ChoiceMatch()(["?"] * 3, ["B", "A or B? Answer: (A)", "none"], answer=["B", "B", "B"])
@@ -43,7 +43,7 @@ class ChoiceMatch(AnswerMatch):
     markers: tuple[str, ...] = MARKERS
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         super().__post_init__()
         check_text(optional=True, choices=self.choices)
         check_texts(markers=self.markers)
@@ -52,7 +52,9 @@ class ChoiceMatch(AnswerMatch):
             or len(set(self.letters.upper())) != len(self.letters)
             or len(self.letters) < 2
         ):
-            raise ValueError(f"expected letters to be two different ones or more, such as 'ABCD', got {self.letters!r}")
+            raise ValueError(
+                f"expected letters to be two or more different letters, such as 'ABCD', got {self.letters!r}"
+            )
 
     @override
     def __call__(
@@ -70,15 +72,15 @@ class ChoiceMatch(AnswerMatch):
     def score(self, text: str, reference: Any) -> float:
         reference, choices = reference if self.choices is not None else (reference, ())
         if choices is not None and not isinstance(choices, list | tuple):
-            raise UnreadableReference(f"expected a list of the texts of the choices, got {choices!r:.200}")
+            raise UnreadableReference(f"expected a list of choice texts, got {choices!r:.200}")
         known = [_normal_form(choice) for choice in choices or ()]
         return float(self.index_of_text(text, known) == self.index_of_reference(reference, known))
 
     def index_of_reference(self, reference: Any, choices: Sequence[str] = ()) -> int:
-        """The place of the right choice among the letters.
+        """Return the index of the correct choice.
 
         Raises:
-            UnreadableReference: if the reference names none of them.
+            UnreadableReference: If the reference names no choice.
         """
         if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(self.letters):
             return reference
@@ -88,14 +90,14 @@ class ChoiceMatch(AnswerMatch):
             letter = reference.strip(DECORATION).upper()
             if len(letter) == 1 and letter in self.letters.upper():
                 return self.letters.upper().index(letter)
-        hint = "" if choices else ", or its text, with the column of the texts by choices="
+        hint = "" if choices else ", or (with choices=) the text of a choice"
         raise UnreadableReference(
             f"expected one of the letters {self.letters!r}, an index below {len(self.letters)}{hint}, "
             f"got {reference!r:.200}"
         )
 
     def index_of_text(self, text: str, choices: Sequence[str] = ()) -> int | None:
-        """The place of the choice that a completion makes; None for none."""
+        """Return the index of the choice that a completion makes, or None."""
         for span in answer_spans(text, self.markers):
             index = self._index_at_start(span, choices)
             if index is not None:
@@ -122,7 +124,7 @@ class ChoiceMatch(AnswerMatch):
 
 @lru_cache(maxsize=64)
 def _start_pattern(letters: str) -> re.Pattern[str]:
-    """A letter at the start of an answer, after decoration such as ``option`` or brackets."""
+    """Return a pattern for a letter at the start of an answer, after decoration such as ``option`` or brackets."""
     decoration = r"(?:[\s*_`\"'()\[\]{}$:]|\\text\w*|\b(?i:option|choice)\b)*+"
     return re.compile(rf"{decoration}([{re.escape(letters)}])(?![^\W_]|['\u2019])")
 

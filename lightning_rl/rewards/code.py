@@ -1,4 +1,4 @@
-"""Code: the share of tests that a program out of a completion passes, in a sandbox."""
+"""Reward for code: share of unit tests that the generated program passes in a sandbox."""
 
 import ast
 import json
@@ -26,28 +26,28 @@ BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTests:
-    """Runs the last block of Python of each completion against the tests of its row.
+    """Share of tests that the last Python code block of a completion passes.
 
-    A test is a mapping with ``"input"``, what the program reads, and ``"output"``, what it has to print, where white
-    space at the ends of lines and of the whole does not count; or a string, code such as ``assert f(2) == 4`` that
-    runs after the program and in it. A program that wants to deceive the latter can: use inputs and outputs where that
-    matters. A completion without a block of code passes nothing; ``None`` as tests: does not apply.
+    A test is a mapping with ``"input"`` (stdin) and ``"output"`` (expected stdout; trailing whitespace of lines and of
+    the whole is ignored), or a string of code such as ``assert f(2) == 4`` that runs after the program in the same
+    process. A program can cheat the second kind, so use inputs and outputs where that matters. A completion without a
+    code block scores 0. A row whose tests are None gets None.
 
-    The tests of a row are a list of them or a single one, a mapping of lists ``{"inputs": [...], "outputs": [...]}``,
-    or one of these as JSON. Code that only defines a function ``check``, as in HumanEval, is followed by its call with
-    the function that the column ``entry_point`` names. A row with anything else, with code that is no Python or tests
-    nothing, gets NaN, which takes it out of training and is counted as failed, and the first is shown in a warning.
+    The tests of a row are a list of tests, a single test, a mapping of lists ``{"inputs": [...], "outputs": [...]}``,
+    or JSON of one of these. Code that only defines a function ``check``, as in HumanEval, is followed by a call of
+    ``check`` with the function named in the column ``entry_point``. A row with other tests, invalid Python or code that
+    tests nothing gets NaN, is left out of training and is counted as failed; a warning shows the first.
 
     Args:
-        tests: the column with the tests of each row.
-        sandbox: where programs run, each test in a new one: on this machine or, by a :class:`SandboxService`, on
-            others. A row whose programs could not be run gets NaN, and the first is shown in a warning.
-        partial: whether passing some tests is worth their share, or nothing.
-        parallel: how many programs run at the same time.
+        tests: Name of the column with the tests of each row.
+        sandbox: Sandbox of the programs, a new one per test: local, or remote by a :class:`SandboxService`. A row whose
+            programs could not run gets NaN; a warning shows the first.
+        partial: Return the share of passed tests, rather than 1 only if all pass.
+        parallel: Number of programs that run at the same time.
 
     Raises:
-        SandboxUnavailable: if this machine cannot lock programs up, or the service does not answer.
-        ValueError: if an option is out of range, or no program runs within the limits of the sandbox.
+        SandboxUnavailable: If this machine cannot isolate programs, or the service does not answer.
+        ValueError: If an option is out of range, or no program can run within the limits of the sandbox.
     """
 
     tests: str = "tests"
@@ -64,12 +64,12 @@ class CodeTests:
         self.sandbox.check()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The share of tests that each completion passes.
+        """Return the share of tests that each completion passes.
 
         Raises:
-            ValueError: if there is no such column.
+            ValueError: If the column is missing.
         """
-        del prompts  # a program is judged by its tests alone
+        del prompts  # only the tests score a program
         texts = texts_of(completions)
         column = column_of(columns, self.tests, len(texts), option="tests", reward=self)
         names = columns.get(ENTRY_POINT, [None] * len(texts))
@@ -80,14 +80,14 @@ class CodeTests:
         warn_of_unreadable(unreadable, column=self.tests, option="tests", reward=self)
         if lost := [score for score in scores if isinstance(score, SandboxUnavailable)]:
             warnings.warn(
-                f"the programs of {len(lost)} of {len(texts)} completions could not be run, whose rows get no reward; "
-                f"that of the first because {lost[0]}",
+                f"could not run the programs of {len(lost)} of {len(texts)} completions, whose rows get no reward. "
+                f"First cause: {lost[0]}",
                 stacklevel=2,
             )
         return [math.nan if isinstance(score, SandboxUnavailable) else score for score in scores]
 
     def _score(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | SandboxUnavailable | None:
-        """The share of tests that a program passes, or why nobody knows."""
+        """Return the share of tests that a program passes, or the reason why it could not run."""
         try:
             return self._share(text, tests)
         except SandboxUnavailable as error:
@@ -110,13 +110,13 @@ class CodeTests:
         if isinstance(test, Mapping):
             result = self.sandbox.run(program, str(test["input"]))
             return result.ok and _lines(result.stdout) == _lines(str(test["output"]))
-        end = secrets.token_hex(16)  # so that a program that ends by itself has passed nothing
+        end = secrets.token_hex(16)  # proves that the tests ran to the end
         result = self.sandbox.run(f"{program}\n{test}\nprint({os.linesep + end!r})")
         return result.ok and result.stdout.rstrip().endswith(end)
 
 
 def code_of(text: str) -> str | None:
-    """The last block of Python in a text, or the last block at all; None without one.
+    """Return the last Python code block of a text, else its last code block, else None.
 
     Example:
         >>> code_of("Like this:" + chr(10) + "```python" + chr(10) + "print(4)" + chr(10) + "```")
@@ -128,7 +128,7 @@ def code_of(text: str) -> str | None:
 
 
 def _read(tests: Any, entry_point: Any) -> list[Any] | UnreadableReference:
-    """The tests of a row, none if the reward does not apply to it; or why they cannot be read."""
+    """Return the tests of a row, an empty list if the reward does not apply, or the parse error."""
     try:
         return [] if tests is None else [_check(test, entry_point) for test in _list_of(tests)]
     except UnreadableReference as error:
@@ -136,7 +136,7 @@ def _read(tests: Any, entry_point: Any) -> list[Any] | UnreadableReference:
 
 
 def _list_of(tests: Any) -> Sequence[Any]:
-    """Tests out of what holds them."""
+    """Return the list of tests in any of the accepted forms."""
     if isinstance(tests, str):
         try:
             parsed = json.loads(tests)
@@ -156,26 +156,26 @@ def _list_of(tests: Any) -> Sequence[Any]:
 
 
 def _check(test: Any, entry_point: Any) -> Any:
-    """A test as it is run.
+    """Return a test in the form in which it runs.
 
     Raises:
-        UnreadableReference: if it is none.
+        UnreadableReference: If the value is not a test.
     """
     if isinstance(test, str):
         return _check_code(test, entry_point)
     if isinstance(test, Mapping) and isinstance(test.get("input"), str) and has_halves(test["input"]):
-        raise UnreadableReference(f'expected "input" to be whole characters, got {test["input"]!r:.200}')
+        raise UnreadableReference(f'expected "input" without lone surrogates, got {test["input"]!r:.200}')
     if isinstance(test, Mapping) and all(isinstance(test.get(key), str | Real) for key in ("input", "output")):
         return test
     raise UnreadableReference(
-        f'expected a test to be code or a mapping with a text as "input" and as "output", got {test!r:.200}'
+        f'expected a test to be code or a mapping with strings "input" and "output", got {test!r:.200}'
     )
 
 
 def _check_code(test: str, entry_point: Any) -> str:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an escape that a string may have
+            warnings.simplefilter("ignore")  # SyntaxWarning for invalid escapes
             body = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnreadableReference(f"expected a test to be Python, got {test!r:.200}: {error}") from error
@@ -185,13 +185,13 @@ def _check_code(test: str, entry_point: Any) -> str:
     if checks and isinstance(entry_point, str) and entry_point.isidentifier():
         return f"{test}\ncheck({entry_point})"
     raise UnreadableReference(
-        f"expected a test to run something, such as an assert, got definitions alone, which any program passes: "
-        f"{test!r:.200}; a function check needs the column {ENTRY_POINT!r} with the name of the function to check"
+        f"expected a test to run something, such as an assert, got definitions only, which any program passes: "
+        f"{test!r:.200}; a function named check needs the column {ENTRY_POINT!r} with the name of the function to check"
     )
 
 
 def _defines(statement: ast.stmt) -> bool:
-    """Whether a statement says nothing about a program: a definition, an import, or a value without a call."""
+    """Return True if a statement tests nothing: a definition, an import, or an expression without a call."""
     if isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
         return not any(isinstance(part, ast.Call) for part in ast.walk(statement))
     return isinstance(statement, DEFINITIONS)

@@ -1,4 +1,4 @@
-"""ExactMatch: whether a completion is the reference, letter by letter or up to what does not matter."""
+"""Reward for a completion that equals the reference."""
 
 import re
 import unicodedata
@@ -13,18 +13,18 @@ from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch(AnswerMatch):
-    """1 if a completion is the reference, else 0; whitespace at both ends never matters.
+    """Exact-match reward: 1 if a completion equals the reference, else 0; surrounding whitespace is ignored.
 
     Args:
-        answer: the column that holds the references, each a text, or a list of texts of which any will do.
-        after: a text, such as ``"</think>"``: only what follows its last occurrence is compared, and a completion
-            without it scores 0; None for the whole completion.
-        ignore_case: whether upper and lower case are the same.
-        ignore_spaces: whether any whitespace is one space.
-        ignore_punctuation: whether punctuation and symbols are left out.
+        answer: Name of the column with the references: a string, or a list of accepted strings.
+        after: Marker such as ``"</think>"``: compare only the text after its last occurrence, and score a completion
+            without it 0. None compares the whole completion.
+        ignore_case: Ignore case.
+        ignore_spaces: Treat any run of whitespace as one space.
+        ignore_punctuation: Ignore punctuation and symbols.
 
     Raises:
-        ValueError: if an option is none of what it may be.
+        ValueError: If an option is invalid.
 
     Example:
         >>> ExactMatch(ignore_case=True)(["?"] * 2, [" Paris", "Paris."], answer=["paris"] * 2)
@@ -47,7 +47,7 @@ class ExactMatch(AnswerMatch):
     def score(self, text: str, reference: Any) -> float:
         accepted = [reference] if isinstance(reference, str) else reference
         if not isinstance(accepted, list | tuple) or not all(isinstance(known, str) for known in accepted):
-            raise UnreadableReference(f"expected a text or a list of texts, got {reference!r:.200}")
+            raise UnreadableReference(f"expected a string or a list of strings, got {reference!r:.200}")
         if self.after is not None:
             _, present, text = text.rpartition(self.after)
             if not present:
@@ -55,7 +55,7 @@ class ExactMatch(AnswerMatch):
         return float(self.normal_form(text) in [self.normal_form(known) for known in accepted])
 
     def normal_form(self, text: str) -> str:
-        """What is left of a text when all that does not matter is gone."""
+        """Return the text after normalization."""
         if self.ignore_case:
             text = text.casefold()
         if self.ignore_punctuation:

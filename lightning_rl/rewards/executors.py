@@ -1,4 +1,4 @@
-"""Executors: calls of a reward function by workers that somebody else keeps: threads, processes, other machines."""
+"""Calls of a reward function by a user's executor: threads, processes or other machines."""
 
 import traceback
 import uuid
@@ -12,15 +12,15 @@ import cloudpickle
 from lightning_rl.rewards.pool import Answer, Task
 from lightning_rl.rewards.worker import answer
 
-LOADED = 16  # functions that a worker keeps
+LOADED = 16  # functions in the cache of a worker
 
 
 class ExecutorPool:
-    """Does tasks by an executor, which stays its owner's: nothing of it is ended here.
+    """Runs tasks on an executor without closing it.
 
     Args:
-        function: pickled.
-        executor: whose workers can import this library.
+        function: Pickled reward function.
+        executor: Executor whose workers can import this library.
     """
 
     def __init__(self, function: bytes, executor: Executor) -> None:
@@ -28,33 +28,33 @@ class ExecutorPool:
         self._running: dict[Task, Future[bytes]] = {}
 
     def submit(self, task: Task) -> None:
-        """Has a task done by a worker of the executor."""
+        """Submit a task to the executor."""
         try:
             future: Any = self.executor.submit(call, self.function, task.payload, uuid.uuid4().hex)
             if not isinstance(future, Future):
                 raise TypeError(f"its submit() returned no Future, but {type(future).__name__}")
-        except Exception as error:  # noqa: BLE001  one that is shut down or broken, each kind by an error of its own
-            task.answer.set_result(Answer("lost", f"could not be given to its executor: {error!r:.500}"))
+        except Exception as error:  # noqa: BLE001  each executor has its own error for shut down or broken
+            task.answer.set_result(Answer("lost", f"could not be submitted to its executor: {error!r:.500}"))
             return
         self._running[task] = future
         future.add_done_callback(lambda done: self._settle(task, done))
 
     def grow(self, seconds: float) -> None:
-        """Adds no worker, which is for the owner to do."""
+        """Do nothing: the executor's owner adds workers."""
 
     def abandon(self, tasks: Collection[Task]) -> None:
-        """Ends tasks; what a worker is at already, it may go on with, and nobody takes it."""
+        """Cancel tasks; the result of a task that already runs is dropped."""
         for task in tasks:
             task.answer.cancel()
             if (future := self._running.pop(task, None)) is not None:
                 future.cancel()
 
     def close(self) -> None:
-        """Ends what is left undone."""
+        """Cancel the unfinished tasks."""
         self.abandon(list(self._running))
 
     def pids(self) -> list[int]:
-        """None: its workers are not of this process."""
+        """Return an empty list: the workers do not belong to this process."""
         return []
 
     def _settle(self, task: Task, done: "Future[bytes]") -> None:
@@ -70,22 +70,18 @@ def _answer_of(done: "Future[bytes]") -> Answer:
         return Answer("lost", f"lost its worker: {error!r:.500}")
     try:
         said = Answer(*cloudpickle.loads(done.result()))
-    except Exception as error:  # noqa: BLE001  whatever is no answer of ours fails to be read in a way of its own
-        return Answer("lost", f"got from its executor what no worker of this library says: {error!r:.500}")
+    except Exception as error:  # noqa: BLE001  invalid bytes may raise anything
+        return Answer("lost", f"got an invalid result from its executor: {error!r:.500}")
     return said
 
 
 def call(function: bytes, task: bytes, name: str) -> bytes:
-    """What a worker does.
+    """Run one task in a worker and return the pickled :class:`Answer`.
 
     Args:
-        function: pickled.
-        task: the pickled arguments.
-        name: of the task alone, so that no executor takes it for another one with the same arguments, such as one that
-            was cancelled.
-
-    Returns:
-        An :class:`Answer`, pickled.
+        function: Pickled reward function.
+        task: Pickled arguments.
+        name: Unique name, so that an executor does not reuse the result of a task with equal arguments.
     """
     del name
     try:
@@ -97,5 +93,5 @@ def call(function: bytes, task: bytes, name: str) -> bytes:
 
 @lru_cache(LOADED)
 def _load(function: bytes) -> Any:
-    """A function, once for each worker process, where it keeps what it keeps from call to call."""
+    """Load a function once per worker process, which keeps its state between calls."""
     return cloudpickle.loads(function)

@@ -1,13 +1,15 @@
-"""Optional libraries: found before they are needed, with the command that installs them."""
+"""Check for optional libraries, with the command that installs them."""
 
 import importlib.util
 
 
 def require(library: str, *, extra: str) -> None:
-    """Checks that a library is installed, without importing it.
+    """Check that a library is installed, without importing it.
 
     Raises:
-        ImportError: if it is not; the message names the extra that brings it.
+        ImportError: If it is not installed; the message names the extra to install.
     """
     if importlib.util.find_spec(library) is None:
-        raise ImportError(f"expected {library} to be installed, which it is not: pip install 'lightning-rl[{extra}]'")
+        raise ImportError(
+            f"expected {library} to be installed, got no such module: pip install 'lightning-rl[{extra}]'"
+        )

@@ -1,4 +1,4 @@
-"""Failures: what rewards failed on in a rollout, said once and written to a file; too much of it ends the run."""
+"""Report of failed rewards: one warning and a file per rollout, and an error if too many rows fail."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ FOLDER = "failed_rewards"
 
 
 class RewardError(RunEndError):
-    """Rewards failed on more of a rollout than the run puts up with."""
+    """Rewards failed on more rows of a rollout than ``max_failed_rewards`` allows."""
 
 
 class RewardSummary(NamedTuple):
-    """What one rank says of the rewards of a rollout.
+    """Reward statistics of a rollout on one rank.
 
     Attributes:
-        rows: how many were scored.
-        failed: how many of them have no reward because a function failed.
-        cause: the first failure, with its traceback; empty without one.
-        path: of the file with the samples; empty without one.
-        stopped_by: the signal because of which a call was cut short, or 0.
-        metrics: names of what the functions noted.
+        rows: Number of rows.
+        failed: Number of rows without a reward because a function failed.
+        cause: First failure with its traceback, or an empty string.
+        path: File with the failed samples, or an empty string.
+        stopped_by: Signal that interrupted a call, or 0.
+        metrics: Names of the metrics that the functions logged.
     """
 
     rows: int
@@ -38,14 +38,14 @@ class RewardSummary(NamedTuple):
 
 
 def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
-    """Warns once of all failures of some calls, with the first sample, and writes every sample to a file.
+    """Warn once of all failures with the first sample, and write every failed sample to a file.
 
     Args:
-        calls: of one rollout on this rank.
-        path: of the JSON Lines file; None for no file.
+        calls: Calls of one rollout on this rank.
+        path: Path of the JSON Lines file; None for no file.
 
     Returns:
-        The first failure with its traceback; empty if there is none.
+        First failure with its traceback, or an empty string.
     """
     failing = [call for call in calls if call.failures]
     if not failing:
@@ -53,12 +53,12 @@ def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
     call, failure = failing[0], failing[0].failures[0]
     row = failure.rows[0]
     rows = {call.name: sum(len(failure.rows) for failure in call.failures) for call in failing}
-    where = f"; every such sample is in {path}" if path is not None and _write(failing, path) else ""
+    where = f"; all failed samples are in {path}" if path is not None and _write(failing, path) else ""
     cause = visible(f"reward {call.name} {failure.cause}")
     text = "; ".join(f"{name} failed on {number}" for name, number in rows.items())
-    traceback = visible(failure.traceback)  # an exception may quote what a model wrote
+    traceback = visible(failure.traceback)  # an exception may quote model output
     warnings.warn(
-        f"rows get no reward and enter no reward statistic: {text}. First, {cause} for completion "
+        f"rows get no reward and are left out of reward statistics: {text}. First, {cause} for completion "
         f"{call.completions[row]!r:.1000} of prompt {call.prompts[row]!r:.1000}{where}\n{traceback}".rstrip(),
         stacklevel=2,
     )
@@ -66,38 +66,38 @@ def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
 
 
 def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: float | None) -> None:
-    """Ends the run, on every rank alike, if too many rows of a rollout have failed.
+    """Raise on every rank if too many rows of a rollout have failed.
 
     Args:
-        summaries: of every rank.
-        number: of the rollout.
-        max_share: of failed rows, from which on the run ends; None for never.
+        summaries: Summaries of all ranks.
+        number: Number of the rollout.
+        max_share: Share of failed rows that ends the run; None for no limit.
 
     Raises:
-        RewardError: naming the share, the option and the first cause.
+        RewardError: If the share is reached, or a signal interrupted a call.
     """
     rows, failed = sum(summary.rows for summary in summaries), sum(summary.failed for summary in summaries)
     first = next((summary for summary in summaries if summary.cause), RewardSummary(0, 0))
     if any(summary.stopped_by for summary in summaries):
-        raise RewardError(f"rollout {number} was left unfinished and begins anew on resume: {first.cause}")
+        raise RewardError(f"rollout {number} was interrupted and is repeated on resume: {first.cause}")
     if max_share is None or not failed or failed < max_share * rows:
         return
     where = f" The samples are in {first.path}." if first.path else ""
     raise RewardError(
         f"expected rewards for rollout {number}, but they failed on {failed} of {rows} rows (max_failed_rewards="
-        f"{max_share:g}): mend the reward and resume, allow more with max_failed_rewards=, or call it for "
-        f"each row alone by Isolated(reward, per_sample=True).{where}\n{first.cause}"
+        f"{max_share:g}): fix the reward and resume, allow more with max_failed_rewards=, or score "
+        f"each row separately with Isolated(reward, per_sample=True).{where}\n{first.cause}"
     )
 
 
 def was_cut_short(calls: Sequence[RewardCall]) -> int:
-    """The signal because of which a call failed, or 0."""
+    """Return the signal that interrupted a call, or 0."""
     ended = any(failure.cause.startswith(CLOCK.reason()) for call in calls for failure in call.failures)
     return CLOCK.stopped_by if ended else 0
 
 
 def _write(calls: Sequence[RewardCall], path: Path) -> bool:
-    """Whether the file could be written: a full disk is no reason to end a run."""
+    """Return True if the file was written; a full disk does not end the run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:
@@ -110,7 +110,7 @@ def _write(calls: Sequence[RewardCall], path: Path) -> bool:
 
 
 def _samples(call: RewardCall) -> list[Mapping[str, Any]]:
-    """A row of the file for each failed row; the traceback stands at the first of each cause."""
+    """Return one record per failed row; the traceback is in the first record of each cause."""
     return [
         {
             "reward": call.name,

@@ -1,4 +1,4 @@
-"""Isolation: a reward that runs in processes of its own, which may crash, hang or leak without harm to the run."""
+"""Rewards in separate processes, which may crash, hang or leak without harm to the run."""
 
 import inspect
 import math
@@ -21,52 +21,52 @@ from lightning_rl.rewards.limit import CLOCK, TimeUpError
 from lightning_rl.rewards.pool import Answer, Pool, Task
 from lightning_rl.rewards.values import RubbishError, values_of
 
-STARTING = threading.Lock()  # rollouts that are generated beside each other may begin their rewards at the same time
+STARTING = threading.Lock()  # concurrent rollouts may start their rewards at the same time
 
 
 class Submitted(NamedTuple):
-    """A call that is being made in other processes: its tasks, each with the rows that it is about."""
+    """Tasks of a running call, each with its rows."""
 
     rows: Rows
     tasks: Sequence[tuple[tuple[int, ...], Task]]
 
 
 class Results(NamedTuple):
-    """What came of a call: a value for each row, NaN where there is a failure."""
+    """Result of a call: one value per row (NaN for a failure) and the failures."""
 
     values: list[float | None]
     failures: list[Failure]
 
 
 class Isolated:
-    """A reward in a pool of processes. A process that hangs is killed and replaced, one that dies loses its rows alone.
+    """Reward in a pool of processes; a hanging process is killed and replaced, a crash fails only its rows.
 
-    The processes start with the first call, once, and stay; they have no GPU, and they die with the trainer. What the
-    reward keeps from call to call lives in its process: each process has a state of its own. Arguments and results are
-    pickled, functions of the main script, lambdas and closures too. For cheap functions the way is longer than the
-    work. Calls begin as soon as there are completions, also for rollouts that are generated ahead, unless the reward
-    names ``trainer_state``.
+    The processes start at the first call and stay until the trainer exits; they see no GPU. Each process has its own
+    state of the reward. Arguments and results are pickled by cloudpickle, so lambdas, closures and functions of the
+    main script work. For cheap functions the transfer takes longer than the call. Calls start as soon as there are
+    completions, also for prefetched rollouts, unless the reward takes ``trainer_state``.
 
-    With an executor its workers take the place of the pool, on as many machines as it has. One that is lost costs the
-    rows of its task. A call that takes too long fails its rows and is cancelled; a worker that has begun it goes on.
+    With an executor its workers replace the pool, on as many machines as it has. A lost worker fails the rows of its
+    task. A call that times out fails its rows and is cancelled; a worker that has started it continues.
 
     Args:
-        reward: like any other.
-        processes: how many work at the same time.
-        seconds: what a call may take: with all rows at once a process has so long for it; with ``per_sample`` the
-            rollout waits so long for the samples that are not done.
-        per_sample: call it with one row at a time, each a task of its own, which may begin while the engine draws the
-            other rows; for a reward that does not compare rows.
-        sample_seconds: what one sample may take with ``per_sample``.
-        max_processes: how many there may be while all of them are stuck in some sample.
-        memory: bytes of address space that each process may have; None for no limit.
-        environment: variables of the processes, beside those of the trainer; by default no GPU and one thread.
-        executor: whose workers make the calls in place of processes of this machine; they can import this library, and
-            the executor stays open. ``seconds`` is then what the rollout waits for a call, with or without
-            ``per_sample``, and the other limits are the executor's own.
+        reward: Any reward function.
+        processes: Number of processes that work at the same time.
+        seconds: Time limit of a call on all rows; with ``per_sample``, time that the rollout waits for unfinished
+            samples.
+        per_sample: Call the reward on one row at a time, each a separate task, which may start before other rows are
+            generated; for a reward that does not compare rows.
+        sample_seconds: Time limit of one sample with ``per_sample``.
+        max_processes: Maximum number of processes while all of them hang.
+        memory: Address space of each process in bytes; None for no limit.
+        environment: Environment variables of the processes, added to those of the trainer; by default no GPU and one
+            thread.
+        executor: Executor whose workers make the calls instead of local processes. They must be able to import this
+            library; the executor stays open. ``seconds`` then limits the wait for a call, with or without
+            ``per_sample``; the executor sets the other limits.
 
     Raises:
-        ValueError: if an option is out of range, or a limit of processes is given beside an executor.
+        ValueError: If an option is out of range, or a process limit is given with an executor.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class Isolated:
     ) -> None:
         if not callable(reward) or isinstance(reward, type):
             raise ValueError(
-                f"expected reward to be a function, got {reward!r:.200}: a weight goes beside it, as in "
+                f"expected reward to be a function, got {reward!r:.200}: put a weight beside Isolated, as in "
                 '{"name": (Isolated(function), 0.5)}'
             )
         known = isinstance(environment, Mapping | None)
         if not known or not all(isinstance(text, str) for pair in (environment or {}).items() for text in pair):
-            raise ValueError(f'expected environment to map names to texts, as {{"HOME": "/tmp"}}, got {environment!r}')
+            raise ValueError(
+                f'expected environment to map names to strings, such as {{"HOME": "/tmp"}}, got {environment!r}'
+            )
         check_counts(1, processes=processes, max_processes=max_processes)
         check_counts(1, optional=True, memory=memory)
         check_numbers(above=0, finite=True, seconds=seconds, sample_seconds=sample_seconds)
@@ -109,11 +111,11 @@ class Isolated:
 
     @property
     def starts_early(self) -> bool:
-        """Whether a call may begin before the trainer is there: the reward does not name ``trainer_state``."""
+        """True if a call may start before the trainer state exists: the reward does not take ``trainer_state``."""
         return "trainer_state" not in self.__signature__.parameters
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Like any other reward, for a call outside of a run; NaN for rows that it fails on."""
+        """Call the reward outside of a run and return its values; NaN for failed rows."""
         ids = columns.pop("completion_ids", [()] * len(prompts))
         columns = {name: values for name, values in columns.items() if name not in EXTRAS}
         rows = Rows(prompts=prompts, completions=completions, completion_ids=ids, columns=columns)
@@ -121,11 +123,11 @@ class Isolated:
         return self.collect(self.submit(rows, style), Notes(len(rows))).values
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes, which belong to this one."""
+        """Return the state without the processes, which belong to this process."""
         return {**vars(self), "_pool": None}
 
     def submit(self, rows: Rows, style: CallStyle, state: TrainerState | None = None) -> Submitted:
-        """Begins a call and returns at once."""
+        """Start a call and return at once."""
         parts = [(row,) for row in range(len(rows))] if self.per_sample else [tuple(range(len(rows)))]
         seconds = self.sample_seconds if self.per_sample else self.seconds
         state = None if self.starts_early else state
@@ -137,11 +139,11 @@ class Isolated:
         return Submitted(rows, tasks)
 
     def collect(self, submitted: Submitted, notes: Notes) -> Results:
-        """Waits for a call.
+        """Wait for a call.
 
         Args:
-            submitted: by :meth:`submit`.
-            notes: of the whole call, which what every task noted is added to.
+            submitted: Result of :meth:`submit`.
+            notes: Notes of the call; those of each task are added to it.
         """
         cause = ""
         try:
@@ -150,7 +152,7 @@ class Isolated:
             cause = str(error)
         late_tasks = [task for _, task in submitted.tasks if not task.answer.done()]
         if late_tasks and self._pool is not None:
-            self._pool.abandon(late_tasks)  # or the next call would wait behind them
+            self._pool.abandon(late_tasks)  # else the next call queues behind them
         results = Results([math.nan] * notes.number, [])
         together = " for all samples together" if self.per_sample else ""
         late = Answer("lost", cause or f"took longer than {self.seconds:g} s{together}")
@@ -162,13 +164,13 @@ class Isolated:
         return results
 
     def close(self) -> None:
-        """Ends the processes; the next call starts others."""
+        """End the processes; the next call starts new ones."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
 
     def pids(self) -> list[int]:
-        """Of the processes that watch over those that run."""
+        """Process ids of the guards of the running processes."""
         return [] if self._pool is None else self._pool.pids()
 
     def _start(self) -> Pool | ExecutorPool:
@@ -176,7 +178,7 @@ class Isolated:
             rank_zero_info(f"reward {self.__name__} is called by workers of {type(self.executor).__name__}")
             self._pool = ExecutorPool(cloudpickle.dumps(self.reward), self.executor)
             return self._pool
-        rank_zero_info(f"reward {self.__name__} runs in {self.processes} processes of its own")
+        rank_zero_info(f"reward {self.__name__} runs in {self.processes} separate processes")
         self._pool = Pool(
             cloudpickle.dumps(self.reward),
             processes=self.processes,
@@ -187,7 +189,7 @@ class Isolated:
         return self._pool
 
     def _wait(self, submitted: Submitted) -> None:
-        """Waits until all is done, and adds processes while those there are do nothing but hang."""
+        """Wait until all tasks are done, and add processes while all existing ones hang."""
         patience, end = self.sample_seconds / 10, time.monotonic() + self.seconds
         pending = {task.answer for _, task in submitted.tasks}
         bounded = self.per_sample or self.executor is not None
@@ -198,17 +200,17 @@ class Isolated:
 
 
 def _check_executor(executor: Executor, **limits: Any) -> None:
-    """Refuses what is no executor, and limits that it could not keep."""
+    """Check the type of the executor, and that no process limit is given with it."""
     if not isinstance(executor, Executor):
         raise ValueError(
-            f"expected executor to be a concurrent.futures.Executor, got {executor!r:.200}: of a Dask client pass "
+            f"expected executor to be a concurrent.futures.Executor, got {executor!r:.200}: for a Dask client pass "
             "client.get_executor()"
         )
     defaults = inspect.signature(Isolated).parameters
     if beside := [name for name, value in limits.items() if value != defaults[name].default]:
         raise ValueError(
-            f"expected no {in_words(beside)} beside executor=, whose workers have their own, got {beside[0]}="
-            f"{limits[beside[0]]!r:.99}: leave out either"
+            f"expected no {in_words(beside)} with executor=, whose workers have their own limits, got {beside[0]}="
+            f"{limits[beside[0]]!r:.99}: leave out one"
         )
 
 
@@ -225,7 +227,7 @@ def _payload(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
 
 
 def _add(results: Results, part: tuple[int, ...], answer: Answer, notes: Notes) -> None:
-    """Adds what became of one task."""
+    """Add the result of one task."""
     if answer.kind != "returned":
         cause = f"raised {answer.value:.500}" if answer.kind == "raised" else answer.value
         results.failures.append(Failure(part, cause, answer.detail))
@@ -237,7 +239,7 @@ def _add(results: Results, part: tuple[int, ...], answer: Answer, notes: Notes) 
         for name, number in answer.metrics:
             notes.log_metric(name, number)
     except ValueError as error:
-        kind = "returned something else than rewards: " if isinstance(error, RubbishError) else ""
+        kind = "returned invalid rewards: " if isinstance(error, RubbishError) else ""
         results.failures.append(Failure(part, f"{kind}{error}"))
         return
     for row, value in zip(part, values, strict=True):
@@ -254,7 +256,7 @@ def _add_extra(notes: Notes, column: str, part: tuple[int, ...], items: Sequence
 
 
 def _merge(failures: Sequence[Failure]) -> list[Failure]:
-    """One failure for each cause, with all its rows."""
+    """Return one failure per cause, with all its rows."""
     merged: dict[str, Failure] = {}
     for failure in failures:
         known = merged.get(failure.cause)

@@ -1,8 +1,8 @@
-"""Jail: the program that locks itself up in namespaces of its own, and then becomes the program that is to be run.
+"""Program that isolates itself in Linux namespaces and then executes the sandboxed program.
 
-It is run as a script and needs nothing but the standard library. Three processes: the first waits outside, the second
-is process 1 inside, at whose end the kernel kills whatever is left inside, and the third becomes the program. What can
-not be set up is said on the status descriptor; nothing is ever run with less than all of it.
+It runs as a script with the standard library only. Three processes: the first waits outside, the second is process 1
+inside, at whose exit the kernel kills every process inside, and the third executes the program. A failed step is
+reported on the status descriptor, and the program does not run.
 """
 
 import ctypes
@@ -22,9 +22,9 @@ PDEATHSIG, NO_NEW_PRIVS, SECCOMP, DETACH = 1, 38, 22, 2
 DEVICES = ("null", "zero", "full", "random", "urandom")
 EPERM, ENOSYS = 1, 38
 SOCKETS = {"x86_64": 41, "aarch64": 198}
-FAMILIES = (1, 2, 10, 16)  # unix, IPv4, IPv6, netlink, which a network namespace cuts off; AF_VSOCK it does not
+FAMILIES = (1, 2, 10, 16)  # unix, IPv4, IPv6, netlink: isolated by a network namespace, unlike AF_VSOCK
 
-# Numbers of pivot_root, clone, clone3 and of what is denied altogether: unshare, setns, mount, umount2, ptrace, bpf,
+# Numbers of pivot_root, clone, clone3 and of the denied calls: unshare, setns, mount, umount2, ptrace, bpf,
 # io_uring_setup, keyctl, add_key, perf_event_open, userfaultfd, memfd_create, shmget, msgget, semget, pivot_root.
 SYSTEMS = {
     "x86_64": (0xC000003E, 155, 56, 435, (272, 308, 165, 166, 101, 321, 425, 250, 248, 298, 323, 319, 29, 68, 64, 155)),
@@ -35,7 +35,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Sets everything up, or says what cannot be; the descriptors of configuration and status are the arguments."""
+    """Set up the sandbox or report the failed step; ``argv`` holds the configuration and status descriptors."""
     configuration, status = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(status, False)  # noqa: FBT003
     with os.fdopen(configuration, "rb") as file:
@@ -57,20 +57,20 @@ def main() -> None:
 
 
 def finish(child: int) -> None:
-    """Ends like a child."""
+    """Exit with the status of a child."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     os._exit(code if code >= 0 else 128 - code)
 
 
 def check(result: int, step: str) -> None:
-    """Raises what a call of the C library failed with."""
+    """Raise the ``errno`` of a failed C library call."""
     if result:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), step)
 
 
 def isolate() -> None:
-    """Leaves all namespaces; without privileges in a user namespace of its own."""
+    """Leave all namespaces; without privileges, in a new user namespace."""
     flags, uid, gid = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS, os.geteuid(), os.getegid()
     if uid == 0 and libc.unshare(flags) == 0:
         return
@@ -81,7 +81,7 @@ def isolate() -> None:
 
 
 def run_inside(options: dict[str, Any]) -> None:
-    """What process 1 does: builds the file system, starts the program, waits for it."""
+    """Run as process 1: build the file system, start the program and wait for it."""
     libc.prctl(PDEATHSIG, signal.SIGKILL)
     build(options)
     Path("/sandbox/main.py").write_text(options["source"], encoding="utf-8")
@@ -90,7 +90,7 @@ def run_inside(options: dict[str, Any]) -> None:
         drop_privileges()
         deny_calls()
         run(options)
-    while True:  # and takes leave of those whose parents have died
+    while True:  # also reaps orphans
         ended, state = os.wait()
         if ended == program:
             code = os.waitstatus_to_exitcode(state)
@@ -98,13 +98,13 @@ def run_inside(options: dict[str, Any]) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    """The system call."""
+    """Call ``mount(2)``."""
     arguments = [None if text is None else text.encode() for text in (source, target, kind, data)]
     check(libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3]), f"mount {target}")
 
 
 def bind(source: str, root: str) -> None:
-    """Shows a folder or file of the machine, read-only."""
+    """Bind-mount a folder or file of the machine, read-only."""
     target = root + source
     if Path(source).is_dir():
         Path(target).mkdir(parents=True, exist_ok=True)
@@ -112,13 +112,13 @@ def bind(source: str, root: str) -> None:
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         Path(target).touch()
     mount(source, target, None, BIND | REC)
-    flags = os.statvfs(target).f_flag & (NOSUID | NODEV | NOEXEC | 1024 | 2048)  # in a user namespace these must stay
+    flags = os.statvfs(target).f_flag & (NOSUID | NODEV | NOEXEC | 1024 | 2048)  # a user namespace may not clear these
     device = NODEV if not source.startswith("/dev/") else 0
     mount(source, target, None, BIND | REMOUNT | RDONLY | NOSUID | device | flags)
 
 
 def build(options: dict[str, Any]) -> None:
-    """A file system of the interpreter, read-only, and one folder to write in, which is gone with process 1."""
+    """Build a file system with the read-only interpreter and one writable folder, which disappears with process 1."""
     root = options["root"]
     mount("none", "/", None, REC | PRIVATE)
     mount("tmpfs", root, "tmpfs", NOSUID | NODEV, "mode=755,size=1m")
@@ -146,7 +146,7 @@ def build(options: dict[str, Any]) -> None:
 
 
 def drop_privileges() -> None:
-    """Becomes a user that nobody else is, so that the limit on processes counts this program's alone."""
+    """Switch to an unused uid so that RLIMIT_NPROC counts only this sandbox."""
     if os.geteuid() == 0:
         uid = 20_000 + int.from_bytes(os.urandom(2), "big") % 40_000
         os.setgroups([])
@@ -156,7 +156,7 @@ def drop_privileges() -> None:
 
 
 def deny_calls() -> None:
-    """Denies the system calls that make namespaces, memory that no limit counts, or a view into other processes."""
+    """Deny system calls that create namespaces or unaccounted memory, or that inspect other processes."""
     architecture, _, clone, clone3, denied = SYSTEMS[platform.machine()]
 
     def statement(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
@@ -165,7 +165,7 @@ def deny_calls() -> None:
     load, equal, test, stop = 0x20, 0x15, 0x45, 0x06
     fail, allow, kill = 0x50000, 0x7FFF0000, 0x80000000
     program = [statement(load, 4), statement(equal, architecture, 1, 0), statement(stop, kill), statement(load, 0)]
-    program += [statement(0x35, 0x40000000, 0, 1), statement(stop, kill)]  # the other numbering of x86_64
+    program += [statement(0x35, 0x40000000, 0, 1), statement(stop, kill)]  # x32 system calls
     for number in denied:
         program += [statement(equal, number, 0, 1), statement(stop, fail | EPERM)]
     program += [statement(equal, clone3, 0, 1), statement(stop, fail | ENOSYS)]  # the C library falls back on clone
@@ -180,7 +180,7 @@ def deny_calls() -> None:
 
 
 def run(options: dict[str, Any]) -> None:
-    """Sets the limits and becomes the program."""
+    """Set the limits and execute the program."""
     limits = {
         resource.RLIMIT_AS: options["memory"],
         resource.RLIMIT_CPU: int(options["seconds"]) + 1,
@@ -188,7 +188,7 @@ def run(options: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    if not options["unsafe"]:  # there it would count every process of the user
+    if not options["unsafe"]:  # without a separate uid it counts every process of the user
         limits[resource.RLIMIT_NPROC] = options["processes"]
     for name, limit in limits.items():
         resource.setrlimit(name, (limit, limit))

@@ -1,4 +1,4 @@
-"""JSONSchema: whether a completion is JSON that a schema accepts."""
+"""Reward for JSON that matches a schema."""
 
 import json
 import re
@@ -16,18 +16,18 @@ FENCE = "```"
 
 @dataclass(frozen=True, kw_only=True)
 class JSONSchema:
-    """1 if a completion is JSON that a schema accepts, else 0.
+    """JSON reward: 1 if a completion is JSON that matches a schema, else 0.
 
-    Whitespace around the JSON does not matter. NaN and Infinity are no JSON. A schema may refer to parts of itself, not
-    to other files.
+    Surrounding whitespace is ignored. NaN and Infinity are not JSON. A schema may refer to its own parts but not to
+    other files.
 
     Args:
-        schema: the schema of every row, or the name of the column that holds one for each row.
-        fenced: whether the JSON may stand in a code block of Markdown, the last of which counts.
+        schema: Schema of every row, or name of the column with the schema of each row.
+        fenced: Accept JSON in a Markdown code block; the last block counts.
 
     Raises:
-        ImportError: if jsonschema is missing; the message says how to install it.
-        ValueError: if the schema is none.
+        ImportError: If jsonschema is not installed.
+        ValueError: If the schema is invalid.
 
     Example:
         >>> JSONSchema(schema={"required": ["age"]})(["?"] * 2, ['{"age": 4}', "{}"])
@@ -38,7 +38,7 @@ class JSONSchema:
     fenced: bool = True
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         require("jsonschema", extra="json")
         check_bools(fenced=self.fenced)
         if isinstance(self.schema, str):
@@ -49,7 +49,7 @@ class JSONSchema:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards; None where the column of schemas holds None."""
+        """Return one value per completion; None where the column of schemas holds None."""
         texts = texts_of(completions)
         if not isinstance(self.schema, str):
             validator = _validator(self.schema)
@@ -68,17 +68,17 @@ class JSONSchema:
 
         try:
             value = json.loads(self._json_of(text), parse_constant=_refuse)
-        except (ValueError, RecursionError):  # no JSON, a number of too many digits, nested too deeply
+        except (ValueError, RecursionError):  # not JSON, too many digits or nested too deeply
             return 0.0
         try:
             return float(validator.is_valid(value))
         except RecursionError:
             return 0.0
         except (re.error, Unresolvable) as error:
-            raise ValueError(f"expected patterns and references that are there in the schema: {error}") from error
+            raise ValueError(f"expected valid patterns and existing references in the schema: {error}") from error
 
     def _json_of(self, text: str) -> str:
-        """The last code block, or the whole text if there is none."""
+        """Return the last code block, or the whole text if there is none."""
         block, opening, lines = text, None, text.splitlines() if self.fenced else []
         for number, line in enumerate(lines):
             if not line.lstrip().startswith(FENCE):
@@ -101,7 +101,7 @@ def _validator(schema: Mapping[str, Any]) -> Any:
         kind.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"expected schema to be a JSON schema, got {schema!r:.200}: {error.message}") from error
-    return kind(schema, registry=Registry())  # a registry of its own fetches nothing
+    return kind(schema, registry=Registry())  # an empty registry fetches nothing
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Language: whether a completion is written in the wanted language, found by py3langid, whose model it brings along."""
+"""Reward for the language of a completion, identified by py3langid."""
 
 import re
 from collections.abc import Sequence
@@ -20,24 +20,24 @@ NO_PROSE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Language:
-    """How much of a completion is in the wanted language: the share of the letters whose line is.
+    """Share of a completion's letters that are in lines of the requested language.
 
-    Code, formulas and tags are left out first. A completion with fewer letters than ``min_letters`` has no language to
-    speak of and gets None: the reward does not apply.
+    Code, formulas and tags are removed first. A completion with fewer letters than ``min_letters`` gets None: the
+    reward does not apply.
 
     Source: the language consistency reward of DeepSeek-AI 2025 (DeepSeek-R1), arXiv:2501.12948, section 2.3.2, which
     counts words; the identifier: Lui and Baldwin 2012, langid.py.
 
     Args:
-        language: the code of the wanted language in ISO 639-1, such as ``"en"``.
-        column: the column that holds the code for each row, in place of ``language``.
-        among: the languages that a completion may be in: the fewer, the surer; all that py3langid knows if empty.
-        by: ``"line"`` for the share of letters, ``"text"`` for 1 or 0 by the completion as a whole.
-        min_letters: below which a completion has no language, and a line goes with the whole text.
+        language: ISO 639-1 code of the requested language, such as ``"en"``.
+        column: Name of the column with the code of each row, instead of ``language``.
+        among: Candidate languages; fewer make the identification more reliable. Empty for all that py3langid supports.
+        by: ``"line"`` for the share of letters, ``"text"`` for 1 or 0 by the whole completion.
+        min_letters: Minimum number of letters; a shorter line takes the language of the whole text.
 
     Raises:
-        ImportError: if py3langid is missing; the message says how to install it.
-        ValueError: if an option is out of range, or a language unknown.
+        ImportError: If py3langid is not installed.
+        ValueError: If an option is out of range, or a language is unknown.
     """
 
     language: str | None = None
@@ -47,7 +47,7 @@ class Language:
     min_letters: int = 12
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         require("py3langid", extra="language")
         if (self.language is None) == (self.column is None):
             raise ValueError(f"expected either language or column, got {self.language!r} and {self.column!r}")
@@ -58,14 +58,14 @@ class Language:
         known = _identifier(()).labels
         unknown = sorted({*self.among, *([self.language] if self.language else [])} - set(known))
         if unknown:
-            raise ValueError(f"expected codes of languages in {sorted(known)}, got {unknown}")
+            raise ValueError(f"expected language codes in {sorted(known)}, got {unknown}")
         if self.among and self.language not in (None, *self.among):
             raise ValueError(f"expected language to be one of among={self.among}, got {self.language!r}")
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards; None also where the column holds None."""
+        """Return one value per completion; None also where the column holds None."""
         texts = texts_of(completions)
         if self.column is None:
             return [self._value(text, str(self.language)) for text in texts]
@@ -75,7 +75,7 @@ class Language:
     def _score_row(self, text: str, language: Any) -> float | None:
         known = self.among or _identifier(()).labels
         if language not in known:
-            raise UnreadableReference(f"expected the code of a language in {sorted(known)}, got {language!r:.200}")
+            raise UnreadableReference(f"expected a language code in {sorted(known)}, got {language!r:.200}")
         return self._value(text, language)
 
     def _value(self, text: str, wanted: str) -> float | None:

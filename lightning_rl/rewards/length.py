@@ -1,4 +1,4 @@
-"""Length: whether a completion is as long as wanted, with a soft edge."""
+"""Reward for the length of a completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightning_rl.rewards.text import column_of, ids_of, texts_of
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    r"""1 within bounds, and down to 0 over ``margin`` outside of them.
+    r"""Length reward: 1 within bounds, falling linearly to 0 over ``margin`` outside of them.
 
     .. math::
         r = \max\Bigl(0,\ 1 - \frac{d}{\mathit{margin}}\Bigr)
@@ -19,15 +19,15 @@ class Length:
     with :math:`d` the distance to the nearer bound; without a margin, 0 for any distance but 0.
 
     Args:
-        min_length: the shortest length that gets 1.
-        max_length: the longest one; None for no limit.
-        target: in place of both bounds: the one length that gets 1, or the column that holds it for each row.
-        margin: how far from the bounds the value is 0.
-        unit: ``"tokens"``, as the policy sampled them, an end of sequence included, or ``"characters"``.
+        min_length: Minimum length with reward 1.
+        max_length: Maximum length with reward 1; None for no limit.
+        target: The length with reward 1, or the name of the column that holds it, instead of both bounds.
+        margin: Distance from the bounds at which the reward is 0.
+        unit: ``"tokens"``, as sampled and including the end-of-sequence token, or ``"characters"``.
 
     Raises:
-        ValueError: if a bound or the margin is negative, the bounds cross, a target comes beside bounds, nothing is
-            bounded, or the unit is unknown.
+        ValueError: If a bound or the margin is negative, the bounds cross, a target is given with bounds, there is no
+            bound, or the unit is unknown.
 
     Example:
         >>> Length(max_length=4, margin=2, unit="characters")(["?"] * 3, ["four", "fives", "sixsix"])
@@ -41,7 +41,7 @@ class Length:
     unit: Literal["tokens", "characters"] = "tokens"
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         check_choices(("tokens", "characters"), unit=self.unit)
         check_counts(0, min_length=self.min_length, margin=self.margin)
         check_counts(0, optional=True, max_length=self.max_length)
@@ -52,7 +52,7 @@ class Length:
         bounded = bool(self.min_length) or self.max_length is not None
         if bounded == (self.target is not None):
             raise ValueError(
-                f"expected either min_length or max_length, or a target, got min_length={self.min_length}, "
+                f"expected min_length or max_length, or else target, got min_length={self.min_length}, "
                 f"max_length={self.max_length} and target={self.target!r}"
             )
         if self.max_length is not None and self.max_length < self.min_length:
@@ -66,7 +66,7 @@ class Length:
         completion_ids: Sequence[Sequence[int]] = (),
         **columns: Any,
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards; None where the column of targets holds None."""
+        """Return one value per completion; None where the column of targets holds None."""
         if self.unit == "tokens":
             lengths = [len(ids) for ids in ids_of(completions, completion_ids, reward=self)]
         else:

@@ -1,8 +1,8 @@
-"""Limit: ends a call that does not come back, in place, by a timer of the kernel.
+"""Time limit of a reward call in the main thread, by a kernel timer.
 
-The timer is a POSIX timer with a real-time signal of its own where there is one, so rewards that use ``SIGALRM``
-themselves neither lose their timer nor take this one away; elsewhere it is ``setitimer``. It goes off inside regular
-expressions, sleeps and loops, and not inside of C code that never looks for signals.
+The timer is a POSIX timer with a real-time signal where available, so it does not conflict with rewards that use
+``SIGALRM``; elsewhere it is ``setitimer``. It interrupts regular expressions, sleeps and loops, but not C code that
+never checks for signals.
 """
 
 import ctypes
@@ -17,32 +17,32 @@ from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
 
-AGAIN = 1.0  # seconds after which a call that swallowed the end of its time is told again
-HURRY = 3.0  # seconds that a call has left when the run was told to stop
-LAST = 15.0  # seconds more until the process is ended with a call that holds on
+AGAIN = 1.0  # seconds between timeout signals
+HURRY = 3.0  # seconds that a call may take after a signal stopped the run
+LAST = 15.0  # further seconds before the process is ended
 
 
 class TimeUpError(BaseException):
-    """The time of a call is up. No Exception, so that ``except Exception`` in a reward does not keep it."""
+    """Time limit exceeded; a BaseException, so that ``except Exception`` in a reward does not catch it."""
 
 
 class Timer(Protocol):
-    """Sends a signal to this process after some seconds, and then every :data:`AGAIN` seconds."""
+    """Timer that sends a signal to this process after some seconds, and then every :data:`AGAIN` seconds."""
 
     signal: int
 
     def arm(self, seconds: float) -> None:
-        """Starts it, or starts it anew; 0 stops it."""
+        """Start or restart the timer; 0 stops it."""
         ...
 
 
 class IntervalTimer:
-    """``setitimer``, which a process has once."""
+    """``setitimer``, one per process."""
 
     signal = int(signal.SIGALRM)
 
     def arm(self, seconds: float) -> None:
-        """Starts it, or starts it anew; 0 stops it."""
+        """Start or restart the timer; 0 stops it."""
         signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN if seconds else 0.0)
 
 
@@ -58,10 +58,10 @@ class _SignalEvent(ctypes.Structure):
 
 
 class PosixTimer:
-    """``timer_create``, of which a process may have many.
+    """``timer_create``, any number per process.
 
     Raises:
-        OSError: if the system has none.
+        OSError: If the system does not support it.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class PosixTimer:
             raise OSError(ctypes.get_errno(), "timer_create failed")
 
     def arm(self, seconds: float) -> None:
-        """Starts it, or starts it anew; 0 stops it."""
+        """Start or restart the timer; 0 stops it."""
         again = AGAIN if seconds else 0.0
         parts = [part for value in (again, seconds) for part in (int(value), int(value % 1 * 1e9))]
         self._library.timer_settime(self._timer, 0, (ctypes.c_long * 4)(*parts), None)
@@ -83,16 +83,16 @@ class PosixTimer:
 
 @dataclass(slots=True)
 class Clock:
-    """The one clock of a process for calls in its main thread.
+    """Time limit of the calls in the main thread.
 
     Attributes:
-        timer: sends the signal; made by the first call, because timers do not survive a fork.
-        running: whether a call has the clock.
-        seconds: what the call was given.
-        end: when its time is up.
-        rings: how often the call was told so.
-        stopped_by: the signal that told the run to stop, or 0.
-        abandon: ends the process, given the reason and the exit status, if a call holds on for too long.
+        timer: Sends the signal; created by the first call, because timers do not survive a fork.
+        running: True while a call uses the clock.
+        seconds: Time limit of the call.
+        end: Deadline of the call.
+        rings: Number of timeout signals sent to the call.
+        stopped_by: Signal that stopped the run, or 0.
+        abandon: Function of reason and exit status that ends the process if a call does not return.
     """
 
     timer: Timer | None = None
@@ -104,17 +104,16 @@ class Clock:
     abandon: Callable[[str, int], None] | None = None
 
     def run(self, function: Callable[[], Result], seconds: float | None) -> Result:
-        """Calls the function. Only the main thread can be ended; in another one the function has all the time.
+        """Call the function and return its result; outside of the main thread there is no limit.
 
-        What the function makes of the end of its time does not matter: one that swallows it is told again, ever sooner,
-        and what it returns in spite of it is not taken.
+        A function that catches the timeout gets it again at ever shorter intervals, and its result is dropped.
 
         Args:
-            function: without arguments.
-            seconds: that it has; None for no limit, but a run that is told to stop ends it anyway.
+            function: Function without arguments.
+            seconds: Time limit; None for no limit except after a signal stops the run.
 
         Raises:
-            TimeUpError: if it took longer; the message says so.
+            TimeUpError: If the call took longer.
         """
         if threading.current_thread() is not threading.main_thread() or self.running:
             return function()
@@ -125,12 +124,12 @@ class Clock:
                 self._begin(timer, seconds)
                 result = function()
             finally:
-                self.running = False  # what rings from here on is not heard
+                self.running = False  # ignore later signals
             if self.rings:
-                raise TimeUpError(f"{self.reason()} and went on when told to end: put it into Isolated(...)")
+                raise TimeUpError(f"{self.reason()} and caught the timeout: wrap it in Isolated(...)")
             return result
         except TimeUpError as error:
-            self.running, error.__context__ = False, None  # not every time that it was told before
+            self.running, error.__context__ = False, None  # drop the chain of earlier timeouts
             raise
         finally:
             timer.arm(0.0)
@@ -143,14 +142,14 @@ class Clock:
         timer.arm(min(left, 1e6))
 
     def stop(self, number: int) -> None:
-        """Leaves the call that runs, and those to come, a few seconds, because a signal told the run to stop."""
+        """Limit the current and later calls to :data:`HURRY` seconds, because a signal stopped the run."""
         self.stopped_by = number
         if self.running and self.timer is not None and self.end > time.monotonic() + HURRY:
             self.end = time.monotonic() + HURRY
             self.timer.arm(HURRY)
 
     def reset(self) -> None:
-        """Forgets the signal that told the run to stop, and what would end the process."""
+        """Clear the signal that stopped the run, and ``abandon``."""
         self.stopped_by, self.abandon = 0, None
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
@@ -162,15 +161,15 @@ class Clock:
             self.running = False
             where = "".join(traceback.format_stack(frame))
             status = 128 + self.stopped_by if self.stopped_by else 1
-            self.abandon(f"a reward {self.reason()}, but holds on: put it into Isolated(...)\n{where}", status)
+            self.abandon(f"a reward {self.reason()} and does not return: wrap it in Isolated(...)\n{where}", status)
         error, self.rings = TimeUpError(self.reason()), self.rings + 1
         self.timer.arm(_patience(self.rings))
         raise error
 
     def reason(self) -> str:
-        """Why a call was ended, as the end of the sentence "reward x ..."."""
+        """Return the cause of the timeout as the predicate of "reward x ..."."""
         if self.stopped_by:
-            return f"was cut short, because {signal.Signals(self.stopped_by).name} told the run to stop"
+            return f"was interrupted, because {signal.Signals(self.stopped_by).name} stopped the run"
         return f"took longer than {self.seconds:g} s"
 
 
@@ -178,7 +177,7 @@ CLOCK = Clock()
 
 
 def _patience(rings: int) -> float:
-    """Seconds until a call that was told so often is told again; in the end within any handler of an exception."""
+    """Return the delay before the next timeout signal; it shrinks with every retry."""
     return AGAIN / 2 ** (rings - 1) if rings <= 3 else 2e-6 * 1.2 ** (rings % 24)
 
 
@@ -190,7 +189,7 @@ def _timer() -> Timer:
 
 
 def remaining(seconds: float | None) -> Any:
-    """How long a wait may last at most: less once the run was told to stop."""
+    """Return the remaining time limit, which is shorter after a signal stopped the run."""
     if not CLOCK.stopped_by:
         return seconds
     return HURRY if seconds is None else min(seconds, HURRY)

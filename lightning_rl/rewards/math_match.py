@@ -1,7 +1,7 @@
-r"""MathMatch: whether a completion states what the reference does, as mathematics, by math-verify.
+"""Reward for mathematically equivalent answers, by math-verify.
 
-math-verify limits its time by a signal that the main thread of a process alone can set, and sympy can hang on a short
-formula. So the comparing is done in processes of its own, which any thread and any process can start.
+math-verify sets its time limit by a signal, which works only in a main thread, and sympy can hang on a short formula.
+So separate processes compare, which any thread and any process can start.
 """
 
 import json
@@ -33,30 +33,30 @@ from lightning_rl.rewards.extras import require
 STARTING = 120.0  # seconds until a process has imported sympy on a busy machine
 DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1,6})?\$")
-GRACE = 2.0  # seconds for a process to notice by itself that its time is over
+GRACE = 2.0  # seconds for a process to time out by itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathMatch(AnswerMatch):
-    r"""1 if a completion states what the reference does, as mathematics, else 0.
+    r"""Math reward: 1 if a completion is mathematically equivalent to the reference, else 0.
 
-    Of the completion its last ``tail`` characters are read, or what follows the last ``marker`` in them; there
-    math-verify looks for ``\boxed{}``, formulas between dollars and numbers. Numbers that one of both rounds are
-    compared to six decimals, and 9% is both 9 and 0.09.
+    Of a completion, math-verify reads the last ``tail`` characters, or the text after the last ``marker`` in them, and
+    looks for ``\boxed{}``, formulas between dollar signs and numbers. If either number is rounded, both are compared to
+    six decimals. 9% equals both 9 and 0.09.
 
-    A comparison that takes longer than ``timeout`` scores 0. Processes are started at the first call and end with this
+    A comparison that takes longer than ``timeout`` scores 0. The processes start at the first call and end with this
     object.
 
     Args:
-        answer: the column that holds the references: numbers, LaTeX, or whole answers of GSM8K.
-        marker: a text that stands before the answer, in references as in completions.
-        tail: characters.
-        timeout: seconds for one completion.
-        processes: that compare at the same time.
+        answer: Name of the column with the references: numbers, LaTeX, or whole answers of GSM8K.
+        marker: Text that precedes the answer, in references and in completions.
+        tail: Number of characters to read from the end.
+        timeout: Time limit of one completion in seconds.
+        processes: Number of processes that compare at the same time.
 
     Raises:
-        ImportError: if math-verify is missing; the message says how to install it.
-        ValueError: if an option is not positive.
+        ImportError: If math-verify is not installed.
+        ValueError: If an option is not positive.
     """
 
     marker: str = "####"
@@ -65,7 +65,7 @@ class MathMatch(AnswerMatch):
     processes: int = 2
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         require("math_verify", extra="math")
         super().__post_init__()
         check_text(marker=self.marker)
@@ -73,12 +73,12 @@ class MathMatch(AnswerMatch):
         check_numbers(above=0, finite=True, timeout=self.timeout)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options alone: a copy starts processes of its own."""
+        """Return the options only: a copy starts its own processes."""
         return {key: value for key, value in vars(self).items() if key != "workers"}
 
     @cached_property
     def workers(self) -> list["MathProcess"]:
-        """The processes that compare, not yet started."""
+        """Processes that compare, started on demand."""
         return [MathProcess() for _ in range(self.processes)]
 
     @override
@@ -93,7 +93,7 @@ class MathMatch(AnswerMatch):
             if reference is not None and not readable[row]:
                 values[row] = math.nan
         unreadable = [
-            UnreadableReference(f"expected mathematics, got {reference!r:.200}")
+            UnreadableReference(f"expected a number or formula, got {reference!r:.200}")
             for value, reference in zip(values, references, strict=True)
             if value is not None and math.isnan(value)
         ]
@@ -101,7 +101,7 @@ class MathMatch(AnswerMatch):
         return values
 
     def _answers(self, questions: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """What the processes say, each about its share; two plain numbers need none of them."""
+        """Return the results of the comparisons, split among the processes; plain numbers are compared here."""
         answers = [_same_number(*question) for question in questions]
         rest = [number for number, answer in enumerate(answers) if answer is None]
         shares = [rest[start :: self.processes] for start in range(min(self.processes, len(rest)))]
@@ -121,26 +121,26 @@ class MathMatch(AnswerMatch):
         return math.nan if value is None else value
 
     def question(self, text: str, reference: Any) -> tuple[str, str]:
-        """Reference and text, as far as they are read."""
+        """Return the parts of reference and text that are compared."""
         text, marked, stated = text[-self.tail :].rpartition(self.marker)
         return _formula(str(reference)[-self.tail :].rpartition(self.marker)[2]), _formula(stated) if marked else stated
 
 
 def _is_mathematics(reference: Any) -> bool:
-    """Whether a reference is text or a number, rather than a list of some."""
+    """Return True if a reference is a string or a number."""
     return isinstance(reference, str | Real | Decimal) and not isinstance(reference, bool)
 
 
 def _formula(text: str) -> str:
-    """The text between dollars, without which math-verify reads no more than numbers, unless it marks its formulas."""
+    """Return the text between dollar signs, unless it marks formulas; else math-verify reads only numbers."""
     text = text.strip()
     return text if not text or any(mark in text for mark in DELIMITERS) else f"${text}$"
 
 
 def _same_number(reference: str, text: str) -> bool | None:
-    """Whether two numbers are the same, as math-verify finds them to be; None unless both are plain and short.
+    """Compare two numbers like math-verify; return None unless both are plain and short.
 
-    Up to six decimals its rounding changes nothing, and up to nine digits before them no float does either.
+    With up to nine digits and six decimals, neither rounding nor float conversion changes the result.
     """
     if PLAIN.fullmatch(reference) and PLAIN.fullmatch(text):
         return Decimal(reference.strip("$").replace(",", "")) == Decimal(text.strip("$").replace(",", ""))
@@ -148,14 +148,14 @@ def _same_number(reference: str, text: str) -> bool | None:
 
 
 class MathProcess:
-    """A process that compares, started when it is needed and again after it was killed."""
+    """Process that compares, started on demand and restarted after it was killed."""
 
     def __init__(self) -> None:
         self.worker: subprocess.Popen[bytes] | None = None
         self._owner, self._buffer, self._lock = 0, b"", threading.Lock()
 
     def answers(self, questions: Sequence[tuple[str, str]], timeout: float) -> list[bool | None]:
-        """What the process says to each pair of reference and text; False where it says nothing in time."""
+        """Return the result for each pair of reference and text; False after a time-out."""
         with self._lock:
             return [self._answer(reference, text, timeout) for reference, text in questions]
 
@@ -165,12 +165,12 @@ class MathProcess:
             question = json.dumps([reference, text, timeout], ensure_ascii=False)
             cast(IO[bytes], worker.stdin).write(question.encode(errors="replace") + b"\n")
             return json.loads(self._line(worker, timeout + GRACE))
-        except (OSError, TimeoutError):  # it died, or hangs where no signal reaches it
+        except (OSError, TimeoutError):  # it died, or hangs in C code
             self._end()
             return False
 
     def _running(self) -> subprocess.Popen[bytes]:
-        """The worker; a new one if there is none, it has ended, or it belongs to the process that forked this one."""
+        """Return the worker; start one if there is none, it has ended, or it belongs to the parent of a fork."""
         if self.worker is not None and self._owner == os.getpid() and self.worker.poll() is None:
             return self.worker
         self._end()
@@ -195,10 +195,10 @@ class MathProcess:
             selector.register(output, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"it said nothing for {seconds:g} s")
+                    raise TimeoutError(f"it did not answer within {seconds:g} s")
                 chunk = output.read(65536)
                 if not chunk:
-                    raise ConnectionError("it ended at once")
+                    raise ConnectionError("it exited at once")
                 self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
@@ -210,7 +210,7 @@ class MathProcess:
 
 
 def _kill(worker: subprocess.Popen[bytes], owner: int) -> None:
-    """Ends a worker; but not in a fork of its owner, which still uses it."""
+    """Kill a worker, but not in a fork of its owner, which still uses it."""
     if os.getpid() == owner:
         worker.kill()
         worker.wait()

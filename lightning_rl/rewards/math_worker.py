@@ -1,10 +1,10 @@
-"""The program of a process that compares formulas by math-verify: JSON lines in, JSON lines out.
+"""Program of a process that compares formulas by math-verify; reads and writes JSON lines.
 
-It imports nothing of the library, so it starts in a second, and it may hang, run out of memory or die: whoever started
-it sees that and goes on. It ends when its input does.
+It imports nothing of the library, so it starts in a second; it may hang, run out of memory or crash. It exits at the
+end of its input.
 
-In: ``[reference, text, seconds]``. Out: first ``"ready"``, then for each line whether the text states the reference, or
-None if the reference is no mathematics.
+Input: ``[reference, text, seconds]``. Output: ``"ready"``, then for each line true, false, or null if the reference is
+not mathematics.
 """
 
 import json
@@ -20,12 +20,12 @@ from typing import Any
 MEMORY = 2 * 2**30  # bytes
 
 
-class TooSlow(BaseException):  # sympy catches every Exception and goes on
-    """The time of one comparison is over."""
+class TooSlow(BaseException):  # BaseException, because sympy catches Exception
+    """Time limit of one comparison exceeded."""
 
 
 def comparison() -> Callable[[str, str], bool | None]:
-    """The function that compares a reference with a text."""
+    """Return the function that compares a reference with a text."""
     from math_verify import parse, verify
 
     @lru_cache(maxsize=1024)
@@ -40,7 +40,7 @@ def comparison() -> Callable[[str, str], bool | None]:
 
 
 def answer(compare: Callable[[str, str], bool | None], reference: str, text: str, seconds: float) -> bool | None:
-    """What the comparison says; False if it takes too long, or too much of anything else."""
+    """Return the result of the comparison; False if it exceeds its time or any other resource."""
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -52,9 +52,9 @@ def answer(compare: Callable[[str, str], bool | None], reference: str, text: str
 
 
 def main() -> None:
-    """Answers line by line."""
+    """Answer line by line."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # keep prints of libraries out of the replies
     logging.disable()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
@@ -62,7 +62,7 @@ def main() -> None:
         raise TooSlow
 
     signal.signal(signal.SIGALRM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for whoever started this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     compare = comparison()
     replies.write('"ready"\n')
     for line in sys.stdin.buffer:

@@ -1,8 +1,8 @@
-r"""NumberMatch: whether a completion states the number of the reference, compared exactly.
+r"""Reward for the number of the reference, compared exactly.
 
-What reads as a number: digits of any script with thousands separators, a decimal part, a sign, a currency before it and
-any unit behind it; scientific notation (``1.5e3``, ``1.5 \times 10^3``) and powers (``2^10``); fractions (``3/4``,
-``\frac{3}{4}``) and mixed numbers (``1 3/4``). Numbers of more than 1000 digits are not read.
+Numbers: digits of any script with thousands separators, decimals, sign, currency before and unit after; scientific
+notation (``1.5e3``, ``1.5 \times 10^3``) and powers (``2^10``); fractions (``3/4``, ``\frac{3}{4}``) and mixed numbers
+(``1 3/4``). Numbers of more than 1000 digits are skipped.
 
 Source: the answers of GSM8K, which end with ``#### 42``: Cobbe et al. 2021, arXiv:2110.14168.
 """
@@ -29,7 +29,7 @@ INTEGER = rf"(?:[0-9]{{1,3}}(?:{SEPARATOR}[0-9]{{3}})++(?![0-9])|[0-9]++)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]++)?|(?<![0-9A-Za-z_.])\.[0-9]++)"
 NUMERAL = r"(?:\{\s*+[-+]?" + DECIMAL + r"\s*+\}|[0-9])"
 CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)"
-OUTSIDE = r"(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?<!_\{)"  # no part of a name, exponent or index
+OUTSIDE = r"(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?<!_\{)"  # not part of a name, exponent or index
 POWER_OF = r"(?:\^|\*\*)\s*+\{?\s*+"
 NUMBER = re.compile(
     rf"""
@@ -62,23 +62,22 @@ SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 
 @dataclass(frozen=True, kw_only=True)
 class NumberMatch(AnswerMatch):
-    r"""1 if the number that a completion states is that of the reference, else 0.
+    """Number reward: 1 if a completion states the number of the reference, else 0.
 
-    The stated number is the first behind the last marker that has one (behind the ``=`` in ``x = 42`` and ``6 * 7 =
-    42``), or else the last of the completion. Numbers are compared as fractions, without rounding: 42, 42.0 and 84/2
-    are the same, 0.3333 and 1/3 are not.
+    The stated number is the first after the last marker that is followed by one (after the ``=`` in ``x = 42`` and ``6
+    * 7 = 42``), else the last number of the completion. Numbers are compared as fractions, without rounding: 42, 42.0
+    and 84/2 are equal, 0.3333 and 1/3 are not.
 
     Args:
-        answer: the column that holds the references: numbers, texts with one number, or whole answers of GSM8K.
-        markers: what stands before an answer, in upper or lower case; with a brace for what stands in braces.
-        strict: whether a completion without a marker scores 0, rather than counting by its last number.
-        percent: what a percent sign means: a ``"unit"`` like any other, so that 50% is 50, or a ``"hundredth"``, so
-            that it is 0.5.
-        abs_tol: how far from the reference a number may be.
-        rel_tol: the same, as a fraction of the reference.
+        answer: Name of the column with the references: numbers, texts with one number, or whole answers of GSM8K.
+        markers: Strings that precede an answer, case-insensitive; after one that ends with a brace, the text in braces.
+        strict: Score a completion without a marker 0, instead of using its last number.
+        percent: Meaning of the percent sign: ``"unit"`` (50% is 50) or ``"hundredth"`` (50% is 0.5).
+        abs_tol: Absolute tolerance.
+        rel_tol: Tolerance relative to the reference.
 
     Raises:
-        ValueError: if ``percent`` is unknown, or a tolerance negative or not finite.
+        ValueError: If ``percent`` is unknown, or a tolerance is negative or not finite.
 
     Example:
         >>> NumberMatch()(["?"] * 3, ["It is $1,042.00.", "42 or 43", "#### 1042"], answer=["... #### 1042"] * 3)
@@ -92,7 +91,7 @@ class NumberMatch(AnswerMatch):
     rel_tol: float = 0.0
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         super().__post_init__()
         check_texts(markers=self.markers)
         check_bools(strict=self.strict)
@@ -109,7 +108,7 @@ class NumberMatch(AnswerMatch):
         return float(abs(stated - wanted) <= room)
 
     def number_of_text(self, text: str) -> Fraction | None:
-        """The number that a completion states; None for none, and for one of more than 1000 digits."""
+        """Return the number that a completion states; None if there is none or it has more than 1000 digits."""
         text = _plain(text)
         for span in answer_spans(text, self.markers):
             for match in NUMBER.finditer(_right_side(span)):
@@ -117,10 +116,10 @@ class NumberMatch(AnswerMatch):
         return None if self.strict else _last_value(text, self.percent)
 
     def number_of_reference(self, reference: Any) -> Fraction:
-        """The number that a completion has to state.
+        """Return the number of the reference.
 
         Raises:
-            UnreadableReference: if the reference is no number, nor a text with one number or with a marked one.
+            UnreadableReference: If the reference is neither a number nor a text with one number or a marked number.
         """
         if isinstance(reference, Rational | float) and not isinstance(reference, bool) and math.isfinite(reference):
             return _exact(reference)
@@ -133,7 +132,7 @@ class NumberMatch(AnswerMatch):
         raise UnreadableReference(f"expected a number, or a text with one number, got {reference!r:.200}")
 
     def _only_number(self, text: str) -> Fraction | None:
-        """The number of a text that has one, and no formula around it."""
+        """Return the number of a text with exactly one number and no formula around it, else None."""
         matches = list(NUMBER.finditer(text))
         if len(matches) != 1 or FORMULA.search(text[: matches[0].start()] + text[matches[0].end() :]):
             return None
@@ -141,12 +140,12 @@ class NumberMatch(AnswerMatch):
 
 
 def _exact(number: Rational | float) -> Fraction:
-    """A float as it is written: 0.1 is one tenth."""
+    """Return the decimal value of a float as printed: 0.1 is one tenth."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
 
 def _plain(text: str) -> str:
-    """The text with digits of other scripts, fractions such as one half, minus signs and the like in ASCII."""
+    """Return the text with digits of other scripts, fraction characters, minus signs etc. in ASCII."""
     if text.isascii():
         return text
     text = SUPERSCRIPTS.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run.group())}}}", text)
@@ -167,20 +166,20 @@ def _letter(letter: str) -> str | None:
 
 
 def _right_side(span: str) -> str:
-    """What follows the last equals sign that stands behind a formula, not behind words."""
+    """Return the text after the last equals sign that follows a formula rather than words."""
     left, equals, right = span.rpartition("=")
     return right if equals and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", left)) else span
 
 
 def _last_value(text: str, percent: str) -> Fraction | None:
     last = None
-    for last in NUMBER.finditer(text):  # noqa: B007  the last one is what counts
+    for last in NUMBER.finditer(text):  # noqa: B007  the last match counts
         pass
     return None if last is None else _value(last, percent)
 
 
 def _value(match: re.Match[str], percent: str) -> Fraction | None:
-    """What a match is worth; None for what has too many digits, and for a fraction of nothing."""
+    """Return the value of a match; None for too many digits or a division by zero."""
     if len(match.group()) > MAX_DIGITS:
         return None
     top, bottom = match["latex_top"] or match["top"], match["latex_bottom"] or match["bottom"]
@@ -199,7 +198,7 @@ def _ratio(top: str, bottom: str) -> Fraction | None:
 
 
 def _power(match: re.Match[str]) -> Fraction | None:
-    """A decimal number with its exponent of ten, or its power."""
+    """Return a decimal number with its exponent of ten, or a power."""
     value, digits = _decimal(match["decimal"]), len(match["decimal"])
     exponent = match["exponent"] or match["ten"]
     if exponent:
@@ -215,7 +214,7 @@ def _decimal(numeral: str) -> Fraction:
 
 
 def numbers_in(text: str) -> Iterator[Fraction | None]:
-    """Every number of a text in its order; None for what is written like one but cannot be read.
+    """Yield the numbers of a text in order; None for one that cannot be parsed.
 
     Example:
         >>> [str(number) for number in numbers_in("-$1,234.50, 3/4 of 1e2")]

@@ -1,4 +1,4 @@
-"""Pool: processes that each call one reward function, are killed when they hang, and replaced when they die."""
+"""Pool of processes that call one reward function; replaces processes that hang or die."""
 
 import contextlib
 import math
@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-STUCK = 4.0  # how many times the longest task so far
-FAREWELL = 2.0  # seconds that a process has to exit after it has closed its pipe
-STARTUP_SECONDS = 120.0  # that a process has to load its function
+STUCK = 4.0  # multiple of the longest task so far
+FAREWELL = 2.0  # seconds for a process to exit after it closed its pipe
+STARTUP_SECONDS = 120.0  # to load the function
 WORKER = Path(__file__).with_name("worker.py")
 
 
 class Answer(NamedTuple):
-    """What became of a task.
+    """Result of a task.
 
     Attributes:
         kind: ``"returned"``, ``"raised"`` or ``"lost"``.
-        value: what was returned; else what went wrong.
-        detail: columns noted; else the traceback.
-        metrics: numbers noted.
+        value: Returned value, or the cause of the failure.
+        detail: Logged columns, or the traceback.
+        metrics: Logged numbers.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A call to be made.
+    """Call to make.
 
     Attributes:
-        payload: pickled arguments.
-        seconds: that it may take, from when a process has it.
-        answer: comes here.
+        payload: Pickled arguments.
+        seconds: Time limit, from the moment a process receives the task.
+        answer: Future of the result.
     """
 
     payload: bytes
@@ -56,14 +56,14 @@ class Task:
 
 
 class Pool:
-    """Threads that each keep one process busy.
+    """Threads that each feed one process.
 
     Args:
-        function: pickled.
-        processes: how many work at most, unless all are stuck.
-        max_processes: how many there are at most while some are stuck.
-        memory: bytes of address space that each process may have; None for no limit.
-        environment: variables of the processes, beside those of the trainer.
+        function: Pickled reward function.
+        processes: Maximum number of processes, unless all hang.
+        max_processes: Maximum number of processes while some hang.
+        memory: Address space of each process in bytes; None for no limit.
+        environment: Environment variables of the processes, added to those of the trainer.
     """
 
     def __init__(
@@ -78,25 +78,25 @@ class Pool:
         self.setup = {"path": list(sys.path), "memory": memory, "function": function}
         self.environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment}
         self.processes, self.max_processes = processes, max_processes
-        self.failure = ""  # why no process can be started
-        self.longest = 0.0  # seconds of a task that was done
+        self.failure = ""  # reason why no process can start
+        self.longest = 0.0  # seconds of the longest finished task
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._hands: dict[threading.Thread, _Process] = {}
         self._lock = threading.Lock()
         self._open = True
 
     def submit(self, task: Task) -> None:
-        """Has a task done by the next process that is free."""
+        """Queue a task for the next free process."""
         self._tasks.put(task)
         with self._lock:
             if len(self._hands) < self.processes:
                 self._add()
 
     def grow(self, seconds: float) -> None:
-        """Doubles the processes if tasks are waiting and every process seems stuck in its own.
+        """Double the processes if tasks are waiting and every process seems to hang.
 
         Args:
-            seconds: that a task has to have taken; and it has to have taken much longer than any that was done.
+            seconds: Minimum duration of a hanging task; it must also be much longer than any finished task.
         """
         with self._lock:
             latest = time.monotonic() - max(seconds, STUCK * self.longest)
@@ -107,7 +107,7 @@ class Pool:
                     self._add()
 
     def abandon(self, tasks: Collection[Task]) -> None:
-        """Ends tasks, and the processes that are at one of them."""
+        """Cancel tasks and kill the processes that run them."""
         for task in tasks:
             task.answer.cancel()
         with self._lock:
@@ -116,7 +116,7 @@ class Pool:
             process.kill()
 
     def close(self) -> None:
-        """Ends every process; what is left undone is lost."""
+        """End every process; unfinished tasks are lost."""
         with self._lock:
             self._open = False
             hands = dict(self._hands)
@@ -131,7 +131,7 @@ class Pool:
                     task.answer.cancel()
 
     def pids(self) -> list[int]:
-        """Of the guards of the processes that are running."""
+        """Process ids of the guards of the running processes."""
         return [process.popen.pid for process in self._hands.values() if process.popen is not None]
 
     def _add(self) -> None:
@@ -155,7 +155,7 @@ class Pool:
             self._hands.pop(threading.current_thread(), None)
 
     def _next(self) -> Task | None:
-        """The next task; None for a thread that is to end: one too many, or of a closed pool."""
+        """Return the next task; None for a surplus thread or a closed pool."""
         with self._lock:
             extra = len(self._hands) > self.processes
         try:
@@ -165,21 +165,21 @@ class Pool:
 
 
 class _Process:
-    """A worker process, started when there is something to do."""
+    """Worker process, started on demand."""
 
     def __init__(self, setup: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.setup, self.environment = setup, environment
         self.popen: subprocess.Popen[bytes] | None = None
         self.connection: Connection | None = None
         self.life = -1
-        self.since = 0.0  # when it took up its task; 0 without one, infinity until the process is there
-        self.seconds = 0.0  # that its last task took
+        self.since = 0.0  # start of its task; 0 without one, infinity until the process is ready
+        self.seconds = 0.0  # duration of its last task
         self.failure = ""
         self.task: Task | None = None
         self._lock = threading.Lock()
 
     def do(self, task: Task) -> Answer:
-        """Does a task, in a new process if there is none."""
+        """Run a task, in a new process if there is none."""
         self.since = math.inf
         try:
             connection = self.connection or self._start()
@@ -189,7 +189,7 @@ class _Process:
                 self.end()
                 return Answer("lost", f"took longer than {task.seconds:g} s")
             return Answer(*cloudpickle.loads(connection.recv_bytes()))
-        except (EOFError, OSError, TypeError):  # the pipe is closed, here or there
+        except (EOFError, OSError, TypeError):  # either end of the pipe is closed
             return Answer("lost", self.failure or self._death())
         finally:
             self.seconds, self.since = time.monotonic() - self.since, 0.0
@@ -219,11 +219,11 @@ class _Process:
         return here
 
     def _death(self) -> str:
-        """How the process died, once it is gone."""
+        """Wait for the exit of the process and return the cause."""
         popen = self.popen
         if popen is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                popen.wait(FAREWELL)  # so that it is not killed, and said to be, while it exits by itself
+                popen.wait(FAREWELL)  # let it exit by itself before the kill
         self.end()
         code = None if popen is None else popen.returncode
         if code is not None and code > 128:
@@ -231,14 +231,14 @@ class _Process:
         return f"lost its process, which exited with status {code}"
 
     def kill(self) -> None:
-        """Has the guard end the process with all that it started; any thread may say so."""
+        """Tell the guard to kill the process and its descendants; callable from any thread."""
         with self._lock:
             life, self.life = self.life, -1
         if life >= 0:
             os.close(life)
 
     def end(self) -> None:
-        """Ends the process with all that it started, and waits for that."""
+        """Kill the process and its descendants, and wait for the exit."""
         self.kill()
         popen, connection = self.popen, self.connection
         self.popen = self.connection = None

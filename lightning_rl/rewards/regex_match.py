@@ -1,4 +1,4 @@
-"""RegexMatch: whether a pattern occurs in a completion, or captures the reference there."""
+"""Reward for a regular expression that a completion matches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from lightning_rl.rewards.text import column_of, texts_of
 
 @dataclass(frozen=True, kw_only=True)
 class RegexMatch:
-    """1 if a pattern is found in a completion, and captures the reference if there is one, else 0.
+    """Regex reward: 1 if a pattern is found in a completion and captures the reference, if any, else 0.
 
-    A search that takes longer than ``timeout`` scores 0: some patterns take exponential time on some texts.
+    A search that takes longer than ``timeout`` scores 0: some patterns take exponential time.
 
     Args:
-        pattern: a regular expression; anchor it by ``^`` and ``$``, set flags inside, as in ``(?is)``.
-        answer: the column that holds the references; None if finding the pattern is all.
-        group: what has to be the reference, whitespace at both ends aside: a number or name of a group of the pattern.
-        last: whether the last place counts, rather than the first, if the pattern is found in several.
-        timeout: seconds for one completion.
+        pattern: Regular expression; anchor it with ``^`` and ``$``, set flags inside, as in ``(?is)``.
+        answer: Name of the column with the references; None to search only.
+        group: Number or name of the group that must equal the reference, surrounding whitespace ignored.
+        last: Use the last match rather than the first.
+        timeout: Time limit of one completion in seconds.
 
     Raises:
-        ValueError: if the pattern is none, has no such group, or the timeout is not positive.
+        ValueError: If the pattern is invalid or has no such group, or the timeout is not positive.
 
     Example:
         >>> RegexMatch(pattern=r"<a>(.*?)</a>", answer="answer")(["?"], ["<a> 4 </a>"], answer=["4"])
@@ -40,7 +40,7 @@ class RegexMatch:
     timeout: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         if not isinstance(self.pattern, str):
             raise ValueError(f"expected pattern to be a regular expression, got {self.pattern!r:.200}")
         check_text(optional=True, answer=self.answer)
@@ -53,13 +53,13 @@ class RegexMatch:
         names = [*range(groups.groups + 1), *groups.groupindex]
         if self.answer is not None and self.group not in names:
             raise ValueError(
-                f"expected group to be one of {names}, as pattern {self.pattern!r} has, got {self.group!r}"
+                f"expected group to be one of the groups {names} of pattern {self.pattern!r}, got {self.group!r}"
             )
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards; None where the reference is None."""
+        """Return one value per completion; None where the reference is None."""
         texts = texts_of(completions)
         if self.answer is None:
             return [float(self._capture(text, 0) is not None) for text in texts]
@@ -68,11 +68,11 @@ class RegexMatch:
 
     def _compare(self, text: str, reference: Any) -> float:
         if not isinstance(reference, str | Real):
-            raise UnreadableReference(f"expected a text or a number, got {reference!r:.200}")
+            raise UnreadableReference(f"expected a string or a number, got {reference!r:.200}")
         return float(self._capture(text, self.group) == str(reference).strip())
 
     def _capture(self, text: str, group: int | str) -> str | None:
-        """What the group captures; None if the pattern is not found, or not in time."""
+        """Return the text of the group; None if the pattern is not found, or not in time."""
         captured: str | None = None
         try:
             for match in regex.finditer(self.pattern, text, timeout=self.timeout):

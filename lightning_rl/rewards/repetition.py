@@ -1,4 +1,4 @@
-r"""Repetition: a penalty for saying the same again, by the share of n-grams that a completion has said before.
+r"""Repetition penalty by the share of repeated n-grams in a completion.
 
 .. math::
     r = -\Bigl(1 - \frac{|\text{different } n\text{-grams}|}{|n\text{-grams}|}\Bigr)
@@ -16,15 +16,15 @@ from lightning_rl.rewards.text import ids_of, texts_of
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    """From 0, for a completion in which no n-gram occurs twice, towards -1; 0 for one shorter than n.
+    """Repetition penalty: 0 if no n-gram occurs twice or the completion is shorter than n, else down to -1.
 
     Args:
-        n: how many tokens or words make an n-gram.
-        unit: ``"tokens"``, as the policy sampled them, or ``"words"`` between whitespace, in upper or lower case, which
-            some languages do not have.
+        n: Number of tokens or words of an n-gram.
+        unit: ``"tokens"``, as sampled, or ``"words"`` separated by whitespace, case-insensitive; not for languages that
+            write words without spaces.
 
     Raises:
-        ValueError: if ``n`` is below 1, or the unit unknown.
+        ValueError: If ``n`` is below 1, or the unit is unknown.
 
     Example:
         >>> Repetition(n=1, unit="words")(["?"] * 2, ["a b c", "a A a a"])
@@ -35,7 +35,7 @@ class Repetition:
     unit: Literal["tokens", "words"] = "tokens"
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         check_counts(1, n=self.n)
         check_choices(("tokens", "words"), unit=self.unit)
 
@@ -47,12 +47,12 @@ class Repetition:
         completion_ids: Sequence[Sequence[int]] = (),
         **columns: Any,
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards."""
+        """Return one value per completion."""
         if self.unit == "tokens":
             return [self._value(ids) for ids in ids_of(completions, completion_ids, reward=self)]
         return [self._value(text.casefold().split()) for text in texts_of(completions)]
 
     def _value(self, units: Sequence[Any]) -> float:
         shifted = [units[start:] for start in range(self.n)]
-        grams = list(zip(*shifted, strict=False))  # the shortest ends it
+        grams = list(zip(*shifted, strict=False))  # stops at the shortest
         return len(set(grams)) / len(grams) - 1.0 if grams else 0.0

@@ -1,8 +1,8 @@
-"""RewardModel: the score of another model, a sequence classifier or one with a value head, for the whole conversation.
+"""Reward models: sequence classifiers or models with a value head.
 
-Padding never matters. Hugging Face's decoders with a classification head read their score at the last token that is not
-``config.pad_token_id``: without such an id they refuse more than one text, and where the id also ends texts, they read
-one token too early. So each batch is padded with an id that none of its texts ends with, and the model is told so.
+Hugging Face's decoders with a classification head read the score at the last token other than ``config.pad_token_id``.
+Without a pad id they refuse batches; if texts end with the pad id, they read one token too early. So each batch is
+padded with an id that none of its texts ends with, and ``config.pad_token_id`` is set to it.
 """
 
 import math
@@ -21,33 +21,32 @@ from lightning_rl.arguments import check_bools, check_choices, check_counts, che
 from lightning_rl.rewards.text import ids_of, text_of
 
 VALUE_HEAD = "value_head.safetensors"
-SCORING = threading.Lock()  # a model is built once, and told for each batch what its padding is
+SCORING = threading.Lock()  # build a model once; one batch at a time sets the pad id
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel:
-    """What a model says of each prompt with its completion.
+    """Score of a model for each prompt with its completion.
 
-    The model is built at the first call, in each process that calls it; it is in evaluation mode and never trained.
-    A text that is longer than the model reads gets NaN, which takes its row out of training, with a warning.
+    The model is built at the first call in each process; it is in evaluation mode and never trained. A text longer than
+    the model's maximum gets NaN and is left out of training, with a warning.
 
     Args:
-        model: name or path of a sequence classifier, or of a folder with a ``value_head.safetensors`` that
-            ``save_pretrained`` of the module wrote; or a callable without arguments that builds one.
-        tokenizer: of the model, by name or itself; by default the one beside a model given by name.
-        tokens: ``"own"``: the text, tokenized by the model's own tokenizer, with its chat template where the prompt is
-            chat messages; ``"policy"``: the ids that the policy sampled, for a model with the policy's tokenizer.
-        per_token: whether a callable's model says something at each token, of which that at the last one counts.
-        label: which of several labels counts.
-        activation: what is applied to what the model says.
-        device: where the model is; by default the accelerator of this process, or the CPU without one.
-        dtype: of the weights; by default as they were saved or built.
-        token_budget: most tokens of a batch, padding included; 1 for one text at a time.
-        max_length: most tokens of a text; by default what the model's configuration says.
+        model: Name or path of a sequence classifier, or folder with a ``value_head.safetensors`` written by the
+            module's ``save_pretrained``; or a callable without arguments that builds a model.
+        tokenizer: Tokenizer of the model or its name; by default that of a model given by name.
+        tokens: ``"own"``: text, tokenized by the model's tokenizer, with its chat template for chat messages;
+            ``"policy"``: the sampled ids, for a model with the policy's tokenizer.
+        per_token: The callable's model has an output at each token; the last one counts.
+        label: Index of the label if there are several.
+        activation: Function applied to the model's output.
+        device: Device of the model; by default the accelerator of this process, else the CPU.
+        dtype: Dtype of the weights; by default as saved or built.
+        token_budget: Maximum number of tokens of a batch, padding included; 1 for one text at a time.
+        max_length: Maximum number of tokens of a text; by default that of the model's configuration.
 
     Raises:
-        ValueError: if an option is out of range or unknown; at the first call if the model cannot score like that. The
-            message says what to change.
+        ValueError: If an option is invalid; at the first call if the model cannot score this way.
     """
 
     model: str | Path | Callable[[], nn.Module]
@@ -62,24 +61,24 @@ class RewardModel:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         check_choices(("own", "policy"), tokens=self.tokens)
         check_choices(("none", "sigmoid", "softmax"), activation=self.activation)
         check_bools(per_token=self.per_token)
         check_counts(1, token_budget=self.token_budget)
         check_counts(1, optional=True, max_length=self.max_length)
         if self.label is not None and (isinstance(self.label, bool) or not isinstance(self.label, int)):
-            raise ValueError(f"expected label to be the place of a label or None, got {self.label!r}")
+            raise ValueError(f"expected label to be the index of a label or None, got {self.label!r}")
         _check_device(self.device)
         if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ValueError(f"expected dtype to be one such as torch.bfloat16, or None, got {self.dtype!r}")
+            raise ValueError(f"expected dtype to be a dtype such as torch.bfloat16, or None, got {self.dtype!r}")
         if not callable(self.model) and not isinstance(self.model, str | Path):
             raise ValueError(
                 f"expected model to be a name, a path or a callable that builds one, got {self.model!r:.99}"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options alone: a copy builds a model of its own."""
+        """Return the options only: a copy builds its own model."""
         return {key: value for key, value in vars(self).items() if key not in ("scorer", "reader")}
 
     def __call__(
@@ -90,7 +89,7 @@ class RewardModel:
         completion_ids: Sequence[Sequence[int]] = (),
         **columns: Any,
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards."""
+        """Return one value per completion."""
         rows = self._rows(prompts, completions, completion_ids)
         values: list[float | None] = [math.nan if row else None for row in rows]
         with SCORING:
@@ -102,7 +101,7 @@ class RewardModel:
         overlong = [len(row) for row in rows if limit is not None and len(row) > limit]
         if overlong:
             warnings.warn(
-                f"{len(overlong)} texts are longer than the {limit} tokens that the reward model reads, the longest "
+                f"{len(overlong)} texts are longer than the reward model's limit of {limit} tokens, the longest "
                 f"has {max(overlong)}: their rows get no reward; pass max_length= or shorten the completions",
                 stacklevel=2,
             )
@@ -111,7 +110,7 @@ class RewardModel:
     def _rows(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """The token ids of each prompt with its completion."""
+        """Return the token ids of each prompt with its completion."""
         check_rows(len(completions), completions=completions, prompts=prompts)
         if self.tokens == "own":
             return [self._text_ids(prompt, text_of(text)) for prompt, text in zip(prompts, completions, strict=True)]
@@ -120,8 +119,8 @@ class RewardModel:
 
     @cached_property
     def scorer(self) -> "Scorer":
-        """The model, built and checked."""
-        with torch.random.fork_rng(devices=[]):  # building draws no random number of the run's
+        """Model, built and checked."""
+        with torch.random.fork_rng(devices=[]):  # keep the random state of the run
             module, per_token = self._build()
         device = self.device
         if device is None:
@@ -134,7 +133,7 @@ class RewardModel:
 
     @cached_property
     def reader(self) -> Any:
-        """The tokenizer."""
+        """Tokenizer."""
         from transformers import AutoTokenizer
 
         source = self.tokenizer
@@ -147,7 +146,7 @@ class RewardModel:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
     def _build(self) -> tuple[nn.Module, bool]:
-        """The model, and whether it says something at each token."""
+        """Return the model, and True if it has an output at each token."""
         from transformers import AutoModelForSequenceClassification
 
         if callable(self.model):
@@ -171,7 +170,7 @@ class RewardModel:
         if _is_chat(prompt):
             return self._template([*prompt, {"role": "assistant", "content": text}], add_generation_prompt=False)
         raise ValueError(
-            "expected prompts as text or as chat messages for a reward model with a tokenizer of its own, got token "
+            "expected prompts as text or as chat messages for a reward model with its own tokenizer, got token "
             'ids: pass tokens="policy" if it has that of the policy'
         )
 
@@ -183,13 +182,13 @@ class RewardModel:
     def _template(self, messages: Sequence[Any], *, add_generation_prompt: bool) -> list[int]:
         if self.reader.chat_template is None:
             raise ValueError(
-                f"expected the tokenizer of the reward model {self.model} to have a chat template, since the prompts "
-                "are chat messages, but it has none: set one, and pass it by tokenizer="
+                f"expected the tokenizer of the reward model {self.model} to have a chat template for prompts of chat "
+                "messages, got none: set one and pass the tokenizer with tokenizer="
             )
         text = self.reader.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
-        return self.reader(text, add_special_tokens=False)["input_ids"]  # the template writes them
+        return self.reader(text, add_special_tokens=False)["input_ids"]  # the template adds them
 
 
 def _check_device(device: Any) -> None:
@@ -197,39 +196,41 @@ def _check_device(device: Any) -> None:
         if device is not None:
             torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f'expected device to be one such as "cuda:1" or "cpu", or None, got {device!r}') from error
+        raise ValueError(
+            f'expected device to be a device such as "cuda:1" or "cpu", or None, got {device!r}'
+        ) from error
 
 
 class ValueModel(nn.Module):
-    """A model whose value head was exported beside it: a value at each token."""
+    """Model with a value head exported beside it: a value at each token."""
 
     def __init__(self, folder: Path, dtype: Any) -> None:
         from safetensors.torch import load_file
         from transformers import AutoModel
 
         super().__init__()
-        shared = not (folder / "config.json").is_file()  # a head on the policy, which lies above
+        shared = not (folder / "config.json").is_file()  # a head on the policy in the parent folder
         place = folder.parent if shared else folder
         self.model = AutoModel.from_pretrained(place, dtype=dtype, trust_remote_code=False)
         self.weight = nn.Parameter(load_file(folder / VALUE_HEAD)["weight"].to(self.model.dtype))
         self.config = self.model.config
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Values [B, T]."""
+        """Return values [B, T]."""
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         return nn.functional.linear(hidden, self.weight)[..., 0]
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A built model, and how its score is read.
+    """Built model and the way to read its score.
 
     Args:
-        module: on its device, in evaluation mode.
-        per_token: whether it says something at each token.
-        label: which of several labels counts.
-        activation: what is applied to what it says.
-        token_budget: most tokens of a batch.
+        module: Model on its device, in evaluation mode.
+        per_token: The model has an output at each token.
+        label: Index of the label if there are several.
+        activation: Function applied to the output.
+        token_budget: Maximum number of tokens of a batch.
     """
 
     module: nn.Module
@@ -240,30 +241,30 @@ class Scorer:
 
     @property
     def config(self) -> Any:
-        """The model's configuration; None for a module without one."""
+        """Configuration of the model, or None."""
         config = getattr(self.module, "config", None)
         return None if config is None else config.get_text_config()
 
     @property
     def max_length(self) -> int | None:
-        """How many tokens the model reads; None if nothing says so."""
+        """Maximum number of tokens of a text, or None if unknown."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def vocabulary(self) -> int | None:
-        """How many token ids it knows; None if nothing says so."""
+        """Size of the vocabulary, or None if unknown."""
         return getattr(self.config, "vocab_size", None)
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each row of token ids, none of which is empty.
+        """Return the score of each row of token ids; no row is empty.
 
         Raises:
-            ValueError: if an id is outside of the vocabulary, or the model's output is no score.
+            ValueError: If an id is outside of the vocabulary, or the model's output is not a score.
         """
         largest = max((max(row) for row in rows), default=0)
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise ValueError(
-                f"expected token ids below the reward model's vocabulary of {self.vocabulary}, got {largest}: it has "
+                f"expected token ids below the reward model's vocabulary of {self.vocabulary}, got {largest}: it uses "
                 'another tokenizer than the policy: pass tokens="own"'
             )
         values = [math.nan] * len(rows)
@@ -273,10 +274,10 @@ class Scorer:
         return values
 
     def check_padding(self) -> None:
-        """Scores a short text beside a longer one and alone.
+        """Check that a short text gets the same score alone and beside a longer one.
 
         Raises:
-            ValueError: if that is not the same up to rounding.
+            ValueError: If the scores differ beyond rounding.
         """
         known = self.vocabulary or 8
         rows = [[(7 * place + 3) % known for place in range(length)] for length in (3, 8)]
@@ -286,11 +287,11 @@ class Scorer:
         if any(abs(one - other) > room for one, other in zip(together, alone, strict=True)):
             raise ValueError(
                 f"expected the reward model to score a text the same beside a longer one as alone, got {together} and "
-                f"{alone}: its padding matters, so pass token_budget=1, which scores one text at a time"
+                f"{alone}: pass token_budget=1 to score one text at a time, without padding"
             )
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Rows of similar length together, within the budget; a longer one alone."""
+        """Yield batches of row indices of similar length within the budget; a longer row alone."""
         batch: list[int] = []
         for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
             longest = len(rows[batch[0]]) if batch else 0
@@ -321,16 +322,16 @@ class Scorer:
         return self._read(logits.float().cpu(), len(rows))
 
     def _read(self, logits: Tensor, rows: int) -> list[float]:
-        """The label that counts, of logits [B] or [B, labels]."""
+        """Return the scores of the label, from logits [B] or [B, labels]."""
         logits = logits[:, None] if logits.dim() == 1 else logits
         if logits.dim() != 2 or len(logits) != rows:
             raise ValueError(
-                f"expected the reward model to give [{rows}, labels], got {list(logits.shape)}: pass per_token=True if "
-                "it says something at each token"
+                f"expected the reward model to return [{rows}, labels], got {list(logits.shape)}: pass per_token=True "
+                "if it has an output at each token"
             )
         label = self.label if self.label is not None else 0 if logits.shape[1] == 1 else None
         if label is None or not -logits.shape[1] <= label < logits.shape[1]:
-            raise ValueError(f"expected label= to be one of the reward model's {logits.shape[1]}, got {self.label}")
+            raise ValueError(f"expected label= to index the reward model's {logits.shape[1]} labels, got {self.label}")
         if self.activation == "softmax":
             logits = logits.softmax(-1)
         elif self.activation == "sigmoid":

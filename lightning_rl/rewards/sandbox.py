@@ -1,4 +1,4 @@
-"""Sandbox: runs code that nobody has read, with limits on time, memory, output, processes and files, and no network."""
+"""Sandbox for untrusted code: limits on time, memory, output, processes and files, and no network."""
 
 import contextlib
 import json
@@ -30,19 +30,19 @@ Ending = Literal["exited", "too long", "too much output"]
 
 
 class SandboxUnavailable(RuntimeError):  # noqa: N818
-    """This machine has no means to lock a program up."""
+    """This machine or service cannot run a program in isolation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What became of a program.
+    """Result of a program.
 
     Args:
-        ending: how it ended.
-        code: its exit code; 128 and the number of the signal that ended it.
-        stdout: what it printed, cut at the limit.
-        stderr: the same.
-        seconds: how long it ran, its start included.
+        ending: Reason of the end.
+        code: Exit code; 128 plus the signal number if a signal ended it.
+        stdout: Standard output, cut at the limit.
+        stderr: Standard error, cut at the limit.
+        seconds: Run time, including the start.
     """
 
     ending: Ending
@@ -53,28 +53,28 @@ class SandboxResult:
 
     @property
     def ok(self) -> bool:
-        """Whether it came to its end, with exit code 0."""
+        """True if the program exited with code 0."""
         return self.ending == "exited" and self.code == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """Runs Python programs, each in Linux namespaces of its own: processes, network, files, users.
+    """Runs Python programs, each in its own Linux namespaces of processes, network, files and users.
 
-    A program sees the interpreter with its packages, read-only, and one folder in memory to write in. It has no
-    network, not even to this machine; whatever it leaves running dies with it, and nothing of it stays. For Linux.
+    A program sees the interpreter with its packages, read-only, and one writable folder in memory. It has no network,
+    not even localhost. Background processes and files disappear with it. Linux only.
 
     Args:
-        seconds: of wall-clock time, and of CPU time of each process.
-        memory: bytes of address space of each process.
-        output: bytes that it may print.
-        processes: processes and threads at the same time.
-        disk: bytes that it may write.
-        unsafe: without namespaces, where there are none: limits on time, memory, output and size of files hold, but the
-            program sees and may do what you may, and what it leaves running may survive.
+        seconds: Limit of wall-clock time, and of CPU time of each process.
+        memory: Address space of each process in bytes.
+        output: Maximum size of the output in bytes.
+        processes: Maximum number of processes and threads.
+        disk: Maximum size of written files in bytes.
+        unsafe: Run without namespaces where they are not available. The limits on time, memory, output and file size
+            hold, but the program has your permissions, and its background processes may survive.
 
     Raises:
-        ValueError: if a limit is out of range.
+        ValueError: If a limit is out of range.
     """
 
     seconds: float = 5.0
@@ -90,37 +90,37 @@ class Sandbox:
         check_bools(unsafe=self.unsafe)
 
     def check(self) -> None:
-        """Tries the sandbox out, once in a process.
+        """Run a test program, once per process.
 
         Raises:
-            ValueError: if no program runs within the limits, naming the limit.
-            SandboxUnavailable: if this machine cannot; the message says what is missing and how to enable it.
+            ValueError: If no program can run within the limits; the message names the limit.
+            SandboxUnavailable: If this machine cannot isolate programs; the message names the fix.
         """
         if not self.unsafe and (reason := _missing()):
-            raise SandboxUnavailable(f"expected a machine that can lock programs up, got {reason}: {CURE}")
+            raise SandboxUnavailable(f"expected a machine that can isolate programs, got {reason}: {CURE}")
         if fault := _too_tight(self):
             raise ValueError(fault)
 
     def run(self, source: str, stdin: str = "") -> SandboxResult:
-        """Runs a Python program.
+        """Run a Python program.
 
         Args:
-            source: of the program.
-            stdin: what it reads.
+            source: Source code of the program.
+            stdin: Standard input of the program.
 
         Raises:
-            SandboxUnavailable: if this machine cannot.
-            ValueError: if one of both is no text, or one with halves of surrogate pairs.
+            SandboxUnavailable: If this machine cannot isolate programs.
+            ValueError: If an argument is not a string or has lone surrogates.
         """
         check_program(source, stdin)
         with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
             result, reason = self._run_in(folder, source, stdin)
         if reason:
-            raise SandboxUnavailable(f"expected a machine that can lock programs up, got {reason}: {CURE}")
+            raise SandboxUnavailable(f"expected a machine that can isolate programs, got {reason}: {CURE}")
         return result
 
     def _run_in(self, folder: str, source: str, stdin: str) -> tuple[SandboxResult, str]:
-        """The result, and what could not be set up."""
+        """Return the result and the setup error, if any."""
         begin, main = time.monotonic(), Path(folder, "main.py")
         if self.unsafe:
             main.write_text(source, encoding="utf-8")
@@ -164,18 +164,18 @@ class Sandbox:
 
 
 def check_program(source: Any, stdin: Any) -> None:
-    """Refuses what no file and no pipe can hold.
+    """Check that the arguments can be written to a file and a pipe.
 
     Raises:
-        ValueError: if one of both is no text, or one with halves of surrogate pairs.
+        ValueError: If an argument is not a string or has lone surrogates.
     """
     for name, text in {"source": source, "stdin": stdin}.items():
         if not isinstance(text, str) or has_halves(text):
-            raise ValueError(f"expected {name} to be a string of whole characters, got {text!r:.200}")
+            raise ValueError(f"expected {name} to be a string without lone surrogates, got {text!r:.200}")
 
 
 def has_halves(text: str) -> bool:
-    """Whether a text holds halves of surrogate pairs, which are no characters and have no bytes."""
+    """Return True if a text has lone surrogates, which cannot be encoded."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -190,7 +190,7 @@ def _kill(process: "subprocess.Popen[bytes]", *, group: bool) -> None:
 
 
 def _talk(process: "subprocess.Popen[bytes]", stdin: bytes, end: float, limit: int) -> tuple[Ending, bytes, bytes]:
-    """Writes and reads until all is read, the time is up, or there is too much to read."""
+    """Write stdin and read the output until its end, the time limit or the size limit."""
     streams = {process.stdout: bytearray(), process.stderr: bytearray()}
     threading.Thread(target=_write, args=(process.stdin, stdin), daemon=True).start()
     with selectors.DefaultSelector() as selector:
@@ -211,7 +211,7 @@ def _read(
     end: float,
     limit: int,
 ) -> Ending | None:
-    """Reads to the end; otherwise what came before it."""
+    """Read to the end and return None, else return the limit that was hit."""
     while selector.get_map():
         ready = selector.select(min(max(end - time.monotonic(), 0.0), 0.1))
         for key, _ in ready:
@@ -224,12 +224,12 @@ def _read(
         if time.monotonic() >= end:
             return "too long"
         if not ready and process.poll() is not None:
-            break  # where nothing is isolated, somebody whom the program left behind may hold the pipe
+            break  # without isolation, a background process may hold the pipe open
     return None
 
 
 def _write(stream: IO[bytes], data: bytes) -> None:
-    """Writes and closes; the program may have ended without reading."""
+    """Write and close; the program may have ended without reading."""
     with contextlib.suppress(OSError, ValueError):
         stream.write(data)
     with contextlib.suppress(OSError, ValueError):
@@ -238,7 +238,7 @@ def _write(stream: IO[bytes], data: bytes) -> None:
 
 @cache
 def _interpreter() -> list[str]:
-    """Folders that Python needs, none of them within another one."""
+    """Return the folders that Python needs, without nested ones."""
     real = [os.path.realpath(path) for path in (sys.base_prefix, sys.prefix, "/usr")]
     paths = sorted({*real, sys.base_prefix, sys.prefix, "/usr"}, key=len)
     kept: list[str] = []
@@ -262,8 +262,8 @@ def _environment(home: str) -> dict[str, str]:
 
 @cache
 def _too_tight(sandbox: Sandbox) -> str:
-    """What is wrong with limits under which a program that prints a digit does not end well; empty if nothing."""
-    if any(_runs(sandbox) for _ in range(3)):  # a busy machine is no limit
+    """Return the limits within which a minimal program fails, as an error message, or an empty string."""
+    if any(_runs(sandbox) for _ in range(3)):  # retry, since the machine may be busy
         return ""
     roomy = Sandbox(seconds=max(30.0, sandbox.seconds), unsafe=sandbox.unsafe)
     limits = {name: getattr(sandbox, name) for name in ("seconds", "memory", "output", "processes", "disk")}
@@ -279,7 +279,7 @@ def _runs(sandbox: Sandbox) -> bool:
 
 @cache
 def _missing() -> str:
-    """What this machine lacks; empty if nothing."""
+    """Return the reason why this machine cannot isolate programs, or an empty string."""
     if not sys.platform.startswith("linux"):
         return f"{sys.platform}, which has no namespaces"
     try:

@@ -1,6 +1,6 @@
-"""Sandbox service: runs code that nobody has read on machines of its own, behind a URL.
+"""Sandbox service: runs untrusted code on remote machines, behind a URL.
 
-The service speaks as SandboxFusion does: ``POST /run_code`` with a program, what it reads, and its limits.
+The API is that of SandboxFusion: ``POST /run_code`` with a program, its stdin and its limits.
 
 Source: Liu et al. 2024 (FullStack Bench), arXiv:2412.00535, appendix on SandboxFusion.
 """
@@ -19,38 +19,38 @@ from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailab
 
 BUSY = (408, 409, 425, 429)
 KILLED = 128 + 9
-ESCAPED = 6  # bytes that JSON may take for one
-ENVELOPE = 2**16  # bytes of an answer beside what a program printed
+ESCAPED = 6  # maximum JSON bytes per byte
+ENVELOPE = 2**16  # bytes of an answer without the output of the program
 MAX_QUOTE = 200  # characters of an answer that a message quotes
-STATUSES = ("Success", "Failed")  # of a program; any other one is the service's own
+STATUSES = ("Success", "Failed")  # of a program; any other status is an error of the service
 ENDINGS: dict[str, Ending] = {"Finished": "exited", "TimeLimitExceeded": "too long"}
 
 
 class BusyError(SandboxUnavailable):
-    """What may well be answered later."""
+    """A failed request that may succeed on retry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxService:
-    """Runs Python programs in a sandbox behind a URL, in the place of a :class:`Sandbox` of this machine.
+    """Sandbox behind a URL, an alternative to the local :class:`Sandbox`.
 
-    A request that breaks off, or is answered with a status of 408, 409, 425, 429 or from 500 on, is sent again. A
-    redirection is refused, since the key would go along.
+    A request is retried after a broken connection or a status of 408, 409, 425, 429 or >= 500. Redirects are refused,
+    because they would send the key to another host.
 
     Args:
-        url: of the service, such as ``http://10.0.0.9:8080``; ``/run_code`` is added.
-        key_file: holds the key that is sent as ``Authorization: Bearer``; it is read at each request, and the file
-            has to be its owner's alone. None for a service without one.
-        seconds: that a program may run.
-        memory: bytes that a program may have; None for what the service allows.
-        output: bytes that a program may print.
-        patience: seconds for a request beyond those of the program: for its way, its queue and the start.
-        retries: how often a request is sent again.
-        delay: seconds before the first of them; each later one waits twice as long.
+        url: URL of the service, such as ``http://10.0.0.9:8080``, without ``/run_code``.
+        key_file: File with the key, sent as ``Authorization: Bearer``; read at each request, and must be readable by
+            its owner only. None for a service without a key.
+        seconds: Run time limit of a program.
+        memory: Memory limit of a program in bytes; None for the default of the service.
+        output: Maximum size of a program's output in bytes.
+        patience: Seconds of a request beyond ``seconds``: transfer, queue and start.
+        retries: Number of retries of a request.
+        delay: Seconds before the first retry; doubles with each retry.
 
     Raises:
-        ImportError: if httpx2 is missing; the message says how to install it.
-        ValueError: if an option is out of range or the URL is none.
+        ImportError: If httpx2 is not installed.
+        ValueError: If an option is out of range or the URL is invalid.
     """
 
     url: str
@@ -75,29 +75,29 @@ class SandboxService:
             raise ValueError("expected key_file to be the Path of a file that holds the key, or None")
 
     def check(self) -> None:
-        """Tries the service out.
+        """Run a test program.
 
         Raises:
-            SandboxUnavailable: if it runs no program, or one within no such limits.
-            ValueError: if the key cannot be read.
+            SandboxUnavailable: If the service fails to run a program within the limits.
+            ValueError: If the key cannot be read.
         """
         result = self.run("print(4)")
         if not (result.ok and result.stdout == "4\n"):
             raise SandboxUnavailable(
-                f"expected {self.url} to run a program that prints a digit, got {result}: raise the limits, or look at "
+                f"expected {self.url} to run a program that prints a digit, got {result}: raise the limits, or check "
                 "the service"
             )
 
     def run(self, source: str, stdin: str = "") -> SandboxResult:
-        """Runs a Python program.
+        """Run a Python program.
 
         Args:
-            source: of the program.
-            stdin: what it reads.
+            source: Source code of the program.
+            stdin: Standard input of the program.
 
         Raises:
-            SandboxUnavailable: if the service does not answer, or says that it failed itself.
-            ValueError: if the key cannot be read, or one of both is no text, or one with halves of surrogate pairs.
+            SandboxUnavailable: If the service does not answer or reports an error.
+            ValueError: If the key cannot be read, or an argument is not a string or has lone surrogates.
         """
         check_program(source, stdin)
         body: dict[str, Any] = {"code": source, "language": "python", "stdin": stdin, "run_timeout": self.seconds}
@@ -137,7 +137,7 @@ class SandboxService:
             raise BusyError(f"{url} did not answer: {type(error).__name__} {error}") from None
         if response.status_code != 200:
             kind = BusyError if response.status_code in BUSY or response.status_code >= 500 else SandboxUnavailable
-            moved = ", which is not followed" if response.is_redirect else ""
+            moved = ", a redirect that is not followed" if response.is_redirect else ""
             raise kind(f"{url} answered with status {response.status_code}{moved}: {_quote(content)}")
         return self._read(url, content, time.monotonic() - begin)
 
@@ -151,23 +151,23 @@ class SandboxService:
             size = len(out.encode(errors="replace")) + len(err.encode(errors="replace"))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise SandboxUnavailable(
-                f"expected {url} to say what became of a program, got {_quote(content)}"
+                f"expected {url} to return the result of a program, got {_quote(content)}"
             ) from error
         if ending is None:
-            raise BusyError(f"{url} failed itself: {_quote(content)}")
+            raise BusyError(f"{url} reported an error: {_quote(content)}")
         if size > self.output:
             ending, out, err = "too much output", out[: self.output], err[: self.output]
         return SandboxResult(ending=ending, code=code, stdout=out, stderr=err, seconds=seconds)
 
     def _headers(self) -> dict[str, str]:
-        headers = {"Accept-Encoding": "identity"}  # what is compressed may be of any size
+        headers = {"Accept-Encoding": "identity"}  # decompression has no size limit
         if self.key_file is None:
             return headers
         return {**headers, "Authorization": f"Bearer {read_key(self.key_file)}"}
 
 
 def _is_plain(url: Any) -> bool:
-    """Whether a URL is a scheme, a host, a port and a path of printable characters, and no more."""
+    """Return True for a URL with only a scheme, a host, a port and a path of printable characters."""
     try:
         parts = urlsplit(url)
         beyond = parts.username or parts.password or parts.query or parts.fragment or (parts.port == 0)
@@ -178,27 +178,27 @@ def _is_plain(url: Any) -> bool:
 
 
 def _text(run: dict[str, Any], name: str) -> str:
-    """What a program printed; ``null`` is nothing.
+    """Return an output stream of a program; ``null`` is empty.
 
     Raises:
-        LookupError: if the service does not say.
-        TypeError: if it is no text.
+        LookupError: If it is missing.
+        TypeError: If it is not a string.
     """
     text = run[name]
     if not isinstance(text, str | None):
-        raise TypeError(f"expected {name} to be a text, got {type(text).__name__}")
+        raise TypeError(f"expected {name} to be a string, got {type(text).__name__}")
     return text or ""
 
 
 def _number(run: dict[str, Any], name: str) -> int:
-    """A whole number that the service says.
+    """Return an integer of the answer.
 
     Raises:
-        LookupError: if it does not.
-        TypeError: if it is none.
+        LookupError: If it is missing.
+        TypeError: If it is not an integer.
     """
     number = run[name]
-    if type(number) is not int:  # a bool is none
+    if type(number) is not int:  # excludes bool
         raise TypeError(f"expected {name} to be a whole number, got {number!r:.200}")
     return number
 

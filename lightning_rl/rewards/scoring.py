@@ -1,4 +1,4 @@
-"""Scoring: calls every reward function, and turns what it cannot score into a missing reward, never into 0."""
+"""Calls of all reward functions; a failed call gives a missing reward, never 0."""
 
 import inspect
 import math
@@ -28,9 +28,10 @@ from lightning_rl.rewards.waiting import LOOP
 
 RewardSource = (
     Reward | Mapping[str, tuple[Reward, float] | Reward] | Sequence[Reward]
-)  # configuration files try in order: a class_path is one reward, not a mapping from its name
-"""One function, several, which are named after themselves, or a mapping from a name to a function or to one with its
-weight: what its value is multiplied with in the sum, 1 by default. A weight of 0 only logs.
+)  # jsonargparse tries the types in order: a class_path is a reward, not a mapping
+"""A function, a list of functions, or a mapping from names to functions or (function, weight).
+
+The total reward is the weighted sum; weights are 1 by default. A function of weight 0 is only logged.
 """
 
 RESERVED = frozenset({"task", "shaped", "missing", "failed", "greedy"})
@@ -38,10 +39,10 @@ SECONDS = 300.0
 
 
 class Scores(NamedTuple):
-    """What the reward functions said about each row."""
+    """Rewards of each row."""
 
-    total: Float[Tensor, " B"]  # weighted sum; 0 where the row is not scored
-    raw: dict[str, Float[Tensor, " B"]]  # each function's own value; NaN where it gave none
+    total: Float[Tensor, " B"]  # weighted sum; 0 if the row is not scored
+    raw: dict[str, Float[Tensor, " B"]]  # values of each function; NaN where missing
     scored: Bool[Tensor, " B"]  # at least one function applied, and none of non-zero weight failed
     failed: Bool[Tensor, " B"]  # a function of non-zero weight failed
     calls: Sequence[RewardCall] = ()
@@ -51,12 +52,12 @@ class Rewards:
     """Reward functions with names and weights.
 
     Args:
-        rewards: a function, several, or a mapping from name to function or (function, weight).
-        seconds: what one call in place may take; None for no limit.
+        rewards: A function, a list of functions, or a mapping from name to function or (function, weight).
+        seconds: Time limit of a call in this process; None for no limit.
 
     Raises:
-        ValueError: if there is no function, two share a name, a name is none or that of another metric, or a weight
-            is not finite.
+        ValueError: If there is no function, a name is duplicate, invalid or taken by another metric, or a weight is not
+            finite.
     """
 
     def __init__(self, rewards: RewardSource, *, seconds: float | None = SECONDS) -> None:
@@ -74,20 +75,19 @@ class Rewards:
         self.seconds = seconds
 
     def check_weights(self) -> None:
-        """Refuses rewards that all only log, of which a policy can learn nothing.
+        """Check that a reward has a non-zero weight.
 
         Raises:
-            ValueError: naming them and what to do.
+            ValueError: If all weights are 0.
         """
         if not any(self.weights.values()):
             raise ValueError(
-                f"expected a reward with another weight than 0 to train with, got {self.weights}, which only log: give "
-                "one of them a weight"
+                f"expected a reward with a non-zero weight to train with, got {self.weights}: give one of them a weight"
             )
 
     @property
     def sources(self) -> dict[str, tuple[Reward, float]]:
-        """Every function with its weight, by its name: what makes these rewards again."""
+        """Functions and weights by name; the argument that recreates these rewards."""
         return {name: (function, self.weights[name]) for name, function in self.functions.items()}
 
     def __call__(
@@ -101,19 +101,19 @@ class Rewards:
         trainer_state: TrainerState | None = None,
         started: Mapping[str, Submitted] | None = None,
     ) -> Scores:
-        """Scores every row. A row that a function of non-zero weight fails on is not scored.
+        """Score every row; a row on which a function of non-zero weight fails is not scored.
 
         Args:
-            prompts: as the data gave them.
-            completions: as text.
-            completion_ids: the tokens of each completion.
-            columns: whatever else the data holds, a value for each row.
-            dtype: of the scores.
-            trainer_state: for functions that ask how far the run is; None where nothing runs.
-            started: by :meth:`start`, for the same rows.
+            prompts: Prompts as in the data.
+            completions: Texts of the completions.
+            completion_ids: Token ids of each completion.
+            columns: Other data columns, one value per row.
+            dtype: Dtype of the scores.
+            trainer_state: State for functions that take ``trainer_state``; None without a trainer.
+            started: Result of :meth:`start` for the same rows.
 
         Raises:
-            TypeError: for a function that cannot be called like a reward.
+            TypeError: If the signature of a function is not that of a reward.
         """
         rows = _rows(prompts, completions, completion_ids, columns)
         return self._combine(self._call_all(rows, trainer_state, started), rows, dtype)
@@ -121,7 +121,7 @@ class Rewards:
     def _call_all(
         self, rows: Rows, trainer_state: TrainerState | None, started: Mapping[str, Submitted] | None
     ) -> list[RewardCall]:
-        """Calls every function: isolated ones run meanwhile, and what has to be awaited is awaited together."""
+        """Call every function; isolated and asynchronous calls run concurrently."""
         styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.functions.items()}
         if not len(rows):
             return []
@@ -143,17 +143,17 @@ class Rewards:
 
     @property
     def starts_early(self) -> bool:
-        """Whether :meth:`start` has anything to begin."""
+        """True if :meth:`start` can start a call."""
         return bool(self._early)
 
     @property
     def starts_by_row(self) -> bool:
-        """Whether :meth:`start_row` has anything to begin."""
+        """True if :meth:`start_row` can start a call."""
         return any(function.per_sample for function in self._early.values())
 
     @property
     def _early(self) -> dict[str, Isolated]:
-        """Functions whose calls need not wait for the trainer: isolated ones that do not ask how far the run is."""
+        """Isolated functions that do not take ``trainer_state``."""
         return {name: f for name, f in self.functions.items() if isinstance(f, Isolated) and f.starts_early}
 
     def start(
@@ -165,17 +165,10 @@ class Rewards:
         columns: Mapping[str, Sequence[Any]],
         begun: Sequence[Mapping[str, Task]] = (),
     ) -> dict[str, Submitted]:
-        """Begins the calls that need not wait for the trainer: isolated functions that do not ask how far the run is.
+        """Start the calls that do not need the trainer: isolated functions without ``trainer_state``.
 
-        Args:
-            prompts: as for the call.
-            completions: as for the call.
-            completion_ids: as for the call.
-            columns: as for the call.
-            begun: of each row, what :meth:`start_row` has begun; empty if nothing.
-
-        Returns:
-            What the call with the same arguments takes as ``started``.
+        Takes the rows of the call and, as ``begun``, the result of :meth:`start_row` for each row. Returns the argument
+        ``started`` of the call.
         """
         if not self._early or not prompts:
             return {}
@@ -195,23 +188,16 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> dict[str, Task]:
-        """Begins the calls that need not wait for other rows either: isolated functions that are called by sample.
+        """Start the calls that do not need other rows: isolated functions with ``per_sample``.
 
-        Args:
-            prompts: of one row.
-            completions: of one row.
-            completion_ids: of one row.
-            columns: of one row, with every column that some row has.
-
-        Returns:
-            What :meth:`start` takes as ``begun``, once it is there for all rows.
+        Takes one row, with every column that any row has. Returns an entry of the argument ``begun`` of :meth:`start`.
         """
         rows = _rows(prompts, completions, completion_ids, columns)
         by_row = {name: f for name, f in self._early.items() if f.per_sample}
         return {name: f.submit(rows, CallStyle.of(name, f, list(columns))).tasks[0][1] for name, f in by_row.items()}
 
     def close(self) -> None:
-        """Ends the processes of isolated functions."""
+        """End the processes of isolated functions."""
         for function in self.functions.values():
             if isinstance(function, Isolated):
                 function.close()
@@ -234,10 +220,10 @@ class Rewards:
 
 
 def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
-    """Function and weight under each name.
+    """Return function and weight by name.
 
     Raises:
-        ValueError: if it is none of what rewards may be, holds none, or two have one name.
+        ValueError: If the argument is of another type or empty, or two functions share a name.
     """
     if callable(rewards):
         rewards = [rewards]
@@ -263,23 +249,23 @@ def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
     if len(set(names)) < len(names):
         raise ValueError(
             f"expected reward functions with different names, got {names}: pass a mapping {{name: function}} with "
-            "names of your own"
+            "different names"
         )
     return {name: (function, 1.0) for name, function in zip(names, rewards, strict=True)}
 
 
 def check_reward_names(names: Sequence[Any]) -> None:
-    """Refuses names under which no figure can be logged, or that of another reward.
+    """Check that the names can be logged and do not collide.
 
     Raises:
-        ValueError: naming them.
+        ValueError: If a name is not a string with a letter, is reserved, or extends another name.
     """
     if bad := [name for name in names if not isinstance(name, str) or not name.strip()]:
         raise ValueError(f"expected names of rewards to be strings of at least one letter, got {bad}")
     if RESERVED & set(names):
         raise ValueError(
-            f"expected other names of rewards than {sorted(RESERVED)}, under which their sum is logged, got "
-            f"{in_words(sorted(RESERVED & set(names)))}: rename"
+            f"expected names of rewards other than {sorted(RESERVED)}, which are reserved for the sum, got "
+            f"{in_words(sorted(RESERVED & set(names)))}: rename the reward"
         )
     for name in names:
         for other in {*names, *RESERVED}:
@@ -292,7 +278,7 @@ def check_reward_names(names: Sequence[Any]) -> None:
 
 @dataclass(slots=True)
 class _Draft:
-    """A call that is being made: after each step there is a result, a failure, or something to await."""
+    """Call in progress: holds a result, a failure or an awaitable."""
 
     name: str
     function: Reward
@@ -307,7 +293,7 @@ class _Draft:
         self.notes = Notes(len(self.rows))
 
     def call(self, style: CallStyle, trainer_state: TrainerState | None, seconds: float | None) -> None:
-        """Calls the function in place."""
+        """Call the function in this process."""
         begin = time.perf_counter()
         try:
             returned = CLOCK.run(lambda: self._values(style, trainer_state), seconds)
@@ -315,33 +301,33 @@ class _Draft:
                 self.future = LOOP.submit(returned)
             else:
                 self.values = returned
-        except (KeyboardInterrupt, SIGTERMException):  # a signal, no doing of the function
+        except (KeyboardInterrupt, SIGTERMException):  # from a signal, not from the function
             raise
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
             self.fail(error)
         self.seconds = time.perf_counter() - begin
 
     def _values(self, style: CallStyle, trainer_state: TrainerState | None) -> Any:
-        """What the function returned; a generator runs here, within the limit."""
+        """Return the result of the function; a generator runs here, within the time limit."""
         own = self.rows.copy()
         returned = style.call(self.function, own, self.notes, trainer_state)
         if edited := self.rows.edits(own):
             warnings.warn(
-                f"reward {self.name} edited {', '.join(edited)} in place: nobody else sees it, because its lists are "
-                "copies, but it may score something else than what was sampled: use sorted(x), not x.sort()",
+                f"reward {self.name} edited {', '.join(edited)} in place: only its own copy changes, "
+                "but it may score other data than were sampled: use sorted(x), not x.sort()",
                 stacklevel=2,
             )
         return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
 
     def collect(self, function: Isolated, submitted: Submitted) -> None:
-        """Waits for what runs in other processes."""
+        """Wait for a call in other processes."""
         begin = time.perf_counter()
         self.values, failures = function.collect(submitted, self.notes)
         self.failures += failures
         self.seconds = time.perf_counter() - begin
 
     def take(self, returned: Any) -> None:
-        """Takes what was awaited, or why there is nothing."""
+        """Store the result or exception of an awaitable."""
         try:
             if isinstance(returned, BaseException):
                 raise returned
@@ -350,11 +336,11 @@ class _Draft:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Fails every row."""
+        """Mark every row as failed."""
         self.failures.append(Failure(tuple(range(len(self.rows))), _cause(error), _traceback(error)))
 
     def finish(self) -> RewardCall:
-        """The call, with a failure for every row whose value is not finite."""
+        """Return the record of the call, with a failure for every row whose value is not finite."""
         values = [math.nan] * len(self.rows) if self.values is None else self.values
         failures = list(self.failures)
         if self.values is not None:
@@ -363,7 +349,7 @@ class _Draft:
             bad = [row for row in bad if row not in known]
             kinds = {str(values[row]): row for row in reversed(bad)}
             failures += [
-                Failure(tuple(row for row in bad if str(values[row]) == kind), f"gave the value {kind}")
+                Failure(tuple(row for row in bad if str(values[row]) == kind), f"returned {kind}")
                 for kind in sorted(kinds, key=lambda kind: kinds[kind])
             ]
         rows, notes = self.rows, self.notes
@@ -396,7 +382,7 @@ def _rows(
 
 
 def call_alone(name: str, function: Reward, rows: Rows) -> RewardCall:
-    """One call outside of a run: nothing is logged, and there is no limit."""
+    """Return the record of one call outside of a run, without logging or time limit."""
     draft = _Draft(name, function, rows)
     draft.call(CallStyle.of(name, function, list(rows.columns)), None, None)
     _await_all([draft] if draft.future is not None else [], None)
@@ -404,13 +390,13 @@ def call_alone(name: str, function: Reward, rows: Rows) -> RewardCall:
 
 
 def return_alone(name: str, function: Reward, rows: Rows) -> Any:
-    """What a function returns outside of a run, as it is; raises what it raises, and it may edit the rows."""
+    """Return the unchecked result of a function outside of a run; it may raise or edit the rows."""
     returned = CallStyle.of(name, function, list(rows.columns)).call(function, rows, Notes(len(rows)))
     return LOOP.submit(returned).result() if inspect.isawaitable(returned) else returned
 
 
 def _await_all(drafts: Sequence[_Draft], seconds: float | None) -> None:
-    """Awaits all coroutines together, so that they take as long as the slowest."""
+    """Await all coroutines concurrently."""
     if not drafts:
         return
     begin, futures = time.perf_counter(), [draft.future for draft in drafts if draft.future is not None]
@@ -430,7 +416,7 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, TimeUpError):
         return str(error)
     if isinstance(error, RubbishError):
-        return f"returned something else than rewards: {error}"
+        return f"returned invalid rewards: {error}"
     return f"raised {error!r:.500}"
 
 
@@ -439,11 +425,11 @@ def _traceback(error: BaseException) -> str:
 
 
 def _warn_of_no_value(rows: Sequence[int], samples: Rows) -> None:
-    rows = [row for row in rows if samples.completion_ids[row]]  # where nothing was said nothing is to be judged
+    rows = [row for row in rows if samples.completion_ids[row]]  # skip empty completions
     if rows:
         others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
         warnings.warn(
-            f"reward functions gave no value for completion {samples.completions[rows[0]]!r:.1000} of prompt "
-            f"{samples.prompts[rows[0]]!r:.1000}{others}: the row gets no reward and enters no reward statistic",
+            f"no reward function applies to completion {samples.completions[rows[0]]!r:.1000} of prompt "
+            f"{samples.prompts[rows[0]]!r:.1000}{others}: the row gets no reward and is left out of reward statistics",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""TagFormat: whether a completion is made of tagged parts in order, such as thinking and then an answer."""
+"""Reward for tagged parts in order, such as reasoning and answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +10,20 @@ from lightning_rl.rewards.text import texts_of
 
 @dataclass(frozen=True, kw_only=True)
 class TagFormat:
-    """1 if a completion is ``<think> ... </think> <answer> ... </answer>`` and nothing else, else 0.
+    """Format reward: 1 if a completion is ``<think> ... </think> <answer> ... </answer>`` and nothing else, else 0.
 
-    Each tag stands there once, in order, with only whitespace before, between and after the parts; a part that is empty
-    or whitespace does not count.
+    Each tag occurs once, in order, with only whitespace before, between and after the parts. An empty part does not
+    count.
 
     Source: the format reward of DeepSeek-AI 2025 (DeepSeek-R1), arXiv:2501.12948, section 2.2.2.
 
     Args:
-        tags: names of the parts, in their order.
-        prefix: what the prompt has already written of the response, such as ``"<think>"`` where a chat template opens
-            it: it is put before each completion.
-        partial: whether a completion that is not in this form gets the share of its tags, opening and closing ones,
-            that stand there once.
+        tags: Names of the parts, in order.
+        prefix: Text prepended to each completion, such as ``"<think>"`` if the chat template already opens it.
+        partial: Score a completion in another form by the share of its opening and closing tags that occur once.
 
     Raises:
-        ValueError: if there are no tags, one of them stands twice, or is no name.
+        ValueError: If there are no tags, a tag occurs twice, or a tag is not a name.
 
     Example:
         >>> TagFormat()(["?"] * 2, ["<think>a</think><answer>b</answer>", "b"])
@@ -37,7 +35,7 @@ class TagFormat:
     partial: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the options."""
+        """Check the options."""
         check_texts(tags=self.tags)
         check_bools(partial=self.partial)
         if not isinstance(self.prefix, str):
@@ -48,7 +46,7 @@ class TagFormat:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:
-        """A value for each completion, by the contract of rewards."""
+        """Return one value per completion."""
         return [self._score(self.prefix + text) for text in texts_of(completions)]
 
     def _score(self, text: str) -> float:
@@ -59,7 +57,7 @@ class TagFormat:
         return sum(once) / len(marks) if self.partial else 0.0
 
     def _in_order(self, text: str, marks: Sequence[str]) -> bool:
-        """Whether parts with something in them alternate with nothing but whitespace, from end to end."""
+        """Return True if the text is an alternation of the tags, non-empty parts and whitespace."""
         pieces: list[str] = []
         for mark in marks:
             before, present, text = text.partition(mark)

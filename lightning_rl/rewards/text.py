@@ -1,4 +1,4 @@
-"""What rewards read: the text of a completion, a column of the data, and where a text states its answer."""
+"""Inputs of rewards: the text of a completion, a column of the data, and the answer in a text."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,22 +9,22 @@ from lightning_rl.arguments import check_rows
 from lightning_rl.naming import REWARD_ARGUMENTS
 
 MARKERS = ("####", r"\boxed{", "answer is", "answer:")
-SPAN = 200  # characters after a marker that may hold the answer
+SPAN = 200  # maximum length of an answer after a marker
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, which is a string, or chat messages if the prompt is.
+    """Return the text of a completion, which is a string or chat messages.
 
-    Several messages are joined by newlines, of the assistant's alone; a content of parts by its text parts.
+    Joins the assistant's messages by newlines, and the text parts of a message.
 
     Args:
-        completion: as rewards are given it.
+        completion: Completion as passed to rewards.
 
     Returns:
-        What the policy wrote.
+        Text that the policy generated.
 
     Raises:
-        ValueError: if it is neither, such as token ids.
+        ValueError: If it is neither, such as token ids.
 
     Example:
         >>> text_of("42"), text_of([{"role": "assistant", "content": "42"}])
@@ -43,7 +43,7 @@ def _content_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if content is None:  # a message that only calls tools
+    if content is None:  # a message with tool calls only
         return ""
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
         return "".join(str(part.get("text", "")) for part in content)
@@ -55,34 +55,33 @@ def _is_ids(completion: Any) -> bool:
 
 
 def texts_of(completions: Sequence[Any]) -> list[str]:
-    """The text of each completion.
+    """Return the text of each completion.
 
     Raises:
-        ValueError: if one is neither text nor chat messages, or they are no list, such as one text alone.
+        ValueError: If a completion is neither text nor chat messages, or the argument is not a list.
     """
     check_rows(len(completions), completions=completions)
     return [text_of(completion) for completion in completions]
 
 
 def column_of(columns: Mapping[str, Any], name: str, rows: int, *, option: str, reward: object) -> Sequence[Any]:
-    """A column of the data.
+    """Return a column of the data.
 
     Args:
-        columns: what a reward is given by keyword.
-        name: of the column.
-        rows: that there are.
-        option: of the reward that names it.
-        reward: that reads it.
+        columns: Keyword arguments of a reward.
+        name: Name of the column.
+        rows: Number of rows.
+        option: Option of the reward that names the column.
+        reward: Reward that reads the column.
 
     Raises:
-        ValueError: if there is none of that name, where the message says which there are, or if it does not hold a
-            value for each row.
+        ValueError: If the column is missing or does not have one value per row.
     """
     if name not in columns:
         present = sorted(columns.keys() - set(REWARD_ARGUMENTS))
         raise ValueError(
             f"expected a column {name!r} for {type(reward).__name__}({option}={name!r}), got the columns {present}: "
-            f"add it to the data, or name another one by {option}="
+            f"add it to the data, or name another column with {option}="
         )
     check_rows(rows, **{name: columns[name]})
     return columns[name]
@@ -91,10 +90,10 @@ def column_of(columns: Mapping[str, Any], name: str, rows: int, *, option: str, 
 def ids_of(
     completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], *, reward: object
 ) -> Sequence[Sequence[int]]:
-    """The token ids of the completions.
+    """Return the token ids of the completions.
 
     Raises:
-        ValueError: if there are not as many as completions, such as none at all.
+        ValueError: If their number is not that of the completions.
     """
     if len(completion_ids) != len(completions):
         raise ValueError(
@@ -105,17 +104,17 @@ def ids_of(
 
 
 def answer_spans(text: str, markers: Sequence[str] = MARKERS) -> Iterator[str]:
-    r"""Where a text states its answer, from the last such place to the first.
+    """Yield the texts in which an answer is stated, from the last to the first.
 
-    A place begins behind a marker, in upper or lower case, and ends with its line, at the next marker, or after 200
-    characters; a marker that opens a brace ends with the brace.
+    A span begins after a marker (case-insensitive) and ends with its line, at the next marker, or after 200 characters;
+    a marker that opens a brace ends with the brace.
 
     Args:
-        text: of a completion.
-        markers: what stands before an answer.
+        text: Text of a completion.
+        markers: Strings that precede an answer.
 
     Yields:
-        The text of a place.
+        Text of a span.
 
     Example:
         >>> list(answer_spans(r"The answer is 4. #### 5"))
@@ -129,7 +128,7 @@ def answer_spans(text: str, markers: Sequence[str] = MARKERS) -> Iterator[str]:
 
 
 def _brace_content(span: str) -> str:
-    """What stands before the brace that closes the one before the span; all of it if none does."""
+    """Return the text up to the brace that closes the one before the span, else the whole span."""
     depth = 1
     for place, letter in enumerate(span):
         depth += (letter == "{") - (letter == "}")

@@ -1,4 +1,4 @@
-"""Values: what a reward function returned as one number or None for each row, or the reason why it is none."""
+"""Conversion of the result of a reward function to one number or None per row."""
 
 import math
 from collections.abc import Iterable, Mapping, Set
@@ -13,18 +13,18 @@ PLAIN = frozenset({float, bool, type(None)})
 
 
 class RubbishError(ValueError):
-    """A reward function returned something else than one number or None for each completion."""
+    """Result of a reward function that is not one number or None per completion."""
 
 
 def values_of(returned: Any, number: int) -> list[float | None]:
-    """One value for each of ``number`` rows; not finite where the function said so.
+    """Return one value for each of ``number`` rows; values that are not finite are kept.
 
     Args:
-        returned: a list, tuple, tensor, array or other iterable with a number or None for each row.
-        number: of rows.
+        returned: List, tuple, tensor, array or other iterable with a number or None per row.
+        number: Number of rows.
 
     Raises:
-        RubbishError: if it is anything else; the message says what was returned and what is expected.
+        RubbishError: If it is anything else.
 
     Example:
         >>> values_of((True, None, 0.5), 3)
@@ -59,7 +59,7 @@ def _is_number(item: Any) -> bool:
 def _float(item: Any) -> float:
     try:
         return float(item)
-    except OverflowError:  # a whole number beyond every float
+    except OverflowError:  # an integer too large for a float
         return math.inf
 
 

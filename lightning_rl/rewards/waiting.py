@@ -1,7 +1,7 @@
-"""Waiting: coroutines of reward functions, all at once, in one event loop that lives as long as the process.
+"""Event loop for the coroutines of reward functions; one per process, in a separate thread.
 
-One loop, and not one for each rollout, because clients keep connections that belong to the loop they were opened in. It
-runs in a thread of its own, so that a caller's loop, such as a notebook's, does not matter.
+Clients keep connections that belong to their loop, so the loop outlives a rollout. The thread keeps it independent of
+the caller's loop, such as a notebook's.
 """
 
 import asyncio
@@ -13,26 +13,26 @@ from typing import Any
 
 from lightning_rl.rewards.limit import TimeUpError
 
-GRACE = 1.0  # seconds that a cancelled coroutine has to give up
+GRACE = 1.0  # seconds for a cancelled coroutine to end
 
 
 class Loop:
-    """An event loop in a thread of its own."""
+    """Event loop in a separate thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, awaitable: Awaitable[Any]) -> "Future[Any]":
-        """Starts to await something."""
+        """Schedule an awaitable and return its future."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(_await(awaitable), self._loop)
 
     def collect(self, futures: "Sequence[Future[Any]]", seconds: float | None) -> list[Any]:
-        """What each came to: its result, or the exception that it raised; a TimeoutError if it took too long.
+        """Return the result or exception of each future; a TimeoutError for a time-out.
 
-        A coroutine that blocks the loop instead of awaiting costs the others too, and the next ones get another loop.
+        A coroutine that blocks the loop also fails the others, and later calls get a new loop.
         """
         end = None if seconds is None else time.monotonic() + seconds
         outcomes = [_outcome(future, None if end is None else max(end - time.monotonic(), 0.0)) for future in futures]
@@ -55,7 +55,7 @@ LOOP = Loop()
 
 
 class ExitError(RuntimeError):
-    """A coroutine raised what ends a program, such as SystemExit, and would have ended the loop with it."""
+    """A coroutine raised SystemExit or KeyboardInterrupt, which would end the loop."""
 
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
@@ -68,7 +68,7 @@ async def _await(awaitable: Awaitable[Any]) -> Any:
 def _outcome(future: "Future[Any]", seconds: float | None) -> Any:
     try:
         return future.result(seconds)
-    except (KeyboardInterrupt, SystemExit, TimeUpError):  # of this thread
+    except (KeyboardInterrupt, SystemExit, TimeUpError):  # raised in this thread
         raise
     except BaseException as error:  # noqa: BLE001  the boundary to foreign code
         return error

@@ -1,7 +1,7 @@
-"""Worker: the program that calls one reward function in a process of its own, and the guard that ends it.
+"""Program that calls one reward function in a separate process, with a guard process that ends it.
 
-It is run as a script and imports nothing of this library, so that a worker starts in a moment. The guard is a process
-that does nothing but wait: it kills the worker, with all that the worker started, when the trainer says so or is gone.
+It runs as a script and imports nothing of this library, so that it starts fast. The guard kills the worker and its
+descendants when the trainer asks for it or exits.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ DEATH_SIGNAL, SUBREAPER = 1, 36  # of prctl
 
 
 class Notes:
-    """What a call notes beside its values, to be checked where it arrives."""
+    """Extras and metrics that a call logs; the trainer checks them."""
 
     def __init__(self) -> None:
         self.extras: list[tuple[str, list[Any]]] = []
         self.metrics: list[tuple[str, float]] = []
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Keeps a column."""
+        """Store a column."""
         self.extras.append((str(column), list(values)))
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Keeps a number."""
+        """Store a number."""
         self.metrics.append((str(name), float(value)))
 
 
 def main() -> None:
-    """Forks into worker and guard; the descriptors of task pipe and life line are the arguments."""
+    """Fork into worker and guard; ``argv`` holds the descriptors of the task pipe and the life line."""
     tasks, life = int(sys.argv[1]), int(sys.argv[2])
     if (code := split(life, [tasks])) is not None:
         os._exit(code)
@@ -50,11 +50,11 @@ def main() -> None:
 
 
 class Log:
-    """What a worker prints: the first and the last of it.
+    """Beginning and end of a worker's output.
 
     Args:
-        descriptor: to read from.
-        size: bytes that are kept of the beginning, and as many of the end.
+        descriptor: Descriptor to read from.
+        size: Number of bytes kept of the beginning and of the end.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -63,11 +63,11 @@ class Log:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew, whatever has been printed."""
+        """Clear the log."""
         self._first, self._last, self._omitted = b"", b"", 0
 
     def read(self) -> bool:
-        """Takes what is there; whether there was more than a pipe holds, from somebody who prints on and on."""
+        """Read the available output; return True if there was more than a pipe holds."""
         for _ in range(4):
             try:
                 part = os.read(self.descriptor, 65536)
@@ -83,21 +83,22 @@ class Log:
         return True
 
     def text(self) -> str:
-        """What is kept, and how much is not."""
+        """Return the kept output, with the number of bytes left out."""
         gap = f"\n[{self._omitted} bytes left out]\n" if self._omitted else ""
         return self._first.decode(errors="replace") + gap + self._last.decode(errors="replace")
 
 
 def split(life: int, others: Sequence[int], log: Log | None = None) -> int | None:
-    """Forks into a worker, which goes on, and its guard, which returns when nothing of the worker is left.
+    """Fork into a worker, which continues, and its guard, which returns after the worker and its descendants end.
 
     Args:
-        life: line to the trainer: the worker ends when its other end is closed.
-        others: descriptors that are the worker's alone.
-        log: what the worker prints, for the guard to read; a byte on the life line clears it and is answered by one.
+        life: Socket to the trainer: the worker is killed when the other end is closed.
+        others: Descriptors that only the worker keeps.
+        log: Output of the worker, read by the guard; a byte on the life line clears it, and the guard replies with a
+            byte.
 
     Returns:
-        None in the worker; in the guard its exit status, 128 and the number of the signal that ended it.
+        None in the worker; in the guard the exit status, 128 plus the signal number if a signal ended the worker.
     """
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -116,14 +117,14 @@ def split(life: int, others: Sequence[int], log: Log | None = None) -> int | Non
     for descriptor in (life, ended, wake, *([] if log is None else [log.descriptor])):
         os.close(descriptor)
     os.setpgid(0, 0)
-    _control(DEATH_SIGNAL, signal.SIGKILL)  # should anybody kill the guard
+    _control(DEATH_SIGNAL, signal.SIGKILL)  # if the guard is killed
     if os.getppid() != guard_pid:
         os._exit(1)
     return None
 
 
 def guard(worker: int, life: int, ended: int, log: Log | None = None) -> int:
-    """Waits for the worker to end or for the trainer to let go of the life line, and leaves nothing behind."""
+    """Wait until the worker ends or the trainer closes the life line, then kill the descendants."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     codes: dict[int, int] = {}
@@ -131,13 +132,13 @@ def guard(worker: int, life: int, ended: int, log: Log | None = None) -> int:
         prints = [log.descriptor] if log is not None and log.open else []
         ready = select.select([life, ended, *prints], [], [])[0]
         if log is not None and prints and log.read():
-            time.sleep(0.1)  # a worker that floods waits, and leaves the machine to others
+            time.sleep(0.1)  # throttle a worker that floods its output
         if life in ready:
             if not _read(life):
                 break
             if log is not None:
                 log.forget()
-                with contextlib.suppress(OSError):  # the trainer is gone: the next read says so
+                with contextlib.suppress(OSError):  # if the trainer is gone, the next read returns nothing
                     os.write(life, b"\0")
         if ended in ready:
             _read(ended)
@@ -146,7 +147,7 @@ def guard(worker: int, life: int, ended: int, log: Log | None = None) -> int:
 
 
 def reap() -> dict[int, int]:
-    """How children ended that have done so; among them whoever was left by a parent of its own."""
+    """Return the exit codes of ended children, adopted orphans included."""
     codes: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -155,7 +156,7 @@ def reap() -> dict[int, int]:
 
 
 def end(worker: int, codes: dict[int, int], log: Log | None) -> int:
-    """Kills a worker with all that it started, also what has left its group; how the worker ended."""
+    """Kill a worker and all its descendants, also outside of its process group; return its exit status."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     while worker not in codes or children():
@@ -171,7 +172,7 @@ def end(worker: int, codes: dict[int, int], log: Log | None) -> int:
 
 
 def children() -> list[int]:
-    """Processes whose parent this one is, where the system tells; orphans are the nearest guard's."""
+    """Return the process ids of the children, adopted orphans included; an empty list if unsupported."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:  # noqa: PTH123  the guard imports little
             return [int(pid) for pid in file.read().split()]
@@ -180,12 +181,12 @@ def children() -> list[int]:
 
 
 def adopt_orphans() -> None:
-    """Has Linux make orphans among the descendants of this process its children."""
+    """Make this process the parent of orphaned descendants (Linux)."""
     _control(SUBREAPER, 1)
 
 
 def _read(descriptor: int) -> bytes:
-    """What is there; nothing if the other end is closed."""
+    """Return the available bytes; empty if the other end is closed."""
     try:
         return os.read(descriptor, 65536)
     except OSError:
@@ -193,14 +194,14 @@ def _read(descriptor: int) -> bytes:
 
 
 def _control(option: int, value: int) -> None:
-    """Asks Linux for something about this process."""
+    """Call ``prctl`` on Linux."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def serve(connection: Connection) -> None:
-    """Loads the function that comes first, then calls it with whatever comes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's
+    """Load the function from the first message, then call it with each further message."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         function = start(connection)
         while True:
@@ -208,7 +209,7 @@ def serve(connection: Connection) -> None:
 
 
 def start(connection: Connection) -> Any:
-    """Makes the process like the trainer's, as far as a function can tell, and loads the function."""
+    """Set the import path and memory limit of the trainer, then load the function."""
     setup = connection.recv()
     sys.path[:] = setup["path"]
     if setup["memory"] is not None:
@@ -223,7 +224,7 @@ def start(connection: Connection) -> Any:
 
 
 def answer(function: Any, task: bytes) -> bytes:
-    """What a call returned and noted, or the exception that it raised with its traceback."""
+    """Return the pickled result and notes of a call, or its exception with traceback."""
     notes = Notes()
     try:
         arguments, keywords, extras, rows = cloudpickle.loads(task)
@@ -240,7 +241,7 @@ def answer(function: Any, task: bytes) -> bytes:
 
 
 async def wait_for(awaitable: Any) -> Any:
-    """Awaits anything."""
+    """Await any awaitable."""
     return await awaitable
 
 

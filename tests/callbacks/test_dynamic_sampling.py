@@ -100,7 +100,7 @@ def test_a_group_that_no_reward_applies_to_is_replaced() -> None:
         known = uneven_for(3)(prompts, completions, **given)
         return [None if prompt[0] == 2 else value for prompt, value in zip(prompts, known, strict=True)]
 
-    with pytest.warns(UserWarning, match="gave no value"):
+    with pytest.warns(UserWarning, match="no reward function applies"):
         rollout, counts, _ = drawn(1, DynamicSampling(), reward=sometimes)
     assert rollout.groups.tolist() == [1] * G and counts["groups/filtered"] == 1.0
 

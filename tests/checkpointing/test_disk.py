@@ -74,7 +74,7 @@ def test_a_full_disk_ends_the_run_and_the_message_names_the_last_checkpoint_whic
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", FullDisk(torch.save, 3))
         with pytest.raises(
-            CheckpointError, match=r"No space left on device.*the last whole checkpoint is .*step=2.ckpt"
+            CheckpointError, match=r"No space left on device.*the last complete checkpoint is .*step=2.ckpt"
         ):
             run(tmp_path / "full")
     assert [path.name for path in sorted((tmp_path / "full").iterdir())] == ["step=1.ckpt", "step=2.ckpt"], "no parts"
@@ -87,7 +87,7 @@ def test_a_full_disk_lets_the_run_go_on_if_that_is_wanted_and_keeps_the_last_che
 ) -> None:
     whole = run(tmp_path / "whole")
     monkeypatch.setattr(torch, "save", FullDisk(torch.save, 3))
-    with pytest.warns(UserWarning, match="the run goes on without"):
+    with pytest.warns(UserWarning, match="the run continues without"):
         module = run(tmp_path / "full", top=1, checkpoint_errors="warn")
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(module).items())
     newest = latest_checkpoint(tmp_path / "full")
@@ -141,7 +141,7 @@ def test_a_folder_where_another_process_writes_is_refused(tmp_path: Path) -> Non
         try:
             assert other.stdout is not None and other.stdout.readline() == "there\n"
             assert json.loads((tmp_path / LOCK).read_text())["run"] == "0123abcd"
-            with pytest.raises(ValueError, match=r"where another run is writing .*0123abcd"):
+            with pytest.raises(ValueError, match=r"where another run writes .*0123abcd"):
                 run(tmp_path)
         finally:
             other.kill()
@@ -149,7 +149,7 @@ def test_a_folder_where_another_process_writes_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_before_the_first_step() -> None:
-    with pytest.raises(ValueError, match="expected a folder for checkpoints that can be written to, got /proc/check"):
+    with pytest.raises(ValueError, match="expected a writable folder for checkpoints, got /proc/check"):
         run(Path("/proc/checkpoints"))
 
 
@@ -166,7 +166,9 @@ def test_what_a_dying_run_left_is_cleared_away_and_what_it_was_replacing_put_bac
 def test_a_recorder_that_cannot_write_says_so_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "recorded").write_text("in the way")
     module = tiny_module()
-    with pytest.warns(UserWarning, match=r"expected to write a recording of rollout \d to .*, got .*; the run goes on"):
+    with pytest.warns(
+        UserWarning, match=r"expected to write a recording of rollout \d to .*, got .*; the run continues"
+    ):
         trainer = fit(module, callbacks=[RolloutRecorder(tmp_path / "recorded")], max_steps=3)
     assert trainer.global_step == 3 and isinstance(module, RLLightningModule)
 
@@ -176,11 +178,11 @@ def test_a_recorder_that_cannot_write_says_so_and_training_goes_on(tmp_path: Pat
     [
         (
             lambda path: path.write_text("mine"),
-            "got a file in the place of its folder: there is no earlier checkpoint; put",
+            "got a file instead of its folder: there is no earlier checkpoint; put",
         ),
         (
             lambda path: path.symlink_to(path / ".." / "gone"),
-            "got a link to nowhere in the place of its folder: there is",
+            "got a broken link instead of its folder: there is",
         ),
     ],
     ids=["file", "link"],
@@ -213,7 +215,7 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
         fit(tiny_module(minibatches=2), ckpt_path=tmp_path / "weights.ckpt", default_root_dir=tmp_path)
     for path in tmp_path.glob("whole*"):
         path.unlink()
-    with pytest.raises(ValueError, match=r"can go on from in .*, got weights alone \(weights\.ckpt\): save with"):
+    with pytest.raises(ValueError, match=r"to resume from in .*, got weights only \(weights\.ckpt\): save with"):
         latest_checkpoint(tmp_path)
 
 
@@ -232,6 +234,6 @@ def test_the_newest_checkpoint_of_a_folder_is_no_pipe_and_no_link_to_nowhere(tmp
     AtomicCheckpointIO().save_checkpoint({"global_step": 3}, tmp_path / "good.ckpt")
     assert latest_checkpoint(tmp_path) == tmp_path / "good.ckpt"
     with pytest.raises(
-        ValueError, match=r"expected a folder of checkpoints, got the file .*good\.ckpt: pass the folder"
+        ValueError, match=r"expected a folder of checkpoints, got the file .*good\.ckpt: pass its folder"
     ):
         latest_checkpoint(tmp_path / "good.ckpt")

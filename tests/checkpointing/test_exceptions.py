@@ -210,7 +210,7 @@ def test_an_error_inside_the_optimizer_step_saves_nothing_and_says_so(tmp_path: 
     with pytest.raises(SomeError, match="half a step") as raised:
         run(tmp_path, optimizer=lambda groups: Half(groups, lr=1e-2))
     note = (
-        "no interrupted.ckpt was written: the error came in the middle of an optimizer step; go on from the last check"
+        "no interrupted.ckpt was written: the error came in the middle of an optimizer step; resume from the last check"
     )
     assert raised.value.__notes__[-1].startswith(note)
     assert not (tmp_path / INTERRUPTED).exists()

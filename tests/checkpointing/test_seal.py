@@ -91,8 +91,8 @@ def test_any_flip_in_a_checkpoint_is_refused_by_a_resume_and_by_whoever_loads_it
     ("damage", "message"),
     [
         (lambda path: path.write_bytes(b""), "got the empty file"),
-        (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "is cut off or was written by"),
-        (lambda path: path.write_text("no checkpoint"), "is cut off or was written by something else"),
+        (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "is truncated or not"),
+        (lambda path: path.write_text("no checkpoint"), "is truncated or not a checkpoint"),
         (lambda path: torch.save([1, 2], path), "expected a checkpoint of an RLLightningModule"),
     ],
     ids=["empty", "truncated", "text", "foreign"],
@@ -119,10 +119,10 @@ def test_what_is_no_checkpoint_at_all_gives_one_sentence_that_says_what_it_is(tm
         pass
     shutil.copy(tmp_path / "end.ckpt", tmp_path / "run" / "a.ckpt")
     for name, message in {
-        "folder": r"expected a checkpoint, got the folder .*folder, which is none: resume from another checkpoint",
-        "run": r"expected a checkpoint, got the folder .*run, which is none: pass one of a\.ckpt in it",
+        "folder": r"expected a checkpoint, got the folder .*folder: resume from another checkpoint",
+        "run": r"expected a checkpoint, got the folder .*run: pass one of a\.ckpt in it",
         "pipe.ckpt": r"expected a checkpoint, got .*pipe\.ckpt, which is a pipe or a device: resume from another",
-        "end.ckpt": r"expected a checkpoint, got .*end\.ckpt, an archive without one in it: resume from another",
+        "end.ckpt": r"expected a checkpoint, got .*end\.ckpt, an archive without a checkpoint: resume from another",
     }.items():
         with pytest.raises(ValueError, match=message) as refused:
             fit(tiny_module(), ckpt_path=tmp_path / name)
@@ -157,5 +157,5 @@ def test_a_folder_is_sealed_by_a_list_that_covers_itself(tmp_path: Path) -> None
                 check_seal(folder)
             (folder / file).write_bytes(whole)
     (folder / "one").unlink()
-    with pytest.raises(ValueError, match=r"expected a whole checkpoint, got .* without one"):
+    with pytest.raises(ValueError, match=r"expected a complete checkpoint, got .* without one"):
         check_seal(folder)

@@ -107,7 +107,7 @@ def test_sigterm_before_the_first_step_ends_the_run_at_once_and_says_that_nothin
     with pytest.raises(SIGTERMException) as ended:
         fit(tiny_module(), callbacks=[SendsIn(hook)], data=tiny_prompts(validation=[[2, 3]]), default_root_dir=tmp_path)
     assert ended.value.code == 143 and not (tmp_path / INTERRUPTED).exists()
-    assert "SIGTERM came before the first optimizer step of this fit: earlier checkpoints are kept" in caplog.messages
+    assert "SIGTERM ended this fit before its first optimizer step: earlier checkpoints are kept" in caplog.messages
     assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
 
 
@@ -129,7 +129,7 @@ def test_sigterm_after_the_last_step_ends_the_run_with_its_status_and_a_checkpoi
         run(tmp_path, kind(hook), enable_checkpointing=kind is LastSendsIn)
     path = tmp_path / INTERRUPTED
     assert ended.value.code == 143 and torch.load(path, weights_only=True)["global_step"] == 16
-    assert f"after optimizer step 16: go on with ckpt_path={str(path)!r}" in caplog.text
+    assert f"after optimizer step 16: resume with ckpt_path={str(path)!r}" in caplog.text
     assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
     whole, _ = run(tmp_path / "whole", max_epochs=2)
     resumed, _ = run(tmp_path, max_epochs=2, ckpt_path=path)

@@ -31,7 +31,7 @@ def test_an_evaluation_says_what_it_measures() -> None:
         ({"correct": float("nan")}, "expected correct .*got nan"),
         ({"correct": "1"}, "expected correct .*got '1'"),
         ({"save": "yes"}, "expected save to be True or False, got 'yes'"),
-        ({"rewards": {"task": parity_reward}}, "expected other names of rewards"),
+        ({"rewards": {"task": parity_reward}}, "expected names of rewards other than"),
         ({"answer": "answer"}, "expected answer to be a function of a text, got 'answer'"),
         ({"stages": ("fit",)}, r"expected stages among \('val', 'test'\), got \('fit',\)"),
         ({"sampling": 0.6}, r"expected sampling to be a Sampling, such as Sampling\(temperature=0.6\), got 0.6"),

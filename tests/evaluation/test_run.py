@@ -125,7 +125,7 @@ def test_rewards_of_an_evaluation_are_its_own_and_missing_ones_count_nowhere() -
 
     module = scripted_module(several(rewards={"half": half}, correct=0.5, answer=None))
     unmeasured = r"got NaN for val/several/pass@4, val/several/avg@4: too few samples"
-    with pytest.warns(UserWarning, match="gave no value"), pytest.warns(UserWarning, match=unmeasured):
+    with pytest.warns(UserWarning, match="no reward function applies"), pytest.warns(UserWarning, match=unmeasured):
         (figures,) = quiet_trainer().validate(module, verbose=False)
     assert figures["val/several/reward/half"] == 0.5 and figures["val/several/reward/missing"] == pytest.approx(9 / 12)
     assert figures["val/several/pass@1"] == 1.0 and math.isnan(figures["val/several/pass@4"])

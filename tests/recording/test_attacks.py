@@ -142,14 +142,14 @@ def test_what_a_correction_keeps_for_other_stages_stays_a_name(folder: Path, tra
     [
         (made(GSPO, clip_low="0.1"), "expected clip_low"),
         (made(GSPO, clip_low={"$number": "nan"}), "expected clip_low"),
-        (made(GSPO, __class__=1), "expected fields of .*GSPO alone, got '__class__'"),
-        (made(GSPO, prepare=named("os:system")), "expected fields of .*GSPO alone, got 'prepare'"),
-        (made("lightning_rl.signal.reductions:SequenceSumNorm", length="9"), "expected fields of .*SequenceSumNorm"),
+        (made(GSPO, __class__=1), "expected only fields of .*GSPO, got '__class__'"),
+        (made(GSPO, prepare=named("os:system")), "expected only fields of .*GSPO, got 'prepare'"),
+        (made("lightning_rl.signal.reductions:SequenceSumNorm", length="9"), "expected valid fields of .*SumNorm"),
         (made("lightning_rl.callbacks.opsm:OPSM", delta=-1), "expected delta > 0"),
         (made("lightning_rl.callbacks.opsm:OPSM", sequence_mask=named("trap:left")), "got 'sequence_mask'"),
         (made("lightning_rl.callbacks.opsm:OPSM", contributes=[]), "got 'contributes'"),
         (made("lightning_rl.losses.base:PolicyLoss"), "abstract"),
-        ({"$object": GSPO, "state": []}, "expected the fields of .*GSPO by their names"),
+        ({"$object": GSPO, "state": []}, "expected a mapping of the fields of .*GSPO"),
         ({"$object": GSPO}, r"expected \$object state in a recording"),
         ({"$number": "1e5"}, r"expected \$number nan, inf or -inf"),
         ({"$number": "1", "$name": "os:system"}, "expected"),
@@ -177,8 +177,8 @@ HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
     "a billion threads": (lambda h: h.update(threads=10**9), "threads <= 4096"),
     "no thread": (lambda h: h.update(threads=0), "threads to be a whole number above 0"),
     "packing that is none": (lambda h: h["options"].update(packing=named("os:system")), "packing to be True or False"),
-    "a row beyond": (lambda h: h["plan"][0].append([10**6]), "a plan of other rows"),
-    "a row twice": (lambda h: h["plan"][0].append(h["plan"][0][0]), "a plan of other rows"),
+    "a row beyond": (lambda h: h["plan"][0].append([10**6]), "a plan that does not name each"),
+    "a row twice": (lambda h: h["plan"][0].append(h["plan"][0][0]), "a plan that does not name each"),
     "a negative row": (lambda h: h["plan"][0].append([-1]), "row to be a whole number of at least 0"),
     "a row that is a text": (lambda h: h["plan"][0].append(["0"]), "row to be a whole number"),
     "no plan": (lambda h: h.update(plan=[]), "steps without a plan"),
@@ -196,7 +196,7 @@ HEADERS: dict[str, tuple[Callable[[Header], object], str]] = {
         "a NoneType as loss/total",
     ),
     "a rollout beyond any": (lambda h: h.update(rollout=10**300), "rollout <= 9.0"),
-    "a version that is none": (lambda h: h["versions"].update(torch=3), "a int where a name belongs"),
+    "a version that is none": (lambda h: h["versions"].update(torch=3), "a int instead of a name"),
 }
 
 
@@ -213,13 +213,13 @@ def test_a_header_that_nobody_wrote_is_refused(attack: str, folder: Path, trap: 
     [
         ("", "Expecting value"),
         ("[1]", "expected a recording of format 2, got 'a list'"),
-        ("[" * 100_000, "lists within lists without end"),
-        ('{"format": 2, "scale": NaN}', "NaN, which is no JSON"),
-        ('{"format": 2, "scale": -Infinity}', "-Infinity, which is no JSON"),
+        ("[" * 100_000, "too deeply nested lists"),
+        ('{"format": 2, "scale": NaN}', "NaN, which is not JSON"),
+        ('{"format": 2, "scale": -Infinity}', "-Infinity, which is not JSON"),
         ('{"format": 2, "scale": 1e999}', "the number 1e999, which is too large"),
         ('{"format": 2, "rollout": ' + "9" * 5000 + "}", "expected the JSON"),
         ('{"format": 2, "rollout": ' + "9" * 400 + "}", "expected the JSON .* the number 9{40}, which is too large"),
-        ('{"format": 2, "rollout": 1, "rollout": 2}', "a name twice"),
+        ('{"format": 2, "rollout": 1, "rollout": 2}', "a duplicate name"),
         ("\x00\x01", "expected the JSON"),
     ],
 )
@@ -352,7 +352,7 @@ def test_a_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path) 
 def test_a_pipe_is_not_waited_for(folder: Path) -> None:
     (folder / f"{STEM}.json").unlink()
     os.mkfifo(folder / f"{STEM}.json")
-    with pytest.raises(ValueError, match="which is no file"):
+    with pytest.raises(ValueError, match="which is not a file"):
         Recording.load(folder / f"{STEM}.json")
 
 

@@ -346,8 +346,8 @@ UNUSABLE = {
     "binary": (b"\x89PNG\xff\x00\xfe", "can't decode byte 0x89"),
     "empty": (b"", "got an empty file"),
     "another table": (b"name,reward\na,1.0\n", "expected a table with a column step, got 'name,reward"),
-    "no figure": (b"step,reward/task\n0,abc\n1,nan\n", "expected a row with a step and a figure, got none in 2 rows"),
-    "no row": (b"step,reward/task\n", "expected a row with a step and a figure, got none in 0 rows"),
+    "no figure": (b"step,reward/task\n0,abc\n1,nan\n", "expected a row with a step and a metric, got none in 2 rows"),
+    "no row": (b"step,reward/task\n", "expected a row with a step and a metric, got none in 0 rows"),
     "a step of letters": (b"step,reward/task\nx,1.0\n", "expected a whole number as step in line 2, got 'x'"),
     "an endless cell": (b'step,reward/task\n0,"' + b"1" * 200_000, "field larger than field limit"),
 }
@@ -368,7 +368,7 @@ def test_a_table_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path: Path,
         ("metrics.jsonl", b"", "got an empty file"),
         ("metrics.jsonl", b'{"reward/task": 1.0}\n', "expected a whole number as step in line 1, got None"),
         ("metrics.jsonl", b'no\n{"step": 1}\n', "expected JSON in line 1, got 'no'"),
-        ("metrics.jsonl", b"no", "expected a row with a step and a figure, got 'no'"),
+        ("metrics.jsonl", b"no", "expected a row with a step and a metric, got 'no'"),
         ("hparams.yaml", b"text", "expected names with values, got 'text'"),
         ("run.json", b"\xff", "can't decode byte 0xff"),
         ("findings.jsonl", b'{"check": "seeds"}\n', "expected an entry 'rollout'"),
@@ -405,7 +405,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError("no space left on device")
 
     monkeypatch.setattr("lightning_rl.reporting.run_report.write_report", refuse)
-    with pytest.warns(UserWarning, match="expected to write the report .* no space left on device; the run goes on"):
+    with pytest.warns(UserWarning, match="expected to write the report .* no space left on device; the run continues"):
         fit(tiny_module(**OPTIONS), callbacks=[RunReport(1)], data=tiny_prompts(4, 4), default_root_dir=tmp_path)
 
 

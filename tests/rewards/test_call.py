@@ -205,7 +205,9 @@ def test_what_a_function_names_goes_by_keyword_and_what_has_a_default_may_lack()
 def test_a_missing_column_ends_the_run_at_once_and_fails_no_row() -> None:
     rows = [{"prompt": "a b", "answer": letter} for letter in "abcdefgh"]
     module = tiny_module(rewards=accuracy, tokenizer=tiny_tokenizer())
-    with pytest.raises(TypeError, match=r'columns \[\'answer\'\], got accuracy.*needs "solution": name what there is'):
+    with pytest.raises(
+        TypeError, match=r'columns \[\'answer\'\], got accuracy.*needs "solution": use the names of columns'
+    ):
         fit(module, data=PromptDataModule(rows, 4))
 
 

@@ -68,7 +68,7 @@ def test_another_column_and_what_is_no_test() -> None:
         ValueError, match=r"expected a column 'tests' for CodeTests\(tests='tests'\), got the columns \['cases'\]"
     ):
         reward()([""], [DOUBLE], cases=[CASES])
-    with pytest.warns(UserWarning, match='expected a test to be code or a mapping with a text as "input" .* got 3'):
+    with pytest.warns(UserWarning, match='expected a test to be code or a mapping with strings "input" .* got 3'):
         values = reward()(["", ""], [DOUBLE, DOUBLE], tests=[[3], CASES])
     assert math.isnan(values[0] or 0) and values[1] == 1.0, "a bad row costs no other"
 
@@ -109,8 +109,8 @@ def test_the_forms_that_tests_have(tests: Any, read: Any) -> None:
     [
         (5, "to be code or a mapping"),
         ([5], "to be code or a mapping"),
-        ("", "definitions alone"),
-        ("import unittest\nclass TestF(unittest.TestCase):\n    pass", "definitions alone"),
+        ("", "definitions only"),
+        ("import unittest\nclass TestF(unittest.TestCase):\n    pass", "definitions only"),
         (HUMAN_EVAL, "needs the column 'entry_point'"),
         ("assert f(2) =", "to be Python"),
         ("[1, 2]", "to be code or a mapping"),

@@ -99,7 +99,7 @@ def test_what_is_raised_and_rubbish_fail_their_rows(executor: Executor) -> None:
     found = scores(Isolated(odd, executor=executor, per_sample=True), ["y", "x", "z", "n"])
     assert found.scored.tolist() == [True, False, False, False]
     (first, raised, nan) = found.calls[0].failures
-    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == ((3,), "gave the value nan", "")
+    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == ((3,), "returned nan", "")
     assert raised.cause == "raised KeyError('z')" and "in odd" in raised.traceback
 
 
@@ -157,7 +157,7 @@ def test_workers_that_die_lose_their_rows_and_a_broken_executor_is_said_to_be() 
         ((rows, cause),) = causes(scores(reward, ["a", "die"]))
         assert rows == (0, 1) and cause.startswith("lost its worker: BrokenProcessPool(")
         ((rows, cause),) = causes(scores(reward, ["a"]))
-        assert rows == (0,) and cause.startswith("could not be given to its executor: BrokenProcessPool(")
+        assert rows == (0,) and cause.startswith("could not be submitted to its executor: BrokenProcessPool(")
 
 
 def test_a_worker_of_dask_that_dies_every_time_loses_its_sample_alone() -> None:
@@ -181,16 +181,16 @@ def test_a_reward_that_cannot_be_loaded_and_an_executor_that_is_closed_are_said(
         ((_, cause),) = causes(scores(Isolated(lambda *_, **__: unloadable, executor=executor), ["a"]))
         assert cause.startswith("could not be loaded in a worker: Traceback") and "ValueError" in cause
     ((_, cause),) = causes(scores(Isolated(lambda _, c, **__: [1.0] * len(c), executor=executor), ["a"]))
-    assert cause.startswith("could not be given to its executor: RuntimeError('cannot schedule new futures")
+    assert cause.startswith("could not be submitted to its executor: RuntimeError('cannot schedule new futures")
 
 
 def test_what_is_no_executor_and_limits_that_it_cannot_keep_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected executor to be a concurrent.futures.Executor, got 'dask'"):
         Isolated(len, executor="dask")  # pyright: ignore[reportArgumentType]
     with ThreadPoolExecutor(1) as executor:
-        with pytest.raises(ValueError, match='expected no "memory", "environment" beside executor='):
+        with pytest.raises(ValueError, match='expected no "memory", "environment" with executor='):
             Isolated(len, executor=executor, memory=2**30, environment={"HOME": "/tmp"})
-        with pytest.raises(ValueError, match='expected no "processes" beside executor='):
+        with pytest.raises(ValueError, match='expected no "processes" with executor='):
             Isolated(len, executor=executor, processes=4)
 
 
@@ -212,9 +212,9 @@ def test_what_no_worker_says_fails_its_rows_at_once(said: Any, per_sample: bool)
     future.set_result(said)
     reward = Isolated(lambda _, c, **__: [1.0] * len(c), executor=Odd(future), per_sample=per_sample)
     found = causes(scores(reward, ["a", "b"]))
-    assert found[0][1].startswith("got from its executor what no worker of this library says")
+    assert found[0][1].startswith("got an invalid result from its executor")
 
 
 def test_an_executor_whose_submit_returns_no_future_is_said() -> None:
     ((_, cause),) = causes(scores(Isolated(lambda _, c, **__: [1.0] * len(c), executor=Odd(b"")), ["a"]))
-    assert cause.startswith("could not be given to its executor: TypeError('its submit() returned no Future, but bytes")
+    assert cause.startswith("could not be submitted to its executor: TypeError('its submit() returned no Future, but")

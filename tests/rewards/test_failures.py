@@ -54,10 +54,10 @@ def test_a_failing_rollout_is_said_once_and_its_samples_lie_in_a_file(tmp_path: 
     texts = [str(warning.message) for warning in caught if "reward odd" in str(warning.message)]
     path = tmp_path / "failed_rewards" / "rollout-1-rank-0.jsonl"
     assert len(texts) == 1 and str(path) in texts[0]
-    assert "odd failed on 2. First, reward odd gave the value nan for completion" in texts[0]
+    assert "odd failed on 2. First, reward odd returned nan for completion" in texts[0]
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(sample["row"], sample["cause"]) for sample in samples] == [
-        (0, "gave the value nan"), (1, "gave the value inf")
+        (0, "returned nan"), (1, "returned inf")
     ]  # fmt: skip
     assert samples[0]["completion_ids"] and list(path.parent.iterdir()) == [path]
 
@@ -82,9 +82,9 @@ def test_failures_are_counted_and_their_rows_are_not_rewarded(tmp_path: Path) ->
     ("answer", "cause"),
     [
         pytest.param(explode, r"reward Breaks raised KeyError\('no answer'\)\nTraceback", id="raises"),
-        pytest.param(lambda _: None, "returned something else than rewards: .* got None", id="none"),
+        pytest.param(lambda _: None, "returned invalid rewards: .* got None", id="none"),
         pytest.param(lambda _: 1.0, "got float 1.0", id="scalar"),
-        pytest.param(lambda values: [math.nan] * len(values), "gave the value nan", id="nan"),
+        pytest.param(lambda values: [math.nan] * len(values), "returned nan", id="nan"),
         pytest.param(lambda values: dict.fromkeys(values), "got dict", id="dict"),
     ],
 )
@@ -126,7 +126,7 @@ def test_every_rank_counts_and_a_signal_comes_first() -> None:
     check_failures([there, fine], 0, 1.0)
     with pytest.raises(RewardError, match=r"failed on 4 of 8 rows .*\nreward x raised"):
         check_failures([fine, there], 0, 0.5)
-    with pytest.raises(RewardError, match="rollout 7 was left unfinished and begins anew on resume: reward x"):
+    with pytest.raises(RewardError, match="rollout 7 was interrupted and is repeated on resume: reward x"):
         check_failures([fine, there._replace(stopped_by=15)], 7, None)
 
 

@@ -109,7 +109,7 @@ def test_what_is_raised_and_rubbish_fail_their_rows() -> None:
     found = scores(isolated(odd, per_sample=True), ["y", "x", "z", "n"])
     assert found.scored.tolist() == [True, False, False, False]
     (first, raised, nan) = found.calls[0].failures
-    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == ((3,), "gave the value nan", "")
+    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == ((3,), "returned nan", "")
     assert raised.cause == "raised KeyError('z')" and "in odd" in raised.traceback
 
 

@@ -168,7 +168,7 @@ def test_answers(options: dict[str, Any], answer: str, value: float | None, serv
     if value is not None:
         assert ask(judge, ["x"]) == [value]
         return
-    with pytest.warns(UserWarning, match=r"gave no score to 1 of 1 completions.*expected a score from 0 to 10"):
+    with pytest.warns(UserWarning, match=r"returned no score for 1 of 1 completions.*expected a score from 0 to 10"):
         (found,) = ask(judge, ["x"])
     assert found is not None and math.isnan(found)
 
@@ -189,7 +189,7 @@ def test_after_the_last_retry_the_row_alone_is_lost(serve: Any) -> None:
         return (500, b"broken", {}) if "bad" in question(body) else (200, completion('{"score": 10}'), {})
 
     endpoint = serve(script)
-    with pytest.warns(UserWarning, match=r"to 1 of 3 completions.*status 500: broken, 3 times"):
+    with pytest.warns(UserWarning, match=r"for 1 of 3 completions.*status 500: broken, 3 times"):
         values = ask(of(endpoint, retries=2), ["good", "bad", "fine"])
     assert values[0] == values[2] == 1.0 and values[1] is not None and math.isnan(values[1])
     assert len(endpoint.bodies) == 5
@@ -219,14 +219,14 @@ def test_nobody_there() -> None:
     "content", [b"", b"no json", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 4}}]}']
 )
 def test_what_is_no_chat_completion_takes_its_row_out(content: bytes, serve: Any) -> None:
-    with pytest.warns(UserWarning, match=r"expected (a chat completion|an answer of text), got"):
+    with pytest.warns(UserWarning, match=r"expected (a chat completion|text as the answer), got"):
         (value,) = ask(of(serve(lambda *_: (200, content, {}))), ["x"])
     assert value is not None and math.isnan(value)
 
 
 def test_an_endless_answer_is_not_read_to_its_end(serve: Any) -> None:
     endpoint = serve(lambda *_: (200, b" " * 10**7, {}))
-    with pytest.warns(UserWarning, match="its answer has more than max_answer_bytes=100000"):
+    with pytest.warns(UserWarning, match="got an answer of more than max_answer_bytes=100000"):
         ask(of(endpoint, max_answer_bytes=100_000), ["x"])
 
 
@@ -243,7 +243,7 @@ def test_a_slow_answer_is_one_time_out_and_the_deadline_is_the_last(serve: Any) 
     with pytest.warns(UserWarning, match=r"did not answer: .*Time.*, 1 times"):
         values = ask(of(endpoint, timeout=0.3, retries=0), ["slow", "quick"])
     assert values[1] == 1.0
-    with pytest.warns(UserWarning, match=r"there was none after 0\.3 s, its deadline"):
+    with pytest.warns(UserWarning, match=r"got no answer within deadline=0\.3 s"):
         values = ask(of(endpoint, deadline=0.3), ["slow", "quick"])
     assert values[1] == 1.0 and time.monotonic() - begin < 10
     release.set()
@@ -279,7 +279,7 @@ def test_the_memory_holds_no_more_than_it_may(serve: Any) -> None:
 def test_a_folder_keeps_answers_for_another_process_and_no_failures(serve: Any, tmp_path: Path) -> None:
     endpoint = serve(by_length)
     assert ask(of(endpoint, cache=tmp_path), ["xx"]) == [0.2]
-    with pytest.warns(UserWarning, match="gave no score"):
+    with pytest.warns(UserWarning, match="returned no score"):
         ask(of(endpoint, cache=tmp_path), ["x" * 11])
     (file,) = tmp_path.rglob("*.json")
     assert json.loads(file.read_text())["model"] == "judge-1" and not list(tmp_path.rglob("*.part"))
@@ -309,7 +309,7 @@ def test_cost_and_counts_are_logged_for_each_call_and_summed(serve: Any) -> None
         "style/completion_tokens": 20,
         "style/cost": pytest.approx(cost),
     }
-    with pytest.warns(UserWarning, match="gave no score"):
+    with pytest.warns(UserWarning, match="returned no score"):
         ask(judge, ["x", "x" * 11])
     assert judge.usage.cost == pytest.approx(1.5 * cost)
     assert (judge.usage.requests, judge.usage.cached, judge.usage.failed) == (3, 1, 1)
@@ -346,7 +346,7 @@ def test_a_missing_key_a_missing_column_and_token_ids_are_refused_before_anythin
         ({"retries": -1}, "expected retries to be a whole number of at least 0, got -1"),
         ({"scale": (1, 1)}, r"expected scale to be two different numbers, such as \(0, 10\), got \(1, 1\)"),
         ({"pattern": "score"}, "expected pattern to have a group for the score, got 'score'"),
-        ({"template": "{prompt}"}, r"expected template to hold \{completion\}.*got the fields \['prompt'\]"),
+        ({"template": "{prompt}"}, r"expected template to have the field \{completion\}.*got the fields \['prompt'\]"),
         ({"template": "{completion} {x.y}"}, r"with \{\{ and \}\} for braces, got the fields \['completion', 'x.y'\]"),
     ],
 )

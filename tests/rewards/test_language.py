@@ -57,7 +57,7 @@ def test_time_grows_with_the_text_and_not_with_its_square(piece: str) -> None:
     [
         ({}, "expected either language or column, got None and None"),
         ({"language": "en", "column": "l"}, "expected either language or column, got 'en' and 'l'"),
-        ({"language": "english"}, r"expected codes of languages in \[.*got \['english'\]"),
+        ({"language": "english"}, r"expected language codes in \[.*got \['english'\]"),
         (
             {"language": "en", "among": "de"},
             r"expected among to be a list of strings of at least one letter, got 'de': write",

@@ -39,8 +39,8 @@ def test_tokens_have_to_be_there() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "expected either min_length or max_length, or a target, got min_length=0"),
-        ({"target": 3, "max_length": 3}, "expected either min_length or max_length, or a target"),
+        ({}, "expected min_length or max_length, or else target, got min_length=0"),
+        ({"target": 3, "max_length": 3}, "expected min_length or max_length, or else target"),
         ({"min_length": 3, "max_length": 2}, "expected min_length <= max_length, got 3 and 2"),
         ({"max_length": -1}, "expected max_length to be a whole number of at least 0 or None, got -1"),
         ({"max_length": 1, "margin": -1}, "expected margin to be a whole number of at least 0, got -1"),

@@ -176,9 +176,7 @@ def test_a_loop_that_swallows_everything_is_told_ever_sooner(reward: Any) -> Non
 def test_what_a_late_call_says_in_spite_of_its_end_is_not_taken() -> None:
     found = scores(answer_anyway)
     assert found.failed.tolist() == [True] and not found.scored.any()
-    assert "took longer than 0.3 s and went on when told to end: put it into Isolated" in (
-        found.calls[0].failures[0].cause
-    )
+    assert "took longer than 0.3 s and caught the timeout: wrap it in Isolated" in (found.calls[0].failures[0].cause)
 
 
 HOLDS = """
@@ -203,7 +201,7 @@ def test_a_call_that_holds_on_is_left_with_a_checkpoint_and_the_status_of_the_si
     command = [sys.executable, "-c", HOLDS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=paths)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr[-2000:]
-    assert "because SIGTERM told the run to stop, but holds on: put it into Isolated" in done.stderr
+    assert "because SIGTERM stopped the run and does not return: wrap it in Isolated" in done.stderr
     assert "in holds" in done.stderr
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 0
 
@@ -228,8 +226,8 @@ def test_a_run_that_is_told_to_stop_leaves_a_hanging_reward_and_resumes_with_its
         return weights_of(module)
 
     begin = time.monotonic()
-    ending = pytest.raises(RewardError, match=r"rollout 2 was left unfinished .* because SIGTERM told the run to stop")
-    with pytest.warns(UserWarning, match="was cut short, because SIGTERM"), ending:
+    ending = pytest.raises(RewardError, match=r"rollout 2 was interrupted .* because SIGTERM stopped the run")
+    with pytest.warns(UserWarning, match="was interrupted, because SIGTERM"), ending:
         run(hangs)
     assert time.monotonic() - begin < 30
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 2

@@ -68,7 +68,7 @@ def test_no_reference_means_does_not_apply(reward: MathMatch) -> None:
 
 
 def test_a_reference_that_is_no_mathematics_takes_its_row_out(reward: MathMatch) -> None:
-    with pytest.warns(UserWarning, match=r"cannot read 1 of its references.*expected mathematics, got ''"):
+    with pytest.warns(UserWarning, match=r"cannot read 1 of its references.*expected a number or formula, got ''"):
         values = reward(["?"] * 2, ["4", "4"], answer=["", "4"])
     assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
 

@@ -55,8 +55,8 @@ def test_a_search_that_never_ends_scores_0_when_its_time_is_over() -> None:
     ("options", "message"),
     [
         ({"pattern": "("}, r"expected pattern to be a regular expression, got '\('"),
-        ({"pattern": "a", "answer": "answer"}, r"expected group to be one of \[0\], as pattern 'a' has, got 1"),
-        ({"pattern": "(a)", "answer": "x", "group": "b"}, r"expected group to be one of \[0, 1\].*got 'b'"),
+        ({"pattern": "a", "answer": "answer"}, r"expected group to be one of the groups \[0\] of pattern 'a', got 1"),
+        ({"pattern": "(a)", "answer": "x", "group": "b"}, r"expected group to be one of the groups \[0, 1\].*got 'b'"),
         ({"pattern": "a", "timeout": 0.0}, r"expected timeout > 0, got 0"),
     ],
 )

@@ -130,9 +130,7 @@ def test_chat_prompts_go_through_the_models_chat_template(tmp_path: Path) -> Non
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     reward = RewardModel(model=folder_of(classifier_of(), tmp_path), device="cpu")
-    with pytest.raises(
-        ValueError, match=r"to have a chat template, since the prompts are chat messages, but it has none"
-    ):
+    with pytest.raises(ValueError, match=r"to have a chat template for prompts of chat messages, got none"):
         reward([[{"role": "user", "content": "c"}]], ["d"])
 
 
@@ -201,7 +199,7 @@ def test_labels_and_activations(options: dict[str, Any], value: float) -> None:
 
 @pytest.mark.parametrize("label", [None, 3, -4])
 def test_a_label_has_to_be_one_of_them(label: int | None) -> None:
-    with pytest.raises(ValueError, match=rf"expected label= to be one of the reward model's 3, got {label}"):
+    with pytest.raises(ValueError, match=rf"expected label= to index the reward model's 3 labels, got {label}"):
         scores(of_policy(partial(Summing, 3), label=label), [[2]], [[3]])
 
 

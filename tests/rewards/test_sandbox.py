@@ -280,5 +280,5 @@ def test_limits_are_checked_by_name(option: str) -> None:
 
 @pytest.mark.parametrize("texts", [("print(1)", None), (b"print(1)", ""), ("print(1)", "\ud800"), ("\udfff", "")])
 def test_what_is_no_text_is_neither_run_nor_read(texts: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected (stdin|source) to be a string of whole characters, got"):
+    with pytest.raises(ValueError, match=r"expected (stdin|source) to be a string without lone surrogates, got"):
         Sandbox().run(*texts)

@@ -126,18 +126,18 @@ def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((307, b""), "status 307, which is not followed"),
+        ((307, b""), "status 307, a redirect that is not followed"),
         ((401, b"who are you"), "status 401: 'who are you'"),
-        ((200, b"<html>"), "expected .* to say what became of a program, got '<html>'"),
-        ((200, {"status": "Success", "run_result": [1]}), "expected .* to say what became of a program"),
-        (answer_without("stdout"), "expected .* to say what became of a program"),
-        (answer_without("return_code"), "expected .* to say what became of a program"),
-        (answer_with(return_code="0"), "expected .* to say what became of a program"),
+        ((200, b"<html>"), "expected .* to return the result of a program, got '<html>'"),
+        ((200, {"status": "Success", "run_result": [1]}), "expected .* to return the result of a program"),
+        (answer_without("stdout"), "expected .* to return the result of a program"),
+        (answer_without("return_code"), "expected .* to return the result of a program"),
+        (answer_with(return_code="0"), "expected .* to return the result of a program"),
         (
             (200, {"status": "Success", "run_result": {**RUN, "return_code": False}}),
-            "expected .* to say what became of",
+            "expected .* to return the result of",
         ),
-        (answer_with(stdout=[]), "expected .* to say what became of a program"),
+        (answer_with(stdout=[]), "expected .* to return the result of a program"),
     ],
     ids=["redirect", "key", "page", "list", "no-output", "no-code", "text-as-code", "flag-as-code", "list-as-output"],
 )
@@ -175,7 +175,7 @@ def test_code_is_judged_by_a_service_and_a_row_that_it_loses_gets_no_reward() ->
     tests = [[{"input": "2", "output": "4"}], [{"input": "3", "output": "6"}], [{"input": "2", "output": "5"}]]
     with service(loses) as (url, _):
         reward = CodeTests(sandbox=SandboxService(url=url, retries=1, delay=0.01))
-        with pytest.warns(UserWarning, match="programs of 1 of 3 completions could not be run"):
+        with pytest.warns(UserWarning, match="could not run the programs of 1 of 3 completions"):
             right, lost, wrong = reward([""] * 3, [program] * 3, tests=tests)
     assert (right, wrong) == (1.0, 0.0) and math.isnan(float(str(lost)))
 
@@ -200,13 +200,15 @@ def test_what_has_no_bytes_costs_its_own_row_alone() -> None:
     with service(double) as (url, requests):
         sandbox = SandboxService(url=url)
         for broken in (("\ud800", ""), ("print()", "\udfff"), (None, "")):
-            with pytest.raises(ValueError, match=r"expected (source|stdin) to be a string of whole characters, got"):
+            with pytest.raises(
+                ValueError, match=r"expected (source|stdin) to be a string without lone surrogates, got"
+            ):
                 sandbox.run(*broken)  # pyright: ignore[reportArgumentType]
         assert not requests
         judge = CodeTests(sandbox=sandbox)
         texts = [f"```python\nprint(2 * int(input())){end}\n```" for end in ("", "  # \ud800", "")]
         tests = [[{"input": given, "output": "4"}] for given in ("2", "2", "\ud800")]
-        with pytest.warns(UserWarning, match="whole characters"):
+        with pytest.warns(UserWarning, match="lone surrogates"):
             right, broken, unknown = judge(["p"] * 3, texts, tests=tests)
     assert (right, broken) == (1.0, 0.0) and math.isnan(float(str(unknown)))
 

@@ -63,7 +63,7 @@ def test_none_is_left_out_of_the_sum_and_takes_no_row_out() -> None:
 
 
 def test_a_row_that_no_function_applies_to_is_not_scored() -> None:
-    with pytest.warns(UserWarning, match=r"gave no value for completion 'said 1' of prompt 1: the row"):
+    with pytest.warns(UserWarning, match=r"no reward function applies to completion 'said 1' of prompt 1: the row"):
         found = scores([says(1.0, None, name="a"), says(1.0, None, name="b")], 2)
     assert found.scored.tolist() == [True, False] and found.total.tolist() == [2.0, 0.0]
 
@@ -74,7 +74,7 @@ def test_a_value_that_is_not_finite_takes_its_row_out(value: float) -> None:
     assert found.scored.tolist() == [True, False, True] and found.total.tolist() == [1.5, 0.0, 3.0]
     assert found.raw["said"].isnan().tolist() == [False, True, False] and found.raw["other"].tolist() == [1.0] * 3
     assert found.failed.tolist() == [False, True, False]
-    assert found.calls[0].failures == [Failure((1,), f"gave the value {value}")] and not found.calls[1].failures
+    assert found.calls[0].failures == [Failure((1,), f"returned {value}")] and not found.calls[1].failures
 
 
 def test_an_exception_takes_out_its_whole_batch_and_nothing_is_called_again() -> None:
@@ -116,7 +116,7 @@ def test_a_function_that_works_is_called_once() -> None:
 def test_rubbish_fails_every_row_of_its_call_and_says_what_came(returned: Any, got: str) -> None:
     found = scores({"odd": lambda *_, **__: returned, "other": says(1.0, 1.0)}, 2)
     (failure,) = found.calls[0].failures
-    expected = "returned something else than rewards: expected 2 numbers or None, one for each completion, got "
+    expected = "returned invalid rewards: expected 2 numbers or None, one for each completion, got "
     assert failure.cause == expected + got and failure.rows == (0, 1)
     assert not found.scored.any() and found.raw["other"].tolist() == [1.0, 1.0]
 
@@ -143,7 +143,7 @@ def test_a_weight_of_zero_only_logs(failure: float | None) -> None:
 
 
 def test_a_row_that_only_a_logged_function_scores_is_not_scored() -> None:
-    with pytest.warns(UserWarning, match="reward functions gave no value"):
+    with pytest.warns(UserWarning, match="no reward function applies"):
         found = scores({"a": says(None), "logged": (says(1.0), 0.0)}, 1)
     assert found.scored.tolist() == [False]
 
@@ -264,8 +264,8 @@ def test_names_come_from_the_functions_or_the_mapping(
         pytest.param({1: says()}, r"to be strings of at least one letter, got \[1\]", id="number-name"),
         pytest.param({"x": says(), "x/failed": says()}, 'got "x/failed" beside "x", which a logger', id="figure"),
         pytest.param({"task/std": says()}, 'got "task/std" beside "task"', id="figure-of-the-sum"),
-        pytest.param({"greedy": says()}, r'under which their sum is logged, got "greedy"', id="greedy"),
-        pytest.param({"task": says()}, "expected other names of rewards than", id="reserved"),
+        pytest.param({"greedy": says()}, r'which are reserved for the sum, got "greedy"', id="greedy"),
+        pytest.param({"task": says()}, "expected names of rewards other than", id="reserved"),
         pytest.param({"a": (says(),)}, r"expected a function or \(function, finite weight\) for reward a", id="alone"),
         pytest.param({"a": (2.0, says())}, "expected a function or", id="swapped"),
         pytest.param(
@@ -303,7 +303,7 @@ def test_slashes_in_names_that_belong_to_nobody_are_welcome() -> None:
 
 
 def test_rewards_that_all_only_log_are_no_rewards_to_train_with() -> None:
-    with pytest.raises(ValueError, match=r"expected a reward with another weight than 0 to train with, got \{'a': 0.0"):
+    with pytest.raises(ValueError, match=r"expected a reward with a non-zero weight to train with, got \{'a': 0.0"):
         Rewards({"a": (says(), 0.0)}).check_weights()
     Rewards({"a": (says(), 0.0), "b": says()}).check_weights()
 
@@ -349,7 +349,7 @@ def test_a_signal_that_is_raised_within_a_call_ends_it(interrupt: Any) -> None:
     [
         ({"columns": {"answer": "42"}}, "expected answer to be a list of 2 values, one for each row, got '42'"),
         ({"columns": {"answer": ["4"]}}, "expected answer to hold 2 values, one for each row, got 1"),
-        ({"columns": {"completion_ids": [1, 2]}}, r'which rewards are given .* got "completion_ids" .*columns=\{"my_'),
+        ({"columns": {"completion_ids": [1, 2]}}, r'arguments of rewards, got "completion_ids" .*columns=\{"my_'),
         ({"completions": "ab"}, "expected completions to be a list of 2 values, one for each row, got 'ab'"),
     ],
 )

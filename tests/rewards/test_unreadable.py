@@ -24,19 +24,19 @@ ENGLISH = "We add the two numbers now."
     ("reward", "completion", "column", "good", "bad", "message"),
     [
         (NumberMatch(), "4", "answer", "4", "x + 1", "expected a number, or a text with one number, got 'x"),
-        (ExactMatch(), "4", "answer", "4", 4, "expected a text or a list of texts, got 4"),
+        (ExactMatch(), "4", "answer", "4", 4, "expected a string or a list of strings, got 4"),
         (ChoiceMatch(), "A", "answer", "A", "Z", "expected one of the letters"),
-        (RegexMatch(pattern="(.)", answer="answer"), "4", "answer", 4, ["4"], r"a text or a number, got \['4'\]"),
+        (RegexMatch(pattern="(.)", answer="answer"), "4", "answer", 4, ["4"], r"a string or a number, got \['4'\]"),
         (JSONSchema(schema="s"), "{}", "s", {"type": "object"}, "not json", "a JSON schema, got 'not json'"),
         (JSONSchema(schema="s"), "{}", "s", '{"type": "object"}', {"type": "blob"}, "a JSON schema, got .*blob"),
         (JSONSchema(schema="s"), "{}", "s", {}, 5, "expected a JSON schema, got 5"),
         (JSONSchema(schema="s"), '"a"', "s", {}, {"pattern": "("}, "is not a 'regex'"),
-        (JSONSchema(schema="s"), "{}", "s", {}, {"$ref": "#/nowhere"}, "patterns and references that are there"),
+        (JSONSchema(schema="s"), "{}", "s", {}, {"$ref": "#/nowhere"}, "valid patterns and existing references"),
         (Length(target="w"), "4", "w", 1, "long", "expected a length, .* got 'long'"),
         (Length(target="w"), "4", "w", 1, -3, "expected a length, .* got -3"),
         (Length(target="w"), "4", "w", 1, 1.5, "expected a length, .* got 1.5"),
-        (Language(column="l"), ENGLISH, "l", "en", "xx", "expected the code of a language in .* got 'xx'"),
-        (Language(column="l"), ENGLISH, "l", "en", ["en"], r"the code of a language in .* got \['en'\]"),
+        (Language(column="l"), ENGLISH, "l", "en", "xx", "expected a language code in .* got 'xx'"),
+        (Language(column="l"), ENGLISH, "l", "en", ["en"], r"a language code in .* got \['en'\]"),
         (Language(column="l", among=("en", "de")), ENGLISH, "l", "en", "fr", r"in \['de', 'en'\], got 'fr'"),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "__dataclass_fields__") else None,
@@ -52,7 +52,7 @@ def test_a_bad_row_fails_alone(reward: Any, completion: str, column: str, good: 
 
 
 def test_choices_that_are_one_text_cost_their_row() -> None:
-    with pytest.warns(UserWarning, match="expected a list of the texts of the choices, got 'ab'"):
+    with pytest.warns(UserWarning, match="expected a list of choice texts, got 'ab'"):
         values = ChoiceMatch(choices="o")(["?"] * 2, ["A"] * 2, answer=["A", "A"], o=[["x", "y"], "ab"])
     assert values[0] == 1.0 and math.isnan(values[1] or 0.0)
 

@@ -38,7 +38,7 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
     (
         ChoiceMatch,
         {"letters": ["A", "B"]},
-        r"letters to be two different ones or more, such as 'ABCD', got \['A', 'B'\]",
+        r"letters to be two or more different letters, such as 'ABCD', got \['A', 'B'\]",
     ),
     (
         ChoiceMatch,
@@ -83,7 +83,7 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
     (CodeTests, {"sandbox": 5}, r"expected sandbox to be a Sandbox\(...\) or SandboxService\(...\), got 5"),
     (Judge, {"model": None}, "expected model to be a string of at least one letter, got None"),
     (Judge, {"model": "x", "temperature": -1}, "expected temperature >= 0, got -1"),
-    (Judge, {"model": "x", "prices": 0.4}, r"expected prices to be those of a million tokens .* got 0.4"),
+    (Judge, {"model": "x", "prices": 0.4}, r"expected prices of a million prompt tokens .* got 0.4"),
     (Judge, {"model": "x", "options": "a"}, "expected options to be a mapping, .* got 'a'"),
     (Judge, {"model": "x", "pattern": "("}, r"expected pattern to be a regular expression, got '\(': "),
     (Judge, {"model": "x", "scale": "1-5"}, "expected scale to be two different numbers, such as .* got '1-5'"),
@@ -92,20 +92,24 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
     (
         RewardModel,
         {"model": "m", "device": "gpu"},
-        'expected device to be one such as "cuda:1" or "cpu", .* got \'gpu\'',
+        'expected device to be a device such as "cuda:1" or "cpu", .* got \'gpu\'',
     ),
-    (RewardModel, {"model": "m", "dtype": "bf16"}, "expected dtype to be one such as torch.bfloat16, .* got 'bf16'"),
-    (RewardModel, {"model": "m", "dtype": torch.int8}, "expected dtype to be one such as torch.bfloat16"),
-    (RewardModel, {"model": "m", "label": "good"}, "expected label to be the place of a label or None, got 'good'"),
+    (
+        RewardModel,
+        {"model": "m", "dtype": "bf16"},
+        "expected dtype to be a dtype such as torch.bfloat16, .* got 'bf16'",
+    ),
+    (RewardModel, {"model": "m", "dtype": torch.int8}, "expected dtype to be a dtype such as torch.bfloat16"),
+    (RewardModel, {"model": "m", "label": "good"}, "expected label to be the index of a label or None, got 'good'"),
     (
         RewardModel,
         {"model": "m", "max_length": 1.5},
         "expected max_length to be a whole number above 0 or None, got 1.5",
     ),
-    (Isolated, {"reward": 5}, "expected reward to be a function, got 5: a weight goes beside it"),
-    (Isolated, {"reward": (rated, 0.5)}, "expected reward to be a function, .*: a weight goes beside it, as in"),
-    (Isolated, {"reward": rated, "environment": ["a"]}, r"environment to map names to texts, .* got \['a'\]"),
-    (Isolated, {"reward": rated, "environment": {"A": 1}}, r"environment to map names to texts, .* got \{'A': 1\}"),
+    (Isolated, {"reward": 5}, "expected reward to be a function, got 5: put a weight beside Isolated"),
+    (Isolated, {"reward": (rated, 0.5)}, "expected reward to be a function, .*: put a weight beside Isolated, as in"),
+    (Isolated, {"reward": rated, "environment": ["a"]}, r"environment to map names to strings, .* got \['a'\]"),
+    (Isolated, {"reward": rated, "environment": {"A": 1}}, r"environment to map names to strings, .* got \{'A': 1\}"),
 ]
 
 

@@ -187,7 +187,7 @@ def test_rows_that_a_mask_or_a_reward_takes_out_of_the_reward_stay_in_training()
         return [None if place == 3 else 1.0 for place in range(len(prompts))]
 
     sampler = sampler_of(OddSamplesOnly(), rewards=[applies_to_some])
-    with pytest.warns(UserWarning, match="reward functions gave no value"):
+    with pytest.warns(UserWarning, match="no reward function applies"):
         rollout, _ = fill_rollout(sampler, stream().take, 2)
     assert rollout.rewarded.tolist() == [False, True, False, False, False, True] and rollout.trained.all()
 
@@ -314,7 +314,7 @@ def test_a_greedy_answer_without_reward_takes_its_group_out_of_the_reward() -> N
     aborted = baseline(script=said)
     assert aborted.rewarded.tolist() == [False] * G + [True] * G and aborted.trained.all()
     assert aborted.extras["greedy_score"].tolist() == [0.0] * G + [3.0] * G
-    with pytest.warns(UserWarning, match="gave no value"):
+    with pytest.warns(UserWarning, match="no reward function applies"):
         assert not baseline(rewards=[no_threes]).rewarded.any()
 
 

@@ -28,7 +28,7 @@ ALIKE = {"checkpoint": "last.ckpt of run a at step 2", "policy": "p", "reference
 
 @pytest.mark.parametrize(
     ("what", "other"),
-    [("checkpoint", "none, it begins anew"), ("policy", "q"), ("reference", "s"), ("data", "e"), ("lightning-rl", "0")],
+    [("checkpoint", "none (a new run)"), ("policy", "q"), ("reference", "s"), ("data", "e"), ("lightning-rl", "0")],
 )
 def test_the_ranks_that_differ_are_named_with_both_sides(
     what: str, other: str, monkeypatch: pytest.MonkeyPatch
@@ -38,9 +38,9 @@ def test_the_ranks_that_differ_are_named_with_both_sides(
 
     monkeypatch.setattr(agreement, "process_objects", gather)
     mine = ALIKE.get(what, agreement.__version__)
-    with pytest.raises(ValueError, match="expected all ranks to begin alike") as refused:
+    with pytest.raises(ValueError, match="on all ranks, got") as refused:
         check_agreement(ALIKE)
-    assert f"as {what} {mine} on rank 0 ({socket.gethostname()})" in str(refused.value)
+    assert f"the same {what} on all ranks, got {mine} on rank 0 ({socket.gethostname()})" in str(refused.value)
     assert f"{other} on rank 2 (elsewhere): " in str(refused.value)
 
 
@@ -65,8 +65,8 @@ def test_a_checkpoint_is_told_by_its_seal(tmp_path: Path) -> None:
     told = identity_of(tmp_path / "a.ckpt")
     assert re.fullmatch(r"a\.ckpt of run \w{8} at step 1 \(SHA-256 [0-9a-f]{12}\)", told)
     assert told.endswith(f"{hashlib.sha256((tmp_path / 'a.ckpt').read_bytes()[:-64]).hexdigest()[:12]})")
-    assert identity_of(tmp_path / "b.ckpt") == "b.ckpt, which is not on its disk"
-    assert identity_of(None) == "none, it begins anew"
+    assert identity_of(tmp_path / "b.ckpt") == "b.ckpt, which is missing on its disk"
+    assert identity_of(None) == "none (a new run)"
     assert identity_of("s3://bucket/a.ckpt") == "s3://bucket/a.ckpt"
 
 
@@ -100,7 +100,7 @@ def on_two_ranks(folder: Path, strategy: str) -> None:
     }
     for name, options in cases.items():
         begin = time.monotonic()
-        with pytest.raises(ValueError, match="expected all ranks to begin alike") as refused:
+        with pytest.raises(ValueError, match="on all ranks, got") as refused:
             run(**options)
         (here / name).write_text(f"{time.monotonic() - begin} {refused.value}")
     assert run(max_steps=3, max_epochs=9, ckpt_path=folder / "2.ckpt").global_step == 3
@@ -113,13 +113,13 @@ def test_a_second_node_with_something_else_on_its_disk_is_refused_on_both_within
 ) -> None:
     run_nodes(2, [__file__, str(tmp_path), strategy], tmp_path)
     begins = {
-        "no checkpoint": ("2.ckpt of run", "none, it begins anew"),
-        "not on the disk": ("2.ckpt of run", "2.ckpt, which is not on its disk"),
+        "no checkpoint": ("2.ckpt of run", "none (a new run)"),
+        "not on the disk": ("2.ckpt of run", "2.ckpt, which is missing on its disk"),
         "an older one": ("at step 2 (", "at step 1 ("),
         "other weights in it": ("last.ckpt of run", "at step 2 (SHA-256"),
-        "other weights": ("as policy", "model files"),
-        "another reference": ("as reference", "model files"),
-        "other rows": ("as data", "the same rows"),
+        "other weights": ("the same policy", "model files"),
+        "another reference": ("the same reference", "model files"),
+        "other rows": ("the same data", "the same rows"),
     }
     for name, words in begins.items():
         for rank in (0, 1):

@@ -1,4 +1,4 @@
-// Chart: a metric over its steps, with the band of what is normal; drawn when it comes into view.
+// Chart: a metric over its steps, with the normal range; drawn when it comes into view.
 "use strict";
 
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

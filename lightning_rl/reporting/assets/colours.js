@@ -1,4 +1,4 @@
-// Colours: what tokens can be coloured by, the value of each token, and the scale of a rollout.
+// Colours: color modes of tokens, the value of each token, and the scale of a rollout.
 "use strict";
 
 const MODES = [

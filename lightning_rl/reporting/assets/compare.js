@@ -1,4 +1,4 @@
-// Compare: what two rollouts made of one prompt, beside each other.
+// Compare: samples of one prompt in two rollouts, side by side.
 "use strict";
 
 async function viewCompare(params) {

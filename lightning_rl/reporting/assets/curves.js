@@ -1,9 +1,9 @@
-// Curves: every metric with what it is and what is normal; a point leads to the rows and tokens that made it.
+// Curves: every metric with its meaning and normal range; a point links to its rows and tokens.
 "use strict";
 
 const HEAD = ["val/reward/task", "reward/task", "kl/rollout", "policy/entropy", "length/mean", "optim/grad_norm", "ledger/weight/used"];
 
-/** The steps whose points lie beyond what is normal, as Entry.is_beyond of glossary.py says. */
+/** The steps with values outside of the normal range, as in Entry.is_beyond of glossary.py. */
 function beyond(name) {
   const entry = RUN.glossary[name];
   if (!entry) return [];
@@ -27,7 +27,7 @@ function placeOf(name, step) {
 
 const recordedAt = (name, step) => placeOf(name, step).recorded !== undefined;
 
-/** A name that may break behind its slashes. */
+/** A name with line breaks allowed after its slashes. */
 const breakable = (name) => visible(name).split("/").flatMap((part, at) => (at ? ["/", h("wbr"), part] : [part]));
 
 function card(name) {
@@ -76,7 +76,7 @@ function viewCurves(params) {
         h("summary", {}, h("h2", {}, visible(group)), h("span", { class: "quiet small" }, plural(shown.length, "metric"))),
         h("div", { class: "grid" }, shown.map(card))));
     }
-    list.replaceChildren(...(sections.length ? sections : [h("p", { class: "quiet" }, "No metric has such a name.")]));
+    list.replaceChildren(...(sections.length ? sections : [h("p", { class: "quiet" }, "No metric has this name.")]));
   };
   const box = h("input", { type: "search", placeholder: "Find a metric", "aria-label": "Find a metric", oninput: () => fill(box.value) });
   box.value = params.get("find") || "";
@@ -87,7 +87,7 @@ function viewCurves(params) {
   return h("div", { class: "stack" }, h("div", { class: "bar" }, box, h("p", { class: "quiet small" }, "A click on a curve opens the point.")), notice, notes(), list);
 }
 
-/** The point that lies furthest beyond what is normal. */
+/** The point furthest outside of the normal range. */
 function worst(name) {
   const [steps, values] = RUN.metrics[name];
   return beyond(name).reduce((one, other) => (Math.abs(values[steps.indexOf(other)]) > Math.abs(values[steps.indexOf(one)]) ? other : one));
@@ -95,7 +95,7 @@ function worst(name) {
 
 async function viewMetric(params) {
   const name = params.get("name");
-  if (!RUN.metrics[name]) return h("p", {}, "There is no such metric in this run.");
+  if (!RUN.metrics[name]) return h("p", {}, "This run has no such metric.");
   const [steps, values] = RUN.metrics[name];
   const step = numberOf(params, "step", steps);
   const at = steps.indexOf(step);
@@ -131,7 +131,7 @@ async function viewMetric(params) {
 /** The rows and tokens with the largest share of a point. */
 async function moved(name, step) {
   const { from, recorded, nearest } = placeOf(name, step);
-  if (!RUN.rollouts.length) return h("p", { class: "quiet" }, "No rollout was recorded, so nothing can be said about single tokens.");
+  if (!RUN.rollouts.length) return h("p", { class: "quiet" }, "No rollout was recorded, so there are no values by token.");
   if (!recorded) {
     const back = RUN.metrics[name][0].reduce((one, other) => (Math.abs(other - nearest.tickets[nearest.tickets.length - 1]) < Math.abs(one - nearest.tickets[nearest.tickets.length - 1]) ? other : one));
     return h("p", { class: "notice" }, "The rollout of this point was not recorded. ",
@@ -140,7 +140,7 @@ async function moved(name, step) {
   const page = await pageOf(recorded.rollout);
   const shares = sharesOf(name, page, from, step);
   const whole = h("a", { class: "button", href: link("rollout", { rollout: page.rollout, colour: shares ? shares.colour : "none" }) }, `Open rollout ${page.rollout}`);
-  if (!shares) return h("section", { class: "stack" }, h("p", { class: "quiet" }, "No token or row has a share of its own in this metric."), whole);
+  if (!shares) return h("section", { class: "stack" }, h("p", { class: "quiet" }, "This metric has no values by token or row."), whole);
   const rows = new Map();
   for (const each of shares.values) {
     const known = rows.get(each.sample) || { sample: each.sample, share: 0, sum: 0, count: 0 };

@@ -53,10 +53,10 @@ class Page {
   /** An array over the tokens of responses; undefined if it was not recorded. */
   get(name) { return this.read[name]; }
 
-  /** What the policy that trained said in a pass; before any pass, the old policy. */
+  /** Log-probabilities of the trained policy in a pass; before any pass, of the old policy. */
   trainer(pass) { return this.get(`${pass}/logprobs`) || this.get("old_logprobs"); }
 
-  /** The policy before the update; without a pass of its own it is that of the first step. */
+  /** The policy before the update; without a separate pass, that of the first step. */
   old(pass) { return this.get("old_logprobs") || this.trainer(pass); }
 
   /** The text of a token, or its number. */
@@ -78,7 +78,7 @@ class Page {
     return parts.join(" ");
   }
 
-  /** What `make` makes, made once. */
+  /** The cached result of `make`. */
   once(name, make) {
     if (!this.made.has(name)) this.made.set(name, make());
     return this.made.get(name);

@@ -1,4 +1,4 @@
-// Elements and texts: whatever a run has written becomes a text node, never markup.
+// Elements and texts: text from a run becomes a text node, never markup.
 "use strict";
 
 /** An element with attributes and children; `on...` listens, and a string becomes text. */

@@ -1,4 +1,4 @@
-// Flow: the signal ledger as a stream from what was sampled to what reaches the gradient.
+// Flow: the signal ledger as a stream from sampled data to the gradient.
 "use strict";
 
 const UNITS = ["sequences", "tokens", "weight"];
@@ -6,9 +6,9 @@ const ORDER = [/\.keep_groups$/, /^aborted$/, /\.exclude$/, /^excluded$/, /^unsc
 const ABOUT = [
   [/\.keep_groups$/, "samples of groups that the callback filters"], [/^aborted$/, "samples that the engine or the environment gave up"],
   [/\.?excluded?$/, "rows that left training"], [/^unscored$/, "rows without a reward"], [/\.reward_mask$/, "rows that the callback takes out of the reward"],
-  [/^zero_advantage$/, "what has an advantage of 0: groups whose rewards are all equal"], [/\.sequence_mask$/, "rows that the callback rejects"],
+  [/^zero_advantage$/, "advantage of 0: groups whose rewards are all equal"], [/\.sequence_mask$/, "rows that the callback rejects"],
   [/\.token_mask$/, "tokens that the callback rejects"], [/\.token_weight$/, "weight that the callback takes"], [/^clip$/, "tokens whose loss has no gradient, such as beyond the clip"],
-  [/^environment$/, "what an environment wrote: read, not trained"], [/^not known$/, "tokens without a gradient, for a reason that the recording does not tell"],
+  [/^environment$/, "what an environment wrote: read, not trained"], [/^not known$/, "tokens without a gradient, for a reason that is not recorded"],
 ];
 const aboutStage = (stage) => (ABOUT.find(([pattern]) => pattern.test(stage)) || [null, ""])[1];
 const rankOf = (stage) => { const at = ORDER.findIndex((pattern) => pattern.test(stage)); return at < 0 ? ORDER.length : at; };
@@ -26,7 +26,7 @@ function ledgerAt(unit, step) {
   return { stages: stages.sort((one, other) => rankOf(one[0]) - rankOf(other[0])), used: valueOf("used"), sampled: valueOf("sampled") };
 }
 
-/** The same of a recorded rollout, counted from who took each of its tokens. */
+/** The same for a recorded rollout, counted from the stage of each token. */
 function countedOf(page, unit) {
   const [taken, action] = [page.get("0/taken"), page.get("action")];
   const counts = new Map();
@@ -88,7 +88,7 @@ function stream({ stages, used, sampled }, unit) {
 async function viewFlow(params) {
   const logged = RUN.metrics["ledger/tokens/used"];
   const unit = UNITS.includes(params.get("unit")) ? params.get("unit") : logged ? "weight" : "tokens";
-  const intro = "How much of what was sampled reaches the gradient, and who took the rest. Each sample and token is charged once, to the first stage that takes it.";
+  const intro = "Share of the sampled data that reaches the gradient, and the stages that removed the rest. Each sample and token is charged once, to the first stage that removes it.";
   let content;
   let select;
   let reason = "";

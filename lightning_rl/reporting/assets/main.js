@@ -59,7 +59,7 @@ function theme(next) {
   button.onclick = () => { theme(dark ? "light" : "dark"); route(); };
 }
 
-/** Says which error ended the run. */
+/** Shows the error that ended the run. */
 function sayEnd(element, { error, step, message }) {
   element.append("Ended by ", h("strong", {}, visible(error)), ` at step ${step}${message ? ": " : ""}${visible(message, true)}`);
   element.hidden = false;

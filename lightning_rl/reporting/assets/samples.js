@@ -132,7 +132,7 @@ async function viewRollout(params) {
     h("div", { class: "bar" }, stepper("rollout", numbers, rollout, (other) => set({ rollout: other })), h("span", { class: "quiet small" }, facts)),
     page.findings.length ? h("p", { class: "notice" }, h("a", { href: link("findings", { rollout }) }, `${plural(page.findings.length, "finding")} of the audit in this rollout`)) : null,
     page.missing_ranks ? h("p", { class: "notice" }, `${plural(page.missing_ranks, "rank")} left no recording of it.`) : null,
-    page.reason ? h("p", { class: "notice" }, `Who masked a token is not known, because ${visible(page.reason)}`) : null,
+    page.reason ? h("p", { class: "notice" }, `The stage that masked a token is unknown, because ${visible(page.reason)}`) : null,
     h("div", { class: "bar controls" },
       choice("Sort by", SORTS, sort, (value) => set({ sort: value })),
       choice("Order", [["", "largest first"], ["1", "smallest first"]], params.get("rising") || "", (value) => set({ rising: value || null })),
@@ -142,7 +142,7 @@ async function viewRollout(params) {
       field("low", "Reward from"), field("high", "to"),
       page.passes > 1 ? choice("Pass", Array.from({ length: page.passes }, (_, n) => [n, String(n + 1)]), pass, (value) => set({ pass: value })) : null, search),
     h("div", { class: "colouring" }, modes, legend),
-    h("p", { class: "small quiet" }, `${chosen.length} of ${plural(page.samples.length, "sample")}. A click on a token says all that is known of it; arrow keys move on.`),
+    h("p", { class: "small quiet" }, `${chosen.length} of ${plural(page.samples.length, "sample")}. Click a token to see its values; arrow keys move to the next.`),
     h("div", { class: "withpanel" }, h("div", {}, body, more), panel));
   recolour(painted.mode.key);
   return content;

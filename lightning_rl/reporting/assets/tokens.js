@@ -66,7 +66,7 @@ function repaint(root, page, painted) {
   for (const piece of root.querySelectorAll(".t")) piece.style.background = painted.paint(Number(piece.dataset.at)) || "";
 }
 
-/** Everything that is known of a token. */
+/** All recorded values of a token. */
 function tokenFacts(page, pass, sample, at) {
   const value = (name) => { const list = page.get(name); return list ? list[at] : undefined; };
   const [trainer, old] = [page.trainer(pass), page.old(pass)];
