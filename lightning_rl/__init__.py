@@ -4,10 +4,8 @@ What this package exports is imported when it is asked for, so that a command li
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_rl.checkout import watch_link
 from lightning_rl.version import __version__
 
 if TYPE_CHECKING:
@@ -133,9 +131,6 @@ __all__ = [
     "token_mean",
     "warmup_then_linear",
 ]
-
-
-watch_link(Path(__file__).parent)
 
 
 def __getattr__(name: str) -> Any:

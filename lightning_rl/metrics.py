@@ -173,7 +173,7 @@ class MetricLog:
 
 
 WAITING = ("wait", "generate")  # phases in which a trainer is idle
-OF_THE_CLOCK = ("time/", "tokens_per_second", "trainer/", "in_flight/", "server/")
+OF_THE_CLOCK = ("time/", "tokens_per_second", "trainer/", "in_flight/")
 
 
 def is_of_the_clock(metric: str) -> bool:

@@ -623,7 +623,6 @@ class RLLightningModule(LightningModule):
             self.run.current, stats = self._finish(rollout, batch.rollout)
             times = {**flying, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
             stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
-            noted |= {name: Stat.single(value) for name, value in self.engine.measurements().items()}
             shown = {**stats, **noted, **census(self.run.current.rollout)}
             self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
             log_for_monitors(self, self.run.idle.figures)

@@ -14,8 +14,9 @@ LOADS = re.compile(
 )
 KNOWN = {
     "lightning_rl/__init__.py": "import_module(",  # names of this package
-    "lightning_rl/archive.py": "torch.load(",
-    "lightning_rl/audit/saved.py": "torch.load(",  # of what it has just saved
+    "lightning_rl/audit/saved.py": "torch.load(",  # weights_only, as every other one
+    "lightning_rl/checkpointing/export.py": "torch.load(",
+    "lightning_rl/checkpointing/folder.py": "torch.load(",
     "lightning_rl/cli/export.py": "import_module(",  # of --policy module:function
     "lightning_rl/cli/main.py": "import_module(",  # of a command
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
@@ -31,6 +32,7 @@ KNOWN = {
     "lightning_rl/generation/vllm/versions.py": "import_module(",
     "lightning_rl/optimizers.py": "import_module(",
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
+    "lightning_rl/reporting/folder.py": "torch.load(",
     "lightning_rl/rewards/executors.py": "cloudpickle.loads(",
     "lightning_rl/rewards/pool.py": "cloudpickle.loads(",
     "lightning_rl/rewards/worker.py": "cloudpickle.loads(",

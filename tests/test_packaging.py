@@ -159,16 +159,6 @@ def refusal(folder: Path, statement: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("statement", ["import lightning_rl.callbacks", "from lightning_rl.callbacks import OPSM"])
-def test_a_link_that_became_a_text_file_is_named(statement: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "lightning_rl", tmp_path / "lightning_rl", ignore=shutil.ignore_patterns("callbacks"))
-    (tmp_path / "lightning_rl" / "callbacks").write_text("../callbacks")
-    said = refusal(tmp_path, statement)
-    assert said.startswith("ImportError: expected ") and "to be a link to ../callbacks, got a text file" in said
-    assert "pip install -e ." in said and "git config core.symlinks true" in said
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("statement", ["import callbacks", "from callbacks.opsm import OPSM"])
 def test_a_second_copy_of_every_class_is_refused(statement: str) -> None:
     said = refusal(ROOT, statement)

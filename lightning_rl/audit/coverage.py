@@ -44,7 +44,6 @@ COVERAGE: Mapping[str, str] = {
     "time/<phase>": "not covered: seconds cannot be measured again",
     "trainer/idle": "not covered: seconds cannot be measured again",
     "in_flight/<figure>": "not covered: what was in flight at some moment cannot be seen again",
-    "server/<figure>": "not covered: what a server did at some moment cannot be seen again",
     "val/<figure>": "not covered: the audit looks at training alone",
     "test/<figure>": "not covered: the audit looks at training alone",
     "signal_audit/<figure>": "not covered: the audit's own",

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.archive import load_archive
 from lightning_rl.audit.checks import CHECKS, run_checks
 from lightning_rl.audit.draws import Draw, Earlier
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
@@ -107,15 +106,15 @@ def recheck(
         ValueError: if a check is unknown, where the message lists the known ones, or if the file is no evidence of an
             audit; whatever is in it, nothing of it is run.
     """
-    state = load_archive(path)
     try:
+        state = torch.load(path, "cpu", weights_only=True)
         algorithm = repeatable(module.algorithm, callbacks)
         for callback in algorithm.corrections.callbacks:
             if callback.name in state["states"]:
                 callback.load_state_dict(state["states"][callback.name])
         names = list(dict.fromkeys(finding["check"] for finding in state["findings"]) if checks is None else checks)
         evidence = _evidence(state, algorithm)
-    except (TypeError, KeyError, AttributeError, ValueError) as wrong:
+    except (TypeError, KeyError, AttributeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as wrong:
         raise ValueError(
             f"expected evidence as SignalAudit saves it, got {path}: {type(wrong).__name__}: {wrong}"
         ) from wrong

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.archive import load_archive
 from lightning_rl.checkpointing.seal import check_seal
 from lightning_rl.description import is_import_path, restore
 from lightning_rl.files import apply_umask
@@ -28,7 +27,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     if Path(path).is_dir():
         raise ValueError(f"expected a single-file checkpoint, got the folder {path}: {_consolidation(Path(path))}")
     check_seal(Path(path))
-    checkpoint = load_archive(path, map_location)
+    checkpoint = torch.load(path, map_location, weights_only=True)
     if not isinstance(checkpoint, dict) or "lightning_rl" not in checkpoint:
         raise ValueError(
             f"expected a checkpoint of an RLLightningModule, got {path}, which has no such state: pass a file "

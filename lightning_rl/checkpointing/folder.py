@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import pickle
 import socket
 import tempfile
 import uuid
@@ -11,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rl.archive import load_archive
 from lightning_rl.checkpointing.seal import Seal, check_seal, holds_weights_alone, read_seal
 from lightning_rl.files import BEFORE, PART, remove
 
@@ -73,9 +74,9 @@ def _seal(path: Path) -> Seal | None:
         if path.is_dir():
             return Seal("", -1) if any(path.iterdir()) else None
         check_seal(path)
-        checkpoint = load_archive(path, mmap=True)
+        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
         return Seal("", int(checkpoint.get("global_step", -1)) if isinstance(checkpoint, dict) else -1)
-    except (OSError, ValueError, TypeError):  # TypeError: step is not a number
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError):  # TypeError: bad step
         return None
 
 

@@ -96,10 +96,6 @@ def _serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument("--dtype", help="dtype of the weights (default: that of the configuration)")
     storage = "folder for weights, the trainer's storage= (default: the system's temporary folder)"
     parser.add_argument("--storage", type=Path, help=storage)
-    parser.add_argument("--api-key-file", type=Path, help="file with the key that every call has to bring")
     parser.add_argument("--ssl-certfile", type=Path, help="certificate for https; with --ssl-keyfile")
     parser.add_argument("--ssl-keyfile", type=Path, help="private key of the certificate")
-    parser.epilog = (
-        "The key is that of --api-key-file, or of VLLM_API_KEY, or of a file in ~/.config/lightning-rl that is made if "
-        "there is none. What stands after -- is for vLLM."
-    )
+    parser.epilog = "Calls need the key in VLLM_API_KEY. Arguments after -- are passed to vLLM."

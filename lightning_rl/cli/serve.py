@@ -19,9 +19,9 @@ from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED, HEAD_DTYPE
 from lightning_rl.generation.vllm.versions import check_version
 from lightning_rl.generation.vllm.worker import HOST, STORAGE
-from lightning_rl.key import KEY, check_key, default_key_file, ensure_key_file, read_key
 from lightning_rl.policy.text_model import auto_class_of, check_text_only, has_towers, text_model_of
 
+KEY = "VLLM_API_KEY"
 LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
 GUARD = "lightning_rl.generation.vllm.guard.RequireKey"
 ENVIRONMENT = {
@@ -36,7 +36,7 @@ SEVERAL = (
     "start a server for each engine, and pass all URLs to VLLMServerEngine"
 )
 REFUSED = {
-    "--api-key": f"everybody may read a command line: use --api-key-file or {KEY}",
+    "--api-key": f"every user of the machine can read a command line: set {KEY}",
     "--host": OWN,
     "--port": OWN,
     "--ssl-certfile": OWN,
@@ -101,28 +101,28 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
             certificate=arguments.ssl_certfile,
             private_key=arguments.ssl_keyfile,
         )
-        key, source = find_server_key(arguments.api_key_file)
         check_options(options)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
-    sys.stdout.write(f"the key that every call has to bring is that of {source}\n")
+    if not os.environ.get(KEY):
+        raise SystemExit(f"expected a key in {KEY}, got none: export {KEY}=$(openssl rand -hex 32)")
     with TemporaryDirectory(prefix="lightning-rl-serve-") as folder:
         try:
             model = text_model_folder(arguments.model, Path(folder))
         except (OSError, ValueError) as error:
             raise SystemExit(str(error)) from error
-        return serve(model, options, address, dtype=arguments.dtype, key=key, storage=arguments.storage)
+        return serve(model, options, address, dtype=arguments.dtype, storage=arguments.storage)
 
 
 def text_model_folder(model: str, folder: Path) -> str:
     """Return what a trainer has vLLM serve of a model: itself, or a folder with its text model.
 
     Args:
-        model: folder or name; no weights are read.
-        folder: where configuration and tokenizer of the text model of a model with towers are written.
+        model: Folder or name; no weights are read.
+        folder: Folder for configuration and tokenizer of the text model of a model with towers.
 
     Raises:
-        ValueError: for a model with towers of which transformers has no text-only class.
+        ValueError: For a model with towers of which transformers has no text-only class.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if not has_towers(config):
@@ -135,22 +135,6 @@ def text_model_folder(model: str, folder: Path) -> str:
     with suppress(OSError):  # a folder may have none
         AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)
     return str(folder)
-
-
-def find_server_key(path: Path | None) -> tuple[str, str]:
-    """Return the key and its source: a file, ``VLLM_API_KEY``, or a file for all servers of this user on this machine.
-
-    That file is made if there is none, so a server that is started again has the key that it had.
-
-    Raises:
-        ValueError: if a file or the key is not what it should be.
-    """
-    if path is not None:
-        return read_key(path), str(path)
-    if key := os.environ.get(KEY):
-        check_key(key, KEY)
-        return key, KEY
-    return ensure_key_file(default_key_file()), str(default_key_file())
 
 
 def check_options(options: Sequence[str]) -> None:
@@ -167,7 +151,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def serve(
-    model: str, options: Sequence[str], address: Address, *, dtype: str | None, key: str, storage: Path | None = None
+    model: str, options: Sequence[str], address: Address, *, dtype: str | None, storage: Path | None = None
 ) -> int:
     """Run one server until it ends or a signal arrives; its processes end with this one.
 
@@ -176,7 +160,6 @@ def serve(
         options: Further options for vLLM.
         address: Address to listen on.
         dtype: Dtype of the weights; None for that of the model's configuration.
-        key: that every call has to bring.
         storage: Folder that weights may be loaded from; None for the system's temporary folder.
 
     Returns:
@@ -191,7 +174,7 @@ def serve(
     sys.stdout.flush()
     guard = ["--middleware", GUARD]  # last, because the last middleware handles a call first
     command = [*command_line(model, address, dtype=dtype, on_cpu=is_cpu_build()), *options, *guard]
-    environment = {**ENVIRONMENT, **os.environ, KEY: key, HOST: address.host}
+    environment = {**ENVIRONMENT, **os.environ, HOST: address.host}
     if storage is not None:
         environment[STORAGE] = str(storage.resolve())
     return run_group(command, environment)

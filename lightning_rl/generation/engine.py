@@ -292,10 +292,6 @@ class Engine(ABC):
         del ids
         return 0
 
-    def measurements(self) -> Mapping[str, float]:
-        """What was measured since the last call, by the name of a metric, the same on every rank; all of them ask."""
-        return {}
-
     def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """What each layer puts out for a prompt, by name; empty if unknown."""
         del ids

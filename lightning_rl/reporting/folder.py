@@ -14,14 +14,15 @@
 import csv
 import json
 import math
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from lightning_rl.archive import load_archive
 from lightning_rl.recording import Recording
 
 METRICS, RUN, FINDINGS = "metrics.jsonl", "run.json", "findings"
@@ -30,6 +31,7 @@ END = "end"  # key of a line with the step at which an error ended the run
 STEP, EPOCH = "step", "epoch"
 FINDING = ("check", "culprit", "expected", "observed", "cure", "severity")
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, yaml.YAMLError)
+UNREADABLE += (RuntimeError, EOFError, pickle.UnpicklingError)  # from torch.load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +271,7 @@ def _read_findings(run: RunFiles, folders: Sequence[Path]) -> None:
             run.notes.append(_note(path, wrong))
     for path in _files(folders, "rollout-*.pt"):
         try:
-            state = load_archive(path, mmap=True)
+            state = torch.load(path, "cpu", weights_only=True, mmap=True)
             listed += [_finding(finding, state["number"]) for finding in state["findings"]]
         except UNREADABLE as wrong:
             run.notes.append(_note(path, wrong))

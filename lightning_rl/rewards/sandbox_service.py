@@ -13,7 +13,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_rl.arguments import check_counts, check_numbers
-from lightning_rl.key import read_key
 from lightning_rl.rewards.extras import require
 from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable, check_program
 
@@ -39,8 +38,8 @@ class SandboxService:
 
     Args:
         url: URL of the service, such as ``http://10.0.0.9:8080``, without ``/run_code``.
-        key_file: File with the key, sent as ``Authorization: Bearer``; read at each request, and must be readable by
-            its owner only. None for a service without a key.
+        key_file: File with the key, sent as ``Authorization: Bearer``; read at each request. None for a service without
+            a key.
         seconds: Run time limit of a program.
         memory: Memory limit of a program in bytes; None for the default of the service.
         output: Maximum size of a program's output in bytes.
@@ -79,7 +78,7 @@ class SandboxService:
 
         Raises:
             SandboxUnavailable: If the service fails to run a program within the limits.
-            ValueError: If the key cannot be read.
+            OSError: If the key cannot be read.
         """
         result = self.run("print(4)")
         if not (result.ok and result.stdout == "4\n"):
@@ -97,7 +96,8 @@ class SandboxService:
 
         Raises:
             SandboxUnavailable: If the service does not answer or reports an error.
-            ValueError: If the key cannot be read, or an argument is not a string or has lone surrogates.
+            OSError: If the key cannot be read.
+            ValueError: If an argument is not a string or has lone surrogates.
         """
         check_program(source, stdin)
         body: dict[str, Any] = {"code": source, "language": "python", "stdin": stdin, "run_timeout": self.seconds}
@@ -163,7 +163,7 @@ class SandboxService:
         headers = {"Accept-Encoding": "identity"}  # decompression has no size limit
         if self.key_file is None:
             return headers
-        return {**headers, "Authorization": f"Bearer {read_key(self.key_file)}"}
+        return {**headers, "Authorization": f"Bearer {self.key_file.read_text().strip()}"}
 
 
 def _is_plain(url: Any) -> bool:

@@ -64,7 +64,6 @@ class ScriptedServer:
         worker: the process that joins groups.
         cut: how many clients hung up before their answer.
         connections: how many there have been.
-        metrics: what ``/metrics`` answers.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class ScriptedServer:
         **holds: Any,
     ) -> None:
         self.script, self.release, self.holds = script, release, {**HOLDS, "process": token_hex(8), **holds}
-        self.metrics: Answer = b""
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
         self.key, self.engines, self.connections = KEY, 1, 0
         self.weights: dict[str, Tensor] = {}
@@ -130,8 +128,6 @@ class ScriptedServer:
             return {"version": self.release}
         if path.startswith("/get_world_size"):
             return {"world_size": self.engines if path.endswith("?include_dp=true") else 1}
-        if path == "/metrics":
-            return self.metrics
         if path == "/weight_info":
             return {"weight_version": self.label}
         if path.startswith("/reset_prefix_cache"):

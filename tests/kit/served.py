@@ -16,8 +16,8 @@ import psutil
 from transformers import PreTrainedModel
 
 from kit.support import tiny_tokenizer
-from lightning_rl.key import KEY
 
+KEY = "VLLM_API_KEY"
 SECRET = "a-key-for-tests"
 PATIENCE = 600.0  # seconds: on two busy cores two servers take minutes to start
 UNCHECKED = "from lightning_rl.cli import main, serve; serve.REFUSED = {}; main.main()"

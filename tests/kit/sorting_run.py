@@ -86,7 +86,6 @@ def main(folder: Path, rollouts: int, urls: list[str]) -> None:
     held_out = task.held_out_prompts()
     engine = VLLMServerEngine(
         urls,
-        api_key=folder / "key",
         transfer="broadcast",
         storage=folder / "weights",
         patience=600,

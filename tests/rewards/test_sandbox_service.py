@@ -211,14 +211,3 @@ def test_what_has_no_bytes_costs_its_own_row_alone() -> None:
         with pytest.warns(UserWarning, match="lone surrogates"):
             right, broken, unknown = judge(["p"] * 3, texts, tests=tests)
     assert (right, broken) == (1.0, 0.0) and math.isnan(float(str(unknown)))
-
-
-@pytest.mark.parametrize(("mode", "text"), [(0o644, KEY), (0o600, ""), (0o600, "two words")])
-def test_a_key_that_others_may_read_or_that_no_header_holds_is_refused(mode: int, text: str, tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.write_text(text)
-    key.chmod(mode)
-    with pytest.raises(ValueError, match=r"to be its owner's alone|to hold a key of printable ASCII"):
-        SandboxService(url="http://127.0.0.1:9", key_file=key).run("print(4)")
-    with pytest.raises(ValueError, match="expected a file with a key at"):
-        SandboxService(url="http://127.0.0.1:9", key_file=tmp_path / "none").run("print(4)")

@@ -9,7 +9,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,21 +160,6 @@ def test_weights_that_come_while_it_generates_are_in_the_tokens_that_say_so(engi
         expected = expected.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert completion.logprobs is not None and float((completion.logprobs - expected).abs().max()) < 1e-4
     assert synced(engine, models[0], 99).generate(requests[:1])[0].version == 99
-
-
-def test_what_a_server_says_of_itself_is_read_once_a_rollout(engine: VLLMServerEngine) -> None:
-    requests, figures = requests_for(prompts_of(24, 70), max_new_tokens=40), dict[str, float]()
-    engine.measurements()
-    for rollout in range(3):
-        synced(engine, MODEL(), rollout).generate([replace(request, rollout=rollout) for request in requests])
-        wait_until(lambda: bool(figures.update(engine.measurements()) or "server/0/running" in figures))
-    assert figures.keys() == {"server/ready"} | {
-        f"server/0/{name}"
-        for name in ("running", "waiting", "kv_cache", "tokens_per_second", "preemptions", "prefix_hits")
-    }
-    assert figures["server/ready"] == 1 and figures["server/0/tokens_per_second"] > 0
-    assert 0 <= figures["server/0/kv_cache"] <= 1 and 0 <= figures["server/0/prefix_hits"] <= 1
-    assert figures["server/0/preemptions"] == 0
 
 
 def counted(server: Served, metric: str, label: str = "") -> float:

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from kit import fake_vllm
 
-from lightning_rl.generation.vllm.meters import COUNTERS, GAUGES
-
 ROOT = Path(__file__).parents[2] / "lightning_rl"
 NAMES = {
     "config/vllm.py": ("set_current_vllm_config(vllm_config)", "VllmConfig.model_config", "VllmConfig.device_config"),
@@ -95,7 +93,6 @@ ROUTES = {
     "/get_world_size": "entrypoints/rl/online/api_router.py",
     "/health": "entrypoints/serve/instrumentator/health.py",
     "/inference/v1/generate": "entrypoints/scale_out/token_in_token_out/api_router.py",
-    "/metrics": "entrypoints/serve/instrumentator/metrics.py",
     "/pause": "entrypoints/rl/online/api_router.py",
     "/reset_prefix_cache": "entrypoints/serve/dev/cache/api_router.py",
     "/resume": "entrypoints/rl/online/api_router.py",
@@ -155,11 +152,6 @@ def test_every_name_is_where_it_was(file: str) -> None:
 def test_every_route_is_there(route: str) -> None:
     code = (sources() / ROUTES[route]).read_text(encoding="utf-8")
     assert re.search(rf'(@router\.(get|post)|Mount)\(\s*"{route}"', code), f"{ROUTES[route]} has no {route}"
-
-
-def test_every_figure_of_a_server_is_there() -> None:
-    code = "".join(path.read_text(encoding="utf-8") for path in (sources() / "v1" / "metrics").glob("*.py"))
-    assert [name for name in (*GAUGES, *COUNTERS) if f'"{name.removesuffix("_total")}' not in code] == []
 
 
 def test_every_route_and_module_that_the_library_names_is_in_the_list() -> None:

@@ -35,8 +35,6 @@ class Server:
             *MODEL,
             "--storage",
             str(folder / "weights"),
-            "--api-key-file",
-            str(folder / "key"),
         ]
         self._command = [*before, "env", f"GLOO_SOCKET_IFNAME={INTERFACE}", *command, *options, "--", *CACHE]
         self.start()
@@ -64,10 +62,11 @@ def accuracy(path: Path) -> float:
 
 @pytest.mark.long
 @pytest.mark.skipif(not namespaces.can_make(), reason="this user may make no network namespaces")
-def test_a_run_on_two_machines_learns_though_a_server_a_rank_and_a_node_are_killed(tmp_path: Path) -> None:
+def test_a_run_on_two_machines_learns_though_a_server_a_rank_and_a_node_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "weights").mkdir()
-    (tmp_path / "key").write_text(secrets.token_urlsafe(32))
-    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("VLLM_API_KEY", secrets.token_urlsafe(32))
     policy = task.untrained_policy(0)
     policy.config.architectures = [type(policy).__name__]
     policy.config.save_pretrained(tmp_path / "model")

@@ -19,7 +19,6 @@ from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.stream import Shape
 
 PROBE = 30.0  # seconds for a call that no work of the server delays
-METERS = 2.0  # seconds for a server's metrics, which a rollout does not wait for
 LEAVING = 5.0  # seconds for a server that nothing more is asked of
 LOADING = "loading"  # in place of a label, until the weights are whole
 NO_LOGPROB = -9999.0  # what vLLM sends for one that is -inf or NaN
@@ -121,15 +120,6 @@ class Endpoint:
         answer = self._get(f"/get_world_size?include_dp={include_dp}")
         with self._parsing():
             return _count(answer["world_size"])
-
-    async def read_metrics(self, names: tuple[str, ...]) -> str:
-        """The lines of its metrics, in Prometheus's text format, that begin with one of these names."""
-        try:
-            text = await self._client.fetch("GET", "/metrics", timeout=METERS)
-        except Stale:  # which is kept no more
-            return await self.read_metrics(names)
-        lines = text.decode(errors="replace").split("\n")
-        return "".join(f"{line}\n" for line in lines if line.startswith(names))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of some tokens, by the server's tokenizer."""

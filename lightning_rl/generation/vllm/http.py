@@ -99,18 +99,18 @@ class Client:
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
     ) -> Any:
-        """The answer of :meth:`fetch` to JSON, parsed; None for an empty one.
+        """The answer of :meth:`_fetch`, parsed as JSON; None for an empty one.
 
         Raises:
             Unanswered: if it is no JSON.
         """
-        text = await self.fetch(method, path, body, timeout=timeout, limit=limit)
+        text = await self._fetch(method, path, body, timeout=timeout, limit=limit)
         try:
             return json.loads(text, parse_constant=_refuse_constant) if text else None
         except (ValueError, RecursionError) as error:
             raise Unanswered(f"expected JSON from {self.url}{path}, got {_quote_bytes(text)}") from error
 
-    async def fetch(
+    async def _fetch(
         self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
     ) -> bytearray:
         """The bytes of an answer.

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import shutil
 import tempfile
 from collections import defaultdict, deque
@@ -27,7 +28,6 @@ from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.endpoint import Endpoint
 from lightning_rl.generation.vllm.http import Address, trust
 from lightning_rl.generation.vllm.members import Listing, Members, Membership
-from lightning_rl.generation.vllm.meters import Meters
 from lightning_rl.generation.vllm.places import URGENT, Seat
 from lightning_rl.generation.vllm.pool import ServerPool
 from lightning_rl.generation.vllm.push import Proof, WeightPush, prompt_logprobs
@@ -35,7 +35,6 @@ from lightning_rl.generation.vllm.sampling import CACHING, SCORING, Limits, fini
 from lightning_rl.generation.weights import stream
 from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
-from lightning_rl.key import find_key
 from lightning_rl.policy.text_model import check_text_only
 
 TRANSFERS = ("file", "broadcast")
@@ -57,8 +56,7 @@ class VLLMServerEngine(Engine):
         servers: their URLs, such as ``http://127.0.0.1:8000``; requests go where the fewest tokens are outstanding. A
             :class:`pathlib.Path` is a file with one URL on each line, and a function returns them: rank 0 reads either
             once a second, so servers may come and go while a run goes on.
-        api_key: of the servers, or the path of a file that holds it; by default what ``VLLM_API_KEY`` says, or the file
-            that ``lightning-rl serve`` makes for the servers of one machine.
+        api_key: the key of the servers; by default the value of the environment variable ``VLLM_API_KEY``.
         ca: a file with the certificate that signs those of ``https`` servers; by default those that the machine trusts.
         transfer: how weights reach the servers. ``"file"``: through ``storage``. ``"broadcast"``: from memory to
             memory, in a process group of rank 0 and the servers' workers (NCCL between GPUs, gloo otherwise); rank 0
@@ -82,7 +80,7 @@ class VLLMServerEngine(Engine):
         self,
         servers: Listing,
         *,
-        api_key: str | Path | None = None,
+        api_key: str | None = None,
         ca: str | Path | None = None,
         transfer: Literal["file", "broadcast"] = "file",
         storage: str | Path | None = None,
@@ -102,12 +100,11 @@ class VLLMServerEngine(Engine):
         self.ca = None if ca is None else Path(ca)
         if self.ca is not None:
             trust(self.ca)
-        self._key = find_key(api_key)
+        self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self._members = Members(self.servers, self._check_url)
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
         self._membership: Membership | None = None
-        self._meters: Meters | None = None  # of rank 0 alone
         self._broadcast: Broadcast | None = None
 
     def _check_url(self, url: str) -> None:
@@ -171,9 +168,6 @@ class VLLMServerEngine(Engine):
             reads=rank == 0,
         )
         pool.wait(strict=True)
-        if rank == 0:
-            self._meters = Meters(lambda: pool.servers)
-            self._meters.start()
         served = push.description
         self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
         self.max_length, self.block_size = served.max_length, served.block_size
@@ -284,15 +278,7 @@ class VLLMServerEngine(Engine):
         return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs, answered=self._note_answer)
 
     def _note_answer(self, request: Request) -> None:
-        """With the first answer to a rollout servers are as busy as they will be with it."""
         self.in_flight.discard(request)
-        if self._meters is not None and request.sample_id >= 0:
-            self._meters.begin(request.rollout)
-
-    @override
-    def measurements(self) -> dict[str, float]:
-        """What servers said of themselves since the last call, as rank 0 has heard it."""
-        return process_objects({} if self._meters is None else self._meters.take())[0]
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
@@ -325,7 +311,7 @@ class VLLMServerEngine(Engine):
         """Cuts every call short and removes the weights that were written; the servers go on."""
         super().close()
         pool, self._pool = self._pool, None
-        membership, self._membership, self._meters = self._membership, None, None
+        membership, self._membership = self._membership, None
         if membership is not None:
             membership.close()
         broadcast, self._broadcast = self._broadcast, None
