@@ -17,14 +17,6 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _patient_audit() -> None:
-    """On a busy machine a copy of the process takes longer to answer; a run would rather skip the check."""
-    from lightning_rl.audit import replies  # Lightning's log reaches pytest only if pytest is there first
-
-    replies.PATIENCE = 30.0
-
-
 def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
     """Refuses a test that is named by an address: each worker of pytest-xdist would know it by another name.
 

@@ -208,7 +208,7 @@ class SignalAudit(RLCallback):
         run = self._run
         if run is None:
             return
-        evidence = run.end_step(batch)
+        evidence = run.end_step()
         if batch.step == run.module.steps_per_rollout - 1:
             run.begin_next(batch.rollout + 1)
         if evidence is not None:
@@ -347,13 +347,13 @@ class _RunWatch:
             told=accounts_of(talks, early_ends(module, talks)),
             reference_weights=(weights if self._reference is None else self._reference, weights),
             moves=self._moves.moves,
+            replies=self._rewards.ask(self.calls, samples),
+            replays=self._replays.ask(talks, self._number),
         )
         self._moves.before(rollout)
         self._reference, self._own_figures = weights, {}
         self._talk_figures = {} if module.estimator.needs_greedy else talk_figures(talks, module.environments)
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
-        self._rewards.ask(self.calls, samples)
-        self._replays.ask(talks, self._number)
         return self._evidence
 
     def traces_step(self) -> bool:
@@ -416,7 +416,7 @@ class _RunWatch:
         parts = [current.rollout.sample_ids[microbatch.index] for microbatch in current.plan.step(step)]
         return torch.cat(parts) if parts else None
 
-    def end_step(self, ticket: Ticket) -> Evidence | None:
+    def end_step(self) -> Evidence | None:
         """Evidence of an optimizer step that is over, and of edits; None for a rollout that is not audited."""
         row, row_figures = self._row.end_step(self._ticket, seen=self._step is not None and not self.fields.edited)
         if self._evidence is None:
@@ -429,9 +429,7 @@ class _RunWatch:
             self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
             self._step.blamed = self._culprits()
         self.fields.state.compare_state("whoever comes after the optimizer step, such as a logger")
-        last = ticket.step == self.module.steps_per_rollout - 1
-        replies, replays = (self._rewards.take_replies(), self._replays.take_replays()) if last else ([], [])
-        return replace(self._evidence, step=self._step, edits=self.fields.take(), replies=replies, replays=replays)
+        return replace(self._evidence, step=self._step, edits=self.fields.take())
 
     def begin_next(self, number: int) -> None:
         """The rollout of this number is next: hooks that come before the audit's own are looked at too."""
@@ -443,8 +441,6 @@ class _RunWatch:
         """Takes everything back that it laid around the run."""
         self.fields.release()
         self._row.close()
-        self._rewards.close()
-        self._replays.close()
 
 
 def _epoch_of(module: RLLightningModule) -> int | None:

@@ -9,8 +9,9 @@ import copy
 import copyreg
 import dataclasses
 import io
+import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -20,22 +21,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from lightning_rl.corrections import RLCallback
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import Engine
 
 Thing = TypeVar("Thing")
 
-SHARED = (
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    nn.Module,
-    Trainer,
-    LightningDataModule,
-    Engine,
-    Collectives,
-    PreTrainedTokenizerBase,
-)
+LIVE = (nn.Module, Trainer, LightningDataModule, Engine)
+SHARED = (type, ModuleType, BuiltinFunctionType, Collectives, PreTrainedTokenizerBase, *LIVE)
 STATELESS = ("lightning_rl", "torch", "lightning", "transformers", "numpy", "builtins")
 """Packages whose functions keep nothing from call to call."""
 
@@ -46,6 +39,16 @@ def copy_state(thing: Thing) -> Thing:
         return cast(Thing, _Copier().copy(thing))
     except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
         return copy.copy(thing)
+
+
+def copy_apart(thing: Any) -> Any:
+    """Returns a copy that shares no state, or None if it holds a model or something else that cannot be copied."""
+    copier = _Copier()
+    try:
+        twin = copier.copy(thing)
+    except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
+        return None
+    return None if copier.shares else twin
 
 
 def numbers_of(thing: Any, prefix: str = "") -> dict[str, float]:
@@ -59,11 +62,43 @@ def numbers_of(thing: Any, prefix: str = "") -> dict[str, float]:
     return numbers
 
 
+def with_numbers_of_others(callback: RLCallback, numbers: Sequence[Mapping[str, float]]) -> Iterator[RLCallback]:
+    """Yields a copy of a correction for each rank on which it keeps other numbers, with these numbers.
+
+    Args:
+        callback: The correction on this rank.
+        numbers: :func:`numbers_of` it on each rank.
+    """
+    own = numbers_of(callback)
+    for theirs in numbers:
+        others = {name: value for name, value in theirs.items() if name in own and not _equal(own[name], value)}
+        if others:
+            twin = copy_state(callback)
+            for name, value in others.items():
+                _write(twin, name, value)
+            yield twin
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+
+
+def _write(thing: Any, name: str, value: float) -> None:
+    """Replaces a number by another one of its kind."""
+    *path, last = name.split(".")
+    for step in path:
+        thing = getattr(thing, step)
+    held = getattr(thing, last)
+    new = torch.full_like(held, value) if isinstance(held, Tensor) else type(held)(value)
+    object.__setattr__(thing, last, new)
+
+
 class _Copier:
     """Copies through pickle, which knows how everything is taken apart; what pickle cannot take goes around it."""
 
     def __init__(self) -> None:
         self.around = list[Any]()
+        self.shares = False  # True once something with a state is shared
         self._functions = dict[int, FunctionType]()
 
     def copy(self, thing: Any) -> Any:
@@ -77,6 +112,7 @@ class _Copier:
         """A number for what does not go through pickle; None for what does."""
         if not isinstance(thing, (*SHARED, Tensor, torch.Generator, FunctionType)):
             return None
+        self.shares |= isinstance(thing, LIVE)
         self.around.append(thing)
         return len(self.around) - 1
 
@@ -100,6 +136,7 @@ class _Copier:
             cells = tuple(CellType() for _ in function.__closure__ or ())
             twin = FunctionType(code, scope, function.__name__, function.__defaults__, cells)
             twin.__kwdefaults__, twin.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+            twin.__annotations__ = function.__annotations__
             self._functions[id(function)] = twin
             scope |= self._values({name: scope[name] for name in code.co_names if name in scope})
             for cell, original in zip(cells, function.__closure__ or (), strict=True):
@@ -111,10 +148,12 @@ class _Copier:
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, SHARED):
+            self.shares |= isinstance(value, LIVE)
             return value
         try:
             return self.copy(value)
         except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
+            self.shares = True
             return value
 
 

@@ -107,7 +107,7 @@ class Evidence:
         batches: what the engine was asked for this rollout and returned, batch by batch.
         calls: what the reward functions were given and returned.
         rounds: the scored samples of each round of generation, before any filter.
-        replies: what copies of the reward functions said when they were asked again.
+        replies: values of copies of the reward functions that were asked again.
         draws: a few samples as the engine returned them, under the policy's own forward.
         earlier: what is kept of earlier audited rollouts.
         stream_prompts: what the training data has for a few samples at their places of the stream, by identity.
@@ -123,7 +123,7 @@ class Evidence:
         contexts: what some conversations begin with, and go on with once they are rewritten, beside the same.
         told: what rewards are told of conversations.
         words_logprob: mean log-probability of what environments say in a row of each group; None if unknown.
-        replays: what copies of environments said when conversations were held once more.
+        replays: conversations that were held again.
         step: one optimizer step as it was made; None before the first.
         numbers: that each correction keeps, by its name and theirs, for each rank.
         edits: of fields of the rollout, by whatever way, with who made them.

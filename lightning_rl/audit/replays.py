@@ -1,12 +1,12 @@
-"""Replays: a few conversations held once more with the answers that were drawn, in copies of the process.
+"""Replays: a few conversations held again with the answers that were drawn.
 
 An environment is one conversation's own, so what it says follows from its row, its seed and the answers. It is asked
 again alone, beside others in another order, and with answers that nobody has given, and has to say the same each time;
-what it says then is what the run has to have recorded. What an environment would do to the world outside of the
-process is refused in a copy, and then nothing is said of it.
+what it says then is what the run has to have recorded. An environment that reaches out of the process is not asked.
 """
 
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from lightning_rl.audit.fork import TOO_LATE, Fork
+from lightning_rl.audit.copies import copy_apart
+from lightning_rl.audit.outside import refuse_outside
 from lightning_rl.audit.replies import EARLY_TURNS, TURNS, same_value
-from lightning_rl.audit.sharing import shared_memory_of
 from lightning_rl.audit.subsample import order_of
 from lightning_rl.audit.talks import Talk
 from lightning_rl.edits import copy_plain
@@ -28,17 +28,19 @@ from lightning_rl.environments.tools import schemas_of
 from lightning_rl.generation import request_seed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Finish
-from lightning_rl.seeding import seed_everything
+from lightning_rl.seeding import keep_generators
 
 MAX_TALKS = 8  # of an audit
-PATIENCE = 2.0  # seconds for all environments of a run together
+MAX_SECONDS = 2.0  # of all replays of an environment together
+CPU = torch.device("cpu")
 UNHEARD = "unheard-of-answer-{}"
 REWRITES = -1  # before the token ids of a whole context
 NOTHING_SHOWN: tuple[Any, ...] = ()
+NOT_REPLAYABLE = "is not replayable"
 
 
 class Replay(NamedTuple):
-    """What copies of an environment said in conversations that were held once more, in plain values.
+    """Conversations with an environment that were held again, in plain values.
 
     Attributes:
         environment: name of its class.
@@ -56,37 +58,33 @@ class Replay(NamedTuple):
 
 
 class ReplayWatch:
-    """Holds conversations of a run once more: once in the beginning and then now and then, for a copy is not cheap.
+    """Holds conversations of a run again, in its first audits and in every 16th.
 
     Args:
-        module: the run.
+        module: The run.
     """
 
     def __init__(self, module: RLLightningModule) -> None:
         self._module, self._turn = module, 0
-        self._copies: list[tuple[str, Fork]] = []
         self._silent: dict[str, Replay] = {}
 
-    def ask(self, talks: Sequence[Talk], number: int) -> None:
-        """Begins to hold some of a rollout's conversations again, if it is time, while the update goes on.
-
-        An environment that did not answer in time once is not asked again.
-        """
+    def ask(self, talks: Sequence[Talk], number: int) -> list[Replay]:
+        """Returns a replay for each environment; between the audits that ask, those with a reason."""
         self._turn += 1
         conversations = self._module.sampler.environments
         if conversations is None or (self._turn not in EARLY_TURNS and self._turn % TURNS):
-            return
-        self._silent = {name: replay for name, replay in self._silent.items() if TOO_LATE in replay.reason}
-        for name, factory in conversations.factories.items():
+            return list(self._silent.values())
+        replays = list[Replay]()
+        for name in conversations.factories:
             chosen = _some([talk for talk in talks if talk.environment == name and talk.is_over], number)
-            if not chosen or name in self._silent:
-                continue
-            if reason := _silence_of(name, factory):
-                self._silent[name] = Replay(name, reason)
+            if name in self._silent or not chosen:
                 continue
             chosen = [talk._replace(row=row) for talk, row in zip(chosen, self._rows_of(chosen), strict=True)]
-            task = partial(hold_all, conversations, factory, chosen)
-            self._copies.append((name, Fork(task, PATIENCE)))
+            replay = replay_of(conversations, name, chosen)
+            replays.append(replay)
+            if replay.reason:
+                self._silent[name] = replay
+        return [*(replay for replay in replays if not replay.reason), *self._silent.values()]
 
     def _rows_of(self, talks: Sequence[Talk]) -> list[Mapping[str, Any]]:
         """The rows of the data, as it has them, where it can be asked again; else as rewards see them."""
@@ -96,21 +94,29 @@ class ReplayWatch:
         prompts = stream.at([talk.group for talk in talks])
         return [{**prompt.columns, "prompt": prompt.content} for prompt in prompts]
 
-    def take_replays(self) -> list[Replay]:
-        """What came of it. Waits for the copies."""
-        copies, self._copies, found = self._copies, [], dict(self._silent)
-        for name, copy in copies:
-            value, reason = copy.reply()
-            found[name] = Replay(*value) if not reason else Replay(name, f"environment {name}: {reason}")
-            if reason:
-                self._silent[name] = found[name]
-        return list(found.values())
 
-    def close(self) -> None:
-        """Ends copies that nobody waits for any more."""
-        for _, copy in self._copies:
-            copy.close()
-        self._copies = []
+def replay_of(conversations: Environments, name: str, talks: Sequence[Talk]) -> Replay:
+    """Holds conversations with one environment again.
+
+    Args:
+        conversations: The environments of the run.
+        name: Name of the environment.
+        talks: Conversations with it.
+    """
+    factory = copy_apart(conversations.factories[name])
+    try:
+        if conversations.workers is not None:
+            reason = "runs in processes"
+        elif factory is None:
+            reason = "holds state that cannot be copied"
+        elif not getattr(factory, "replayable", True):
+            reason = NOT_REPLAYABLE
+        else:
+            with keep_generators(CPU), refuse_outside():
+                return hold_all(conversations, factory, talks)
+    except Exception as error:  # noqa: BLE001  user code
+        reason = f"could not be asked again: {error}"
+    return Replay(name, f"environment {name} {reason}: lightning_rl.testing.check_environment holds it again")
 
 
 def _some(talks: Sequence[Talk], number: int) -> list[Talk]:
@@ -120,15 +126,6 @@ def _some(talks: Sequence[Talk], number: int) -> list[Talk]:
     cut = cut[: MAX_TALKS // 2]
     samples = {talk.sample for talk in cut}
     return [*cut, *(talk for talk in talks if talk.sample not in samples)][:MAX_TALKS]
-
-
-def _silence_of(name: str, factory: Any) -> str:
-    """Why an environment cannot be asked again; empty if nothing speaks against it before it is made."""
-    if not getattr(factory, "replayable", True):
-        return f"environment {name} says that it is not to be replayed"
-    if shared := shared_memory_of(factory):
-        return f"environment {name} can reach {shared}, which a copy of the process would share with the run"
-    return ""
 
 
 Said = list[tuple[Any, float | None, bool]]  # of each turn: messages or token ids, reward, whether it was the end
@@ -154,12 +151,10 @@ class _Held:
     def begin(self) -> None:
         """Makes and resets the environment."""
         seed = request_seed(self._conversations.seed, 0, STARTS + self.talk.group)
-        if self._conversations.workers is not None:  # there every conversation begins with generators of its own
-            seed_everything(seed, torch.device("cpu"))
         self._made = environment_of(self._factory())
         owner = self._made.thing if isinstance(self._made, ObjectEnvironment) else self._made
         if not getattr(owner, "replayable", True):
-            raise ValueError("it says that it is not to be replayed")
+            raise ValueError(NOT_REPLAYABLE)
         said = self._made.reset(copy_plain(dict(self.talk.row)), seed)
         self.said.append((_plain(said), None, False))
 
@@ -208,16 +203,16 @@ def _one_by_one(made: Environment, answer: Answer) -> list[Answer]:
 
 
 def hold_all(conversations: Environments, factory: Callable[[], Any], talks: Sequence[Talk]) -> Replay:
-    """In a copy of the process: every conversation alone, then beside the others, then twice with unheard answers."""
-    held = partial(_Held, conversations, factory)
-    alone = [_hold([held(talk)])[0] for talk in talks]
-    beside = _hold([held(talk) for talk in reversed(talks)], together=conversations.workers is None)[::-1]
+    """Holds every conversation alone, then beside the others, then one twice with unheard answers."""
+    held, end = partial(_Held, conversations, factory), time.monotonic() + MAX_SECONDS
+    alone = [_hold([held(talk)], end)[0] for talk in talks]
+    beside = _hold([held(talk) for talk in reversed(talks)], end)[::-1]
     samples = [talk.sample for talk in talks]
     name = _class_of(factory)
     moving = _difference(alone, beside)
     if not moving and talks[0].messages:
         words = UNHEARD.format(" ".join(str(sample) for sample in samples))
-        once, again = ([_hold([held(talks[0], words)])[0]] for _ in range(2))
+        once, again = ([_hold([held(talks[0], words)], end)[0]] for _ in range(2))
         moving = _difference(once, again)
     if moving:
         return Replay(name, samples=samples, moving=moving)
@@ -231,15 +226,15 @@ def _class_of(factory: Any) -> str:
     return type(owner).__name__
 
 
-def _hold(held: Sequence[_Held], *, together: bool = True) -> list[Said]:
-    """What is said in some conversations, turn by turn beside each other, or one after the other."""
-    if not together:
-        return [_hold([one])[0] for one in held]
+def _hold(held: Sequence[_Held], end: float) -> list[Said]:
+    """Returns what is said in some conversations, turn by turn beside each other, before a point in time."""
     for one in held:
         one.begin()
     for turn in range(max(len(one.talk.turns) for one in held)):
         for one in held:
             one.step(turn)
+            if time.monotonic() > end:
+                raise TimeoutError(f"its replays take more than {MAX_SECONDS:g} s")
     for one in held:
         one.end()
     return [one.said for one in held]

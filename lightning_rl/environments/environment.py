@@ -109,7 +109,7 @@ class Environment:
     Attributes:
         tools: functions whose schemas go into the first prompt; the environment calls them itself.
         replayable: whether row, seed and answers say all that it says, so that the audit may hold its conversations
-            once more, in copies of the process.
+            again.
     """
 
     tools: Sequence[Callable[..., Any]] = ()

@@ -1,7 +1,9 @@
-"""Replays: conversations held once more say who mixes them up, and leave no trace."""
+"""Replays: conversations that are held again say who mixes them up."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,9 +14,8 @@ from kit.evidence import evidence_of
 from typing_extensions import override
 
 from lightning_rl import Finish, Sampling
-from lightning_rl.audit import CHECKS
-from lightning_rl.audit.fork import Fork
-from lightning_rl.audit.replays import PATIENCE, Replay, hold_all
+from lightning_rl.audit import CHECKS, replays
+from lightning_rl.audit.replays import Replay, replay_of
 from lightning_rl.audit.talks import Talk
 from lightning_rl.data import Prompt
 from lightning_rl.environments import Answer, Limits, Message, Step, TokenStep, ToolEnvironment
@@ -77,11 +78,10 @@ def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
 def replay(
     factory: Callable[[], Any], change: Callable[[list[Talk]], list[Talk]] = list, **options: Any
 ) -> Replay | str:
-    """What a copy of the process says of conversations with an environment, or why it says nothing."""
+    """What replays say of conversations with an environment, or why they say nothing."""
     made = environments(factory, **options)
-    talks = change(talks_with(made))
-    value, reason = Fork(lambda: hold_all(made, made.factories["environment"], talks), PATIENCE).reply()
-    return reason or Replay(*value)
+    said = replay_of(made, "environment", change(talks_with(made)))
+    return said.reason or said
 
 
 class Shared(Partner):
@@ -230,18 +230,25 @@ def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeyp
     made = environments(Writing)
     talks = talks_with(made)
     Path("log").write_text("of the run")
-    _, reason = Fork(lambda: hold_all(made, Writing, talks), PATIENCE).reply()
-    assert "reach out of its process" in reason
+    reason = replay_of(made, "environment", talks).reason
+    assert "reach out of its process (open)" in reason and reason.endswith("check_environment holds it again")
     assert Path("log").read_text() == "of the run"
-    assert "not to be replayed" in str(replay(Once))
+    Path("log").write_text("is open again")
+    assert "is not replayable" in str(replay(Once))
+    assert "holds state that cannot be copied" in str(replay(partial(locked, threading.Lock())))
 
 
-def test_a_replay_leaves_no_trace() -> None:
-    before = set(Remembering.heard)
-    made = environments(Partner)
-    talks = talks_with(made)
-    Fork(lambda: hold_all(made, Remembering, talks), PATIENCE).reply()
-    assert Remembering.heard == before
+def locked(lock: object) -> Partner:
+    del lock
+    return Partner()
+
+
+def test_what_a_factory_keeps_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    assert isinstance(replay(lambda: (made.append("one"), Partner())[1]), Replay)
+    assert len(made) == 4, "one for each conversation of the run"
+    monkeypatch.setattr(replays, "MAX_SECONDS", -1.0)
+    assert "more than -1 s" in str(replay(Partner))
 
 
 def judge(*replays: Replay) -> list[str]:
@@ -252,7 +259,7 @@ def judge(*replays: Replay) -> list[str]:
 def test_who_is_named() -> None:
     assert judge(Replay("Shop", samples=[1, 2])) == []
     assert judge(Replay("Shop", samples=[1, 2], moving="rewards")) == [
-        "environment Shop: other rewards when it is held once more"
+        "environment Shop: other rewards when it is held again"
     ]
     (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
     assert found.startswith("stage draw") and found.endswith("others in 2 of 2: messages, reward")

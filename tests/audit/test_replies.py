@@ -1,17 +1,21 @@
 """Reward functions asked again on copies: memory and order are found, noise is not, and nothing happens to them."""
 
+import multiprocessing
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit.evidence import evidence_of
 from typing_extensions import override
 
 from lightning_rl.audit import CHECKS
 from lightning_rl.audit.copies import copy_state
-from lightning_rl.audit.replies import RewardQuestions, RewardReply
+from lightning_rl.audit.replies import RewardReply, RewardWatch, ask_again
 from lightning_rl.rewards import Isolated, RewardCall
 
 IDS = [[1], [2, 3], [4, 5, 6], [7, 8, 9, 1], [1, 2, 3, 4, 5], [2, 2]]
@@ -200,7 +204,7 @@ def test_memory_and_order_are_told_from_noise_and_curricula(function: Any, faili
     fresh = copy_state(function)
     call = call_of(function)
     before = {name: str(value) for name, value in getattr(function, "__dict__", {}).items()}
-    (reply,) = RewardQuestions([call], [SAMPLES], {"judge": fresh}).replies()
+    reply = ask_again(call, SAMPLES, fresh)
     assert not reply.reason and checks_that_fail(reply) == failing
     assert {name: str(value) for name, value in getattr(function, "__dict__", {}).items()} == before, "asked in the run"
 
@@ -211,29 +215,58 @@ def test_a_reward_beside_the_longest_of_its_call_is_found_whichever_rows_are_ask
     ids = [[2] * (8 if row in longest else 1 + row % 4) for row in range(15)] + [[3, 1]]
     values = beside_others(None, None, completion_ids=ids)
     call = RewardCall("judge", ids, values, 0.0, ["a"] * 16, [""] * 16, {}, beside_others)
-    (reply,) = RewardQuestions([call], [range(16)]).replies()
+    reply = ask_again(call, range(16))
     assert checks_that_fail(reply) == ["reward_order"]
 
 
 def test_a_mutated_prompt_is_found_and_the_prompts_of_the_run_stay() -> None:
     prompts = [[{"role": "user", "content": name}] for name in NAMES]
     call = call_of(plain, prompts)._replace(function=marking, values=[1.0] * 6)
-    (reply,) = RewardQuestions([call], [SAMPLES]).replies()
+    reply = ask_again(call, SAMPLES)
     assert reply.edited == ["prompts"] and checks_that_fail(reply) == ["reward_inputs"]
     assert [prompt[-1]["content"] for prompt in prompts] == NAMES
 
 
-def test_a_function_that_cannot_be_asked_says_why() -> None:
+def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def writing(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        Path("log").write_text("a")
+        return [0.0] * len(prompts)
+
     async def awaited(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [0.0] * len(prompts)
 
     call = call_of(plain)
+    locked, modelled, value = Cached(), Cached(), multiprocessing.Value("i")
+    vars(locked)["lock"], vars(modelled)["model"] = threading.Lock(), torch.nn.Linear(1, 1)
     cases = {
         "at hand": call._replace(function=None),
         "coroutine": call._replace(function=awaited),
         "processes of its own": call._replace(function=Isolated(plain)),
-        "more than 0.1 s": call._replace(seconds=0.5),
+        "a call of reward judge takes more than 0.1 s": call._replace(seconds=0.5),
     }
-    for reason, other in cases.items():
-        (reply,) = RewardQuestions([other], [SAMPLES]).replies()
+    asked = list(cases.items())
+    state = "reward judge holds state that cannot be copied"
+    asked += [(state, call._replace(function=each)) for each in (locked, modelled, lambda **_: [value.value] * 6)]
+    asked += [("it would reach out of its process (open)", call._replace(function=writing))]
+    for reason, other in asked:
+        reply = ask_again(other, SAMPLES)
         assert reason in reply.reason and checks_that_fail(reply) == []
+    assert not Path("log").exists()
+
+
+def test_a_run_is_asked_in_its_first_audits_and_says_between_them_who_was_not() -> None:
+    watch, call = RewardWatch({"judge": plain}), call_of(plain)
+    replies = [watch.ask([call], [SAMPLES]) for _ in range(9)]
+    assert [len(each) for each in replies] == [1, 1, 0, 1, 0, 0, 0, 1, 0]
+    slow = call._replace(seconds=1.0)
+    watch = RewardWatch({"judge": plain})
+    assert all(watch.ask([slow], [SAMPLES])[0].reason for _ in range(3))
+
+
+def test_generators_are_where_they_were() -> None:
+    call = call_of(global_noise)
+    before = random.getstate(), torch.get_rng_state()
+    ask_again(call, SAMPLES)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal import edits_of
+from lightning_rl.audit.copies import with_numbers_of_others
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
 from lightning_rl.audit.finding import bitwise_equal
-from lightning_rl.audit.lockstep import with_numbers_of_others
 from lightning_rl.corrections import LossTerm, Stat
 from lightning_rl.finding import Finding
 

@@ -86,12 +86,10 @@ def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[i
     return []
 
 
-@check(
-    expected="the same value for a completion, whoever stands beside it", cure="score each row by itself", of_step=True
-)
+@check(expected="the same value for a completion, whoever stands beside it", cure="score each row by itself")
 def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The reward of a completion depends on neither the order of the rows nor on its neighbours: a copy of the process
-    asks the function again, where it is deterministic and quick.
+    """The reward of a completion depends on neither the order of the rows nor on its neighbours: a copy of the function
+    is asked again, where it is deterministic and quick.
     """
     for reply in evidence.replies:
         if reply.reason or (reply.repeated is not None and not reply.own):
@@ -111,11 +109,10 @@ def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
     expected="the same value for a completion, whatever was scored before",
     observed="other values after a call about other rows",
     cure="keep nothing from call to call but what depends on no row, or say that it is meant: reward.remembers = True",
-    of_step=True,
 )
 def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The reward of a completion does not depend on the rows of earlier calls: on two copies of the process, which were
-    asked about other rows first, it is the same.
+    """The reward of a completion does not depend on the rows of earlier calls: two copies of the function that were
+    asked about different rows first give it the same value.
     """
     for reply in evidence.replies:
         if reply.reason:
@@ -128,11 +125,10 @@ def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 @check(
     expected="arguments as they were",
-    cure="work on copies: other rewards, and later rollouts, are given the same prompts",
-    of_step=True,
+    cure="work on copies: it scores something else than what was sampled",
 )
 def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A reward edits nothing that it is given: a prompt that it edits is another one for whoever is given it next."""
+    """A reward edits none of its arguments."""
     for reply in evidence.replies:
         if reply.reason:
             yield Skip(reply.reason)

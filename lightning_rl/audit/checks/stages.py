@@ -1,17 +1,19 @@
 """Checks of the stages between engine and update: a contribution follows the rows, wherever they stand."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, Contribution, Evidence
 from lightning_rl.audit.finding import Skip, bitwise_equal
-from lightning_rl.audit.lockstep import contribute_on_ranks
 from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import merge_moments, reduce_moments
+from lightning_rl.distributed import Collectives
 from lightning_rl.finding import Finding
 from lightning_rl.rollout import PROMPT, Rollout
 
@@ -19,6 +21,7 @@ METRICS, FILTER = "rollout_metrics", "keep_groups"
 WIDER = 3  # positions of padding
 JITTER = 1e-3  # by which rewards are kept apart, so that nothing is decided by a tie
 FILTERED_GROUPS = 6  # that a filter is asked about
+MAX_COLLECTIVES = 100  # of one contribution
 PROVIDING_GROUPS = 2  # that fields are provided for again, perhaps by a model
 
 
@@ -105,6 +108,55 @@ def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
         everything = torch.arange(len(rollout), device=rollout.groups.device)
         further = [Change("the same with more padding behind prompts and responses", wide, everything)]
     return [*changes(rollout), *further]
+
+
+class _Unknown(Exception):  # noqa: N818
+    """Stops a contribution at a collective whose values are not known yet."""
+
+
+class _Rank(Collectives):
+    """Collectives of one of several ranks in one process: returns what was gathered before, then stops."""
+
+    def __init__(self, ranks: int, gathered: Sequence[list[Tensor]]) -> None:
+        super().__init__()
+        self._ranks, self._gathered = ranks, iter(gathered)
+        self.offered: Tensor | None = None
+
+    @property
+    @override
+    def ranks(self) -> int:
+        return self._ranks
+
+    @override
+    def gather(self, values: Tensor) -> list[Tensor]:
+        if (known := next(self._gathered, None)) is None:
+            self.offered = values
+            raise _Unknown
+        return known
+
+
+def _contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) -> list[Any]:
+    """Returns the contribution on each rank's rows, repeated until the values of every collective are known.
+
+    Raises:
+        RuntimeError: if ranks differ in their collectives, which would hang a run.
+    """
+    gathered = list[list[Tensor]]()
+    for _ in range(MAX_COLLECTIVES):
+        results, shares = list[Any](), list[Tensor]()
+        for part in rows:
+            rank, callback = _Rank(len(rows), gathered), copy.copy(contribution.callback)
+            callback.collectives = rank
+            try:
+                results.append(contribution._replace(callback=callback)(part))
+            except _Unknown:
+                shares.append(cast(Tensor, rank.offered))
+        if not shares:
+            return results
+        if results:
+            break
+        gathered.append(shares)
+    raise RuntimeError(f"expected the same collectives of {contribution} on every rank, got other ones")
 
 
 def _tied_rows(rollout: Rollout) -> Tensor:
@@ -230,7 +282,7 @@ def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
         metrics = contribution.method == METRICS
         if not (metrics or contribution.compares_prompts) or not repeats_itself(contribution, rollout):
             continue
-        said = contribute_on_ranks(contribution, [change.rollout for change in split])
+        said = _contribute_on_ranks(contribution, [change.rollout for change in split])
         if metrics:
             names = _rank_dependent_names(contribution(rollout), said, several=evidence.facts.ranks > 1)
             yield from (Finding(culprit=f"{contribution}, {name}") for name in names[:1])
@@ -245,7 +297,7 @@ def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
 def _rank_dependent_names(
     whole: Mapping[str, Stat], shares: Sequence[Mapping[str, Stat]], *, several: bool
 ) -> list[str]:
-    """The statistics that are others once the ranks have merged theirs."""
+    """Returns the names of the statistics that differ once the ranks have merged theirs."""
     names = list[str]()
     for name, stat in whole.items():
         merged = merge_moments(torch.stack([share[name].moments for share in shares]))

@@ -139,13 +139,12 @@ def told_rewards(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    cure="make an environment anew for each conversation, with no state but its own and what is random from the seed "
+    cure="make an environment for each conversation, with no state but its own and what is random from the seed "
     "of reset; where it is meant: replayable = False",
-    of_step=True,
 )
 def environment_replays(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What an environment says follows from its row, its seed and the answers: in copies of the process, conversations
-    are the same alone and beside others in another order, and what was recorded is what they are then.
+    """What an environment says follows from its row, its seed and the answers: held again,
+    conversations are the same alone and beside others in another order, and what was recorded is what they are then.
     """
     for replay in evidence.replays:
         if replay.reason:
@@ -153,8 +152,8 @@ def environment_replays(evidence: Evidence) -> Iterator[Finding | Skip]:
         elif replay.moving:
             yield Finding(
                 culprit=f"environment {replay.environment}",
-                expected="the same conversation for a row, a seed and answers, whoever else is talked to",
-                observed=f"other {replay.moving} when it is held once more",
+                expected="the same conversation for a row, a seed and answers, whichever others there are",
+                observed=f"other {replay.moving} when it is held again",
                 samples=replay.samples[:4],
             )
         elif replay.others:
