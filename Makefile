@@ -113,7 +113,7 @@ docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a 
 
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in an environment of its own
 	for extra in $(ADAPTERS); do \
-		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/environments/adapters/test_$${extra//-/_}.py; \
+		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/recipes/test_$${extra//-/_}.py; \
 		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/test_docs_blocks.py -k adapters.md; \
 		[ $$extra != reasoning-gym ] || .venv-adapters/$$extra/bin/python -m pytest tests/recipes/test_every_recipe.py tests/recipes/test_gpu_commands.py -k reasoning; \
 	done

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal
 
 import tiny
+from adapters.reasoning_gym import ReasoningGym, ReasoningGymScore
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
@@ -20,7 +21,6 @@ from torch.optim import AdamW
 from lightning_rl import GRPO, ClippedSurrogate, PromptDataModule, RLLightningModule, Sampling
 from lightning_rl.callbacks import NoEOSMask
 from lightning_rl.data import PromptDataset
-from lightning_rl.environments.adapters import ReasoningGym, ReasoningGymScore
 
 
 class Questions(PromptDataset):

@@ -22,9 +22,6 @@ KNOWN = {
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
     "lightning_rl/description.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/distributed/zero.py": "import_module(",
-    "lightning_rl/environments/adapters/foreign.py": "import_module(",  # of packages by their fixed names
-    "lightning_rl/environments/adapters/reasoning_gym.py": "pickle.loads(",  # from a process of its own
-    "lightning_rl/environments/adapters/reasoning_gym_worker.py": "pickle.load( import_module(",
     "lightning_rl/environments/server.py": "cloudpickle.loads(",
     "lightning_rl/generation/vllm/engine.py": "import_module(",
     "lightning_rl/generation/vllm/internals.py": "import_module(",

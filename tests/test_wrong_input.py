@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters.reasoning_gym import ReasoningGymScore
 from kit.conversations import Echo
 from kit.support import callback_of, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
@@ -67,7 +68,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.cli.serve import Address, check_options
 from lightning_rl.data.form import PromptForm
 from lightning_rl.environments import EnvironmentReward, ToolEnvironment
-from lightning_rl.environments.adapters import GymEnvironment, ReasoningGymScore, Verifiers
+from lightning_rl.environments.adapters import GymEnvironment, Verifiers
 from lightning_rl.losses import LOSSES
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import SampleTable

@@ -8,9 +8,22 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.environments.adapters.foreign import begin
 from lightning_rl.environments.adapters.generators import OwnGenerators
 from lightning_rl.environments.environment import Answer, Environment, Message, Step
+
+
+def begin(row: Mapping[str, Any], text: str) -> Sequence[Message]:
+    """The messages of a conversation that the environment opens: it takes the place of the row's prompt, of which the
+    system messages stay.
+
+    Example:
+        >>> begin({"prompt": "play"}, "Guess my number.")
+        [{'role': 'user', 'content': 'Guess my number.'}]
+    """
+    prompt = row.get("prompt")
+    messages = [] if isinstance(prompt, str) or not isinstance(prompt, Sequence) else prompt
+    system = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "system"]
+    return [*system, {"role": "user", "content": text}]
 
 
 class GymEnvironment(Environment):

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.environments.adapters.foreign import check_name, check_options, load
+from adapters.foreign import check_name, check_options, load
 from lightning_rl.environments.adapters.gym import GymEnvironment
 
 

@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from adapters.gem import GemEnvironment
 from kit.chatter import chatting_module, games, generator_states
 from kit.support import fit, recorder
 
 from lightning_rl import Finish, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Answer, EnvironmentReward
-from lightning_rl.environments.adapters import GemEnvironment
 
 pytest.importorskip("gem")
 GUESS = "game:GuessTheNumber-v0-easy"

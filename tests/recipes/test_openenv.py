@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapters.openenv import OpenEnvEnvironment
 from kit.chatter import chatting_module
 from kit.support import fit, recorder
 from typing_extensions import override
@@ -18,7 +19,6 @@ from typing_extensions import override
 from lightning_rl import Finish, PromptDataModule, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Answer, EnvironmentReward
-from lightning_rl.environments.adapters import OpenEnvEnvironment
 
 core: Any = pytest.importorskip("openenv.core")
 

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from adapters.foreign import check_name, load
+from adapters.gem import GemEnvironment
+from adapters.openenv import OpenEnvEnvironment
+from adapters.reasoning_gym import ReasoningGym
+from adapters.textarena import TextArenaEnvironment
 
-from lightning_rl.environments.adapters import GemEnvironment, OpenEnvEnvironment, ReasoningGym, TextArenaEnvironment
-from lightning_rl.environments.adapters.foreign import begin, check_name, load
+from lightning_rl.environments.adapters.gym import begin
 
 EXTRAS: dict[str, tuple[str, Callable[[], object]]] = {
     "reasoning-gym": ("reasoning_gym", lambda: ReasoningGym("chain_sum")),

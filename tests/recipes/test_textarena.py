@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from adapters.textarena import TextArenaEnvironment
 from kit.chatter import chatting_module, games, generator_states
 from kit.support import fit, recorder
 
 from lightning_rl import Finish, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Answer, EnvironmentReward
-from lightning_rl.environments.adapters import TextArenaEnvironment
 
 pytest.importorskip("textarena")
 GUESS = "GuessTheNumber-v0"

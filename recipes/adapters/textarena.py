@@ -8,8 +8,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.environments.adapters.foreign import begin, check_name, check_options, load
+from adapters.foreign import check_name, check_options, load
 from lightning_rl.environments.adapters.generators import OwnGenerators
+from lightning_rl.environments.adapters.gym import begin
 from lightning_rl.environments.environment import Answer, Environment, Message, Step
 
 PLAYER = 0

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from adapters.reasoning_gym import ReasoningGym, ReasoningGymScore
 from kit.chatter import chatting_module, generator_states
 from kit.support import fit, recorder, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl import PromptDataModule, Rollout
 from lightning_rl.audit import SignalAudit
-from lightning_rl.environments.adapters import ReasoningGym, ReasoningGymScore
 from lightning_rl.testing import check_reward
 
 pytest.importorskip("reasoning_gym")
 HASHED = ["isomorphic_strings", "ransom_note"]  # go over sets of strings
 SHOW = """
 from lightning_rl.data import PromptDataset
-from lightning_rl.environments.adapters import ReasoningGym
+from adapters.reasoning_gym import ReasoningGym
 print([PromptDataset(ReasoningGym(task, size=2, seed=5)).fingerprint for task in {tasks}])
 """
 SUMS = {"max_terms": 2, "max_digits": 1}
@@ -61,6 +61,7 @@ def test_every_process_asks_the_same_whatever_the_order_of_its_sets() -> None:
     said = [
         subprocess.run(
             [sys.executable, "-c", SHOW.format(tasks=HASHED)],
+            cwd=Path(__file__).parents[2] / "recipes",
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

@@ -1,12 +1,11 @@
-"""Foreign: what adapters share: a package is loaded when it is needed, its names are checked, a conversation begins."""
+"""Foreign: what adapters share: a package is loaded when it is needed, and its names are checked."""
 
 import difflib
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_rl.environments.environment import Message
 from lightning_rl.rewards.extras import require
 
 
@@ -50,17 +49,3 @@ def check_options(**options: Any) -> None:
     for name, value in options.items():
         if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
             raise ValueError(f"expected {name} to map names of options to values, got {value!r:.200}")
-
-
-def begin(row: Mapping[str, Any], text: str) -> Sequence[Message]:
-    """The messages of a conversation that the environment opens: it takes the place of the row's prompt, of which the
-    system messages stay.
-
-    Example:
-        >>> begin({"prompt": "play"}, "Guess my number.")
-        [{'role': 'user', 'content': 'Guess my number.'}]
-    """
-    prompt = row.get("prompt")
-    messages = [] if isinstance(prompt, str) or not isinstance(prompt, Sequence) else prompt
-    system = [message for message in messages if isinstance(message, Mapping) and message.get("role") == "system"]
-    return [*system, {"role": "user", "content": text}]

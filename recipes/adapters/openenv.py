@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
+from adapters.foreign import load
 from lightning_rl.arguments import check_texts
-from lightning_rl.environments.adapters.foreign import begin, load
+from lightning_rl.environments.adapters.gym import begin
 from lightning_rl.environments.coroutines import result_of
 from lightning_rl.environments.environment import Answer, Environment, Message, Step
 from lightning_rl.environments.failure import words_of
