@@ -10,7 +10,7 @@ from lightning_rl.rewards.extras import require
 
 
 def load(library: str, *, extra: str) -> Any:
-    """The module of an optional library; how this process logs stays as it was, whatever the library sets up.
+    """Import an optional library, and restore the logging of this process after its import.
 
     Raises:
         ImportError: if it is not installed; the message names the extra that brings it.

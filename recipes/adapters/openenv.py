@@ -21,7 +21,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, 
 
 
 class Observed(NamedTuple):
-    """What an environment said.
+    """Observation of an environment.
 
     Attributes:
         observation: for ``render``.
@@ -112,7 +112,7 @@ class OpenEnvEnvironment(Environment):
 
 
 def _words(error: BaseException) -> str:
-    """What is wrong with an action; of a ValidationError each field with its fault, without links and inputs."""
+    """Return the error of an action; of a ValidationError each field with its fault, without links and inputs."""
     faults: Any = getattr(error, "errors", None)
     if not callable(faults):
         return f"{type(error).__name__}: {words_of(error)}"

@@ -30,9 +30,8 @@ EXTRA = "reasoning-gym"
 class ReasoningGym(Sequence[Mapping[str, Any]]):
     """The questions of a task as rows: ``prompt``, and ``entry``, which its scorer asks for.
 
-    Row i is a function of task, config, seed and i, whatever the size, and the same in every process: the rows are made
-    by a process of their own, in which sets have one order, when the first is asked for; they stay in memory. So a run
-    resumes on the same questions, and all ranks have the same.
+    Row i is a function of task, config, seed and i alone. A subprocess with a fixed hash seed makes the rows when the
+    first one is read, so a resumed run has the same questions, and so has every rank. The rows stay in memory.
 
     Args:
         task: its name, such as ``"chain_sum"``; ``"composite"`` for a mixture.
@@ -73,7 +72,7 @@ class ReasoningGym(Sequence[Mapping[str, Any]]):
         return {"prompt": entry["question"], "entry": entry}
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """What the task's scorer gives to an answer.
+        """Return the score of an answer by the scorer of the task.
 
         Args:
             answer: alone, without words around it.
@@ -82,7 +81,7 @@ class ReasoningGym(Sequence[Mapping[str, Any]]):
         return float(self._scorer.score_answer(answer, dict(entry)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """What makes the rows again."""
+        """Return the arguments that make the rows again."""
         return {name: value for name, value in vars(self).items() if name not in ("_entries", "_scorer")}
 
     @property
@@ -103,7 +102,7 @@ class ReasoningGym(Sequence[Mapping[str, Any]]):
 
     @cached_property
     def _entries(self) -> list[dict[str, Any]]:
-        """What the process makes."""
+        """Return the entries that the subprocess makes."""
         script = str(Path(reasoning_gym_worker.__file__))
         made = subprocess.run(
             [sys.executable, "-P", script],
@@ -121,7 +120,7 @@ class ReasoningGym(Sequence[Mapping[str, Any]]):
 
 
 class ReasoningGymScore:
-    """What the scorer of a task gives to a completion, with the row's entry.
+    """Reward of a completion by the scorer of its task.
 
     Scorers give part of the reward to an answer that holds the right one among other text, as much as its share of the
     letters. ``strict`` takes that away: an answer with the reference in it, in upper or lower case and with or without
@@ -164,7 +163,7 @@ class ReasoningGymScore:
         for text, entry in zip(texts, entries, strict=True):
             try:
                 values.append(None if entry is None else self.score(text, entry))
-            except Exception as error:  # noqa: BLE001  whatever foreign code raises is no reward
+            except Exception as error:  # noqa: BLE001  code of another library
                 errors.append(error)
                 values.append(math.nan)
         if errors:
@@ -192,7 +191,7 @@ class ReasoningGymScore:
 
 
 def _contains(answer: str, reference: Any) -> bool:
-    """Whether an answer has the reference in it, and more."""
+    """Return True if an answer contains the reference and further text."""
     if not isinstance(reference, str) or not reference.strip():
         return False
     reference, answer = (text.replace(",", "").strip().casefold() for text in (reference, answer))

@@ -1,7 +1,7 @@
 """The program of a process that makes the questions of a task of reasoning-gym, and ends.
 
-Some tasks go over sets, whose order differs from process to process, so whoever starts this sets ``PYTHONHASHSEED``. It
-imports nothing of the library. What tasks do to global generators ends with it.
+Some tasks iterate over sets, whose order differs between processes, so the caller sets ``PYTHONHASHSEED``. The program
+imports nothing of lightning-rl. Tasks change global generators of this process only.
 
 In, pickled: ``(task, options, size)``. Out, pickled: ``("entries", entries)`` or ``("error", class and text)``.
 """
@@ -20,7 +20,7 @@ def main() -> None:
     try:
         questions = importlib.import_module("reasoning_gym").create_dataset(task, size=size, **options)
         pickle.dump(("entries", [questions[number] for number in range(size)]), reply)
-    except Exception as error:  # noqa: BLE001  whoever asked raises it
+    except Exception as error:  # noqa: BLE001  the caller raises it
         pickle.dump(("error", f"{type(error).__name__}: {error}"), reply)
     reply.close()
 

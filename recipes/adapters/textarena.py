@@ -87,7 +87,7 @@ class TextArenaEnvironment(Environment):
         )
 
     def _news(self) -> str:
-        """What the game has said since the last turn, without the player's own words."""
+        """Return the messages of the game since the last turn, without those of the player."""
         _, observations = self._game.get_observation()
         echo = self._library.ObservationType.PLAYER_ACTION
         said = [text for player, text, kind in observations if not (player == PLAYER and kind == echo)]

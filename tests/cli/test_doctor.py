@@ -276,7 +276,7 @@ def test_a_tokenizer_that_is_read_with_the_rules_of_another_is_found(kind: str, 
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     loaded, whole = AutoTokenizer.from_pretrained(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
     problems = [one.observed for one in tokenizer(module_of(tokenizer=loaded))]
-    assert warned == any("reads '12345 + 6.78 = ?' as [" in one for one in problems) == (len(problems) == 1)
+    assert warned == any("encodes '12345 + 6.78 = ?' as [" in one for one in problems) == (len(problems) == 1)
     assert list(tokenizer(module_of(tokenizer=whole))) == list(tokenizer(module_of(tokenizer=tiny_tokenizer()))) == []
 
 
