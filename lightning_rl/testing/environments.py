@@ -134,7 +134,7 @@ def _findings(
                 script,
             )
             return
-        interleaved = _run_interleaved(factory, row, script, scripts[-1], seed)
+        interleaved = _interleave(factory, row, script, scripts[-1], seed)
         if repr(interleaved.results) != repr(outcome.results):
             cure = "keep state in the object, not in its class or module"
             yield _differs("environment_isolation", outcome, interleaved, cure), script
@@ -150,7 +150,7 @@ def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], script:
     return outcome
 
 
-def _run_interleaved(
+def _interleave(
     factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int
 ) -> Outcome:
     """Run a conversation, interleaved with another one."""
