@@ -22,7 +22,7 @@ VERIFIERS_BIN := .venv-verifiers/bin
 VERIFIERS_INSTALLED := .venv-verifiers/.installed
 VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters/test_endpoint.py \
 	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
-	tests/test_docs_blocks.py -k 'not docs_blocks or adapters.md'
+	tests/test_docs_blocks.py -k 'not docs_blocks or environments.md'
 LOGGERS ?= tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic comet-ml==3.58.8
 LOGGERS_BIN := .venv-loggers/bin
 LOGGERS_INSTALLED := .venv-loggers/.installed
@@ -114,7 +114,7 @@ docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a 
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in an environment of its own
 	for extra in $(ADAPTERS); do \
 		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/recipes/test_$${extra//-/_}.py; \
-		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/test_docs_blocks.py -k adapters.md; \
+		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/test_docs_blocks.py -k environments.md; \
 		[ $$extra != reasoning-gym ] || .venv-adapters/$$extra/bin/python -m pytest tests/recipes/test_every_recipe.py tests/recipes/test_gpu_commands.py -k reasoning; \
 	done
 
@@ -199,7 +199,7 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 # verifiers pins what openenv asks for in other versions, so it shares nothing with .venv either.
 $(VERIFIERS_INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv-verifiers
-	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft]' 'pytest>=9.1' 'hypothesis>=6.100'
+	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft,tools]' 'pytest>=9.1' 'hypothesis>=6.100'
 	@touch $@
 
 # TRL alone: what is compared with it runs in .venv.

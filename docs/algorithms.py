@@ -1,7 +1,6 @@
-"""Writes docs/algorithms*.md from the registries of the code. Run ``python docs/algorithms.py``.
+"""Write docs/algorithms.md from the registries of the code. Run ``python docs/algorithms.py``.
 
-A new export needs one entry in :data:`RECORDED`, and one in ``figures.py``, which draws it; everything else is read
-from its docstring.
+A new export needs an entry in :data:`RECORDED` and one in ``figures.py``; everything else is read from its docstring.
 """
 
 import importlib
@@ -28,59 +27,22 @@ from roles import markdown
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_suffix(".md")
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
-CORRECTION = "Trainer(callbacks=[{}])"
 CASES = ("tests/data/goldens", "tests/data/goldens_more")
 HEAD = """# Algorithms
 
-Everything that bends the signal, in one table: how it is written, what it changes, which of the nine systems of
-[parity](parity.md) have it in a recorded call that ours is compared with, its paper and its code. Each name leads to
-its formula and to a figure of what it does on the quickstart. When each helps is on one page, [choosing](choosing.md);
-published combinations are [presets](presets.md). What is not offered, and why, is in [parity](parity.md). Made by
-`python docs/algorithms.py` from the code's own registries.
+Losses, estimators, reductions, KL estimators and corrections. A name links to formula and options, a figure to the
+effect.
+Pass the name or an object as `loss=`, `advantages=`, `reduction=`, `value_loss=`, `GAE(lam=)` or
+`ReferenceKL(estimator=)`, and corrections as `Trainer(callbacks=[...])`. [Choosing](choosing.md) says when each helps.
+"Also in": systems with a [recorded case](evidence.md#parity) that is compared with ours.
 
-| Algorithm | Name | Changes | What it does | Also in | Paper | Code |
+The figures (`python docs/figures.py`, fixed seeds) use one rollout of the [quickstart](index.md)'s task with 256
+responses, four optimizer steps and one rollout of staleness; grey is the default. They show what an algorithm does, not
+how good it is. `python docs/algorithms.py` writes this page.
+
+| Algorithm | Name | Changes | Definition | Also in | Paper | Figure |
 |---|---|---|---|---|---|---|
 """
-
-CAPTION = """The formulas are those of the docstrings. The figures show what each does {left} of one rollout of the
-[quickstart](index.md)'s task: the last of 12 with 256 answers, GRPO and the clipped surrogate, four optimizer steps for
-each, one rollout generated ahead, so that the policies differ. Where there is a default, grey is what it makes of the
-same. `python docs/figures.py` draws them, with fixed seeds and the options that the script names. They show what an
-algorithm does, not how good it is: in a dozen small rollouts that would be chance. When each helps is on a page of its
-own, [choosing](choosing.md).
-"""
-
-
-class Family(NamedTuple):
-    """A page.
-
-    Attributes:
-        file: its name.
-        title: its heading.
-        left: whom the left sides of its figures show, as the caption says it.
-    """
-
-    file: str
-    title: str
-    left: str
-
-
-LOSSES_PAGE = Family("algorithms_losses.md", "Losses", "to each token")
-ADVANTAGES_PAGE = Family("algorithms_advantages.md", "Advantages", "to each response or token")
-REDUCTIONS_PAGE = Family("algorithms_reductions.md", "Reductions", "to the tokens of each response")
-KL_PAGE = Family("algorithms_kl.md", "Estimators of a KL", "at each token")
-MASKS_PAGE = Family("algorithms_masks.md", "Masks, weights and replay", "to each token or response")
-TERMS_PAGE = Family("algorithms_terms.md", "Terms of the loss", "to each token")
-REWARDS_PAGE = Family("algorithms_rewards.md", "Rewards and prompts", "to each response")
-FAMILIES: Mapping[str, tuple[Family, str]] = {
-    "policy loss": (LOSSES_PAGE, "RLLightningModule(loss={})"),
-    "value loss": (LOSSES_PAGE, 'RLLightningModule(critic="shared", value_loss={})'),
-    "advantages": (ADVANTAGES_PAGE, "RLLightningModule(advantages={})"),
-    "decay of GAE": (ADVANTAGES_PAGE, "RLLightningModule(advantages=GAE(lam={}))"),
-    "weights of tokens": (REDUCTIONS_PAGE, "RLLightningModule(reduction={})"),
-    "a KL": (KL_PAGE, "ReferenceKL(estimator={})"),
-}
-"""Page and use of everything but corrections, by what it changes."""
 
 RECORDED: Mapping[str, tuple[str, ...]] = {
     "ClippedSurrogate": ("ppo_clip", "ppo_clip_dual", "ppo_clip_two_sided_delta"),
@@ -162,7 +124,7 @@ class Algorithm(NamedTuple):
 
 
 def algorithms() -> Iterator[Algorithm]:
-    """Everything that the registries and rooms of the library hold."""
+    """Yield everything in the registries and rooms of the library."""
     yield from _of_room(losses, PolicyLoss, LOSSES, "policy loss", leave_out=FunctionLoss)
     yield Algorithm(ValueLoss, "", "value loss")
     yield from _of_room(advantages, Estimator, ESTIMATORS, "advantages", leave_out=advantages.FunctionEstimator)
@@ -187,13 +149,13 @@ def _of_room(
 
 
 def _bent(kind: type[RLCallback]) -> list[str]:
-    """What a correction bends, from the table of contributions."""
+    """Return the parts of the signal that a correction changes, from the table of contributions."""
     methods = [name for name in CONTRIBUTIONS if getattr(kind, name) is not getattr(RLCallback, name)]
     return list(dict.fromkeys(CONTRIBUTIONS[name].bends for name in methods if CONTRIBUTIONS[name].bends))
 
 
 def recorded_peers() -> dict[str, set[str]]:
-    """Which systems have each algorithm, by its recorded name and by ``topic/name``."""
+    """Map each recorded algorithm, also as ``topic/name``, to the systems that have it."""
     peers: dict[str, set[str]] = {}
     for folder in CASES:
         for manifest in sorted((ROOT / folder).glob("*/manifest.json")):
@@ -203,22 +165,12 @@ def recorded_peers() -> dict[str, set[str]]:
     return peers
 
 
-def family(algorithm: Algorithm) -> tuple[Family, str]:
-    """The page that an algorithm is on, and how it is used, with its name or class in the place of braces."""
-    if not _is_correction(algorithm.value):
-        return FAMILIES[algorithm.changes]
-    bent = algorithm.changes.split(", ")
-    if {"policy loss", "rows", "forward"} & {*bent}:
-        return MASKS_PAGE, CORRECTION
-    return TERMS_PAGE if "loss" in bent else REWARDS_PAGE, CORRECTION
-
-
 def _is_correction(value: Any) -> bool:
     return inspect.isclass(value) and issubclass(value, RLCallback)
 
 
 def _texts(value: Any) -> tuple[str, str]:
-    """The docstring, and that of the file where the file says it of its one idea."""
+    """Return the docstring, and the one with the source: its own or that of its file."""
     text = inspect.getdoc(value) or ""
     return text, text if "Source:" in text else importlib.import_module(value.__module__).__doc__ or text
 
@@ -230,15 +182,14 @@ def _row(algorithm: Algorithm, peers: Mapping[str, set[str]]) -> str:
     if _is_correction(value):
         does = _after_title(source).partition("\n\n")[0]
     also = sorted(set().union(*(peers.get(name, set()) for name in RECORDED[value.__name__])), key=str.lower)
-    file = _file(value)
     cells = (
-        f"[`{value.__name__}`]({family(algorithm)[0].file}#{value.__name__.lower()})",
+        f"[`{value.__name__}`](../{_file(value)}#{value.__name__})",
         f"`{algorithm.name}`" if algorithm.name else "",
         algorithm.changes,
         _cell(does),
         ", ".join(also) or "none recorded",
         ", ".join(_papers(source)) or "no paper",
-        f"[{file.name}](../{file})",
+        f"[figure](figures/{value.__name__}.svg)",
     )
     return "| " + " | ".join(cells) + " |"
 
@@ -262,62 +213,23 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """A docstring as Markdown, its literals and its examples included."""
+    """Return a docstring as Markdown, literals and examples included."""
     return markdown(text).replace("``", "`").replace(">>>", "    >>>")
 
 
-def section(algorithm: Algorithm) -> str:
-    """What a page says of one algorithm."""
-    value = algorithm.value
-    text, source = _texts(value)
-    file = _file(value)
-    chosen = f'"{algorithm.name}"' if algorithm.name else f"{value.__name__}(...)"
-    body = text if source is text or ".. math::" in text else f"{_after_title(source)}\n\n{text}"
-    usage = family(algorithm)[1].format(chosen)
-    paper = ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", _source(source))
-    return "\n".join(
-        (
-            f"## {value.__name__}",
-            "",
-            *_paragraphs(body),
-            f"*Paper:* {paper}",
-            "",
-            f"*Use:* `{usage}`. *Code, with every option:* [{file.name}](../{file}).",
-            "",
-            f"![What {value.__name__} does on the quickstart](figures/{value.__name__}.svg)",
-            "",
-        )
-    )
-
-
 def _after_title(text: str) -> str:
-    """A file's docstring with the title as the first sentence of a paragraph."""
+    """Return the docstring of a file without its title."""
     title, _, rest = text.partition(": ")
     first, _, rest = rest.partition("\n\n")
     del title
     return f"{first[0].upper()}{first[1:]}\n\n{rest}"
 
 
-def _paragraphs(text: str) -> Iterator[str]:
-    """Those before arguments and examples, without the source."""
-    kept = re.split(r"^(?:Args|Attributes|Returns|Raises|Example):$", text, maxsplit=1, flags=re.MULTILINE)[0]
-    for paragraph in re.split(r"\n\n+", _prose(kept).strip()):
-        if not paragraph.startswith("Source:"):
-            yield from (paragraph, "")
-
-
-def pages() -> dict[str, str]:
-    """Every page by the name of its file."""
-    peers, every = recorded_peers(), list(algorithms())
-    table = HEAD + "\n".join(_row(algorithm, peers) for algorithm in every) + "\n"
-    texts = {PAGE.name: table}
-    for page in dict.fromkeys(family(algorithm)[0] for algorithm in every):
-        sections = [section(algorithm) for algorithm in every if family(algorithm)[0] == page]
-        caption = CAPTION.format(left=page.left)
-        texts[page.file] = "\n".join([f"# {page.title}", "", caption, *sections])
-    return texts
+def page() -> str:
+    """Return the page."""
+    peers = recorded_peers()
+    return HEAD + "\n".join(_row(algorithm, peers) for algorithm in algorithms()) + "\n"
 
 
 if __name__ == "__main__":
-    for name, text in pages().items():
-        (PAGE.parent / name).write_text(text)
+    PAGE.write_text(page())

@@ -13,10 +13,14 @@ from roles import markdown
 
 
 class Markdown(griffe.Extension):
-    """Rewrites each docstring before it is parsed."""
+    """Extension that rewrites each docstring before it is parsed."""
 
     def on_instance(self, *, node: ast.AST | griffe.ObjectNode, obj: griffe.Object, **_: Any) -> None:
-        """Rewrites that of one object."""
+        """Rewrite the docstring of one object; if its file has the formula of a class, prepend that of the file."""
         del node
-        if obj.docstring is not None:
-            obj.docstring.value = markdown(obj.docstring.value)
+        if obj.docstring is None:
+            return
+        obj.docstring.value = markdown(obj.docstring.value)
+        file = obj.parent.docstring if obj.is_class and obj.parent is not None and obj.parent.is_module else None
+        if file is not None and "$$" in file.value and "$$" not in obj.docstring.value:
+            obj.docstring.value = f"{file.value}\n\n{obj.docstring.value}"

@@ -6,7 +6,7 @@
 The quickstart's policy trains for a few rollouts with fixed seeds: four optimizer steps for each, one rollout generated
 ahead, so that policies differ. The last rollout and its steps are then what every algorithm is shown: a loss gives the
 gradient at each of its tokens, an estimator the advantage, a mask its decision. Algorithms that need a critic, answers
-that were cut off, or a mixture of experts see a run of their own. What the default makes of the same is drawn in grey.
+that were cut off, or a mixture of experts see a separate run. What the default makes of the same is drawn in grey.
 """
 
 import re
@@ -59,7 +59,7 @@ RATIO = {"": "", "mean": ", mean of the response", "sum": ", sum over the respon
 
 @dataclass
 class Run:
-    """What was seen of a fit: its last rollout, and the optimizer steps on it."""
+    """Record of a fit: its last rollout, and the optimizer steps on it."""
 
     rollout: Rollout | None = None
     steps: list[StepTrace] = field(default_factory=list)
@@ -244,7 +244,7 @@ def log_ratio(view: LossView, over: str, under: str, whole: str) -> Tensor:
 
 
 def variation(view: LossView, over: str, under: str) -> Tensor:
-    """How far the ratios of the tokens of a response are from 1, in the mean."""
+    """Mean distance of the ratios of a response's tokens from 1."""
     distance = (log_ratio(view, over, under, "").exp() - 1).abs()
     return row_mean(distance, view.valid_tokens)[:, None].expand_as(view.valid_tokens)
 
@@ -260,7 +260,7 @@ def taught(view: LossView) -> Tensor:
 
 
 def by_loss(loss: losses.PolicyLoss, *, anchor: str = "old", whole: str = "") -> Dots:
-    """What a loss multiplies the policy gradient of each token with, against its log-ratio."""
+    """Draw the factor of a loss on the policy gradient of each token, against its log-ratio."""
     parts = []
     for views in plain().views:
         for view, weight, usual in zip(
@@ -350,7 +350,7 @@ def by_kl(name: str) -> Dots:
 
 
 def by_factor(correction: RLCallback, over: str = "old", under: str = "rollout", whole: str = "") -> Dots:
-    """What a mask or weight multiplies the policy loss of each token with, against what it looks at."""
+    """Draw the factor of a mask or weight on the policy loss of each token, against its input."""
     parts = []
     for view in (view for views in plain().views for view in views):
         factor, kept = Corrections([correction]).policy_factor(view).factor, taught(view)
@@ -382,7 +382,7 @@ def by_replay() -> Dots:
 def by_row(
     correction: RLCallback, method: str, up: str, *, run: Callable[[], Run] = plain, group: bool = False
 ) -> Dots:
-    """What a correction says of each response, against its length or the share of right ones in its group."""
+    """Draw the value of a correction for each response, against its length or the share of right ones in its group."""
     rollout = run().last
     value, right = getattr(correction, method)(rollout).double(), rollout.rewards > 0
     side = torch.where(right, -1.0, 1.0)
@@ -394,7 +394,7 @@ def by_row(
 
 
 def by_term(correction: RLCallback, frozen: str) -> Dots:
-    """What a term of the loss adds to the push on each log-probability, against the log-ratio that it looks at."""
+    """Draw the gradient of a loss term at each log-probability, against its log-ratio."""
     parts = []
     for view in (view for views in plain().views for view in views):
         logprobs = view.logprobs.detach().requires_grad_()
@@ -409,7 +409,7 @@ def by_term(correction: RLCallback, frozen: str) -> Dots:
 
 
 def by_entropy(correction: RLCallback) -> Dots:
-    """What an entropy bonus gives to each token."""
+    """Draw the entropy bonus of each token."""
     parts = []
     for view in (view for views in plain().views for view in views):
         term = correction.loss_term(view)
@@ -419,7 +419,7 @@ def by_entropy(correction: RLCallback) -> Dots:
 
 
 def by_imitation(correction: corrections.PositiveNLL) -> Dots:
-    """What the imitation of right answers adds to the push on each of their tokens."""
+    """Draw the gradient of the imitation of right answers at each of their tokens."""
     rollout = plain().last
     push = correction.coef * correction.provide(rollout)[correction.provides[0]].double() * rollout.valid_tokens.sum()
     right = rollout.rewards > 0

@@ -19,7 +19,7 @@ FETCHED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "manifest
 
 
 class Page(HTMLParser):
-    """What a page links to, what it fetches, and its anchors."""
+    """Links, fetched files and anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Page(HTMLParser):
 
 
 def problems(site: Path) -> Iterator[str]:
-    """What is wrong with a site, a sentence for each dead link, dead anchor, or file of another host."""
+    """Yield a sentence for each dead link, dead anchor, or file of another host."""
     pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     for path, page in pages.items():
         for target in dict.fromkeys([*page.links, *page.fetched]):

@@ -1,4 +1,4 @@
-"""Writes docs/presets.md: what each preset sets, read from the presets themselves. Run ``python docs/presets.py``."""
+"""Write the table of presets in docs/choosing.md from the presets themselves. Run ``python docs/presets.py``."""
 
 import dataclasses
 import inspect
@@ -8,19 +8,15 @@ from typing import Any
 from lightning_rl.corrections import RLCallback
 from lightning_rl.presets import PRESETS
 
-PAGE = Path(__file__).with_suffix(".md")
-HEAD = """# Presets
-
-One function per published recipe in `lightning_rl.presets`; each only sets options of the module and adds corrections.
-Made by `python docs/presets.py`.
-
-| preset | options | corrections | source |
+PAGE = Path(__file__).with_name("choosing.md")
+BEGIN, END = "<!-- docs/presets.py writes what follows -->\n", "<!-- up to here -->\n"
+HEAD = """| preset | options | corrections | source |
 |---|---|---|---|
 """
 
 
 def source_of(value: Any) -> str:
-    """An option as one would write it, without what is the default."""
+    """Return the source of an option, without defaults."""
     if inspect.isfunction(value):
         return value.__name__
     if not (isinstance(value, RLCallback) or dataclasses.is_dataclass(value)):
@@ -33,8 +29,8 @@ def source_of(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(arguments)})"
 
 
-def page() -> str:
-    """The whole page."""
+def table() -> str:
+    """Return the table."""
     rows = []
     for name, make in PRESETS.items():
         preset, text = make(), inspect.getdoc(make) or ""
@@ -45,5 +41,12 @@ def page() -> str:
     return HEAD + "\n".join(rows) + "\n"
 
 
+def main() -> None:
+    """Write the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}{END}{after}", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    main()

@@ -8,7 +8,7 @@ ROLE = re.compile(r":(math|class|func|meth|mod|attr):`~?([^`]+)`", re.DOTALL)
 
 
 def markdown(text: str) -> str:
-    """A docstring with formulas as TeX and names of classes without their modules."""
+    """Return a docstring with formulas as TeX and names of classes without their modules."""
     text = BLOCK.sub(_block, f"{text}\n")
     return ROLE.sub(_role, text).rstrip("\n")
 

@@ -44,11 +44,11 @@ REFERENCE = {
     "lightning_rl.data": "prompts",
     "lightning_rl.evaluation": "evaluations",
     "lightning_rl.generation": "engines",
-    "lightning_rl.corrections": "what corrections are made of",
+    "lightning_rl.corrections": "base classes of corrections",
     "lightning_rl.audit": "audit and ledger",
     "lightning_rl.recording": "recordings",
-    "lightning_rl.reporting": "what a person looks at",
-    "lightning_rl.testing": "checks for code of your own",
+    "lightning_rl.reporting": "reports and tables",
+    "lightning_rl.testing": "checks for your own code",
     "lightning_rl.checkpointing": "checkpoints",
     "lightning_rl.distributed": "strategies",
 }
@@ -94,7 +94,7 @@ def stage() -> None:
 
 
 def rewrite(text: str, page: Path, sources: set[Path]) -> str:
-    """A page with its links as the site has them; files that it links to are added to ``sources``."""
+    """Return a page with its links as the site has them, and add the files that it links to to ``sources``."""
 
     def link(match: re.Match[str]) -> str:
         target = site_link(match[2], page, sources)
@@ -109,7 +109,7 @@ def rewrite(text: str, page: Path, sources: set[Path]) -> str:
 
 
 def site_link(target: str, page: Path, sources: set[Path]) -> str:
-    """Where a link of a page leads on the site, from the folder of the pages."""
+    """Return the target of a link on the site: for a file with a public name as anchor, its place in the reference."""
     if re.match(r"[a-z]+:|#", target):
         return target
     name, _, anchor = target.partition("#")
@@ -119,8 +119,11 @@ def site_link(target: str, page: Path, sources: set[Path]) -> str:
     anchor = f"#{anchor}" if anchor else ""
     if file.parent == ROOT and file.name in BESIDE:
         return ("readme.md" if file.name == "README.md" else file.name) + anchor
-    if file.parent == ROOT / "docs" and file.suffix in (".md", *SHOWN):
-        return file.name + anchor
+    if file.is_relative_to(ROOT / "docs") and file.suffix in (".md", *SHOWN):
+        return file.relative_to(ROOT / "docs").as_posix() + anchor
+    homes = [module for module in REFERENCE if anchor[1:] in public_names(module)] if file.suffix == ".py" else []
+    if homes:
+        return f"reference/{homes[-1]}.md#{homes[-1]}.{anchor[1:]}"
     sources.add(file)
     return source_page(file).as_posix()
 

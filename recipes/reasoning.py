@@ -1,7 +1,7 @@
 """GRPO on a task of reasoning-gym: generated questions, scored by the task, with held-out ones for validation.
 
-Source: Stojanovski et al. 2025, arXiv:2505.24760. Needs ``pip install 'lightning-rl[reasoning-gym]'``; docs/adapters.md
-describes its scorers. From the root of the repository:
+Source: Stojanovski et al. 2025, arXiv:2505.24760. Needs ``pip install 'lightning-rl[reasoning-gym]'``;
+docs/environments.md describes its scorers. From the root of the repository:
 
     python recipes/reasoning.py
     python recipes/reasoning.py --task countdown

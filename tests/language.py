@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # fmt: off
 CHECKED = (
     "README.md",
+    "docs",
     "callbacks",
     "lightning_rl/advantages",
     "lightning_rl/algorithm.py",

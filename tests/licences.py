@@ -1,4 +1,4 @@
-"""Writes the licence of every installed package as a table.
+"""Write the licences of all installed packages as a table.
 
 python tests/licences.py > docs/licences.md
 """
@@ -11,16 +11,16 @@ from typing import Any
 UPLOT = "1.6.32"
 HEAD = f"""# Licences
 
-Of every package that `make install` puts into `.venv`, as its metadata says, written by `make licences`. The library
-itself is Apache-2.0 and carries none of them. What it carries is a library for charts, in every
-[report](report.md), and, in the documentation site alone, one by which its search works from a folder:
+Licences of the packages that `make install` puts into `.venv`, from their metadata; `make licences` writes this page.
+The library itself is Apache-2.0 and ships none of them. It ships a chart library in every
+[report](inspecting.md#report); the documentation site contains one by which its search works from a folder:
 
 | carried | licence |
 |---|---|
 | uPlot {UPLOT} | MIT |
 | iframe-worker 1.0.4 | MIT |
 
-| package | licence |
+| licence | packages |
 |---|---|
 """
 
@@ -29,7 +29,7 @@ TEXTS = {"www.apache.org/licenses": "Apache-2.0", "Permission is hereby granted,
 
 
 def licence(distribution: Distribution) -> str:
-    """What a package says of its licence: an SPDX expression, its classifiers, the first line of a text, its file."""
+    """Return the licence of a package: an SPDX expression, its classifiers, the first line of a text, or its file."""
     data: Any = distribution.metadata
     named = [line.rpartition(" :: ")[2] for line in data.get_all("Classifier") or [] if line.startswith("License ::")]
     texts = [data.get("License-Expression"), " and ".join(named), (data.get("License") or "").strip().split("\n")[0]]
@@ -39,13 +39,16 @@ def licence(distribution: Distribution) -> str:
 
 
 def table() -> str:
-    """The page."""
+    """Return the page."""
     rows = {
         re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower(): licence(one)
         for one in distributions()
         if one.metadata["Name"] != "lightning-rl"
     }
-    return HEAD + "".join(f"| {name} | {rows[name]} |\n" for name in sorted(rows))
+    groups: dict[str, list[str]] = {}
+    for name in sorted(rows):
+        groups.setdefault(rows[name], []).append(name)
+    return HEAD + "".join(f"| {text} | {', '.join(groups[text])} |\n" for text in sorted(groups, key=str.lower))
 
 
 if __name__ == "__main__":

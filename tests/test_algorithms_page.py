@@ -1,4 +1,4 @@
-"""docs/algorithms*.md are what the registries say: every export has its row, section, formula, paper and figure."""
+"""docs/algorithms.md is what the registries say: every export has its row, formula, paper and figure."""
 
 import importlib.util
 import json
@@ -28,21 +28,13 @@ def script() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def sections() -> dict[str, str]:
-    """Every section of the pages of the families, by its heading."""
-    pages = [page.read_text() for page in sorted(SCRIPT.parent.glob("algorithms_*.md"))]
-    return {part.partition("\n")[0]: part for page in pages for part in page.split("\n## ")[1:]}
-
-
 def test_every_algorithm_has_an_entry_of_what_it_is_compared_with(script: ModuleType) -> None:
     missing = [one.value.__name__ for one in script.algorithms() if one.value.__name__ not in script.RECORDED]
     assert missing == [], "add an entry to RECORDED in docs/algorithms.py"
 
 
-def test_the_pages_are_what_the_registries_say(script: ModuleType) -> None:
-    there = {page.name: page.read_text() for page in SCRIPT.parent.glob("algorithms*.md")}
-    assert there == script.pages(), "run python docs/algorithms.py"
+def test_the_page_is_what_the_registries_say(script: ModuleType) -> None:
+    assert SCRIPT.with_suffix(".md").read_text() == script.page(), "run python docs/algorithms.py"
 
 
 def test_every_name_and_every_correction_is_on_the_page() -> None:
@@ -53,17 +45,18 @@ def test_every_name_and_every_correction_is_on_the_page() -> None:
         assert f"| [`{name}`](" in text, name
 
 
-def test_every_algorithm_has_its_section_with_formula_paper_use_and_figure(
-    script: ModuleType, sections: dict[str, str]
+def test_every_algorithm_has_a_row_with_definition_and_figure_and_a_formula_where_the_row_links_to(
+    script: ModuleType,
 ) -> None:
+    rows = [line for line in SCRIPT.with_suffix(".md").read_text().splitlines() if line.startswith("| [`")]
     names = [one.value.__name__ for one in script.algorithms()]
-    assert sorted(sections) == sorted(names)
-    for name, text in sections.items():
-        (formula,) = re.findall(r"^\$\$\n(.+?)\n\$\$$", text, re.MULTILINE | re.DOTALL)[:1] or [""]
-        assert formula, f"{name}: add a .. math:: block to the docstring"
-        assert re.search(r"^\*Paper:\* \S", text, re.MULTILINE), name
-        assert re.search(r"^\*Use:\* `\S", text, re.MULTILINE), name
-        assert f"](figures/{name}.svg)" in text, name
+    assert [re.findall(r"`(\w+)`", row)[0] for row in rows] == names
+    for name, row in zip(names, rows, strict=True):
+        link, _, _, definition, _, _, figure = (cell.strip() for cell in re.split(r"(?<!\\) \| ", row.strip("| ")))
+        assert definition, f"{name}: begin its docstring with a sentence"
+        assert figure == f"[figure](figures/{name}.svg)", name
+        (file,) = re.findall(r"\]\(\.\./(.*)#\w+\)", link)
+        assert ".. math::" in (ROOT / file).read_text(), f"{name}: add a .. math:: block to the docstring"
 
 
 def test_every_figure_is_small_whole_and_of_an_algorithm(script: ModuleType) -> None:
@@ -93,9 +86,10 @@ def test_what_it_is_compared_with_is_recorded(script: ModuleType) -> None:
 
 
 def test_every_link_to_code_leads_somewhere_and_every_algorithm_names_its_source() -> None:
-    rows = [line for line in SCRIPT.with_suffix(".md").read_text().splitlines() if line.startswith("| `")]
+    rows = [line for line in SCRIPT.with_suffix(".md").read_text().splitlines() if line.startswith("| [`")]
+    assert len(rows) >= 60
     for row in rows:
-        *_, source, code = (cell.strip() for cell in row.strip("|").split(" | "))
+        *_, source, _ = (cell.strip() for cell in row.strip("| ").split(" | "))
         assert source and source != "no paper", row
-        (link,) = re.findall(r"\]\(\.\./([^)]*)\)", code)
+        (link,) = re.findall(r"\]\(\.\./([^)#]*)#", row.split(" | ")[0])
         assert (ROOT / link).is_file(), link

@@ -44,12 +44,11 @@ NEEDS = {
     "ReasoningGym": "reasoning_gym",
     "GemEnvironment": "gem",
     "TextArenaEnvironment": "textarena",
-    "OpenEnvEnvironment": "openenv",
 }
 
 # What a block says lies beside it.
 FILES = {
-    "my_rewards.py": "",  # the block of docs/lightning.md
+    "my_rewards.py": "",  # the block of docs/concepts.md
     "train.py": (
         "from kit.support import parity_reward, tiny_module, tiny_prompts\n"
         "from lightning.pytorch import Trainer\n"
@@ -117,7 +116,7 @@ def run(block: Block) -> dict[str, Any]:
 
 
 def evidence(folder: Path) -> None:
-    """The file of an audit that found something, as docs/audit.md names it."""
+    """The file of an audit that found something, as docs/checking.md names it."""
 
     def last_wins(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(place == len(prompts) - 1) for place in range(len(prompts))]
@@ -135,13 +134,13 @@ def chat(folder: Path) -> None:
 
 
 def checkpoint(folder: Path) -> None:
-    """That of a run with a policy by its name, as docs/lightning.md loads it."""
+    """That of a run with a policy by its name, as docs/concepts.md loads it."""
     trainer = fit(tiny_module(policy=str(folder / "policy"), tokenizer=str(folder / "policy")), limit_train_batches=1)
     trainer.save_checkpoint(folder / "runs" / "last.ckpt")
 
 
 def taskset(folder: Path) -> None:
-    """The module that docs/adapters.md has beside its script, and a policy with the tokens of Qwen3."""
+    """The module that docs/environments.md has beside its script, and a policy with the tokens of Qwen3."""
     (module,) = [block.text for block in PYTHON if "class HigherLower" in block.text]
     (folder / "higher_lower.py").write_text(module)
     tokenizer = tokenizer_of("qwen3")

@@ -138,6 +138,17 @@ def test_a_docstring_becomes_markdown_with_its_formulas() -> None:
     assert script("roles").markdown(text) == "One `Rollout`, $a b$.\n\n$$\nx = y\n$$\n\nMore."
 
 
+def test_a_link_to_a_public_name_in_a_file_leads_to_the_reference(site: ModuleType) -> None:
+    page = ROOT / "docs" / "algorithms.md"
+    for target, name in (
+        ("callbacks/opsm.py#OPSM", "callbacks.OPSM"),
+        ("lightning_rl/losses/gspo.py#GSPO", "losses.GSPO"),
+    ):
+        module = f"lightning_rl.{name.partition('.')[0]}"
+        assert site.site_link(f"../{target}", page, set()) == f"reference/{module}.md#lightning_rl.{name}"
+    assert site.site_link("figures/GSPO.svg", page, set()) == "figures/GSPO.svg"
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_or_a_dead_link(built: Path) -> None:
     assert (built / "index.html").exists()
@@ -161,5 +172,5 @@ def test_a_word_is_found_from_a_folder_without_a_request(built: Path, width: int
 
 @pytest.mark.slow
 def test_formulas_are_drawn_by_the_browser_alone(built: Path) -> None:
-    text = (built / "algorithms_losses.html").read_text()
+    text = (built / "reference" / "lightning_rl.losses.html").read_text()
     assert text.count('<div class="formula"><math') >= 12 and "arithmatex" not in text

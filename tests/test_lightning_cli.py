@@ -18,7 +18,7 @@ from lightning_rl.metrics import callbacks_of
 from lightning_rl.rewards import NumberMatch
 from lightning_rl.signal.reductions import REDUCTIONS
 
-PAGE = Path(__file__).parents[1] / "docs" / "lightning.md"
+PAGE = Path(__file__).parents[1] / "docs" / "concepts.md"
 SMALL: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "enable_progress_bar": False}
 SMALL |= {"enable_model_summary": False}
 

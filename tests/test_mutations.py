@@ -75,7 +75,7 @@ def test_only_an_expectation_that_is_not_met_counts_as_caught(code: int, output:
 
 
 def test_the_page_lists_every_row_and_exactly_the_tests_that_exist() -> None:
-    page = (ROOT / "docs/silent_bugs.md").read_text()
+    page = (ROOT / "docs/evidence.md").read_text()
     listed = re.findall(r"^\| ([12]\.\d\d) \|(.*)\|$", page, re.MULTILINE)
     assert [row.replace(".", "_") for row, _ in listed] == ROWS
     named = {(name, row.replace(".", "_")) for row, cells in listed for name in re.findall(r"`(test_[12]_\w+)`", cells)}

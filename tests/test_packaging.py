@@ -147,7 +147,7 @@ def test_the_sdist_carries_everything_that_is_tracked(tmp_path: Path) -> None:
     with tarfile.open(archive) as opened:
         carried = {name.partition("/")[2] for name in opened.getnames()}
     assert tracked - carried == {"lightning_rl/callbacks"}  # a link to what is carried beside it
-    assert {"recipes/quickstart.py", "docs/lightning.md", "tests/conftest.py", "Makefile"} <= carried
+    assert {"recipes/quickstart.py", "docs/concepts.md", "tests/conftest.py", "Makefile"} <= carried
 
 
 def refusal(folder: Path, statement: str) -> str:

@@ -30,7 +30,7 @@ class RunReport(RolloutRecorder):
     """Writes ``report/report.html`` after each recorded rollout and at the end of the run.
 
     The report is one file that needs neither a server nor a network: curves, ledger, findings, configuration, and the
-    recorded rollouts token by token (docs/report.md). It does not change the signal. Its folder also holds the
+    recorded rollouts token by token (docs/inspecting.md). It does not change the signal. Its folder also holds the
     recordings (:class:`~lightning_rl.recording.RolloutRecorder`), metrics and findings from which ``lightning-rl
     report`` rebuilds it; a resumed run continues them. If an error ended the run, the report starts with it.
 

@@ -1,1 +1,1 @@
-"""Environments and questions of other packages, to copy beside a script; each needs its package (docs/adapters.md)."""
+"""Environments and questions of other packages, to copy beside a script; docs/environments.md describes each."""

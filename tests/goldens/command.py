@@ -19,7 +19,7 @@ def verdicts_on(folder: Path) -> list[Verdict]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table, or with ``--page`` docs/parity.md; 1 if a case failed or there is none."""
+    """Prints the table, or with ``--page`` the section of docs/evidence.md; 1 if a case failed or there is none."""
     folders = [Path(one) for one in arguments if one != "--page"]
     if not folders or not all(folder.is_dir() for folder in folders):
         print(USAGE)  # noqa: T201

@@ -1,4 +1,4 @@
-"""``docs/parity.md``, written from the tables in code and the cases that they cover."""
+"""Section "Parity" of ``docs/evidence.md``, written from the tables in code and the cases that they cover."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,45 +8,41 @@ from goldens.rules import RULES
 from goldens.verdict import Status, Verdict
 
 TEXT = """\
-# Parity with other systems
+## Parity
 
-`tests/data/goldens` and `tests/data/goldens_more` hold recorded calls of AReaL, NeMo-RL, OpenRLHF, open-instruct,
-prime-rl, SkyRL, slime, TRL and verl. `tests/goldens` replays each of them with our functions, losses and corrections,
-and compares values and gradients. A parameter that a replay neither reads nor may ignore makes its case "not offered",
-never a comparison of two different things. This page is written by
-`python -m tests.goldens tests/data/goldens tests/data/goldens_more --page > docs/parity.md`; a test compares it with
-the code. Which system has what is one table: [algorithms](algorithms.md).
-
-One rule for extreme log-ratios: ours are clamped to +-20 before they become a ratio; where a peer has another bound, or
-none, ours is asked for with that one, so that the same thing is compared.
+`tests/data/goldens` and `tests/data/goldens_more` contain recorded calls of AReaL, NeMo-RL, OpenRLHF, open-instruct,
+prime-rl, SkyRL, slime, TRL and verl. `tests/goldens` replays each with our functions, losses and corrections, and
+compares values and gradients. `make test-goldens` runs it; `python -m tests.goldens tests/data/goldens
+tests/data/goldens_more --page` prints this section. Extreme log-ratios are compared with the bound of the other system.
+[Algorithms](algorithms.md) lists which system has what.
 
 {totals}
 
-## Where we differ on purpose
+### Intended differences
 
-Each rule predicts, without the library, which positions differ and what our value is there. All others have to match.
+Each rule predicts, without the library, which positions differ and our value there. All others have to match.
 
 {rules}
 
-## What we do not offer
+### Not offered
 
 {absent}
 
-## What is not compared
+### Not compared
 
 {skipped}
 """
 
 
 def page(verdicts: Sequence[Verdict]) -> str:
-    """The whole page."""
+    """Return the section."""
     status = Counter(one.status for one in verdicts)
     ruled = Counter(one.detail for one in verdicts if one.status is Status.RULE)
     absent = Counter((one.case.algorithm, one.detail) for one in verdicts if one.status is Status.NOT_OFFERED)
     return TEXT.format(
         totals=_table(("Cases", "Number"), [(str(one), status[one]) for one in Status]),
         rules=_table(
-            ("What we do", "What others do, and why we do not", "Algorithms", "Cases"),
+            ("Here", "Elsewhere, and why not here", "Algorithms", "Cases"),
             [(rule.name, rule.reason, ", ".join(rule.algorithms), ruled[rule.name]) for rule in RULES],
         ),
         absent=_table(

@@ -1,4 +1,4 @@
-"""Rows 1.14 to 1.25 of docs/silent_bugs.md: silent bugs that other systems had and fixed."""
+"""Rows 1.14 to 1.25 of docs/evidence.md: silent bugs that other systems had and fixed."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rows 2.01 to 2.22 of docs/silent_bugs.md: silent bugs that other systems still had in August 2026."""
+"""Rows 2.01 to 2.22 of docs/evidence.md: silent bugs that other systems still had in August 2026."""
 
 import math
 import re

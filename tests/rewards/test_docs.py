@@ -14,7 +14,7 @@ SLOW = "MathMatch"
 EACH = [pytest.param(block, marks=pytest.mark.slow) if SLOW in block else block for block in BLOCKS]
 
 
-@pytest.mark.parametrize("block", EACH, ids=lambda block: re.findall(r"import (\w+)", block)[0])
+@pytest.mark.parametrize("block", EACH, ids=lambda block: re.findall(r"import \(?\s*(\w+)", block)[0])
 def test_a_block_runs_as_it_stands(block: str) -> None:
     try:
         exec(compile(block, str(PAGE), "exec"), {"__name__": "pasted"})

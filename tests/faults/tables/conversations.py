@@ -488,7 +488,7 @@ CONVERSATIONS: tuple[Fault, ...] = (
 )
 
 UNNAMED = frozenset({"an engine with seeds of its own for later turns"})
-"""Faults of which the audit says nothing: docs/audit.md says at I-E11 why."""
+"""Faults that the audit does not report; docs/checking.md lists them among its limits."""
 
 FAULTS = tuple(fault for fault in CONVERSATIONS if fault.name not in UNNAMED)
 MISSED = tuple(fault for fault in CONVERSATIONS if fault.name in UNNAMED)
