@@ -1,4 +1,4 @@
-"""The policy, its critic and its reference: log-probabilities and values of action tokens from a transformers model."""
+"""Policy, critic and reference: log-probabilities and values of action tokens from a transformers model."""
 
 from lightning_rl.policy.model import Outputs, PolicyModel, Scorer
 from lightning_rl.policy.packing import Layout, pack

@@ -1,7 +1,7 @@
-"""Packed attention: each sequence of a packed row attends to itself alone, through the fastest kernel that can.
+"""Packed attention: each sequence of a packed row attends only to itself, through the fastest available kernel.
 
-Every kernel is causal and takes what transformers gives to attention: grouped heads, a scale, a sliding window. They
-differ in what they ask for (:data:`KERNELS`), and in rounding.
+Every kernel is causal and supports grouped heads, a scale and a sliding window. They differ in their requirements
+(:data:`KERNELS`) and in rounding.
 """
 
 import importlib.util
@@ -18,19 +18,19 @@ from torch.nn import functional
 
 AUTO = "auto"
 HALF = (torch.float16, torch.bfloat16)
-MAX_HEAD_SIZE = 256  # of every FlashAttention kernel
+MAX_HEAD_SIZE = 256  # of all FlashAttention kernels
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 PACKAGES = ("flash_attn", "flash_attn_interface")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a kernel finds on a machine.
+    """Hardware and packages available to a kernel.
 
     Attributes:
-        device: its type, such as ``"cuda"``.
-        capability: compute capability of an NVIDIA GPU; None elsewhere.
-        packages: of :data:`PACKAGES`, those that are installed.
+        device: Type of the device, such as ``"cuda"``.
+        capability: Compute capability of an NVIDIA GPU; None elsewhere.
+        packages: Installed packages out of :data:`PACKAGES`.
     """
 
     device: str
@@ -40,7 +40,7 @@ class Hardware:
 
 @lru_cache
 def hardware_of(device: torch.device) -> Hardware:
-    """The hardware of a device of this machine."""
+    """Return the hardware of a device of this machine."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return Hardware(
         device=device.type,
@@ -50,34 +50,34 @@ def hardware_of(device: torch.device) -> Hardware:
 
 
 class Shared(NamedTuple):
-    """How attention reads packed inputs of which several sequences begin with the same ones.
+    """Index maps between packed inputs, where common prompts occur once, and what attention reads.
 
     Attributes:
-        inputs: which input stands at each of attention's positions.
-        positions: where attention has its result for each input.
+        inputs: Index of the input at each position of attention.
+        positions: Position in attention's output of each input.
     """
 
     inputs: Int[Tensor, " F"]
     positions: Int[Tensor, " N"]
 
     def spread(self, tensor: Shaped[Tensor, "1 heads N D"]) -> Shaped[Tensor, "1 heads F D"]:
-        """Queries, keys or values as attention reads them."""
+        """Return queries, keys or values at each position of attention."""
         return tensor.index_select(2, self.inputs)
 
     def gather(self, mixed: Shaped[Tensor, "1 F heads D"]) -> Shaped[Tensor, "1 N heads D"]:
-        """Attention's result for each input."""
+        """Return attention's output for each input."""
         return mixed.index_select(1, self.positions)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedSequences:
-    """The sequences of a packed row, and the kernel in which they attend.
+    """Sequences of a packed row and the kernel for their attention.
 
     Attributes:
-        lengths: of the sequences, in their order.
-        cu_seqlens: cumulated lengths, int32, beginning with 0.
-        attention: a name of :data:`KERNELS`, or ``"auto"``.
-        shared: where they stand in the row; None if one after the other.
+        lengths: Length of each sequence, in order.
+        cu_seqlens: Cumulative lengths, int32, starting with 0.
+        attention: Name in :data:`KERNELS`, or ``"auto"``.
+        shared: Index maps of common prompts; None if sequences follow each other.
     """
 
     lengths: tuple[int, ...]
@@ -95,18 +95,18 @@ def attend(
     scaling: float | None = None,
     window: int | None = None,
 ) -> Float[Tensor, "1 N H D"]:
-    """Causal attention within each sequence, N tokens in all.
+    """Compute causal attention within each sequence, N tokens in all.
 
     Args:
-        query: of every token of the row.
-        key: the same for its keys, with as many heads or a divisor of them.
-        value: the same for its values.
-        sequences: where they begin and end.
-        scaling: of the scores; one over the root of D by default.
-        window: how many tokens a token sees, itself among them; None for all before it.
+        query: Queries of every token of the row.
+        key: Keys of every token; as many heads as the queries, or a divisor.
+        value: Values of every token.
+        sequences: Boundaries of the sequences.
+        scaling: Scale of the scores; by default one over the root of D.
+        window: Number of tokens that a token attends to, including itself; None for all before it.
 
     Raises:
-        ValueError: if the kernel cannot take these tensors.
+        ValueError: If the kernel does not support these tensors.
     """
     sizes = frozenset((query.shape[-1], value.shape[-1]))
     name = choose_attention(sequences.attention, hardware_of(query.device), query.dtype, sizes)
@@ -120,16 +120,16 @@ def attend(
 def choose_attention(
     name: str, hardware: Hardware, dtype: torch.dtype | None, head_sizes: frozenset[int] = frozenset()
 ) -> str:
-    """The kernel of a name: itself, or for ``"auto"`` the fastest that runs there.
+    """Return the name of the kernel to use: the given one, or for ``"auto"`` the fastest that can run.
 
     Args:
-        name: of :data:`KERNELS`, or ``"auto"``.
-        hardware: where it runs.
-        dtype: of the queries; None if it is not known yet.
-        head_sizes: of queries and values, as far as they are known.
+        name: Name in :data:`KERNELS`, or ``"auto"``.
+        hardware: Hardware of the device.
+        dtype: Dtype of the queries; None if unknown.
+        head_sizes: Head sizes of queries and values, as far as known.
 
     Raises:
-        ValueError: saying why the named kernel cannot run, and what to use.
+        ValueError: If the named kernel cannot run; says why and what to use.
     """
     if name == AUTO:
         return next(
@@ -145,14 +145,15 @@ def choose_attention(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A kernel and what it asks for.
+    """Attention kernel and its requirements.
 
     Attributes:
-        attend: as :func:`attend` for tensors that it can take.
-        flash: whether it is FlashAttention: half precision, heads of at most 256, an NVIDIA GPU from Ampere on.
-        package: that it needs.
-        made_for: the compute capability that it is the best for; None for any.
-        head_multiple: that the size of a head has to be a multiple of.
+        attend: Function like :func:`attend`, for tensors that it supports.
+        name: Name in messages.
+        flash: True for FlashAttention: half precision, heads of at most 256, an NVIDIA GPU from Ampere on.
+        package: Required package.
+        made_for: Compute capability for which ``"auto"`` prefers it; None for any.
+        head_multiple: Required divisor of the head size.
     """
 
     attend: Callable[[Tensor, Tensor, Tensor, PackedSequences, float | None, int | None], Tensor]
@@ -163,11 +164,11 @@ class Kernel:
     head_multiple: int = 1
 
     def suits(self, hardware: Hardware) -> bool:
-        """Whether ``"auto"`` takes it where it can run."""
+        """Return True if ``"auto"`` may choose it here."""
         return self.made_for in (None, hardware.capability)
 
     def obstacle(self, hardware: Hardware, dtype: torch.dtype | None, head_sizes: frozenset[int]) -> str | None:
-        """What it needs and does not find, or None."""
+        """Return the first unmet requirement, or None."""
         if not self.flash:
             return None
         sizes, capability = sorted(head_sizes), hardware.capability
@@ -209,14 +210,14 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """The function that both packages have under one name."""
+    """Call ``flash_attn_varlen_func`` of either package."""
     ends, longest = sequences.cu_seqlens, max(sequences.lengths)
-    reach = (-1, -1) if window is None else (window - 1, 0)  # inclusive, the token itself not counted
+    reach = (-1, -1) if window is None else (window - 1, 0)  # inclusive, without the token itself
     tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options = {"softmax_scale": scaling, "causal": True, "window_size": reach}
-    deterministic = torch.are_deterministic_algorithms_enabled()  # which PyTorch's own kernels look at themselves
+    deterministic = torch.are_deterministic_algorithms_enabled()  # PyTorch's own kernels read this setting
     mixed = function(*tokens, ends, ends, longest, longest, **options, deterministic=deterministic)
-    return (mixed[0] if isinstance(mixed, tuple) else mixed)[None]  # some releases of 3 return two
+    return (mixed[0] if isinstance(mixed, tuple) else mixed)[None]  # some releases of 3 return a tuple
 
 
 def _varlen(
@@ -235,7 +236,7 @@ def _varlen(
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attention of torch on one sequence after the other, those of one length together."""
+    """Compute attention with torch, for neighboring sequences of equal length together."""
     runs, sizes = _runs(sequences.lengths)
     queries, keys, values = (
         [
@@ -250,13 +251,13 @@ def _sdpa(
 
 @lru_cache(maxsize=1024)
 def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Neighbouring sequences of equal length: (length, number) and tokens of each run."""
+    """Return (length, number) and the number of tokens of each run of neighboring sequences of equal length."""
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     return runs, [length * number for length, number in runs]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Attention within each of n sequences of one length, from [n, heads, length, D] to [n * length, heads, D]."""
+    """Compute attention within n sequences of one length: [n, heads, length, D] to [n * length, heads, D]."""
     mask = None
     if window is not None and query.shape[2] > window:
         position = torch.arange(query.shape[2], device=query.device)
@@ -274,7 +275,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
     return mixed.transpose(1, 2).flatten(0, 1)
 
 
-KERNELS = {  # the first one that can run is the fastest
+KERNELS = {  # fastest first
     "flash_attention_3": Kernel(
         name="FlashAttention 3", attend=_flash_3, package="flash_attn_interface", made_for=HOPPER
     ),

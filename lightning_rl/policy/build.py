@@ -1,4 +1,4 @@
-"""Building policy, critic, reference and tokenizer from a name, a path or a callable."""
+"""Construction of policy, critic, reference and tokenizer from a name, a path or a callable."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ from lightning_rl.policy.packing import PACKED_ATTENTION
 from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 
-AROUND = ("_orig_mod.", "module.")  # how names begin in what torch.compile and data parallelism put around a model
+AROUND = ("_orig_mod.", "module.")  # prefixes of names in a model wrapped by torch.compile or data parallelism
 
 
 class ModelBuilder(ABC):
-    """Builds a model: the base of a class that a configuration file names, with options, which functions lack there.
+    """Base class of callables with options that build a model, for use in configuration files.
 
     Example:
         >>> class Untrained(ModelBuilder):
@@ -39,54 +39,53 @@ class ModelBuilder(ABC):
 
     @abstractmethod
     def __call__(self) -> PreTrainedModel:
-        """A model, new at each call."""
+        """Return a new model."""
 
 
-ModelSource = ModelBuilder | Callable[[], PreTrainedModel] | str | Path  # in the order that configuration files try
+ModelSource = ModelBuilder | Callable[[], PreTrainedModel] | str | Path  # in the order of attempts
 CRITIC_HINT = ' (critic="shared" is a value head on the policy)'
 TokenizerSource = str | Path | PreTrainedTokenizerBase
 
 
 def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> PreTrainedModel:
-    """A causal language model, loaded in the default dtype (float32, or what a ``-true`` precision sets).
+    """Return a causal language model, loaded in the default dtype (float32, or that of a ``-true`` precision).
 
     Args:
-        source: of the model.
-        hint: what the message says besides, if it cannot be loaded.
-        head: whether the weights of a name or folder have to hold its vocabulary head, and nothing that it has no
-            place for.
+        source: Name, folder or callable.
+        hint: Text appended to the message if it cannot be loaded.
+        head: True if the weights have to include the vocabulary head and no unknown tensors.
 
     Raises:
-        ValueError: if a name or folder cannot be loaded, or its weights are not those that its configuration names,
-            all and in their shapes: transformers would draw the others by lot, or leave out what it does not know.
+        ValueError: If a name or folder cannot be loaded, or its weights do not match its configuration: transformers
+            would initialize missing weights randomly and ignore unknown ones.
     """
     if isinstance(source, str | Path):
         if missing := missing_folder(source):
             raise ValueError(f"expected the folder of a causal language model, got {missing}{hint}")
         try:
             return _load(source, head=head)
-        except (OSError, SafetensorError) as error:  # what transformers raises where it cannot load
+        except (OSError, SafetensorError) as error:  # raised by transformers for unreadable files
             file = _unreadable_file(Path(source)) if isinstance(error, SafetensorError) else ""
             raise ValueError(
                 f"expected the name or folder of a causal language model that can be loaded, got {str(source)!r}: "
                 f"{file}{str(error).splitlines()[0]}{hint}"
             ) from error
     model = source()
-    if not isinstance(model, nn.Module):  # of transformers, or one that peft put around it
+    if not isinstance(model, nn.Module):  # of transformers, or wrapped by peft
         raise ValueError(f"expected a function that builds a model of transformers, got {type(model).__name__}")
     if any(name.startswith(AROUND) for name, _ in model.named_parameters()):
         raise ValueError(
-            f"expected a model of transformers, got {type(model).__name__} around it, under which its weights have "
-            "other names: return the model itself; compile=True compiles it, and a strategy of the Trainer splits it"
+            f"expected a model of transformers, got {type(model).__name__} around it, which changes the names of its "
+            "weights: return the model itself; compile=True compiles it, and a strategy of the Trainer shards it"
         )
     return _check_head(model)
 
 
 def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
-    """The text model of a name or folder, all of whose weights were read, and with them all that lie there.
+    """Return the text model of a name or folder after checking that all weights were loaded.
 
     Raises:
-        ValueError: if some were not; the message names the first.
+        ValueError: If some were not; names the first one.
     """
     try:
         loaded: Any = _auto_class(source).from_pretrained(
@@ -94,7 +93,7 @@ def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
             dtype=torch.get_default_dtype(),
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the report names them
+            ignore_mismatched_sizes=True,  # mismatches are in the loading info
         )
     except ValueError as error:
         raise ValueError(_own_code(source, error)) from error
@@ -108,7 +107,7 @@ def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
     if missing := sorted(set(report["missing_keys"]) - (set() if head else _head_names(model))):
         raise ValueError(
             f"expected the weights in {str(source)!r} to be all of the model, got none for {missing[0]}"
-            f"{f' and {len(missing) - 1} others' if missing[1:] else ''}, which would be drawn by lot: load a "
+            f"{f' and {len(missing) - 1} others' if missing[1:] else ''}, which would be initialized randomly: load a "
             "checkpoint that has them, or pass a function that builds the model as you want it"
         )
     if head and (left := sorted(report["unexpected_keys"])):
@@ -133,18 +132,18 @@ def _auto_class(source: str | Path) -> Any:
     try:
         return auto_class_of(AutoConfig.from_pretrained(source, trust_remote_code=False))
     except OSError:
-        return AutoModelForCausalLM  # which says what is missing
+        return AutoModelForCausalLM  # from_pretrained reports what is missing
 
 
 def _head_names(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters of the vocabulary head."""
+    """Return the names of the parameters of the vocabulary head."""
     head = model.get_output_embeddings()
     own = set() if head is None else set(head.parameters())
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in own}
 
 
 def _unreadable_file(folder: Path) -> str:
-    """The first file of safetensors in a folder that cannot be opened, for a message; transformers does not say."""
+    """Return the path of the first unreadable safetensors file, which errors of transformers do not name."""
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
@@ -164,20 +163,20 @@ def build_policy(
     checkpointing: bool = False,
     split: bool = False,
 ) -> PolicyModel:
-    """Policy and critic, checked: no dropout, and our forward agrees with the model's own.
+    """Return policy and critic, without dropout and with a forward that agrees with the model's own.
 
     Args:
-        policy: where it comes from.
-        critic: the same of the critic, ``"shared"``, or None.
-        temperature: of the policy.
-        packed: whether microbatches go through it without padding.
-        attention: the kernel that packed sequences attend in.
-        checkpointing: whether it runs again in the backward.
-        split: build the policy without numbers if it comes from a folder and has no critic of its own;
-            :meth:`PolicyModel.fill` reads and checks it once it is split.
+        policy: Source of the policy.
+        critic: Source of the critic, ``"shared"``, or None.
+        temperature: Temperature of the policy.
+        packed: True to run microbatches without padding.
+        attention: Kernel for packed sequences.
+        checkpointing: True for activation checkpointing.
+        split: True to build the policy on the meta device if it comes from a folder and has no separate critic;
+            :meth:`PolicyModel.fill` loads and checks it after sharding.
 
     Raises:
-        ValueError: if either check fails; the message says what to change.
+        ValueError: If a check fails; says what to change.
     """
     model, files = _model_and_files(policy, split=split and critic in (None, "shared"))
     model = base_model_of(model)
@@ -193,7 +192,7 @@ def build_policy(
     for part in {model, backbone or model} if checkpointing else ():
         enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    return built.train()  # transformers checkpoints activations in train mode only; there is no dropout
+    return built.train()  # transformers checkpoints activations only in train mode; dropout was ruled out
 
 
 def build_reference(
@@ -204,14 +203,14 @@ def build_reference(
     packed: bool,
     split: bool = False,
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
-    """The frozen model of a reference, in eval mode and checked like the policy, and what it is still to be read from.
+    """Return the frozen reference model in eval mode, checked like the policy, and the files to load it from, if any.
 
     Args:
-        reference: where it comes from; None for the policy before its first step.
-        policy: where the policy came from.
-        unmoved: the policy, if it has not trained yet; it is copied.
-        packed: whether it scores without padding.
-        split: build it without numbers if it comes from a folder.
+        reference: Source of the reference; None for the policy before its first step.
+        policy: Source of the policy.
+        unmoved: Policy, if it has not trained yet; it is copied.
+        packed: True to score without padding.
+        split: True to build it on the meta device if it comes from a folder.
     """
     if reference is None and unmoved is not None and unmoved.device.type != "meta":
         return check_frozen(copy.deepcopy(unmoved), packed=packed), None
@@ -227,10 +226,10 @@ def _model_and_files(source: ModelSource, *, split: bool) -> tuple[PreTrainedMod
 
 
 def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
-    """The model in eval mode, checked like the policy.
+    """Return the model in eval mode, checked like the policy.
 
     Raises:
-        ValueError: if it has dropout, or our forward does not agree with its own.
+        ValueError: If it has dropout, or our forward disagrees with its own.
     """
     check_dropout(model)
     if packed:
@@ -240,9 +239,7 @@ def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
 
 
 def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> PreTrainedTokenizerBase | None:
-    """The tokenizer given, by itself or by the dotted name of it or of a function that makes it, or the one that lies
-    beside a policy given by name or path.
-    """
+    """Return the given tokenizer, also by its name, folder or dotted import path, or by default that of the policy."""
     named: Any = import_by_name(tokenizer=tokenizer)
     if named is not tokenizer:
         tokenizer = named if isinstance(named, PreTrainedTokenizerBase) or not callable(named) else cast(Any, named())
@@ -256,7 +253,7 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
     if not isinstance(tokenizer, str | Path):
         return tokenizer
     if missing := missing_folder(tokenizer):
-        raise ValueError(f"expected {argument}= to be a folder that is there, or a name of the hub, got {missing}")
+        raise ValueError(f"expected {argument}= to be an existing folder, or a name on the hub, got {missing}")
     try:
         return AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     except ValueError as error:
@@ -269,9 +266,10 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
 
 
 def missing_folder(source: str | Path) -> str:
-    """What is wrong with the path of a folder that is not there; empty if it is, or if it may be a name of the hub.
+    """Return a description of a missing folder; empty if it exists, or if the source may be a name on the hub.
 
-    A name of the hub has at most one slash; a path, or what begins with a dot, a slash or a tilde, has to be a folder.
+    A name on the hub has at most one slash. A Path, or text that begins with a dot, a slash or a tilde, has to be a
+    folder.
     """
     text, path = str(source), Path(source)
     if path.exists() or not (isinstance(source, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1):
@@ -287,10 +285,10 @@ def eos_ids_of(
     eos_token_ids: Sequence[int] | None = None,
     stop: Sequence[str] = (),
 ) -> frozenset[int]:
-    """Every id that ends a response: ``eos_token_ids``, or the generation config's (maybe several) and the tokenizer's.
+    """Return the ids that end a response: ``eos_token_ids``, or those of generation config and tokenizer.
 
     Raises:
-        ValueError: if there is none, and no stop string either, so that no response could ever end.
+        ValueError: If there are neither ids nor stop strings, so that no response could end.
     """
     configured = None if model.generation_config is None else model.generation_config.eos_token_id
     ids = set(configured if isinstance(configured, list) else [] if configured is None else [configured])
@@ -304,10 +302,10 @@ def eos_ids_of(
 
 
 def max_prompt_length(model: PreTrainedModel, max_new_tokens: int) -> int | None:
-    """How many tokens a prompt may have to leave room for a whole response; None for a model without a context limit.
+    """Return the maximum length of a prompt that leaves room for a response; None without a context limit.
 
     Raises:
-        ValueError: if there is no room for any prompt.
+        ValueError: If there is no room for any prompt.
     """
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and context <= max_new_tokens:
@@ -316,9 +314,9 @@ def max_prompt_length(model: PreTrainedModel, max_new_tokens: int) -> int | None
 
 
 def _own_code(source: str | Path, error: ValueError) -> str:
-    """What is said of a name or folder that transformers refuses, most often because it brings code of its own."""
+    """Return the message for a source that transformers rejects, most often because it requires remote code."""
     return (
-        f"expected a model or tokenizer that transformers itself can load, got {str(source)!r}: "
-        f"{str(error).splitlines()[0]} (code that lies beside weights is never run; if you have read and trust it, "
+        f"expected a model or tokenizer that transformers can load without remote code, got {str(source)!r}: "
+        f"{str(error).splitlines()[0]} (code in a checkpoint is never run; if you trust it, "
         "pass a function that loads it with trust_remote_code=True)"
     )

@@ -1,9 +1,9 @@
-"""Compilation: the parts of a model's layers through ``torch.compile``, in place, so that nothing is called otherwise.
+"""Compilation of the parts of a model's layers with ``torch.compile``, in place.
 
-What is compiled are the parts that a decoder layer holds (norms, attention, feed-forward) and not the layer: activation
-checkpoints and the hooks of a sharding strategy stay outside, and all layers of a kind share what was compiled. Lengths
-are symbols, and the attention itself, whose kernel is compiled already, is called as it is, so other rows make no new
-code. Decoding calls the same modules token by token with a cache that grows, and stays as it was.
+The parts of a decoder layer (norms, attention, feed-forward) are compiled instead of the layer: activation checkpoints
+and the hooks of a sharding strategy stay outside, and layers of a kind share their code. Lengths are dynamic, and the
+attention function, whose kernel is compiled already, is excluded, so other shapes do not recompile. Decoding runs
+without compilation.
 """
 
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ from transformers import AttentionInterface, PreTrainedModel
 from lightning_rl.policy.expert_routes import modules_behind
 from lightning_rl.policy.packing import PACKED_ATTENTION, packed_attention_forward
 
-BACKENDS = ("inductor", "aot_eager", "eager")  # the others are as fast as no compilation, to find an error
-RECOMPILE_LIMIT = 64  # all parts of policy, critic and reference count together, with gradient and without
+BACKENDS = ("inductor", "aot_eager", "eager")  # the last two help to locate an error, without any speedup
+RECOMPILE_LIMIT = 64  # shared by all parts of policy, critic and reference, with and without gradient
 
 
 def compile_layers(model: nn.Module, layers: list[nn.Module], backend: str) -> None:
-    """Has every part of some layers compiled when it is first called. Names of parameters stay as they are.
+    """Compile every part of the layers at its first call. Names of parameters do not change.
 
     Args:
-        model: that holds the layers.
-        layers: its transformer blocks.
-        backend: of ``torch.compile``.
+        model: Model with the layers.
+        layers: Transformer blocks.
+        backend: Backend of ``torch.compile``.
 
     Raises:
-        ValueError: for a mixture of experts, whose shapes depend on what its routers choose.
+        ValueError: If the model is a mixture of experts, whose shapes depend on its routers.
     """
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and modules_behind(part, "router_logits"):
@@ -44,12 +44,12 @@ def compile_layers(model: nn.Module, layers: list[nn.Module], backend: str) -> N
 
 
 def has_compilation(model: nn.Module) -> bool:
-    """Whether a part of a model is compiled; a deep copy of a compiled model is not."""
-    return any(part._compiled_call_impl is not None for part in model.modules())  # noqa: SLF001  public nowhere
+    """Return True if a part of the model is compiled; deep copies of a compiled model are not."""
+    return any(part._compiled_call_impl is not None for part in model.modules())  # noqa: SLF001  no public name
 
 
 @contextmanager
 def without_compilation(model: nn.Module) -> Iterator[None]:
-    """Calls a model as if it were not compiled, and so does every thread: it may not train meanwhile."""
+    """Run eagerly inside, in every thread; nothing may train meanwhile."""
     with torch.compiler.set_stance("force_eager") if has_compilation(model) else nullcontext():
         yield

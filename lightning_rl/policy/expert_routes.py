@@ -1,8 +1,8 @@
-"""Expert routes: which experts each token of a mixture of experts takes, recorded by the engine, replayed in training.
+"""Expert routes: experts chosen for each token of a mixture of experts, recorded by the engine and replayed in
+training.
 
-Routes are int16 of shape [N, R, k] for N input tokens, R routers in the order of the layers and k experts a token:
-the expert's number + 1, and 0 where nothing was recorded, which is also what padding is filled with. Experts alone are
-carried: their weights belong to whoever runs them.
+Routes are int16 of shape [N, R, k] for N input tokens, R routers in the order of the layers and k experts per token:
+the expert's index + 1, or 0 where nothing was recorded, as in padding. They contain no expert weights.
 """
 
 import re
@@ -21,24 +21,24 @@ from lightning_rl.policy.packing import common_prompts, join_sequences, sequence
 from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rollout import ROUTES, Rollout
 
-CARRIER = "expert_routes"  # the keyword argument that takes routes through the model
-CLOSE = 0.01  # between a router's weights, which are at most 1, and ours, in any dtype
+CARRIER = "expert_routes"  # keyword argument that passes routes through the model
+CLOSE = 0.01  # tolerance between a router's weights, at most 1, and ours, in any dtype
 
 
 def modules_behind(model: PreTrainedModel, output: str) -> dict[str, nn.Module]:
-    """The modules that a model says give one of its optional outputs, such as ``attentions``, in their order."""
+    """Return the modules that produce an optional output of a model, such as ``attentions``, in order."""
     base: Any = backbone_of(model)
-    spec = (base._can_record_outputs or {}).get(output, ())  # noqa: SLF001  transformers' own list
+    spec = (base._can_record_outputs or {}).get(output, ())  # noqa: SLF001  no public name
     specs = spec if isinstance(spec, list | tuple) else [spec]
     kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in specs)
     return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The routers of a mixture of experts by name, in the order of the layers.
+    """Return the routers of a mixture of experts by name, in the order of the layers.
 
     Raises:
-        ValueError: for a dense model.
+        ValueError: If the model is dense.
     """
     routers = modules_behind(model, "router_logits")
     if not routers:
@@ -49,7 +49,7 @@ def routers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def routes_of(experts: list[Int[Tensor, "N k"]]) -> Int16[Tensor, "N R k"]:
-    """Routes from the numbers of the experts that each router chose.
+    """Return routes from the expert indices chosen by each router.
 
     Example:
         >>> routes_of([torch.tensor([[0, 3]]), torch.tensor([[2, 1]])]).tolist()
@@ -60,10 +60,10 @@ def routes_of(experts: list[Int[Tensor, "N k"]]) -> Int16[Tensor, "N R k"]:
 
 @contextmanager
 def record_routes(model: PreTrainedModel) -> Iterator[Callable[[], Int16[Tensor, "N R k"]]]:
-    """Yields a function that returns the routes of the last forward, in the order of its flattened input.
+    """Yield a function that returns the routes of the last forward, in the order of its flattened input.
 
     Raises:
-        ValueError: for a dense model.
+        ValueError: If the model is dense.
     """
     experts: list[Tensor] = []
     routers = routers_of(model).values()
@@ -83,14 +83,14 @@ def record_routes(model: PreTrainedModel) -> Iterator[Callable[[], Int16[Tensor,
 
 @dataclass(slots=True, eq=False)
 class MicrobatchRoutes:
-    """The routes of a microbatch's rows on their way through one forward.
+    """Routes of a microbatch for one forward.
 
     Args:
-        samples: identities of the rows, for messages.
-        padded: side by side for prompt and response, [b, S, R, k]; 0 in padding.
-        packed: what of it is among packed inputs, [b, S].
-        flat: the same in the order of the forward's input, once that is known.
-        times_taken: how often each router took them.
+        samples: Ids of the rows' samples, for messages.
+        padded: Routes of prompt and response side by side, [b, S, R, k]; 0 in padding.
+        packed: True where an entry is among packed inputs, [b, S].
+        flat: Routes in the order of the forward's input, once known.
+        times_taken: Number of times each router used them.
     """
 
     samples: list[int]
@@ -101,10 +101,10 @@ class MicrobatchRoutes:
 
     @classmethod
     def of(cls, rows: Rollout, layers: list[str]) -> "MicrobatchRoutes":
-        """The routes of rows, of which each token that the forward reads has one at each layer.
+        """Return the routes of rows, after checking that every input token has one at each layer.
 
         Raises:
-            ValueError: naming the layer and the row that has none.
+            ValueError: If one is missing; names layer and row.
         """
         if ROUTES not in rows.token_extras or ROUTES not in rows.prompt_extras:
             raise ValueError(f'expected "{ROUTES}" in prompt_extras and token_extras, got none: an engine records them')
@@ -128,7 +128,7 @@ class MicrobatchRoutes:
         return cls(rows.sample_ids[rows.real].tolist(), torch.where(real, padded, 0), packed, None, [0] * len(layers))
 
     def order_like(self, shape: tuple[int, ...]) -> None:
-        """Puts them in the order of inputs of a shape: padded [b, S], or packed [1, N]."""
+        """Set ``flat`` for inputs of a shape: padded [b, S], or packed [1, N]."""
         packed = self.padded[self.packed]
         if shape == self.packed.shape:
             self.flat = self.padded.flatten(0, 1)
@@ -139,20 +139,20 @@ class MicrobatchRoutes:
 
 
 class ExpertReplay:
-    """Hooks that make the routers of a policy take given routes inside of :meth:`replay`, and nothing elsewhere.
+    """Hooks that make the routers of a policy use given routes inside :meth:`replay`.
 
-    The experts come from the routes, their weights from the current router's logits, so that it keeps its gradient:
-    softmax over all experts, divided by the sum over the taken ones where the model does so.
+    The experts come from the routes and their weights from the current router's logits, which keeps the gradient:
+    softmax over all experts, divided by the sum over the chosen ones if the model does so.
 
-    Routes travel through the model as a keyword argument to each layer's attention, which hands them to the router of
-    its layer. So they belong to one forward: activation checkpointing, which runs a layer again long after the
-    context has ended, passes the same argument again, and nothing is left behind for the next forward.
+    Routes pass through the model as a keyword argument of each layer's attention, whose hook hands them to the layer's
+    router. They thus belong to one forward: activation checkpointing, which runs a layer again after the context has
+    ended, passes the same argument again.
 
     Args:
-        model: of the policy.
+        model: Model of the policy.
 
     Raises:
-        ValueError: for a dense model, or one whose routers are not beside their layer's attention.
+        ValueError: If the model is dense, or its routers are not beside their layer's attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -174,17 +174,17 @@ class ExpertReplay:
             self._handles.append(router.register_forward_hook(partial(self._route, number)))
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     @contextmanager
     def replay(self, rows: Rollout) -> Iterator[None]:
-        """The next forward of the policy takes the routes of these rows; rows of padding replay nothing.
+        """Use the routes of these rows in the next forward of the policy; padding rows have none.
 
         Raises:
-            ValueError: if a row lacks a route.
-            RuntimeError: if a router did not take its routes exactly once; the message names layer and rows.
+            ValueError: If a row lacks a route.
+            RuntimeError: If a router did not use its routes exactly once; names layer and rows.
         """
         if not rows.real.any():
             yield
@@ -224,7 +224,7 @@ class ExpertReplay:
         logits, weights, experts = output
         replayed = routes.flat[:, number].long()
         self._check(number, logits, weights, experts, replayed)
-        if self._now is routes:  # and not a checkpoint's second forward
+        if self._now is routes:  # not in a recomputation
             routes.times_taken[number] += 1
         chosen = torch.where(replayed > 0, replayed - 1, experts)
         ours = expert_weights(logits, chosen, normalized=self.normalizes).to(weights.dtype)
@@ -252,7 +252,7 @@ class ExpertReplay:
 def expert_weights(
     logits: Float[Tensor, "N E"], experts: Int[Tensor, "N k"], *, normalized: bool
 ) -> Float[Tensor, "N k"]:
-    """What the outputs of some experts are multiplied with, float32.
+    """Return the float32 weights of the outputs of some experts.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.25, 0.25]]).log()

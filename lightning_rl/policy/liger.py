@@ -1,8 +1,7 @@
-"""Liger: norms, rotary embeddings and gated feed-forwards of one model through the Triton kernels of liger-kernel.
+"""Norms, rotary embeddings and gated feed-forwards of one model with the Triton kernels of liger-kernel.
 
-Its losses are left out: log-probabilities come from a head of our own. What the package changes for every model of a
-family, the functions and classes that a file of transformers calls, is put back, and the model's own attention alone
-is given the function that rotates.
+Its losses are not used, as log-probabilities come from our head. liger-kernel patches the module of a model family
+globally; these patches are undone, and only the model's own attention gets the rotary function.
 
 Source: Hsu et al. 2024, arXiv:2410.10989.
 """
@@ -19,32 +18,34 @@ from transformers import PreTrainedModel
 from lightning_rl.policy.expert_routes import modules_behind
 
 LIGER = "liger_kernel"
-REPLACED = ("rope", "rms_norm", "swiglu", "geglu")  # arguments of the package's functions, one for each family
+REPLACED = ("rope", "rms_norm", "swiglu", "geglu")  # options of liger-kernel's functions, one function per family
 
 
 def has_liger() -> bool:
-    """Whether the package is installed."""
+    """Return True if liger-kernel is installed."""
     return importlib.util.find_spec(LIGER) is not None
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Replaces norms, rotary embedding and gated feed-forward of a model; weights and their names stay.
+    """Replace norms, rotary embedding and gated feed-forward of a model; weights and their names do not change.
 
     Raises:
-        ValueError: if the package knows no model of this kind.
+        ValueError: If liger-kernel does not support the model.
     """
     from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
 
     families: dict[str, Callable[..., None]] = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     kind = model.config.model_type
     if kind not in families:
-        raise ValueError(f"expected a model that liger-kernel knows, got {kind}: leave liger= out; {sorted(families)}")
+        raise ValueError(
+            f"expected a model that liger-kernel supports, got {kind}: leave liger= out; {sorted(families)}"
+        )
     options = {name: known.default for name, known in inspect.signature(families[kind]).parameters.items()}
     del options["model"]
     attentions = modules_behind(model, "attentions").values()
     called: dict[str, Any] = inspect.unwrap(type(next(iter(attentions))).forward).__globals__
     before = dict(called)
-    try:  # what a family cannot replace is False by default
+    try:  # options that a family does not support are False by default
         families[kind](model=model, **{name: name in REPLACED and default for name, default in options.items()})
         after = dict(called)
     finally:
@@ -55,7 +56,7 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 
 def _replace_globals(module: nn.Module, values: dict[str, Any]) -> None:
-    """Has the forward of one module call something else where its file says one of some names."""
+    """Replace global names in the forward of one module."""
     forward = inspect.unwrap(type(module).forward)
     values = {name: value for name, value in values.items() if name in forward.__code__.co_names}
     if values:

@@ -1,4 +1,4 @@
-"""The vocabulary head: log-probability and entropy of given tokens, in chunks, without ever holding all logits."""
+"""Vocabulary head: log-probability and entropy of given tokens, chunk by chunk, without storing all logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_rl.policy.sampling_mask import from_bits
 
-CPU_CHUNK = 2**25  # logits held at once: 128 MiB in float32
-DEVICE_SHARE = 64  # of an accelerator's memory that they may take
-BLOCKS = 64  # parts of a chunk that elementwise arithmetic takes one after the other, so that its results stay small
-FILTERED = -1e30  # logit of a token that could not be drawn: finite, so that 0 times it is 0
+CPU_CHUNK = 2**25  # logits of a chunk: 128 MiB in float32
+DEVICE_SHARE = 64  # divisor of an accelerator's memory for the logits of a chunk
+BLOCKS = 64  # parts of a chunk that elementwise operations process in turn, to keep temporaries small
+FILTERED = -1e30  # logit of a filtered token: finite, so that 0 times it is 0
 
 
 def token_logprobs(
@@ -28,25 +28,25 @@ def token_logprobs(
     soft_cap: float | None = None,
     sampling_mask: UInt8[Tensor, "A V8"] | None = None,
 ) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
-    r"""Log-probability of each target and entropy of its distribution, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
+    r"""Return the log-probability of each target and the entropy, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
 
     Logits, softmax and their gradient are float32 (float64 for float64 parameters) in every precision of the run, and
-    so is the sum of the weight's gradient over the tokens; in half precision a GPU rounds the operands of the matrix
-    products alone. Logits are computed chunk by chunk in one buffer, and a second time in the backward; both results
-    carry gradient. Where weight and bias are frozen, as under adapters, the forward
-    has the gradient of each log-probability by its own hidden state, and the backward of log-probabilities alone only
-    scales it: two matrix products in the place of three.
+    so is the sum of the weight's gradient over tokens; in half precision a GPU only rounds the operands of matrix
+    products. Logits are computed chunk by chunk in one buffer, and again in the backward; both results are
+    differentiable. With frozen weight and bias, as under adapters, the forward stores the gradient of each
+    log-probability by its hidden state, and the backward of log-probabilities only scales it: two matrix products
+    instead of three.
 
     Args:
-        hidden: the last hidden state before each target, shape [A, H].
-        weight: the head's matrix, shape [V, H].
-        bias: the head's bias, shape [V], or None.
-        targets: token ids, shape [A].
-        temperature: what the logits are divided by, above 0.
-        soft_cap: what the logits are kept below by :math:`c\tanh(z/c)` before that, as in Gemma 2 (arXiv:2408.00118);
-            None for no cap.
-        sampling_mask: bits of the tokens to normalize over, see :mod:`.policy.sampling_mask`, among them every target;
-            the others take no part in value or gradient. None for the whole vocabulary.
+        hidden: Last hidden state before each target, shape [A, H].
+        weight: Matrix of the head, shape [V, H].
+        bias: Bias of the head, shape [V], or None.
+        targets: Token ids, shape [A].
+        temperature: Divisor of the logits, above 0.
+        soft_cap: Bound c of the logits, applied before as :math:`c\tanh(z/c)`, as in Gemma 2 (arXiv:2408.00118); None
+            for no cap.
+        sampling_mask: Bits of the tokens to normalize over, see :mod:`.policy.sampling_mask`, including every target;
+            None for the whole vocabulary.
 
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
@@ -64,16 +64,9 @@ def sum_of_squares(
     soft_cap: float | None = None,
     sampling_mask: UInt8[Tensor, "A V8"] | None = None,
 ) -> Float[Tensor, " A"]:
-    r"""Sum of the squared probabilities of the vocabulary, :math:`\sum_v \pi(v)^2`, without gradient.
+    r"""Return the sum of the squared probabilities of the vocabulary, :math:`\sum_v \pi(v)^2`, without gradient.
 
-    Args:
-        hidden: the last hidden state before each target, shape [A, H].
-        weight: the head's matrix, shape [V, H].
-        bias: the head's bias, shape [V], or None.
-        temperature: what the logits are divided by, above 0.
-        soft_cap: what the logits are kept below by :math:`c\tanh(z/c)` before that, as in Gemma 2 (arXiv:2408.00118);
-            None for no cap.
-        sampling_mask: bits of the tokens to normalize over; None for the whole vocabulary.
+    Args as for :func:`token_logprobs`.
     """
     sums, operand = hidden.new_empty(len(hidden), dtype=exact_dtype(weight)), weight.to(_operand_dtype(hidden, weight))
     with torch.autocast(hidden.device.type, enabled=False):
@@ -85,12 +78,12 @@ def sum_of_squares(
 
 @contextmanager
 def exact_logits(head: nn.Module | None) -> Iterator[None]:
-    """Have a head return logits as training computes them: never rounded to the precision of the run.
+    """Make a head return logits as training computes them: never rounded to the precision of the run.
 
-    Its weight must not change meanwhile, because it is cast once.
+    Its weight must not change inside, because it is cast once.
 
     Args:
-        head: of a causal language model; anything but a plain linear layer stays as it is.
+        head: Head of a causal language model; only a plain linear layer is changed.
     """
     if type(head) is not nn.Linear:
         yield
@@ -120,29 +113,29 @@ def exact_logits(head: nn.Module | None) -> Iterator[None]:
 
 
 def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True) -> float:
-    """Nats by which two ways to compute a log-probability may differ, on average over tokens.
+    """Return the mean difference in nats that two computations of log-probabilities may have.
 
     Args:
-        dtype: of the weights.
-        exact: whether everything is computed in it, and not under autocast.
+        dtype: Dtype of the weights.
+        exact: False under autocast.
     """
     return {torch.float64: 1e-6, torch.float32: 2e-3}.get(dtype, 0.1) if exact else 0.1
 
 
 def chunk_elements(device: torch.device) -> int:
-    """How many logits are held at once on a device: a constant of its kind, so that a rerun rounds alike."""
+    """Return the number of logits per chunk on a device: constant per kind of device, so that reruns round equally."""
     if device.type != "cuda":
         return CPU_CHUNK
     return chunk_of(torch.cuda.get_device_properties(device).total_memory)
 
 
 def chunk_of(memory: int) -> int:
-    """Return the number of logits that an accelerator with ``memory`` bytes holds at once."""
+    """Return the number of logits per chunk on an accelerator with ``memory`` bytes."""
     return 2 ** ((memory // (4 * DEVICE_SHARE)).bit_length() - 1)
 
 
 def exact_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype of logits and what follows from them: float32, or float64 for float64 parameters."""
+    """Return the dtype of logits and everything computed from them: float32, or float64 for float64 parameters."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
@@ -162,7 +155,7 @@ class _Head(torch.autograd.Function):
         logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
         operand, (by_hidden, by_weight, by_bias, *_) = weight.to(_operand_dtype(hidden, weight)), ctx.needs_input_grad
         frozen = by_hidden and not (by_weight or by_bias)
-        unit = torch.ones_like(logprobs) if frozen else None  # rates: of each log-probability by its hidden state
+        unit = torch.ones_like(logprobs) if frozen else None  # rates: d logprob / d hidden
         rates = hidden.new_empty(hidden.shape, dtype=operand.dtype) if frozen else None
         with torch.autocast(hidden.device.type, enabled=False):
             for part, logits in _chunks(hidden, operand, bias, temperature, soft_cap, sampling_mask):
@@ -230,9 +223,9 @@ class _Head(torch.autograd.Function):
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of both operands of a matrix product; on a GPU that in which the layers computed, also under autocast.
+    """Return the dtype of the operands of a matrix product; on a GPU that of the layers.
 
-    Under autocast the last hidden states are float32: norms and the residual stream are.
+    Under autocast the last hidden states are float32, as are norms and the residual stream.
     """
     if not hidden.is_cuda:
         return exact_dtype(weight)
@@ -248,7 +241,7 @@ def _chunks(
     soft_cap: float | None,
     sampling_mask: Tensor | None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The logits of some tokens after the other, each time in the same buffer."""
+    """Yield the logits of consecutive tokens, in one reused buffer."""
     exact, size = exact_dtype(operand), max(16, chunk_elements(hidden.device) // len(operand))
     buffer = hidden.new_empty(min(size, len(hidden)), len(operand), dtype=exact)
     for start in range(0, len(hidden), size):
@@ -272,7 +265,7 @@ def _chunks(
 
 
 def _blocks(part: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of a chunk, each time with their place among all tokens."""
+    """Yield rows of a chunk with their indices among all tokens."""
     size = max(1, chunk_elements(logits.device) // BLOCKS // logits.shape[1])
     for start in range(0, len(logits), size):
         yield slice(part.start + start, part.start + min(start + size, len(logits))), logits[start : start + size]
@@ -286,7 +279,7 @@ def _logit_gradient(
     by_entropy: Tensor | None,
     cap_slope: Tensor | None,
 ) -> None:
-    """Overwrites log-probabilities of the vocabulary with the gradient of the logits, as they were before a cap."""
+    """Overwrite log-probabilities of the vocabulary with the gradient of the logits before the cap."""
     if by_entropy is None:
         scores.exp_().mul_(-slopes[:, None])
     else:  # dH/dz = -p (log p + H)
@@ -298,17 +291,17 @@ def _logit_gradient(
 
 
 def _cap_slope(scores: Tensor, cap: float) -> Tensor:
-    """The derivative of capped logits by those before; 0 where a token could not be drawn."""
+    """Return the derivative of capped logits by uncapped ones; 0 for filtered tokens."""
     return scores.div(cap).square_().neg_().add_(1).clamp_(min=0)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix product that is not rounded to the precision of its operands."""
+    """Return a matrix product that is not rounded to the dtype of its operands."""
     return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a matrix product to a sum, which is not rounded to the precision of the operands."""
+    """Add a matrix product to a sum without rounding to the dtype of the operands."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

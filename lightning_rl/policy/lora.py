@@ -1,4 +1,4 @@
-"""LoRA: policies whose adapters train alone. Switched off, they are their own reference."""
+"""LoRA: policies whose adapters alone train, and whose base model is the reference."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,25 +15,25 @@ from lightning_rl.policy.packing import Layout
 
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside of a peft model, adapters injected; any other model as it is."""
+    """Return the transformers model inside a peft model, with its adapters; any other model as it is."""
     inner = getattr(model, "get_base_model", None)
     return cast(PreTrainedModel, model if inner is None else inner())
 
 
 def merge_adapters(model: nn.Module) -> PreTrainedModel:
-    """A peft model's transformers model with the adapters added to the weights; any other model as it is."""
+    """Return the transformers model of a peft model with merged adapters; any other model as it is."""
     merge = getattr(model, "merge_and_unload", None)
     return cast(PreTrainedModel, model if merge is None else merge())
 
 
 def adapters_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that carry an adapter."""
+    """Return the layers with an adapter."""
     return [part for part in model.modules() if hasattr(part, "active_adapters") and hasattr(part, "base_layer")]
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters. Nothing else of them changes, unlike peft's switch, which freezes them too."""
+    """Disable the adapters inside, without freezing them as peft's switch does."""
     layers = cast(list[Any], adapters_of(model))
     for layer in layers:
         layer._disable_adapters = True  # noqa: SLF001
@@ -45,11 +45,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class AdapterOffScorer(Scorer):
-    """The reference of a policy with adapters: the policy without them, so no second model is held.
+    """Reference of a policy with adapters: the policy without them, so there is no second model.
 
     Args:
-        policy: its forward, however it is sharded.
-        model: the transformers model in it.
+        policy: Policy, sharded or not.
+        model: Transformers model in it.
     """
 
     def __init__(self, policy: nn.Module, model: PreTrainedModel) -> None:
@@ -58,12 +58,12 @@ class AdapterOffScorer(Scorer):
     @property
     @override
     def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The same for every such reference: its weights are in the checkpoint of the policy."""
+        """Constant, because its weights are in the checkpoint of the policy."""
         return "the policy without its adapters"
 
     @override
     def to(self, device: torch.device) -> None:
-        """It lies where the policy lies."""
+        """Do nothing: it is on the policy's device."""
 
     @override
     @torch.no_grad()

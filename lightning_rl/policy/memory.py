@@ -1,7 +1,6 @@
-"""Memory by arithmetic: bytes on a device in each phase of a run, from sizes alone.
+"""Estimate of a run's memory per phase, computed from sizes alone without a device.
 
-Activations are those that autograd keeps of the layers of transformers, operation by operation. Tests compare them
-with what it keeps on a CPU. Nothing here asks a device.
+Activations are those that autograd saves in the layers of transformers; tests compare them with a CPU.
 """
 
 import math
@@ -14,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 GIB = 2**30
-USABLE = 0.95  # share of a device's memory; the rest is lost between the blocks of the allocator
-CONTEXT = GIB  # CUDA context, workspaces, buffers of NCCL; an allowance, not measured
-ENGINE_CONTEXT = GIB  # profile run and CUDA graphs of vLLM, which stay while it sleeps; an allowance, not measured
-IN_FLIGHT = 0.25  # gradients inside a layer in the backward, as a share of what autograd keeps of it; measured
+USABLE = 0.95  # share of a device's memory; the rest is lost to fragmentation
+CONTEXT = GIB  # CUDA context, workspaces, NCCL buffers; an allowance, not measured
+ENGINE_CONTEXT = GIB  # profile run and CUDA graphs of vLLM, which stay in sleep; an allowance, not measured
+IN_FLIGHT = 0.25  # gradients inside a layer in the backward, as a share of its saved activations; measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +48,9 @@ class LayerSizes:
         Args:
             config: text configuration of the model.
             norms: number of norms of hidden states in a layer.
-            head_norms: whether queries and keys have norms besides.
+            head_norms: True if queries and keys have norms too.
         """
-        heads, hidden = getattr(config, "num_attention_heads", None) or 1, config.hidden_size  # Mamba has none
+        heads, hidden = getattr(config, "num_attention_heads", None) or 1, config.hidden_size  # Mamba has no heads
         head = getattr(config, "head_dim", None) or hidden // heads
         query, key_value = head * heads, head * (getattr(config, "num_key_value_heads", None) or heads)
         experts = getattr(config, "num_experts_per_tok", None) or 0
@@ -68,7 +67,7 @@ class LayerSizes:
 
     @property
     def matrices(self) -> int:
-        """Entries of the linear modules of the layer. Experts are not among them: autocast does not cast those."""
+        """Number of entries of the layer's linear modules, without experts, which autocast does not cast."""
         attention = 2 * self.hidden * (self.query + self.key_value)
         return attention if self.experts else attention + 3 * self.hidden * self.feed_forward
 
@@ -78,16 +77,16 @@ class LayerSizes:
         A norm computes in float32. It keeps its input and, if its weight is trained, the normalized input. Attention
         keeps queries, keys, values and its output, which is kept again as the input of the output projection. The
         feed-forward keeps the gate, the activation of the gate, the other half and their product. Each matrix keeps
-        its input: under autocast a cast of its own, otherwise one for all matrices that share it.
+        its input: under autocast a separate cast, otherwise one for all matrices that share it.
 
         Args:
             compute: bytes of a number in matrix products.
             residual: bytes of a number in the hidden states between layers; above ``compute`` under autocast.
-            trained: whether the layer's own weights are trained, and not adapters alone.
+            trained: False if only adapters are trained.
         """
         norms = (4 + residual * trained) * self.norms
         attention = compute * (3 * self.query + 2 * self.key_value)
-        if self.experts:  # computed like the hidden states; the input and output of each expert are kept besides
+        if self.experts:  # computed in the dtype of the hidden states; input and output of each expert are saved too
             inputs, feed_forward = 4, self.experts * residual * (2 * self.hidden + 4 * self.feed_forward)
         else:
             inputs, feed_forward = 5, 4 * compute * self.feed_forward
@@ -103,9 +102,9 @@ class Activations:
     """Bytes of a microbatch.
 
     Attributes:
-        kept: from the forward to the backward: activations, and the casts of weights that autocast makes.
-        working: beside them at the height of the backward: the vocabulary head, or a layer.
-        scoring: in a forward without gradient, at most.
+        kept: Bytes from the forward to the backward: activations, and autocast's copies of weights.
+        working: Further bytes at the peak of the backward: the vocabulary head, or a layer.
+        scoring: Maximum bytes in a forward without gradient.
     """
 
     kept: float
@@ -134,8 +133,8 @@ class Activations:
             compute: bytes of a number in matrix products.
             residual: bytes of a number in the hidden states between layers; above ``compute`` under autocast.
             head: bytes of the vocabulary head, :func:`head_bytes`.
-            checkpointing: whether only the inputs of layers are kept, and layers run again in the backward.
-            trained: whether the layers' own weights are trained, and not adapters alone.
+            checkpointing: True for activation checkpointing of layers.
+            trained: False if only adapters are trained.
         """
         layer = tokens * sizes.activations(compute=compute, residual=residual, trained=trained)
         casts = sizes.matrices * compute * (compute < residual)
@@ -150,7 +149,7 @@ class Activations:
 
     @property
     def update(self) -> float:
-        """Bytes at the height of the backward."""
+        """Bytes at the peak of the backward."""
         return self.kept + self.working
 
 
@@ -162,9 +161,9 @@ def head_bytes(*, entries: int, chunk: int, operand: int, weight: int, trained: 
         chunk: logits held at once.
         operand: bytes of a number in its matrix products.
         weight: bytes of a number in its parameter.
-        trained: whether its matrix is trained.
+        trained: False for a frozen matrix.
     """
-    exact = max(weight, 4)  # of logits, and of the sum of the matrix's gradient
+    exact = max(weight, 4)  # of logits, and of the accumulated gradient of the matrix
     logits = chunk * (exact + operand * (operand < exact))
     gradient = (
         exact + exact * (operand < exact) + weight * (weight < exact)
@@ -179,12 +178,12 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def optimizer_weights(optimizer: Optimizer) -> list[Tensor]:
-    """Return the weights that an optimizer trains, as they lie on this rank."""
+    """Return this rank's weights of an optimizer."""
     return [weight for group in optimizer.param_groups for weight in group["params"]]
 
 
 def states_per_weight(optimizer: Optimizer) -> float:
-    """Return the bytes of an optimizer's states for a byte of what it trains: two states for Adam and its kin."""
+    """Return the bytes of an optimizer's states per byte of its weights: two states for Adam-like ones."""
     if isinstance(optimizer, SGD):
         return float(bool(optimizer.defaults.get("momentum")))
     return 2 / optimizer_weights(optimizer)[0].itemsize if "8bit" in type(optimizer).__name__ else 2.0
@@ -218,7 +217,7 @@ class EngineRoom:
 
     @property
     def cure(self) -> str:
-        """Advice where another share does not fit."""
+        """Advice for a share that does not fit."""
         if self.smallest <= self.largest:
             return f"pass gpu_memory_utilization={self.largest:g} to VLLMEngine"
         return (
@@ -232,18 +231,18 @@ class MemoryPlan:
     """Bytes of a run on one device.
 
     Attributes:
-        weights: of policy and critic.
-        gradients: of what is trained.
-        optimizer: states of the optimizer.
-        reference: weights of the reference.
-        replica: copy of the policy that the embedded engine decodes with.
-        buckets: second copy of the gradients, which DDP keeps.
-        root: weights outside of the layers, which a sharding strategy leaves whole after a forward.
-        gathered: weights and gradients of layers that a sharding strategy holds whole in forward and backward.
-        engine: engine awake: the share of vLLM, or the cache of the embedded engine.
-        asleep: the same outside of generation.
-        activations: of a microbatch, in the update.
-        scoring: of a microbatch, without gradient.
+        weights: Weights of policy and critic.
+        gradients: Gradients of trained weights.
+        optimizer: States of the optimizer.
+        activations: Activations of a microbatch in the update.
+        scoring: Activations of a microbatch without gradient.
+        engine: Memory of the awake engine: the share of vLLM, or the cache of the embedded engine.
+        asleep: Memory of the engine outside of generation.
+        reference: Weights of the reference.
+        replica: Copy of the policy with which the embedded engine decodes.
+        buckets: Second copy of the gradients, kept by DDP.
+        root: Weights outside of the layers, which a sharding strategy keeps unsharded after a forward.
+        gathered: Weights and gradients of layers that are unsharded in forward and backward.
         context: CUDA context and workspaces.
     """
 
@@ -267,7 +266,7 @@ class MemoryPlan:
         return self.weights + self.optimizer + self.reference + self.replica + self.buckets + self.root
 
     def phases(self) -> dict[str, float]:
-        """Add up the bytes at the height of each phase."""
+        """Return the bytes at the peak of each phase."""
         always = self.context + self.resident
         return {
             "generate": always + self.engine,

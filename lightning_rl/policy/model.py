@@ -1,4 +1,4 @@
-"""PolicyModel: a transformers causal language model that returns log-probabilities of action tokens, and its critic."""
+"""Transformers causal language model that returns log-probabilities of action tokens, with a critic."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ PADDED = "use packing=False"
 
 
 class Outputs(NamedTuple):
-    """What a forward returns for each response position, 0 outside of the valid tokens; shapes [b, T]."""
+    """Outputs of a forward for each response position, 0 outside of the valid tokens; shapes [b, T]."""
 
     logprobs: Float[Tensor, "b T"]
     entropy: Float[Tensor, "b T"]
@@ -34,21 +34,21 @@ class Outputs(NamedTuple):
 
 
 class FiniteOutputs:
-    """Whether what a policy says of some microbatches is finite; an accelerator is waited for once, at the end.
+    """Check that the policy's outputs are finite; on an accelerator it synchronizes only in :meth:`check`.
 
     Args:
-        device: of the policy. On the CPU nobody waits for a result, so every microbatch is checked at once.
+        device: Device of the policy. On the CPU every microbatch is checked at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._at_once = device.type == "cpu"
-        self._waiting = list[tuple[str, Tensor, Tensor, Tensor]]()  # what, values, identities of the rows, whether not
+        self._waiting = list[tuple[str, Tensor, Tensor, Tensor]]()  # output, values, sample ids, True if not finite
 
     def note(self, outputs: Outputs, rows: Rollout) -> None:
-        """Looks at the valid tokens of a microbatch; on an accelerator, without waiting for the result.
+        """Add the valid tokens of a microbatch, without synchronizing an accelerator.
 
         Raises:
-            FloatingPointError: on the CPU, as :meth:`check`.
+            FloatingPointError: On the CPU, as :meth:`check`.
         """
         for what, tensor in (("log-probability", outputs.logprobs), ("value", outputs.values)):
             if tensor is not None:
@@ -58,10 +58,10 @@ class FiniteOutputs:
             self.check()
 
     def check(self) -> None:
-        """Waits for the results.
+        """Check everything added so far.
 
         Raises:
-            FloatingPointError: naming sample and position of the first value that is not finite.
+            FloatingPointError: If a value is not finite; names sample and position of the first one.
         """
         waiting, self._waiting = self._waiting, []
         if not waiting or not bool(torch.stack([broken for *_, broken in waiting]).any()):
@@ -75,15 +75,15 @@ class FiniteOutputs:
 
 
 class PolicyModel(nn.Module):
-    """Policy and critic in one module, so that one optimizer and one gradient norm hold both.
+    """Policy and critic in one module, so that they share one optimizer and one gradient norm.
 
     Args:
-        model: the policy, a causal language model with an unmodified linear head.
-        critic: the model whose hidden states a value head reads: ``model`` itself, or another one; None for no critic.
-        temperature: what the policy's logits are divided by, as in generation; the values never are.
-        packed: whether microbatches go through the model without padding.
-        attention: the kernel that packed sequences attend in.
-        files: that the policy's numbers are still to be read from, once it is split; None if it has them.
+        model: Policy, a causal language model with a plain linear head.
+        critic: Model whose hidden states the value head reads: ``model`` itself or another one; None for no critic.
+        temperature: Divisor of the policy's logits, as in generation; values are not divided.
+        packed: True to run microbatches without padding.
+        attention: Kernel for packed sequences.
+        files: Files from which :meth:`fill` loads the policy; None if it is loaded already.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PolicyModel(nn.Module):
                 part.set_attn_implementation(PACKED_ATTENTION)
 
     def forward(self, layout: Layout, *, squares: bool = False) -> Outputs:
-        """Scores the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
+        """Score the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
         states = _hidden_states(backbone_of(self.model), layout, self.attention)
         logprobs, entropy = _score(self.model, states, layout, self.temperature)
         outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
@@ -121,7 +121,7 @@ class PolicyModel(nn.Module):
 
     @override
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Keeps the dtype of buffers, whoever casts the weights.
+        """Keep the dtype of buffers when weights are cast.
 
         Rotary frequencies are buffers. Rounded to bfloat16 they are off by a radian after 1000 tokens.
         """
@@ -135,37 +135,37 @@ class PolicyModel(nn.Module):
         return self
 
     def fill(self, device: torch.device) -> None:
-        """Reads this rank's part of a policy that was built without numbers, and checks it; every rank calls it.
+        """Load this rank's part of a policy built on the meta device, and check it. Every rank has to call it.
 
         Raises:
-            ValueError: as :func:`check_scoring`.
+            ValueError: As :func:`check_scoring`.
         """
         if self.files is not None:
             self.files.fill(self, device)
             check_scoring(self.model, packed=self.packed, split=self)
 
     def layers(self) -> list[nn.Module]:
-        """The parts that a sharding strategy gathers one at a time: the transformer blocks of policy and critic."""
+        """Return the transformer blocks of policy and critic, which a sharding strategy gathers one at a time."""
         names = set(getattr(self.model, "_no_split_modules", None) or ())
         return [part for part in self.modules() if type(part).__name__ in names]
 
     def models(self) -> list[PreTrainedModel]:
-        """The models of policy and critic, one or two."""
+        """Return the models of policy and critic, one or two."""
         return [self.model] if self.critic is None else [self.model, cast(PreTrainedModel, self.critic)]
 
     def head_sizes(self) -> set[int]:
-        """The sizes of attention heads, as far as layers say them."""
+        """Return the sizes of attention heads, as far as the layers have them as attributes."""
         attentions = (part for model in self.models() for part in modules_behind(model, "attentions").values())
         return {size for part in attentions if isinstance(size := vars(part).get("head_dim"), int)}
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Parameters that the forward reads without calling the layer that holds them: those of the heads."""
+        """Return the parameters of the heads, which the forward reads without calling their layers."""
         head = _head_of(self.model)
         parameters = [head.weight, head.bias, None if self.value_head is None else self.value_head.weight]
         return [parameter for parameter in parameters if parameter is not None]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Trainable parameters as optimizer groups, ``policy`` and, with a critic, ``critic``."""
+        """Return trainable parameters as optimizer groups, ``policy`` and, with a critic, ``critic``."""
         policy = {"name": "policy", "params": [p for p in self.model.parameters() if p.requires_grad]}
         others = [part for part in (self.critic, self.value_head) if part is not None]
         critic = {"name": "critic", "params": [p for part in others for p in part.parameters() if p.requires_grad]}
@@ -189,10 +189,7 @@ class PolicyModel(nn.Module):
 
 
 class Scorer:
-    """A frozen model that only scores: the reference.
-
-    Held outside of the module tree, so it is neither trained nor saved.
-    """
+    """Frozen reference, held outside of the module tree, so that it is neither trained nor saved."""
 
     def __init__(
         self,
@@ -209,23 +206,23 @@ class Scorer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all weights, equal exactly if they are. They are frozen, so it is computed once."""
+        """Hash of all weights, computed once because they are frozen."""
         return fingerprint(self.model.named_parameters() if self.files is None else self.files.parameters())
 
     def shard(self, split: Callable[[nn.Module, list[nn.Module]], nn.Module], device: torch.device) -> None:
-        """Splits the weights over the ranks, or reads each rank's part of them; their hash is taken before."""
+        """Shard the weights over the ranks, or load each rank's part of them, after computing their hash."""
         _ = self.fingerprint
         self.scoring = split(self.scoring, cast(PolicyModel, self.scoring).layers())
         if self.files is not None:
             cast(PolicyModel, self.scoring).fill(device)
 
     def to(self, device: torch.device) -> None:
-        """Moves the weights."""
+        """Move the weights."""
         nn.Module.to(self.scoring, device)
 
     @torch.no_grad()
     def logprobs(self, layout: Layout) -> Float[Tensor, "b T"]:
-        """Log-probabilities of the valid tokens, without gradient."""
+        """Return the log-probabilities of the valid tokens, without gradient."""
         return self.scoring(layout).logprobs
 
 
@@ -235,7 +232,7 @@ def _head_of(model: PreTrainedModel) -> nn.Linear:
 
 def _hidden_states(backbone: nn.Module, layout: Layout, attention: str = AUTO) -> Tensor:
     config = getattr(backbone, "config", None)
-    implementation = getattr(config, "_attn_implementation", None)  # public nowhere
+    implementation = getattr(config, "_attn_implementation", None)  # no public name
     with packed_attention(layout, implementation=implementation, attention=attention) as arguments:
         positions = {"position_ids": layout.position_ids} if layout.lengths else {}
         output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **arguments)
@@ -255,23 +252,23 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
 
 
 def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]:
-    """What the model's own forward does to the products of its head, and the temperature with it.
+    """Return the scale that the model applies to its logits, merged into the temperature, and its soft cap.
 
-    Cohere, Granite, Falcon-H1 and Muse scale them; Gemma, Muse and others cap them by a tanh.
+    Cohere, Granite, Falcon-H1 and Muse scale logits; Gemma, Muse and others cap them by a tanh.
     """
-    said = vars(model.config.get_text_config())
-    known = {name: value for name, value in said.items() if isinstance(value, int | float)}  # MPT says None
+    options = vars(model.config.get_text_config())
+    known = {name: value for name, value in options.items() if isinstance(value, int | float)}  # MPT has None
     factors = [known.get(name, 1) for name in ("logit_scale", "lm_head_multiplier", "output_multiplier")]
     scale = prod(factors) / known.get("logits_scaling", 1)
     cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
-    soft_cap = None if cap is None else cap / scale  # models that have both scale before they cap
+    soft_cap = None if cap is None else cap / scale  # models with both scale before they cap
     return {"temperature": temperature / scale, "soft_cap": soft_cap}
 
 
 def carries_state(model: PreTrainedModel) -> bool:
-    """Whether a layer of a model hands a state on from token to token, as linear attention, Mamba and convolutions do.
+    """Return True if a layer passes a state from token to token, as linear attention, Mamba and convolutions do.
 
-    Padding and the ends of packed sequences, which a mask of attention keeps apart, are tokens as any other to it.
+    An attention mask does not stop such a state at padding or at the ends of packed sequences.
     """
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     return model._is_stateful or any("attention" not in kind or "linear" in kind for kind in kinds)  # noqa: SLF001
@@ -279,23 +276,23 @@ def carries_state(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
-    """Compares our log-probabilities of a few random tokens with those of the model's own forward.
+    """Compare our log-probabilities of a few random tokens with those of the model's own forward.
 
-    Catches whatever a model does beyond a linear head and plain attention: soft caps, logit scales, layers that carry
+    Detects everything beyond a linear head and plain attention, such as unknown logit scales, and layers that pass a
     state from one packed sequence to the next.
 
     Args:
-        model: the policy.
-        packed: whether microbatches go through it without padding.
-        split: what holds the policy, if its parameters are DTensors; every rank calls this then.
+        model: Policy.
+        packed: True to run without padding.
+        split: Sharded module that contains the policy; every rank has to call this then.
 
     Raises:
-        ValueError: if they differ by more than rounding, or are NaN; the message says what to change.
+        ValueError: If they differ by more than rounding, or are NaN; says what to change.
     """
     if packed and carries_state(model):
         raise ValueError(f"packed sequences would read the states of {type(model).__name__}: {PADDED}")
     if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
-        raise ValueError(f"packed attention does not know the chunks of {type(model).__name__}: {PADDED}")
+        raise ValueError(f"packed attention does not support the chunked attention of {type(model).__name__}: {PADDED}")
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(_head_of(model).out_features, (2, 3, 6), generator=generator).tolist()
     prompts = [row[:length] for row, length in zip([ids[0][0], *ids[0]], (4, 4, 1, 6), strict=True)]
@@ -307,7 +304,7 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
             scores = layout.scatter(_score(model, _hidden_states(backbone_of(model), layout), layout, temperature)[0])
         else:
             scores = split(layout).logprobs
-            cast(Any, split).unshard()  # what is no layer's, for the model's own forward
+            cast(Any, split).unshard()  # parameters outside of the layers, for the model's own forward
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         alone = torch.tensor(prompt + response, device=model.device)
@@ -316,13 +313,13 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
         if logits.shape[-1] != _head_of(model).out_features:
             raise ValueError(
                 f"expected {type(model).__name__} to score the {_head_of(model).out_features} tokens of its vocabulary "
-                f"head, got {logits.shape[-1]}, the others are padding: train another model"
+                f"head, got {logits.shape[-1]} without its padding: train another model"
             )
         expected = (logits.float() / temperature).log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
         if bool(expected.isnan().any()):
             raise ValueError(
                 f"expected {type(model).__name__} to give numbers as log-probabilities, got NaN: look for NaN and "
-                "infinities among its weights"
+                "infinity in its weights"
             )
         worst = float((scores[row, : len(response)].float() - expected).abs().max())
         if not worst < tolerance:
@@ -337,11 +334,11 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
 
 @contextmanager
 def _refusing_errors(model: PreTrainedModel, *, packed: bool) -> Iterator[None]:
-    """Refuse a model whose code does not take what is passed to it."""
+    """Turn an error of the model's code into a ValueError."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
-        cure = PADDED if packed else "train another model, this one needs more than text"
+        cure = PADDED if packed else "train another model, as this one needs more than text"
         raise ValueError(
             f"expected {type(model).__name__} to read {'packed' if packed else 'padded'} tokens of text alone, got "
             f"{type(error).__name__}: {error}: {cure}"
@@ -349,10 +346,10 @@ def _refusing_errors(model: PreTrainedModel, *, packed: bool) -> Iterator[None]:
 
 
 def check_dropout(model: PreTrainedModel) -> None:
-    """Refuses dropout: with it the importance ratio of an unchanged policy would not be 1.
+    """Check that a model has no dropout, under which the importance ratio of an unchanged policy would not be 1.
 
     Raises:
-        ValueError: naming the config attribute that switches it on.
+        ValueError: If it has; names the config attribute.
     """
     for name, value in {**model.config.to_dict(), **model.config.get_text_config().to_dict()}.items():
         active = isinstance(value, float | int) and not isinstance(value, bool) and value > 0

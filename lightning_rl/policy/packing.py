@@ -1,13 +1,12 @@
-"""Layouts: rows of a rollout joined into model inputs without padding, and attention that keeps the sequences apart.
+"""Layouts: rows of a rollout joined into model inputs without padding, and attention within each sequence.
 
-A row is a sequence of prompt and response, or several where its environment has rewritten the context: each begins with
-what the policy read then. The tokens of a sequence are contiguous, so causality alone separates the past from the
-future. Packed, all sequences of a microbatch form one row: linear layers run on real tokens only, and the attention
-registered here (:mod:`lightning_rl.policy.attention`) runs on each sequence by itself, never on a block-diagonal
-mask. The last token of a sequence predicts nothing and is left out.
+A row is a sequence of prompt and response, or several if its environment rewrote the context: each begins with the new
+context. Packed, all sequences of a microbatch form one row: linear layers run only on real tokens, and the attention
+registered here (:mod:`lightning_rl.policy.attention`) runs on each sequence separately, without a block-diagonal mask.
+The last token of a sequence predicts nothing and is left out.
 
-Samples of a group begin with the same prompt, whose hidden states are the same because of causality. Packed, it is
-among the inputs once for all of them, and attention alone reads it with each, unless that saves too little.
+Samples of a group have the same prompt, whose hidden states are equal by causality. Packed, it is in the inputs once,
+and only attention reads it with each sample, unless that saves too little.
 """
 
 from collections.abc import Iterator
@@ -29,32 +28,32 @@ from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
 from lightning_rl.transfer import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
-WORTH = 0.1  # share of the inputs that has to be saved: what attention reads is copied, which costs as much as 0.06
+WORTH = 0.1  # minimum share of inputs saved; copying inputs for attention costs as much as 0.06
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Model inputs for some rows of a rollout, and where the prediction of each valid token stands in the output.
+    """Model inputs for rows of a rollout, and the position of each valid token's prediction in the output.
 
-    A token's prediction stands one position before it. With N packed positions the inputs are [1, N]; padded, they are
-    [s, S], a line for each sequence, with padding on the right, which needs no attention mask because no loss is taken
-    there. A prompt that several packed sequences begin with is among the inputs once.
+    A token's prediction is one position before it. With N packed positions the inputs are [1, N]. Padded, they are [s,
+    S], one line per sequence, padded on the right, where no loss is computed and thus no attention mask is needed. A
+    prompt that packed sequences share is in the inputs once.
     """
 
     input_ids: Int[Tensor, "R N"]
     position_ids: Int[Tensor, "R N"]
-    source: Int[Tensor, " A"]  # position of the prediction in the flattened output
+    source: Int[Tensor, " A"]  # of the prediction in the flattened output
     targets: Int[Tensor, " A"]
     rows: Int[Tensor, " A"]
     columns: Int[Tensor, " A"]
-    lengths: tuple[int, ...]  # of the packed sequences; empty when padded
-    cu_seqlens: Int[Tensor, " b1"]  # cumulated lengths, int32
+    lengths: tuple[int, ...]  # of packed sequences; empty if padded
+    cu_seqlens: Int[Tensor, " b1"]  # cumulative lengths, int32
     shape: tuple[int, int]  # [b, T] of the rows
-    shared: Shared | None = None  # None if attention reads the inputs as they stand
-    sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that were not filtered out
+    shared: Shared | None = None  # None if sequences share no inputs
+    sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that passed the filters
 
     def to(self, device: torch.device | str) -> "Layout":
-        """Every tensor on ``device``."""
+        """Move every tensor to ``device``."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         moved: dict[str, Any] = {
             name: to_device(value, device) for name, value in values.items() if isinstance(value, Tensor)
@@ -63,15 +62,15 @@ class Layout:
         return replace(self, **moved, shared=shared)
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """Spreads one value for each valid token [A] over [b, T], 0 elsewhere; the gradient comes back the same way."""
+        """Scatter one value per valid token [A] into [b, T], with 0 elsewhere; differentiable."""
         return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
 
 
 def pack(rows: Rollout, *, packed: bool = True) -> Layout:
-    """Joins prompt and response of every row and finds the prediction of every valid token.
+    """Join prompt and response of every row and locate the prediction of every valid token.
 
     Raises:
-        ValueError: if a token that is to be scored stands in the padding, or begins a rewritten context.
+        ValueError: If a valid token is in the padding, or begins a rewritten context.
     """
     sequences, (row, column) = sequences_of(rows), rows.valid_tokens.nonzero(as_tuple=True)
     if (outside := column >= rows.response_lengths.index_select(0, row)).any():
@@ -81,10 +80,10 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             f"whose response has {rows.response_lengths[row[first]]} tokens: derive it from action_mask"
         )
     if (rows.valid_tokens & sequences.starts).any():
-        raise ValueError("expected a rewritten context to begin with what is read, got a token there that was drawn")
+        raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
     tokens, drawn = _join_rows(rows, row, column)
     is_input = torch.ones_like(tokens, dtype=torch.bool)
-    is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the last token is one if there is no other
+    is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the only token of a sequence is an input
     inputs, source = tokens.masked_select(is_input), (is_input.cumsum(0) - 1).index_select(0, drawn - 1)
     lengths = (sequences.lengths - 1).clamp(min=1)
     line = torch.arange(len(lengths), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
@@ -92,13 +91,13 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     position = torch.arange(len(inputs), device=inputs.device) - starts.index_select(0, line)
     if packed and bool((common := common_prompts(rows, sequences)).tokens.any()):
         own = position >= common.tokens[line]
-        number = own.cumsum(0) - 1  # of each token's input
+        number = own.cumsum(0) - 1  # input index of each token
         number = torch.where(own, number, number[torch.where(own, 0, starts[common.lender[line]] + position)])
-        order = lengths[line].argsort(descending=True, stable=True)  # attention reads sequences of one length together
+        order = lengths[line].argsort(descending=True, stable=True)  # attention groups equal lengths
         shared, lengths = Shared(number[order], order.argsort()[own]), lengths.sort(descending=True).values
         inputs, position, source = inputs[own], position[own], number[source]
     sizes = tuple(lengths.tolist())
-    packed = shared is not None or (packed and min(sizes) < max(sizes))  # those of one length need no padding anyway
+    packed = shared is not None or (packed and min(sizes) < max(sizes))  # equal lengths need no packing
     if not packed:
         shape = len(sizes), max(sizes)
         place = position + line * shape[1]
@@ -123,20 +122,20 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
 def _join_rows(
     rows: Rollout, row: Int[Tensor, " A"], column: Int[Tensor, " A"]
 ) -> tuple[Int[Tensor, " N"], Int[Tensor, " A"]]:
-    """All tokens of prompts and responses behind each other, and where some of the responses stand among them."""
+    """Return all tokens of prompts and responses in one vector, and the positions of some response tokens in it."""
     sides = (rows.prompt_ids, rows.prompt_lengths), (rows.response_ids, rows.response_lengths)
     inside = [torch.arange(ids.shape[1], device=ids.device) < lengths[:, None] for ids, lengths in sides]
     tokens = torch.cat([rows.prompt_ids, rows.response_ids], 1).masked_select(torch.cat(inside, 1))
-    first = (rows.prompt_lengths + rows.response_lengths).cumsum(0) - rows.response_lengths  # of each response
+    first = (rows.prompt_lengths + rows.response_lengths).cumsum(0) - rows.response_lengths  # start of each response
     return tokens, first.index_select(0, row) + column
 
 
 class CommonPrompts(NamedTuple):
-    """What of each sequence need not be among packed inputs, because another sequence has it there.
+    """Beginning of each sequence that another sequence has in the packed inputs.
 
     Attributes:
-        lender: the sequence that has it, often itself.
-        tokens: how many of its first tokens that are; 0 for a lender, and for all where it is not worth while.
+        lender: Sequence that has it, often itself.
+        tokens: Number of its shared tokens; 0 for a lender, and for all if sharing saves too little.
     """
 
     lender: Int[Tensor, " s"]
@@ -144,7 +143,7 @@ class CommonPrompts(NamedTuple):
 
 
 def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
-    """The prompts that the first row of a group has for other rows, whatever comes with the prompt included."""
+    """Return the prompts that the first row of a group shares with others, including their extras."""
     first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
     outside = torch.arange(rows.prompt_ids.shape[1], device=first.device) >= rows.prompt_lengths[:, None]
     alike = rows.prompt_lengths == rows.prompt_lengths[first]
@@ -160,13 +159,13 @@ def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
 
 
 class Sequences(NamedTuple):
-    """What the model reads at once of some rows: a row each, and one more for each context that was rewritten.
+    """Sequences that the model reads: one per row, and one more for each rewritten context.
 
     Attributes:
-        row: that each sequence is of.
-        begin: its first token, counted from the begin of the row's prompt.
-        lengths: its number of tokens.
-        starts: where the response of a row goes on with the next sequence.
+        row: Row of each sequence.
+        begin: Index of its first token, from the start of the row's prompt.
+        lengths: Number of its tokens.
+        starts: True where a row's response continues with the next sequence.
     """
 
     row: Int[Tensor, " s"]
@@ -176,9 +175,9 @@ class Sequences(NamedTuple):
 
 
 def sequences_of(rows: Rollout) -> Sequences:
-    """The sequences of rows, in their order."""
+    """Return the sequences of rows, in order."""
     inside = torch.arange(rows.width, device=rows.response_lengths.device) < rows.response_lengths[:, None]
-    starts = context_starts(rows) & inside  # whatever stands in padding
+    starts = context_starts(rows) & inside  # padding may have any values
     row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)
     begin = torch.where(column > 0, rows.prompt_lengths[row] + column - 1, 0)
     ends = (rows.prompt_lengths + rows.response_lengths)[row]
@@ -189,10 +188,9 @@ def sequences_of(rows: Rollout) -> Sequences:
 def join_sequences(
     rows: Rollout, prompt: Shaped[Tensor, "b P ..."], response: Shaped[Tensor, "b T ..."]
 ) -> tuple[Shaped[Tensor, "s S ..."], Bool[Tensor, "s S"]]:
-    """A field of the prompts and the same of the responses side by side, as the model reads them, padded on the right.
+    """Return a field of prompts and responses side by side, right-padded, as the model reads them, and a mask.
 
-    The last token of a sequence is not among its inputs. The second result says what is no padding, at least one place
-    in each sequence.
+    The last token of a sequence is no input. The mask is True outside of padding, at least once per sequence.
     """
     sequences = sequences_of(rows)
     lengths, row = (sequences.lengths - 1).clamp(min=1), sequences.row[:, None]
@@ -204,23 +202,23 @@ def join_sequences(
     return torch.where(in_prompt, from_prompt, from_response), place < lengths[:, None]
 
 
-_FORWARD: ContextVar[str | None] = ContextVar("forward", default=None)  # "packed" or "padded", within our own
+_FORWARD: ContextVar[str | None] = ContextVar("forward", default=None)  # "packed" or "padded" inside our forward
 
 
 @contextmanager
 def packed_attention(
     layout: Layout, *, implementation: str | None = PACKED_ATTENTION, attention: str = AUTO
 ) -> Iterator[dict[str, Any]]:
-    """Yields the keyword arguments that carry the sequence boundaries through the model to its attention.
+    """Yield the keyword arguments that pass sequence boundaries through the model to its attention.
 
-    Arguments and not a global, because activation checkpointing runs the attention again in the backward, long after
-    this context has ended. Only the mask, which is built once and outside of the layers, is switched by the context.
+    They are arguments because activation checkpointing runs attention again in the backward, after this context has
+    ended. Only the mask, which is built once outside of the layers, depends on the context.
 
     Args:
-        layout: of the microbatch.
-        implementation: of the model's attention. Ours is given a mask that says nothing: without one transformers looks
-            for sequences in the positions, and every microbatch waits for an accelerator's answer.
-        attention: the kernel that sequences attend in.
+        layout: Layout of the microbatch.
+        implementation: Attention implementation of the model. Ours gets an all-true mask: without one transformers
+            searches the positions for sequences, which synchronizes the accelerator.
+        attention: Kernel for the sequences.
     """
     token = _FORWARD.set("packed" if layout.lengths else "padded")
     masked = implementation == PACKED_ATTENTION
@@ -239,10 +237,10 @@ def packed_attention(
 def packed_attention_forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers calls it in each layer: packed sequences by themselves, all else as sdpa.
+    """Compute attention for a layer of transformers: packed sequences separately, everything else with sdpa.
 
     Raises:
-        ValueError: if a model drops the boundaries, or asks for what packed attention does not know.
+        ValueError: If a model drops the boundaries, or uses an option that packed attention does not support.
     """
     sequences: PackedSequences | None = arguments.pop("packed_sequences", None)
     if sequences is None:
@@ -251,21 +249,21 @@ def packed_attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     unsupported = [name for name in ("softcap", "s_aux") if arguments.get(name) is not None]
     if unsupported:
-        raise ValueError(f"packed attention does not know {unsupported[0]}: use packing=False for this model")
+        raise ValueError(f"packed attention does not support {unsupported[0]}: use packing=False for this model")
     window = arguments.get("sliding_window")
-    if attention_mask is not None:  # some models tell the window to the mask alone
+    if attention_mask is not None:  # some models pass the window only to the mask
         window = int(attention_mask)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave float32 under autocast
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings return float32 under autocast
     return attend(query, key, value, sequences, scaling=arguments.get("scaling"), window=window), None
 
 
 def _mask(*arguments: Any, local_size: int | None = None, **keywords: Any) -> Tensor | None:
-    """No mask for packed sequences, but the width of a sliding window in place of one, which is all it would say."""
+    """Return no mask for packed sequences, or the width of a sliding window instead of one."""
     forward = _FORWARD.get()
     if forward == "packed":
-        return None if local_size is None else torch.full((1, 1, 1, 1), local_size)  # of a mask's shape: some slice it
+        return None if local_size is None else torch.full((1, 1, 1, 1), local_size)  # 4-D as a mask
     if forward == "padded":
-        keywords["attention_mask"] = None  # ours, which says nothing
+        keywords["attention_mask"] = None  # ours is all true
     return sdpa_mask(*arguments, local_size=local_size, **keywords)
 
 

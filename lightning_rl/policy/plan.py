@@ -1,4 +1,4 @@
-"""Plan: which rows train together, made once for a rollout and used by every pass over it."""
+"""Plan of the rows that train together, made once per rollout and used by every pass over it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ RowLists = list[list[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Rows that go through the model together. No rows at all means padding: this rank has nothing left to add."""
+    """Rows that go through the model together. An empty index is padding, for ranks with fewer microbatches."""
 
     index: Int[Tensor, " b"]
     layout: Layout
 
     def to(self, device: torch.device | str) -> "Microbatch":
-        """Index and layout on ``device``."""
+        """Move index and layout to ``device``."""
         return Microbatch(to_device(self.index, device), self.layout.to(device))
 
     def rows_of(self, rollout: Rollout) -> Rollout:
-        """The microbatch's rows with every field, cut to its longest response."""
+        """Return the microbatch's rows with every field, cut to its longest response."""
         if not len(self.index):
             return rollout.padding_rows(1).fit_width(self.layout.shape[1])
         return rollout.select(self.index, width=self.layout.shape[1])
@@ -39,19 +39,19 @@ class Plan:
     minibatches: tuple[tuple[Microbatch, ...], ...]
 
     def step(self, number: int) -> tuple[Microbatch, ...]:
-        """The microbatches of optimizer step ``number`` of the rollout, counted from 0 through all epochs."""
+        """Return the microbatches of optimizer step ``number`` of the rollout, counted from 0 through all epochs."""
         return self.minibatches[number % len(self.minibatches)]
 
     def to(self, device: torch.device | str) -> "Plan":
-        """Every layout on ``device``."""
+        """Move every layout to ``device``."""
         return Plan(tuple(tuple(microbatch.to(device) for microbatch in step) for step in self.minibatches))
 
     def microbatches(self) -> list[Microbatch]:
-        """Every microbatch once."""
+        """Return every microbatch once."""
         return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
 
     def rows(self) -> RowLists:
-        """Row numbers as plain lists, from which :func:`plan_of_rows` makes the same plan again."""
+        """Return row indices as lists, from which :func:`plan_of_rows` makes the same plan."""
         return [[microbatch.index.tolist() for microbatch in minibatch] for minibatch in self.minibatches]
 
 
@@ -63,14 +63,14 @@ def make_plan(
     packed: bool = True,
     max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
-    """Splits the trained rows into minibatches of whole groups and those into microbatches of similar lengths.
+    """Split the trained rows into minibatches of whole groups, and these into microbatches of similar lengths.
 
     Args:
-        rollout: on the CPU; its rows outside ``trained`` are left out.
-        minibatches: optimizer steps per epoch.
-        token_budget: tokens of a microbatch, padding included where there is any; a longer row has one of its own.
-        packed: without padding, or padded on the right.
-        max_over_ranks: the element-wise maximum over all ranks, so that all have the same number of microbatches.
+        rollout: Rollout on the CPU; rows outside ``trained`` are left out.
+        minibatches: Optimizer steps per epoch.
+        token_budget: Maximum tokens of a microbatch, padding included; a longer row gets its own.
+        packed: False for padding on the right.
+        max_over_ranks: Function for the element-wise maximum over ranks, so that all have equally many microbatches.
     """
     sizes = _sizes(rollout, packed=packed)
     groups = list(dict.fromkeys(rollout.groups[rollout.trained].tolist()))
@@ -92,7 +92,7 @@ def divide_plan(
     packed: bool = True,
     max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
-    """The minibatches of a plan in microbatches of another budget; arguments as for :func:`make_plan`."""
+    """Split the minibatches of a plan by another token budget; arguments as for :func:`make_plan`."""
     sizes = _sizes(rollout, packed=packed)
     divided: RowLists = []
     for minibatch in plan:
@@ -104,14 +104,14 @@ def divide_plan(
 def _fill(
     rollout: Rollout, plan: RowLists, *, packed: bool, max_over_ranks: Callable[[Sequence[int]], list[int]]
 ) -> Plan:
-    """Adds empty microbatches, until every rank has as many."""
+    """Add empty microbatches until every rank has the same number."""
     for minibatch, number in zip(plan, max_over_ranks([len(minibatch) for minibatch in plan]), strict=True):
         minibatch.extend([] for _ in range(number - len(minibatch)))
     return plan_of_rows(rollout, plan, packed=packed)
 
 
 def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Plan:
-    """Lays out the rows of an existing plan."""
+    """Lay out the rows of an existing plan."""
 
     def microbatch(rows: list[int]) -> Microbatch:
         index = torch.tensor(rows, dtype=torch.int64)
@@ -123,9 +123,9 @@ def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Pl
 
 
 def _sizes(rollout: Rollout, *, packed: bool) -> Int[Tensor, "4 B"]:
-    """Of each row its place in the order, its tokens, those of its longest sequence, and the number of its sequences.
+    """Return each row's rank in the order, number of tokens, length of its longest sequence, and number of sequences.
 
-    The longest come first; packed, the rows of a group follow each other, since they share their prompt.
+    The order is by descending length; packed, the rows of a group, which share their prompt, are adjacent.
     """
     lengths, sequences = rollout.prompt_lengths + rollout.response_lengths, sequences_of(rollout)
     longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)

@@ -1,8 +1,8 @@
-"""Sampling mask: which tokens of the vocabulary could be drawn at a position, one bit for each.
+"""Sampling mask: one bit for each token of the vocabulary that could be sampled at a position.
 
-A set is V/8 bytes whatever the filter lets through, so its size is known before anything is drawn: a nucleus holds one
-token here and half of the vocabulary there, and lists of ids would be padded to the longest of a whole rollout. Every
-rollout has the same width, so rounds and microbatches join like those of any other field, and zeros are padding.
+A mask has V/8 bytes for any filter, so its size is known in advance and all rollouts can be joined, with zeros as
+padding. Lists of ids would be padded to the longest list of a rollout: a nucleus may have one token or half of the
+vocabulary.
 """
 
 import torch
@@ -13,7 +13,7 @@ BITS = 8
 
 
 def to_bits(mask: Bool[Tensor, "... V"]) -> UInt8[Tensor, "... V8"]:
-    """Eight tokens to a byte, the first of them in its lowest bit; the last byte is filled with 0.
+    """Pack eight tokens into a byte, the first in its lowest bit; the last byte is filled with 0.
 
     Example:
         >>> to_bits(torch.tensor([True, False, True, False, False, False, False, False, True]))
@@ -25,7 +25,7 @@ def to_bits(mask: Bool[Tensor, "... V"]) -> UInt8[Tensor, "... V8"]:
 
 
 def from_bits(bits: UInt8[Tensor, "... V8"], vocabulary: int) -> Bool[Tensor, "... V"]:
-    """The inverse of :func:`to_bits`.
+    """Invert :func:`to_bits`.
 
     Example:
         >>> from_bits(torch.tensor([5, 1], dtype=torch.uint8), 9).nonzero()[:, 0]
@@ -36,7 +36,7 @@ def from_bits(bits: UInt8[Tensor, "... V8"], vocabulary: int) -> Bool[Tensor, ".
 
 
 def holds(bits: UInt8[Tensor, "... V8"], tokens: Int[Tensor, "..."]) -> Bool[Tensor, "..."]:
-    """Whether each token is in the set beside it.
+    """Return True for each token that is in the mask of its position.
 
     Example:
         >>> holds(torch.tensor([[5, 1], [5, 1]], dtype=torch.uint8), torch.tensor([8, 1])).tolist()

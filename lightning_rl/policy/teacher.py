@@ -1,4 +1,4 @@
-"""Teacher: a frozen model other than the reference, which scores whole rollouts by itself."""
+"""Frozen model other than the reference, which scores whole rollouts."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,17 +14,17 @@ from lightning_rl.rollout import Rollout
 
 
 class Teacher:
-    """Scores the valid tokens of a rollout; every rank holds a whole copy.
+    """Scores the valid tokens of a rollout; every rank holds a full copy.
 
     Args:
-        source: name or path of a causal language model with the policy's vocabulary, or a callable that builds one.
-        temperature: what its logits are divided by; the one of the sampling, so that it can be compared.
-        token_budget: tokens of a microbatch at most.
-        packed: whether it scores without padding.
-        precise: context of every forward, for the precision of the run.
+        source: Name or path of a causal language model with the policy's vocabulary, or a callable that builds one.
+        temperature: Divisor of its logits; the sampling temperature, so that both are comparable.
+        token_budget: Maximum number of tokens of a microbatch.
+        packed: True to score without padding.
+        precise: Context manager around every forward, for the precision of the run.
 
     Raises:
-        ValueError: if the model has dropout, or our forward does not agree with its own.
+        ValueError: If the model has dropout, or our forward disagrees with its own.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, rollout: Rollout) -> Float[Tensor, "B T"]:
-        """Log-probability of each valid token, 0 elsewhere, shape [B, T]."""
+        """Return the log-probability of each valid token, 0 elsewhere, shape [B, T]."""
         device = rollout.response_ids.device
         self.scorer.to(device)
         exact = torch.promote_types(self.scorer.model.dtype, torch.float32)

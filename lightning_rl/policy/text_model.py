@@ -1,7 +1,7 @@
-"""Text models: the language model of a checkpoint that reads pictures or sound as well.
+"""Language model of a multimodal checkpoint.
 
-Where transformers has a class for the language model alone, that class is built, and towers and projectors are dropped.
-Where it has none, the whole model is built, and everything outside of its language model is frozen.
+Where transformers has a class for the language model alone, that class is built, without towers and projectors.
+Otherwise the whole model is built, with everything but its language model frozen.
 """
 
 from typing import Any
@@ -17,24 +17,24 @@ from transformers import (
 
 
 def has_towers(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration is that of a language model and of other parts, such as a vision tower."""
+    """Return True for a configuration with parts besides the language model, such as a vision tower."""
     return config.get_text_config() is not config
 
 
 def auto_class_of(config: PreTrainedConfig) -> Any:
-    """Return the auto class of transformers that knows the class of a checkpoint; of decoders alone."""
+    """Return the auto class of transformers for a checkpoint; multimodal only for decoders."""
     decodes = not config.is_encoder_decoder and has_towers(config)
     return AutoModelForMultimodalLM if decodes else AutoModelForCausalLM
 
 
 def text_class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class that transformers has for the language model of a configuration alone; None if it has none."""
+    """Return the class of transformers for the language model alone, or None."""
     listed: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     return listed.get(type(config.get_text_config()), None)
 
 
 def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the language model alone, with the parameters of the whole; a model without a class for it as it is."""
+    """Return the language model, which shares its parameters, or the model itself without a class for that."""
     kind = text_class_of(model.config) if has_towers(model.config) else None
     if kind is None:
         return model
@@ -45,7 +45,7 @@ def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _with_head(kind: type[PreTrainedModel], model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of a class that is given backbone and vocabulary head of a model with towers."""
+    """Return a model of class ``kind`` with the backbone and vocabulary head of a multimodal model."""
     head: Any = model.get_output_embeddings()
     with torch.device("meta"):
         shape = backbone_of(kind(model.config.get_text_config()))
@@ -69,7 +69,7 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def freeze_towers(model: PreTrainedModel) -> None:
-    """Freeze everything outside of the language model, which text alone gives no gradient."""
+    """Freeze everything outside of the language model, which gets no gradient from text."""
     if has_towers(model.config):
         head: Any = model.get_output_embeddings()
         trained = {*backbone_of(model).parameters(), *head.parameters()}
@@ -78,13 +78,13 @@ def freeze_towers(model: PreTrainedModel) -> None:
 
 
 def check_text_only(model: PreTrainedModel, engine: str) -> None:
-    """Refuse a model with towers for an engine that would want them as well.
+    """Check that a model is not multimodal, for an engine that would need the other parts too.
 
     Raises:
-        ValueError: naming the model and what to do.
+        ValueError: If it is; names the model and what to do.
     """
     if has_towers(model.config):
-        cure = "draw with engine=TransformersEngine()"
+        cure = "pass engine=TransformersEngine()"
         if (kind := text_class_of(model.config)) is not None:
-            cure = f"pass its name or folder as policy=, of which {kind.__name__} is built, or {cure}"
+            cure = f"pass its name or folder as policy=, from which {kind.__name__} is built, or {cure}"
         raise ValueError(f"expected a model of text alone for {engine}, got {type(model).__name__}: {cure}")

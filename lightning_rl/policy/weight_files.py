@@ -1,7 +1,4 @@
-"""Weight files: a model is built without numbers, split over the ranks, and each rank reads its own part of them.
-
-What a rank holds at any time is its part and no other: neither the model in float32 nor a copy of it for a reference.
-"""
+"""Loading of a sharded model: built on the meta device, sharded, and filled by each rank with its part."""
 
 import json
 import re
@@ -23,18 +20,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lightning_rl.policy.text_model import auto_class_of, text_model_of
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CHANGES_WEIGHTS = ("adapter_config.json",)  # beside the weights, says that they are not all
-PREFIX = "model."  # of the policy's parameters in a PolicyModel
+CHANGES_WEIGHTS = ("adapter_config.json",)  # files beside the weights which show that these are incomplete
+PREFIX = "model."  # prefix of the policy's parameters in a PolicyModel
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Where the parameters of a model lie.
+    """Files and keys of the parameters of a model.
 
     Attributes:
-        folder: of the files.
-        files: file and key of each parameter, in the order of the model.
-        dtype: that they are read in.
+        folder: Folder of the files.
+        files: File and key of each parameter, in the order of the model.
+        dtype: Dtype in which they are loaded.
     """
 
     folder: Path
@@ -42,18 +39,18 @@ class WeightFiles:
     dtype: torch.dtype
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each parameter, one at a time, as the whole model would have them."""
+        """Yield name and full value of each parameter, one at a time."""
         for name, (file, key) in self.files.items():
             with safe_open(self.folder / file, framework="pt") as opened:
                 yield name, opened.get_tensor(key).to(self.dtype)
 
     @torch.no_grad()
     def fill(self, model: nn.Module, device: torch.device) -> None:
-        """Reads this rank's part of each parameter into a model that was split before it had numbers.
+        """Load this rank's part of each parameter into a sharded model without storage.
 
         Args:
-            model: a PolicyModel, whose policy is meant.
-            device: where its part comes to lie.
+            model: PolicyModel whose policy is loaded.
+            device: Device of this rank.
         """
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.to_empty(device=device)
@@ -65,19 +62,18 @@ class WeightFiles:
                 parts[self.files[name.removeprefix(PREFIX)][1]] = parameter.detach()
             else:
                 rest.append(parameter)
-        for parameter in rest:  # the value head, which begins at 0
+        for parameter in rest:  # the value head, initialized with 0
             parameter.zero_()
         load(cast(Any, parts), storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
 
 def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """The text model of a folder on the meta device, its buffers on the CPU, and where its parameters lie.
+    """Return the text model of a folder on the meta device, with its buffers on the CPU, and its weight files.
 
     Returns:
-        None if ``source`` is no folder, its files cannot be read, or transformers would make something else of them
-        than to read each parameter from a tensor that is it: adapters, quantized or converted weights, weights that are
-        tied in the model and not in the files, buffers that do not follow from the configuration. Such a model is built
-        whole.
+        None if ``source`` is no folder, cannot be read, or has parameters that are not plain tensors in the files:
+            adapters, quantized or converted weights, weights tied only in the model, or buffers that do not follow
+            from the configuration. Such a model is built normally.
     """
     folder = Path(source) if isinstance(source, str | Path) else None
     if folder is None or not (folder / "config.json").is_file():
@@ -97,7 +93,7 @@ def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles]
         LookupError,
         TypeError,
         AttributeError,
-    ):  # whoever builds it whole says
+    ):  # reported when the model is built normally
         return None
     if getattr(config, "quantization_config", None) is not None:
         return None
@@ -106,7 +102,7 @@ def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles]
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if keys is None or len(dtypes) != 1 or not _fill_buffers(model):
         return None
-    with suppress(OSError):  # as from_pretrained: a folder may have none
+    with suppress(OSError):  # as in from_pretrained: a folder may have none
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, WeightFiles(folder, {name: (stored[key][0], key) for name, key in keys.items()}, dtypes.pop())
 
@@ -114,12 +110,12 @@ def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles]
 def _keys_of(
     saved: PreTrainedModel, model: PreTrainedModel, stored: Mapping[str, tuple[str, list[int]]]
 ) -> dict[str, str] | None:
-    """Return the tensor in the files that is each parameter of a model; None if one is another, or none, or left over.
+    """Return the key in the files of each parameter; None if one does not match, is missing, or is left over.
 
     Args:
-        saved: the model whose files they are.
-        model: itself, or its text model.
-        stored: file and shape of each tensor.
+        saved: Model whose files they are.
+        model: ``saved`` or its text model.
+        stored: File and shape of each tensor.
     """
     transforms = get_model_conversion_mapping(saved)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -144,7 +140,7 @@ def _keys_of(
 
 
 def _tensors_in(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """File and shape of every tensor that transformers would read; empty if there are other files besides."""
+    """Return file and shape of every tensor that transformers would read; empty if there are other files too."""
     index = folder / INDEX
     files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {WHOLE}
     if {path.name for path in folder.glob("*.safetensors")} != files:
@@ -158,7 +154,7 @@ def _tensors_in(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 
 def _fill_buffers(model: PreTrainedModel) -> bool:
-    """Computes what follows from the configuration alone, as transformers does after it has read weights."""
+    """Compute buffers that follow from the configuration as transformers does; return False if others exist."""
     for part in model.modules():
         buffers = dict(part.named_buffers(recurse=False))
         if not all(buffer.is_floating_point() for buffer in buffers.values()):
@@ -166,7 +162,7 @@ def _fill_buffers(model: PreTrainedModel) -> bool:
         for name, buffer in buffers.items():
             setattr(part, name, torch.full_like(buffer, torch.nan, device="cpu"))
         if buffers:
-            model._init_weights(part)  # noqa: SLF001  what transformers itself calls then
+            model._init_weights(part)  # noqa: SLF001  as in from_pretrained
         if any(bool(buffer.isnan().any()) for buffer in part.buffers(recurse=False)):
             return False
     return True

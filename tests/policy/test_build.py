@@ -35,7 +35,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
     "put_around", [partial(torch.compile, backend="eager"), DataParallel], ids=["compile", "parallel"]
 )
 def test_a_model_with_something_around_it_is_refused_with_what_does_the_same(put_around: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"got \w+ around it, under which .*: return the model itself; compile=True"):
+    with pytest.raises(ValueError, match=r"got \w+ around it, which changes .*: return the model itself; compile=True"):
         build_model(lambda: put_around(tiny_policy()))
 
 
@@ -43,7 +43,10 @@ def test_a_model_with_something_around_it_is_refused_with_what_does_the_same(put
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop(NORM), rf"to be all of the model, got none for {NORM}, which would be drawn by"),
+        (
+            lambda weights: weights.pop(NORM),
+            rf"to be all of the model, got none for {NORM}, which would be initialized",
+        ),
         (
             lambda weights: [weights.pop(name) for name in list(weights) if ".mlp." in name],
             r"got none for model\.layers\.0\.mlp\.\w+\.weight and \d+ others",
@@ -66,7 +69,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused_and_not_drawn_
 
 def test_a_head_that_is_missing_is_refused_unless_nothing_reads_it(folder: Path) -> None:
     rewrite(folder, lambda weights: weights.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match=r"got none for lm_head\.weight, which would be drawn by lot"):
+    with pytest.raises(ValueError, match=r"got none for lm_head\.weight, which would be initialized randomly"):
         build_model(folder)
     read = build_model(folder, head=False).get_parameter(NORM)
     assert torch.equal(read, tiny_policy().get_parameter(NORM))
@@ -90,17 +93,17 @@ def test_an_index_that_is_none_leaves_the_words_to_transformers(index: str, fold
 @pytest.mark.parametrize("packed", [False, True])
 def test_weights_that_are_nan_are_said_to_be_the_fault(folder: Path, *, packed: bool) -> None:
     rewrite(folder, lambda weights: weights.update({NORM: torch.full_like(weights[NORM], torch.nan)}))
-    with pytest.raises(ValueError, match="to give numbers as log-probabilities, got NaN: look for NaN and infinities"):
+    with pytest.raises(ValueError, match="to give numbers as log-probabilities, got NaN: look for NaN and infinity"):
         check_scoring(build_model(folder), packed=packed)
 
 
 def test_a_policy_whose_folder_is_misspelt_is_named_with_the_one_beside_it(folder: Path) -> None:
     typo = str(folder.parent / folder.name[::-1][1:][::-1])
     said = rf"got '{typo}', which does not exist: did you mean '{folder}'\?"
-    with pytest.raises(ValueError, match=rf"^expected policy= to be a folder that is there, .*{said}$") as refused:
+    with pytest.raises(ValueError, match=rf"^expected policy= to be an existing folder, .*{said}$") as refused:
         build_tokenizer(None, typo)
     assert refused.value.__cause__ is None and refused.value.__context__ is None
-    with pytest.raises(ValueError, match=rf"^expected tokenizer= to be a folder .*{said}$"):
+    with pytest.raises(ValueError, match=rf"^expected tokenizer= to be an existing folder.*{said}$"):
         build_tokenizer(typo, tiny_policy)
     with pytest.raises(ValueError, match=rf"^expected the folder of a causal language model, {said}$"):
         build_model(typo)

@@ -103,7 +103,7 @@ def test_a_critic_without_a_head_is_a_model_as_well(calls: Calls) -> None:
 
 
 def test_a_family_that_the_package_does_not_know_is_refused(calls: Calls) -> None:
-    with pytest.raises(ValueError, match=r"a model that liger-kernel knows, got gemma3_text: leave liger= out"):
+    with pytest.raises(ValueError, match=r"a model that liger-kernel supports, got gemma3_text: leave liger= out"):
         apply_liger(tiny_model("gemma3_text"))
 
 

@@ -254,7 +254,9 @@ def test_what_stands_in_the_padding_of_turns_begins_no_context() -> None:
 
 def test_a_context_that_begins_with_a_drawn_token_is_refused() -> None:
     rows = with_contexts()
-    with pytest.raises(ValueError, match="expected a rewritten context to begin with what is read, got a token there"):
+    with pytest.raises(
+        ValueError, match="expected a rewritten context to begin with tokens that were read, got a sampled"
+    ):
         pack(rows.replace(valid_tokens=torch.arange(rows.width) < rows.response_lengths[:, None]))
 
 

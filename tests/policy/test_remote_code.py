@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("load", [build_model, lambda own: build_tokenizer(None, own)], ids=["policy", "tokenizer"])
 def test_the_message_says_how_to_trust_it(load: Callable[[str], object], folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"code that lies beside weights is never run; if you have read and trust it"):
+    with pytest.raises(ValueError, match=r"code in a checkpoint is never run; if you trust it"):
         load(str(folder))
     assert not (folder.parent / "left").exists()
 

@@ -150,7 +150,7 @@ def test_scores_and_draws_are_those_of_whole_sequences(row: Row, checkpoint: Che
             alone = logprobs_alone(policy.model, prompt, response)
             torch.testing.assert_close(score[: len(response)], alone, rtol=0, atol=1e-5)
         if row.family in NOT_DRAWN:
-            with pytest.raises(ValueError, match=r"with a KV cache as without, .*: draw with engine=VLLMEngine"):
+            with pytest.raises(ValueError, match=r"with a KV cache as without, .*: pass engine=VLLMEngine"):
                 check_draws(policy, packed=packed)
         else:
             check_draws(policy, packed=packed)
@@ -200,7 +200,7 @@ def test_a_step_moves_the_language_model_alone_and_what_is_saved_loads_again(
 def test_what_cannot_train_on_text_is_refused_with_the_reason(row: Row, checkpoint: Checkpoint) -> None:
     reasons = {
         "paligemma": "differ by .*: its head is not a plain linear layer, or its attention is not causal",
-        "inkling2": "the 16 tokens of its vocabulary head, got 14, the others are padding: train another model",
+        "inkling2": "the 16 tokens of its vocabulary head, got 14 without its padding: train another model",
         "diffusion_gemma": "to read padded tokens of text alone, got TypeError: .* needs more than text",
         "voxtral_realtime": "to read padded tokens of text alone, got TypeError: .* needs more than text",
     }
@@ -282,9 +282,7 @@ def test_a_function_may_build_a_model_with_towers_which_are_frozen_and_vllm_refu
     trained = {name for name, value in policy.model.named_parameters() if value.requires_grad}
     assert trained and not [name for name in trained if "visual" in name or "vision" in name or "multi_modal" in name]
     policy(pack(Rollout.of_samples(PROMPTS, RESPONSES, groups=range(4)))).logprobs.sum().backward()
-    cure = (
-        "pass its name or folder as policy=, of which Gemma3ForCausalLM" if family == "gemma3" else "draw with engine="
-    )
+    cure = "pass its name or folder as policy=, from which Gemma3ForCausalLM" if family == "gemma3" else "pass engine="
     with pytest.raises(ValueError, match=rf"a model of text alone for VLLMEngine, got \w+: {cure}"):
         VLLMEngine().start(policy.model, None, device=torch.device("cpu"), dtype=torch.float32)
 
@@ -292,7 +290,8 @@ def test_a_function_may_build_a_model_with_towers_which_are_frozen_and_vllm_refu
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     CONFIG_MAPPING["t5gemma2"]().save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"transformers itself can load, got .*: Unrecognized configuration class .*T5Gemma2Config"
+        ValueError,
+        match=r"can load without remote code, got .*: Unrecognized configuration class .*T5Gemma2Config",
     ):
         build_model(tmp_path)
 
