@@ -1,4 +1,4 @@
-"""Environments: conversations of several turns, with users, tools or whatever answers a policy."""
+"""Environments: conversations of several turns of a policy with users, tools or simulators."""
 
 from lightning_rl.environments.bridge import Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationRow, Limits, Transcript, Turn

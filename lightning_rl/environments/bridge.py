@@ -1,8 +1,8 @@
-"""Bridge: the tokens between two answers of a policy, without rendering again what it said.
+"""Bridge: tokens between two answers of a policy, without rendering the answers again.
 
-A chat template writes the same after an answer whatever the answer was. So a dummy conversation is rendered, whose
-answer is a mark, and what follows the mark is taken, from the token on that closes the answer. The conversation goes on
-with it: prefix + drawn + bridge, by concatenation, and no token that was drawn is ever encoded again.
+A chat template writes the same after every answer. So a dummy conversation with a marked answer is rendered, and its
+ids from the end of that answer on are the bridge. Then prefix, sampled ids and bridge are concatenated, and no sampled
+token is ever encoded again.
 """
 
 import inspect
@@ -18,26 +18,26 @@ from lightning_rl.environments.form import strings_of
 
 MARK = "mark-of-an-answer-7f3a"
 KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two tools": ("tool", "tool")}
-WORDS = ("first-thing-said 41", "second-thing-said 52")  # nothing that a template writes
-MAX_CHARACTERS = 2**22  # of messages together: more fits into no context, and takes minutes to encode
-CALL_ID = "call{:05d}"  # nine letters, as Mistral wants them
+WORDS = ("first-thing-said 41", "second-thing-said 52")  # texts that no template writes
+MAX_CHARACTERS = 2**22  # of messages together: more fits into no context and takes minutes to encode
+CALL_ID = "call{:05d}"  # nine characters, as Mistral requires
 
 
 class BridgeError(ValueError):
-    """The chat template does not say what comes between two answers."""
+    """Chat template without a fixed text between two answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """What a tokenizer's chat template writes between answers.
+    """Text that a tokenizer's chat template writes between answers.
 
     Args:
-        tokenizer: with a chat template.
-        close: the ids that end an answer: those that end a response of the run.
-        options: further arguments of the template, the same as for the prompts.
+        tokenizer: Tokenizer with a chat template.
+        close: Ids that end a response of the run.
+        options: Further arguments of the template, as for the prompts.
 
     Raises:
-        BridgeError: if there is no template or nothing ends an answer.
+        BridgeError: If there is no template or no id ends an answer.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -46,38 +46,38 @@ class Bridge:
     _control: Mapping[int, str] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks what every bridge needs."""
+        """Check that there are a template and closing ids."""
         if not self.tokenizer.chat_template:
             raise BridgeError("expected a tokenizer with a chat template for an environment in messages, got none")
         if not self.close:
             raise BridgeError(
                 "expected ids that end an answer, got none: pass sampling=Sampling(eos_token_ids=[...]) with the "
-                "token that the chat template writes behind an answer"
+                "token that the chat template writes after an answer"
             )
         object.__setattr__(self, "_control", control_tokens(self.tokenizer))
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-        """The prompt of a conversation that begins with messages, in which no text of theirs is a control token.
+        """Return the prompt of a conversation; no text of the messages becomes a control token.
 
         Args:
-            messages: of anybody, at least one.
-            tools: schemas of what the policy may call.
+            messages: Messages of any roles, at least one.
+            tools: Schemas of the tools.
 
         Raises:
-            BridgeError: if the template does not render them; the message says why.
+            BridgeError: If the template does not render them; says why.
         """
         return self._ids(messages, tools=list(tools) or None)
 
     def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """What follows an answer: its closing token unless it was drawn, the messages, and the head of the next answer.
+        """Return the ids after an answer: its closing token unless it was sampled, messages, and the next answer's
+        header.
 
         Args:
-            drawn: the answer's token ids.
-            messages: of users or tools, at least one.
+            drawn: Token ids of the answer.
+            messages: Messages of users or tools, at least one.
 
         Raises:
-            BridgeError: if the template does not render them, or if their text became control tokens; the message says
-                why.
+            BridgeError: If the template does not render them, or their text became control tokens; says why.
         """
         ids = self.tail(messages)
         harmless = self.tail([{**message, "content": "x"} for message in messages])
@@ -89,20 +89,20 @@ class Bridge:
 
     @property
     def ends(self) -> Collection[int]:
-        """The ids that close an answer as a template does: control tokens, unless words alone end responses."""
+        """Ids that close an answer: control tokens, unless only plain tokens end responses."""
         return frozenset(self.close) & self._control.keys() or self.close
 
     def _count(self, ids: Sequence[int]) -> int:
         return sum(token in self._control for token in ids)
 
     def closes_as_head(self, ids: Sequence[int]) -> bool:
-        """Of a tail, whether what closes an answer begins the next message too, as where a speaker's name does both."""
+        """Return True if the token that closes an answer also begins the next message, as a role marker may do."""
         special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         end = next((place for place in range(1, len(ids)) if ids[place] in special), len(ids))
         return bool(str(self.tokenizer.decode(list(ids[1:end]))).strip())
 
     def tail(self, messages: Sequence[Message], history: Sequence[Message] = ()) -> tuple[int, ...]:
-        """From the token that closes an answer, included, to where the next answer begins."""
+        """Return the ids from the token that closes an answer to the start of the next answer."""
         refused: list[str] = []
         for talk, new in dummies(messages):
             try:
@@ -114,9 +114,11 @@ class Bridge:
     def _cut(self, talk: Sequence[Message], new: Sequence[Message]) -> tuple[int, ...]:
         before, found, after = self._text([*talk, *new]).partition(MARK)
         if not found:
-            raise BridgeError("the template does not write what an answer says: it has to write each message's content")
+            raise BridgeError(
+                "the template does not write the text of an answer: it has to write each message's content"
+            )
         if MARK in after:
-            raise BridgeError("the template writes an answer twice that was given once")
+            raise BridgeError("the template writes an answer twice")
         closing = self._closing(self.tokenizer(before, add_special_tokens=False)["input_ids"])
         ids = self._ids([*talk, *new])
         places = [place for place, token in enumerate(ids) if token in self.ends]
@@ -125,14 +127,14 @@ class Bridge:
         return tuple(ids[places[closing] :])
 
     def _missing_end(self, after: str) -> str:
-        """What is wrong with a template that writes none of the closing ids behind an answer."""
-        said = f"the template ends an answer by none of the ids {sorted(self.close)} that end a response"
+        """Return the message for a template that writes no closing id after an answer."""
+        start = f"the template ends an answer with none of the ids {sorted(self.close)} that end a response"
         ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
         token = next((token for token in ids if token in self._control), None)
         if token is None:
-            return f"{said}, nor by another control token: it has to write one behind each answer"
+            return f"{start}, nor with another control token: it has to write one after each answer"
         return (
-            f"{said}, but by {self._control[token]!r} (id {token}): pass sampling=Sampling(eos_token_ids="
+            f"{start}, but with {self._control[token]!r} (id {token}): pass sampling=Sampling(eos_token_ids="
             f"{sorted({*self.close, token})})"
         )
 
@@ -143,7 +145,7 @@ class Bridge:
         return str(self._render(messages, tokenize=False))
 
     def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The conversation as ids, in which no text of a message is a control token."""
+        """Return the conversation as ids; no text of a message becomes a control token."""
         if (characters := sum(map(len, strings_of(messages)))) > MAX_CHARACTERS:
             raise BridgeError(f"expected messages of at most {MAX_CHARACTERS} characters, got {characters}")
         if SANITIZES:
@@ -164,13 +166,13 @@ class Bridge:
                 [dict(message) for message in messages], add_generation_prompt=True, **{**self.options, **options}
             )
         except Exception as error:  # a template may raise anything
-            raise BridgeError(f"the template refuses it: {type(error).__name__}: {error}") from error
+            raise BridgeError(f"the template raises {type(error).__name__}: {error}") from error
 
     def check(self, kind: str) -> list[str]:
-        """What is wrong with the bridge over messages of a kind, nothing if it can be relied on.
+        """Return the faults of the bridge over messages of a kind; empty if it is reliable.
 
         Args:
-            kind: one of :data:`KINDS`.
+            kind: Key of :data:`KINDS`.
         """
         new = [{"role": role, "content": words, "name": "f"} for role, words in zip(KINDS[kind], WORDS, strict=False)]
         try:
@@ -182,7 +184,7 @@ class Bridge:
             try:
                 same = self.tail(new, history) == ids
             except BridgeError:
-                continue  # a template that refuses a system message is no finding
+                continue  # a template may reject system messages
             if not same:
                 found.append(f"the template writes something else after {what}")
         text = self.tokenizer.decode(list(ids))
@@ -198,21 +200,21 @@ SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBa
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """What only a template may write: special tokens, and added ones that it names; blanks may stand in any text."""
+    """Return the tokens that only a template may write: special ones, and added ones in its text."""
     template = str(tokenizer.chat_template)
     return {
         number: token.content
         for number, token in tokenizer.added_tokens_decoder.items()
-        if number != tokenizer.unk_token_id  # which is what any text becomes that the vocabulary lacks
+        if number != tokenizer.unk_token_id  # encoding of any text outside of the vocabulary
         and (token.special or (token.content in template and not token.content.isspace()))
     }
 
 
 def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Message]]]:
-    """Conversations up to a marked answer, with the messages as they follow it; the first that a template takes counts.
+    """Return dummy conversations up to a marked answer, and the following messages, to try in order.
 
-    A tool's message first follows a real call, from which some templates take its name or its id. Most templates write
-    arguments as JSON themselves, some want them written.
+    A tool's message first follows a real call, as some templates copy its name or id. Most templates write arguments
+    as JSON, some expect JSON text.
     """
     ask: Message = {"role": "user", "content": "?"}
     new = [dict(message) for message in messages]
@@ -230,7 +232,7 @@ def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Messa
 
 
 def _call(message: Message, text: str, *, written: bool) -> dict[str, Any]:
-    """The call that a tool's message answers."""
+    """Return the call that a tool's message answers."""
     arguments = {"x": text}
     function = {"name": message.get("name") or "f", "arguments": json.dumps(arguments) if written else arguments}
     return {"type": "function", "id": message["tool_call_id"], "function": function}

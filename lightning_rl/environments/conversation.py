@@ -1,8 +1,8 @@
-"""Conversation: one sample of several turns as a state machine that any driver can move on.
+"""One sample of several turns, as a state machine that any driver can advance.
 
-Whoever drives asks an engine for :attr:`Conversation.request` and gives the completion back; seeds belong to (sample,
-turn), so the order in which conversations move on changes nothing. Token in, token out: the prefix of a turn is that of
-the turn before, what was drawn, and what the environment said, by concatenation, unless the environment rewrites it.
+A driver sends :attr:`Conversation.request` to an engine and passes the completion back. Seeds belong to (sample,
+turn), so the order of conversations does not matter. The prefix of a turn is the previous prefix, the sampled ids and
+the environment's reply, concatenated, unless the environment rewrites it.
 """
 
 import math
@@ -30,19 +30,19 @@ from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.rollout import Finish
 
 PASSED = (KeyboardInterrupt, SIGTERMException, RunEndError)
-"""What is raised where an environment is called, and is none of its doing."""
+"""Errors that pass through an environment's methods without being its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where conversations end.
+    """Limits of conversations.
 
     Args:
-        turns: most answers of the policy.
-        turn_tokens: most tokens that it draws in a turn; None for no limit but that of the whole conversation, which is
-            the ``max_new_tokens`` of the first request.
-        length: most tokens of prompt and conversation together, of the engine and the model; None for no limit.
-        vocabulary: how many token ids the policy knows, so that a conversation with another one fails; None for any.
+        turns: Maximum number of answers of the policy.
+        turn_tokens: Maximum number of sampled tokens in a turn; None for no limit but ``max_new_tokens`` of the first
+            request, which holds for the whole conversation.
+        length: Maximum number of tokens of prompt and conversation together; None for no limit.
+        vocabulary: Number of token ids of the policy, above which a conversation fails; None for any.
     """
 
     turns: int = 8
@@ -53,14 +53,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """An answer of the policy and what came back.
+    """Answer of the policy and the environment's reply.
 
     Args:
-        request: what was asked of the engine.
-        completion: what it drew.
-        reply: what the environment said, in token ids that follow the answer; nothing after the last answer of a row.
-        rewrites: whether the reply is the whole prefix of the next turn.
-        reward: of the turn; None if the environment said nothing of it.
+        request: Request to the engine.
+        completion: Completion of the engine.
+        reply: Token ids of the reply; empty after the last answer of a row.
+        rewrites: True if the reply is the whole prefix of the next turn.
+        reward: Reward of the turn, or None.
     """
 
     request: Request
@@ -72,13 +72,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationRow:
-    """Turns behind each other: a row of a rollout, with holes where the environment speaks.
+    """Row of a rollout: the turns concatenated, where only sampled tokens train.
 
-    One sample is one row, whatever becomes of its context: where a prefix is rewritten, the row goes on with all of it.
+    One sample is one row: after a rewritten prefix the row continues with all of it.
 
     Args:
-        prompt_ids: what the first turn continues.
-        turns: in their order, at least one unless the environment failed before.
+        prompt_ids: Prefix of the first turn.
+        turns: Turns in order, at least one unless the environment failed before.
     """
 
     prompt_ids: tuple[int, ...]
@@ -86,7 +86,7 @@ class ConversationRow:
 
     @property
     def response_ids(self) -> tuple[int, ...]:
-        """Everything behind the prompt."""
+        """Token ids after the prompt."""
         ids: list[int] = []
         for turn in self.turns:
             ids += turn.completion.token_ids
@@ -95,9 +95,7 @@ class ConversationRow:
 
     @property
     def turn_numbers(self) -> tuple[int, ...]:
-        """For each token of the response, which turn drew it, from 1; 0 for what the environment said, and minus the
-        turn before for a prefix that it has rewritten.
-        """
+        """Turn of each response token, from 1; 0 for replies, minus the previous turn for a rewritten prefix."""
         numbers: list[int] = []
         for turn in self.turns:
             number = turn.request.turn + 1
@@ -108,13 +106,13 @@ class ConversationRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """A conversation that has ended.
+    """Conversation that has ended.
 
     Args:
-        row: its turns.
-        finish: why it ended.
-        outcome: what the environment made of it.
-        given: each request with what the engine gave for it, if somebody kept that beside the conversation.
+        row: Its turns.
+        finish: Reason for the end.
+        outcome: Results of the environment.
+        given: Each request with the engine's completion, if stored separately.
     """
 
     row: ConversationRow
@@ -124,14 +122,14 @@ class Transcript:
 
     @classmethod
     def of(cls, request: Request, completion: Completion) -> Self:
-        """An answer that nobody answers: a conversation of one turn, without an environment."""
+        """Return the transcript of one answer without an environment."""
         turn = Turn(request=request, completion=completion)
         row = ConversationRow(prompt_ids=request.prefix_ids, turns=(turn,))
         return cls(row=row, finish=completion.finish, outcome=Outcome(answer=completion.token_ids))
 
     @property
     def pairs(self) -> list[tuple[Request, Completion]]:
-        """What the engine was asked for and what it drew, turn by turn."""
+        """Request and completion of each turn."""
         return list(self.given) or [(turn.request, turn.completion) for turn in self.row.turns]
 
 
@@ -139,18 +137,16 @@ class Conversation:
     """One sample, turn by turn.
 
     Args:
-        environment: that nobody else talks to; closed when the conversation ends. None to have ``again`` make it when
-            the conversation begins.
-        first: the request of the first turn, were there no environment; its ``max_new_tokens`` is what all turns draw
-            together.
-        limits: where it ends.
-        name: of the environment, for metrics.
-        again: makes the environment for a second try, from the beginning and with the same seeds, should it fail; None
+        environment: Environment of this conversation alone, closed at its end. None to create it with ``again``.
+        first: Request of the first turn for the row's own prompt; its ``max_new_tokens`` limits all turns together.
+        limits: Limits of the conversation.
+        name: Name of the environment in metrics.
+        again: Function that creates the environment, also for a second try with the same seeds after a failure; None
             for no second try.
 
     Attributes:
-        request: what the engine is to draw next; None before :meth:`begin` and after the end.
-        transcript: what came of it; None before the end.
+        request: Next request; None before :meth:`begin` and after the end.
+        transcript: Result; None before the end.
     """
 
     def __init__(
@@ -169,7 +165,7 @@ class Conversation:
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing has been said yet."""
+        """Reset the state of the conversation."""
         self._row = ConversationRow(prompt_ids=self._first.prefix_ids)
         self._drawn = 0
         self._rewards: list[float] = []
@@ -177,7 +173,7 @@ class Conversation:
         self._metrics: dict[str, float] = {}
 
     def begin(self, row: Mapping[str, Any], seed: int) -> None:
-        """Resets the environment, which may have a prompt of its own."""
+        """Reset the environment, which may return a prompt."""
         self._start = row, seed
         try:
             if self._environment is None:
@@ -189,7 +185,7 @@ class Conversation:
             prompt = self._prompt(check_reset(environment, said, self._limits.vocabulary))
         except PASSED:
             raise
-        except BaseException as error:  # noqa: BLE001  whatever an environment raises costs its own row, sys.exit too
+        except BaseException as error:  # noqa: BLE001  any error costs only its row, sys.exit too
             self._fail(error)
             return
         if prompt:
@@ -197,9 +193,11 @@ class Conversation:
         self._ask(self._row.prompt_ids)
 
     def receive(self, completion: Completion) -> None:
-        """Takes what the engine drew for :attr:`request`, and has the environment answer."""
+        """Pass the completion of :attr:`request` to the environment and process its reply."""
         if self.request is None:
-            raise RuntimeError(f"expected a conversation that waits for an answer, got one of turn {self._turns}")
+            raise RuntimeError(
+                f"expected a conversation that waits for an answer, got one without a request in turn {self._turns}"
+            )
         turn, self.request = Turn(request=self.request, completion=completion), None
         self._drawn += len(completion.token_ids)
         if completion.finish == Finish.ABORT:
@@ -219,18 +217,18 @@ class Conversation:
         self._take(turn, step)
 
     def abandon(self) -> None:
-        """Ends it where it stands, because nobody goes on with it."""
+        """End the conversation early."""
         self.request = self._again = None
         if self.transcript is None:
             self._end(Finish.ABORT)
 
     def _open(self) -> TokenEnvironment:
         if self._make is None:
-            raise RuntimeError("expected an environment or what makes one, got neither")
+            raise RuntimeError("expected an environment or a function that creates one, got neither")
         return self._make()
 
     def _prompt(self, said: Sequence[int]) -> tuple[int, ...]:
-        """What the environment begins with, if an answer can follow it."""
+        """Return the environment's prompt after checking that it leaves room for an answer."""
         length = self._limits.length
         if length is not None and len(said) >= length:
             raise ValueError(
@@ -250,7 +248,7 @@ class Conversation:
 
     @contextmanager
     def _clock(self) -> Iterator[None]:
-        """Counts the seconds that the environment takes, and looks at the generators that are none of its business."""
+        """Add the environment's time, and raise if it draws from a global generator."""
         begun = time.perf_counter()
         try:
             with refuse_draws(f"environment {self._name}" if self._environment is None else name_of(self._environment)):
@@ -259,7 +257,7 @@ class Conversation:
             self._seconds += time.perf_counter() - begun
 
     def _take(self, turn: Turn, step: TokenStep) -> None:
-        """Takes what the environment said."""
+        """Process the environment's reply."""
         self._note(step)
         turn = replace(turn, reward=step.reward)
         if step.done:
@@ -272,12 +270,12 @@ class Conversation:
             rewrites = bool(step.rewritten)
             reply = tuple(step.rewritten if rewrites else step.token_ids)
             prefix = reply if rewrites else (*turn.request.prefix_ids, *turn.completion.token_ids, *reply)
-            fits = self._room(prefix) > 0  # what no answer can follow is not said
+            fits = self._room(prefix) > 0  # a reply without room for an answer is left out
             self._add(replace(turn, reply=reply, rewrites=rewrites) if fits else turn)
             self._ask(prefix)
 
     def _note(self, step: TokenStep) -> None:
-        """Keeps what is no token."""
+        """Store messages, metrics and reward of a step."""
         self._messages += [copy_plain(dict(message)) for message in step.messages]
         for name, value in step.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value
@@ -285,7 +283,7 @@ class Conversation:
             self._rewards.append(float(step.reward))
 
     def _room(self, prefix: Sequence[int]) -> int:
-        """How many tokens the next turn can draw."""
+        """Return the number of tokens that the next turn may sample."""
         whole = self._first.sampling.max_new_tokens - self._drawn
         length = math.inf if self._limits.length is None else self._limits.length - len(prefix)
         return int(min(whole, length, self._limits.turn_tokens or math.inf))
@@ -308,7 +306,7 @@ class Conversation:
         self._row = replace(self._row, turns=(*self._row.turns, turn))
 
     def _stop(self, finish: Finish) -> None:
-        """Ends it at a limit: the environment, which would have gone on, says what there is was worth."""
+        """End the conversation at a limit, with the environment's final reward."""
         score = getattr(self._environment, "reward", None)
         if callable(score) and self._row.turns:
             try:
@@ -322,7 +320,7 @@ class Conversation:
         self._end(finish)
 
     def _reward(self, said: float | TokenStep | None) -> None:
-        """Adds to what the last turn earned, and to the figures if the environment says more than a number."""
+        """Add a final reward to the last turn, with the metrics of a :class:`TokenStep`."""
         step = said if isinstance(said, TokenStep) else TokenStep(done=True, reward=said)
         self._note(step)
         if step.reward is None:
@@ -332,7 +330,7 @@ class Conversation:
         self._row = replace(self._row, turns=(*self._row.turns[:-1], last))
 
     def _fail(self, error: BaseException) -> None:
-        """Begins anew, once; then the conversation has failed."""
+        """Start over once; at the second failure end the conversation."""
         failure = Failure.of(error)
         self._messages += getattr(self._environment, "unanswered", ())
         self._timeouts += failure.kind == TIMEOUT
@@ -383,11 +381,11 @@ class Conversation:
 
 
 def close_quietly(environment: Environment | TokenEnvironment | None) -> None:
-    """Closes an environment that nobody goes on with: one that failed, or that was never reset."""
+    """Close an environment that failed or was never reset, ignoring its errors."""
     try:
         if environment is not None:
             environment.close()
     except PASSED:
         raise
-    except BaseException:  # noqa: BLE001  what it fails on now is no news
+    except BaseException:  # noqa: BLE001  the first failure is what counts
         pass

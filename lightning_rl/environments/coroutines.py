@@ -1,4 +1,4 @@
-"""Coroutines: one loop for all tools, so that what one made in one turn, such as a connection, works in the next."""
+"""One event loop for all tools, so that objects such as connections remain usable in later turns."""
 
 import asyncio
 import inspect
@@ -15,20 +15,20 @@ LOOP = EventLoop("async tools")
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a coroutine raised instead of returning.
+    """Exception of a coroutine.
 
     Args:
-        error: may be a ``SystemExit`` too, which would end the loop for everybody if it went on.
+        error: Exception, which may be a ``SystemExit`` that would end the loop.
     """
 
     error: BaseException
 
 
 def gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Awaits all together; the results in their order, a :class:`Raised` where one raised.
+    """Await all together and return the results in order, with a :class:`Raised` for each exception.
 
     Raises:
-        RuntimeError: if a coroutine of the same loop asks for it, which would wait for itself.
+        RuntimeError: If called in the thread of the loop, which would wait for itself.
     """
     if not awaitables:
         return []
@@ -40,12 +40,12 @@ def gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def start(coroutine: Coroutine[Any, Any, Value]) -> "Future[Value]":
-    """Has a coroutine run in the loop; whoever asks goes on."""
+    """Start a coroutine in the loop."""
     return LOOP.start(coroutine)
 
 
 def result_of(value: Any) -> Any:
-    """A value, or what an awaitable gives; what it raises is raised here."""
+    """Return a value, or the result of an awaitable, and raise its exception."""
     if not inspect.isawaitable(value):
         return value
     (result,) = gather([value])
@@ -61,5 +61,5 @@ async def _all(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
 async def _catch(awaitable: Awaitable[Any]) -> Any:
     try:
         return await awaitable
-    except BaseException as error:  # noqa: BLE001  as Raised says
+    except BaseException as error:  # noqa: BLE001  see Raised
         return Raised(error)

@@ -1,4 +1,4 @@
-"""Environment: what a policy talks to, in messages, and the lower protocol in token ids that conversations run on."""
+"""Environment in messages, and the protocol in token ids on which conversations run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,23 +23,23 @@ COUNTED = frozenset(
         "logprob",
     }
 )
-"""Figures of every conversation, whose names no environment can give to its own."""
+"""Metrics of every conversation, whose names are reserved."""
 
 LARGEST = float(np.finfo(np.float32).max)
 TRUTHS = (bool, np.bool_)
 
 Message = Mapping[str, Any]
-"""A chat message as templates take it: ``role``, ``content``, perhaps ``tool_calls``, ``name``."""
+"""Chat message as in templates: ``role``, ``content``, optional ``tool_calls``, ``name``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that the policy asked for.
+    """Tool call of the policy.
 
     Args:
-        name: of the tool.
-        arguments: by name, as the policy wrote them: nobody has checked them against the tool yet.
-        id: what the policy called it, if its format has ids.
+        name: Name of the tool.
+        arguments: Arguments by name, as written by the policy, not validated yet.
+        id: Id of the call, if the format has ids.
     """
 
     name: str
@@ -49,16 +49,16 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the policy said in one turn.
+    """Answer of the policy in one turn.
 
     Args:
-        text: what it says to its partner, without tool calls and without reasoning.
-        tool_calls: in their order; none of a turn that was cut off, since half a call is no call.
-        reasoning: what it thought before, if its format tells that apart.
-        errors: attempts at a call that no parser understands, in words for the policy.
-        finish: why the turn ended; ``LENGTH`` if it was cut off.
-        turn: its number, from 0.
-        token_ids: what was drawn, EOS included.
+        text: Text without tool calls and reasoning.
+        tool_calls: Tool calls in order; empty for an answer that was cut off.
+        reasoning: Reasoning, if the format separates it.
+        errors: Messages about unparsable tool calls, for the policy.
+        finish: Reason for the end; ``LENGTH`` if it was cut off.
+        turn: Number of the turn, from 0.
+        token_ids: Sampled ids, with EOS.
     """
 
     text: str
@@ -71,24 +71,23 @@ class Answer:
 
     @property
     def cut_off(self) -> bool:
-        """Whether the turn ran into its limit of tokens."""
+        """True if the turn reached its limit of tokens."""
         return self.finish == Finish.LENGTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment says to an answer.
+    """Reply of an environment to an answer.
 
     Args:
-        messages: of users or tools, which the policy answers next; none only if the conversation is done, or rewritten.
-        rewritten: instead of ``messages``, all that the policy reads from here on, in the place of everything that was
-            said: a summary, or a history that has become shorter.
-        reward: of this turn; None for nothing to say. The sum over turns is the reward of the sample.
-        done: whether the conversation ends here.
-        metrics: figures to log; those of a conversation's turns are added up.
+        messages: Messages of users or tools for the policy; empty only if ``done`` or ``rewritten``.
+        rewritten: Whole new context instead of ``messages``, such as a summary or a shortened history.
+        reward: Reward of this turn, or None. The sum over turns is the reward of the sample.
+        done: True to end the conversation.
+        metrics: Metrics to log, summed over the turns of a conversation.
 
     Raises:
-        ValueError: if a conversation goes on without anything said.
+        ValueError: If the conversation would continue without a message.
     """
 
     messages: Sequence[Message] = ()
@@ -98,62 +97,61 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks that it is clear how the conversation goes on."""
+        """Check the combination of fields."""
         _check_step("messages", self.messages, self.rewritten, done=self.done)
         check_figures(self.reward, self.metrics)
 
 
 class Environment:
-    """A partner for one conversation, made anew for each sample, so that it needs no locks.
+    """Environment of one conversation, created for each sample, so it needs no locks.
 
     Attributes:
-        tools: functions whose schemas go into the first prompt; the environment calls them itself.
-        replayable: whether row, seed and answers say all that it says, so that the audit may hold its conversations
-            again.
+        tools: Functions whose schemas are in the first prompt; the environment calls them itself.
+        replayable: True if row, seed and answers determine its replies, so that the audit may repeat conversations.
     """
 
     tools: Sequence[Callable[..., Any]] = ()
     replayable: bool = True
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        """Begins a conversation.
+        """Begin a conversation.
 
         Args:
-            row: the columns of the data set's row, the prompt among them.
-            seed: for whatever is random in it: equal for all samples of a group, so that they answer one question.
+            row: Columns of the data set's row, with the prompt.
+            seed: Seed, equal for all samples of a group.
 
         Returns:
-            The messages that the conversation begins with; none to begin with the row's own prompt.
+            The first messages; empty to begin with the row's prompt.
         """
         del row, seed
         return ()
 
     def step(self, answer: Answer) -> Step:
-        """Takes an answer and says what comes back."""
-        raise NotImplementedError(f"{type(self).__name__} has to say what comes back: def step(self, answer) -> Step")
+        """Return the reply to an answer."""
+        raise NotImplementedError(f"{type(self).__name__} has to define step(self, answer) -> Step")
 
     def reward(self) -> float | None:
-        """What a conversation is worth that a limit ends: its last turn earns it too. None for nothing to say.
+        """Return the final reward of a conversation that ends at a limit, added to its last turn, or None.
 
-        Asked at most once, before :meth:`close`, and only of an environment that would have gone on.
+        Called at most once, before :meth:`close`, if the environment did not end the conversation.
         """
         return None
 
     def close(self) -> None:
-        """Ends the conversation; called once, whatever happened before."""
+        """End the conversation; called once in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStep:
-    """The same as :class:`Step` in token ids.
+    """:class:`Step` in token ids.
 
     Args:
-        token_ids: what comes after the answer, up to where the next one begins; none only if done, or rewritten.
-        rewritten: instead of ``token_ids``, the whole prefix of the next answer.
-        reward: of this turn.
-        done: whether the conversation ends here.
-        metrics: figures to log.
-        messages: the turn in words, answer included, for rewards and records.
+        token_ids: Ids between the answer and the next one; empty only if ``done`` or ``rewritten``.
+        rewritten: Whole prefix of the next answer instead of ``token_ids``.
+        reward: Reward of this turn, or None.
+        done: True to end the conversation.
+        metrics: Metrics to log.
+        messages: Messages of the turn, with the answer, for rewards and records.
     """
 
     token_ids: Sequence[int] = ()
@@ -164,29 +162,29 @@ class TokenStep:
     messages: Sequence[Message] = ()
 
     def __post_init__(self) -> None:
-        """Checks that it is clear how the conversation goes on."""
+        """Check the combination of fields."""
         _check_step("token_ids", self.token_ids, self.rewritten, done=self.done)
         check_figures(self.reward, self.metrics)
 
 
 @runtime_checkable
 class TokenEnvironment(Protocol):
-    """A partner for one conversation that speaks in token ids: for tests, toys, and to build others on.
+    """Environment of one conversation in token ids: for tests and as the base of others.
 
-    It may have a ``reward()`` too, as :meth:`Environment.reward`, which may return a :class:`TokenStep` that is done,
-    for figures and messages beside the reward.
+    It may have a ``reward()`` like :meth:`Environment.reward`, which may also return a :class:`TokenStep` with
+    ``done=True`` to add metrics and messages.
     """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Begins a conversation; its prompt, or nothing to begin with the row's own."""
+        """Begin a conversation; return its prompt, or nothing to begin with the row's prompt."""
         ...
 
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-        """Takes what was drawn in a turn, and why it ended."""
+        """Return the reply to the sampled ids of a turn."""
         ...
 
     def close(self) -> None:
-        """Ends the conversation."""
+        """End the conversation."""
         ...
 
 
@@ -198,31 +196,32 @@ def _check_step(name: str, said: Sequence[Any], rewritten: Sequence[Any], *, don
         raise ValueError(f"expected done to be True or False, got {done!r:.200}")
     if rewritten and done:
         raise ValueError(
-            "expected rewritten or done=True, got both: nobody reads on in a conversation that is done, so leave "
-            "rewritten out"
+            "expected rewritten or done=True, got both: leave rewritten out in a conversation that is done"
         )
     if rewritten and said:
-        raise ValueError(f"expected rewritten alone, got {name} too: put all that the policy is to read into rewritten")
+        raise ValueError(
+            f"expected rewritten alone, got {name} too: put the whole context of the policy into rewritten"
+        )
     if not done and not said and not rewritten:
         raise ValueError(f"expected {name} for the policy to answer, or done=True, got neither")
 
 
 def check_figures(reward: Any, metrics: Any) -> None:
-    """Refuses what is no number, above all NaN: no reward is None, and never 0.
+    """Check that reward and metrics are finite numbers, or None for no reward.
 
     Raises:
-        ValueError: naming what is no number.
+        ValueError: If not; names the value.
     """
     if not isinstance(reward, TRUTHS):
         check_numbers(finite=True, optional=True, reward=reward)
     if not isinstance(metrics, Mapping):
         raise ValueError(f"expected metrics to map names to numbers, got {metrics!r:.200}")
     if reward is not None and abs(float(reward)) > LARGEST:
-        raise ValueError(f"expected a reward of at most {LARGEST:g}, which float32 holds, got {reward!r}")
+        raise ValueError(f"expected a reward of at most {LARGEST:g}, the range of float32, got {reward!r}")
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise ValueError(f"expected names of metrics to be text, got {name!r:.200}")
         if name in COUNTED:
-            raise ValueError(f"expected another name than {name!r} for a metric, which conversations count themselves")
+            raise ValueError(f"expected another name than {name!r} for a metric, which every conversation logs")
         if not isinstance(value, TRUTHS):
             check_numbers(finite=True, **{f"metric {name}": value})

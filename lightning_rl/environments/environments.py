@@ -1,4 +1,4 @@
-"""Environments: what the samples of a run talk to, and the conversations that begin with a request."""
+"""Environments of a run and creation of their conversations."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,34 +24,33 @@ from lightning_rl.generation import Request, request_seed
 from lightning_rl.naming import name_of
 
 Factory = Callable[[], Any]
-"""Makes what one conversation talks to: an :class:`Environment`, a :class:`TokenEnvironment`, an object like TRL's."""
+"""Function that creates an :class:`Environment`, a :class:`TokenEnvironment` or an object as in TRL."""
 
 EnvironmentSource = Factory | Mapping[str, Factory]
-STARTS = 2**61  # where the seeds of environments begin, far from those of samples
+STARTS = 2**61  # start of the seeds of environments, far from those of samples
 
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """Refuses rows of the data that no conversation can begin with.
+    """Check that rows of the data name an environment.
 
     Args:
-        names: of the environments.
-        column: of the data that names the environment of a row, if there are several; a single one that has a name of
-            its own is held against the column as well.
+        names: Names of the environments.
+        column: Column with the name of a row's environment; also checked for a single environment with a name.
     """
 
     names: tuple[str, ...]
     column: str = DEFAULT
 
     def __call__(self, columns: Mapping[str, Any], row: str) -> str:
-        """The name of the environment that a row talks to.
+        """Return the name of a row's environment.
 
         Args:
-            columns: of the row.
-            row: what errors call it.
+            columns: Columns of the row.
+            row: Name of the row in messages.
 
         Raises:
-            ValueError: naming the row, what it has, and what it may have.
+            ValueError: If it has none; names row, value and alternatives.
         """
         if taken := set(REWARD_COLUMNS) & set(columns):
             raise ValueError(
@@ -75,18 +74,18 @@ class RowCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environments:
-    """What the samples of a run talk to.
+    """Environments of a run.
 
     Args:
-        factories: by name; a single one is called ``environment``.
-        limits: where conversations end.
-        tokenizer: for environments in messages; None if all speak in token ids.
-        close: ids that end an answer.
-        template_options: further arguments of the chat template.
-        parse: what tells the parts of an answer apart; by default all of it is text.
-        schemas: of the tools of each environment in messages, as they were at setup.
-        seed: of the run.
-        workers: where environments run; None for in this process.
+        factories: Factories by name; a single one is called ``environment``.
+        limits: Limits of conversations.
+        tokenizer: Tokenizer for environments in messages; None if all use token ids.
+        close: Ids that end an answer.
+        template_options: Further arguments of the chat template.
+        parse: Parser of answers; by default everything is text.
+        schemas: Schemas of the tools of each environment in messages, as they were at setup.
+        seed: Seed of the run.
+        workers: Pool of worker processes; None to run environments in this process.
     """
 
     factories: Mapping[str, Factory]
@@ -100,14 +99,14 @@ class Environments:
     workers: WorkerPool | None = None
 
     def open(self, prompt: Prompt, request: Request) -> Opening:
-        """A conversation that begins where an answer to a request would."""
+        """Return a conversation for a request."""
         row, name = {**prompt.columns, "prompt": prompt.content}, self.name_for(prompt)
         make = self._maker(name, prompt)
         conversation = Conversation(None, request, self.limits, name, make)
         return Opening(conversation, row, request_seed(self.seed, 0, STARTS + prompt.index))
 
     def _maker(self, name: str, prompt: Prompt) -> Callable[[], TokenEnvironment]:
-        """What makes the environment of a conversation, for each try."""
+        """Return the function that creates the environment of a conversation, for each try."""
         workers = self.workers
         if workers is None:
             return lambda: self.in_tokens(self.factories[name](), prompt)
@@ -115,15 +114,15 @@ class Environments:
         return lambda: self.in_tokens(workers.open(name, budget), prompt)
 
     def name_for(self, prompt: Prompt) -> str:
-        """Which environment a row of the data talks to.
+        """Return the name of a row's environment.
 
         Raises:
-            ValueError: naming the row's value and what it may be.
+            ValueError: If it is invalid; names the value and alternatives.
         """
         return RowCheck(tuple(self.factories))(prompt.columns, f"prompt {prompt.index}")
 
     def in_tokens(self, made: Any, prompt: Prompt) -> TokenEnvironment:
-        """An environment of any form as one in token ids."""
+        """Return any kind of environment as one in token ids."""
         made = environment_of(made)
         if not isinstance(made, Environment):
             return made
@@ -138,25 +137,24 @@ class Environments:
         return Bridge(self.tokenizer, self.close, self.template_options)
 
     def check(self, tool_parser: ParserSource | None = None, prompt: Prompt | None = None) -> Self:
-        """Refuses what cannot work before anything is generated.
+        """Check the environments before anything is generated.
 
         Args:
-            tool_parser: of the run's options.
-            prompt: one of the data; None if unknown.
+            tool_parser: Option of the run.
+            prompt: Prompt of the data, or None.
 
         Returns:
-            The same, knowing the tools of each and what tells their calls apart, if there are any or a parser was asked
-            for.
+            A copy with the schemas of tools, and a parser if there are tools or one was requested.
 
         Raises:
-            BridgeError: naming the environment, the kind of message, and what is wrong with its bridge.
-            ParserError: if nobody reads the tool calls that the chat template writes.
-            ValueError: if an environment in messages begins with the row's own prompt, and that is token ids.
+            BridgeError: If a bridge is unreliable; names environment, kind of message and fault.
+            ParserError: If no parser reads the tool calls of the chat template.
+            ValueError: If an environment in messages begins with the row's prompt, which is token ids.
         """
         found = dict[str, Sequence[Mapping[str, Any]]]()
         for name, factory in self.factories.items():
             made = environment_of(factory() if self.workers is None else self.workers.open(name, self.workers.budget()))
-            close_quietly(made)  # it may have nothing to close: nobody has reset it
+            close_quietly(made)  # it was never reset
             if not isinstance(made, Environment):
                 continue
             if prompt is not None and is_token_ids(prompt.content) and not begins_itself(made):
@@ -176,19 +174,18 @@ class Environments:
 
 
 def factories_of(environment: EnvironmentSource | None, tools: Sequence[Tool] | None = None) -> dict[str, Factory]:
-    """The environments of a run by name, none if there are neither environments nor tools.
+    """Return the environments of a run by name; empty without environments and tools.
 
     Args:
-        environment: a factory, or several by name.
-        tools: functions, instead of an environment; None for none.
+        environment: Factory, or factories by name.
+        tools: Functions instead of an environment, or None.
 
     Raises:
-        ValueError: if both are given, or something is no factory; the message says which.
+        ValueError: If both are given, or a factory is invalid; says which.
     """
     if tools is not None and environment is not None:
         raise ValueError(
-            "expected environment= or tools=, got both: an environment has tools of its own, "
-            "such as ToolEnvironment(tools)"
+            "expected environment= or tools=, got both: an environment brings its tools, such as ToolEnvironment(tools)"
         )
     if tools is not None:
         _check_tools(tools)
@@ -211,10 +208,10 @@ def _check_tools(tools: Any) -> None:
 
 
 def _check_factory(name: Any, factory: Any) -> None:
-    """Refuses what cannot make the environment of a name.
+    """Check that a factory can create the environment of a name.
 
     Raises:
-        ValueError: naming it, and what to pass.
+        ValueError: If not; says what to pass.
     """
     if not (isinstance(name, str) and name) or "/" in name:
         raise ValueError(
@@ -237,11 +234,11 @@ def _check_factory(name: Any, factory: Any) -> None:
 
 
 def _check_arguments(name: str, factory: Factory) -> None:
-    """Refuses a factory that cannot be called without arguments."""
+    """Check that a factory can be called without arguments."""
     try:
         signature = inspect.signature(factory)
     except ValueError:
-        return  # of something written in C, which does not say
+        return  # a C function without a signature
     try:
         signature.bind()
     except TypeError as error:
@@ -252,7 +249,7 @@ def _check_arguments(name: str, factory: Factory) -> None:
 
 
 def messages_of(prompt: Prompt) -> Sequence[Message]:
-    """The prompt of a row as chat messages; none for a prompt of token ids."""
+    """Return the prompt of a row as chat messages; empty for token ids."""
     if isinstance(prompt.content, str):
         return [{"role": "user", "content": prompt.content}]
     content = prompt.content if isinstance(prompt.content, Sequence) else ()
@@ -260,7 +257,7 @@ def messages_of(prompt: Prompt) -> Sequence[Message]:
 
 
 def begins_itself(environment: Environment) -> bool:
-    """Whether an environment may begin with messages of its own, and not with the row's prompt."""
+    """Return True if an environment may begin with its own messages instead of the row's prompt."""
     if isinstance(environment, RemoteEnvironment):
         return environment.begins_itself
     return type(environment).reset is not Environment.reset and not isinstance(environment, ObjectEnvironment)

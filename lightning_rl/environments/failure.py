@@ -1,4 +1,4 @@
-"""Failure: why an environment could not go on."""
+"""Failure of an environment."""
 
 import re
 import traceback
@@ -10,13 +10,12 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why an environment could not go on.
+    """Failure of an environment.
 
     Args:
-        kind: the name of an exception, :data:`TIMEOUT` or :data:`DEATH`.
-        message: what happened, in a sentence.
-        log: the traceback, and what the environment printed if it ran in a process of its own: the first and the last
-            of it.
+        kind: Name of an exception, :data:`TIMEOUT` or :data:`DEATH`.
+        message: Description in one sentence.
+        log: Traceback, and the beginning and end of the output of an environment in a worker process.
     """
 
     kind: str
@@ -24,12 +23,12 @@ class Failure:
     log: str = ""
 
     def __str__(self) -> str:
-        """Kind and message."""
+        """Return kind and message."""
         return f"{self.kind}: {self.message}"
 
     @staticmethod
     def of(error: BaseException) -> "Failure":
-        """Of what was raised where an environment was called."""
+        """Return the failure for an exception of an environment."""
         if isinstance(error, EnvironmentFailureError):
             return error.failure
         return Failure(
@@ -38,10 +37,10 @@ class Failure:
 
 
 class EnvironmentFailureError(Exception):
-    """An environment in a process of its own could not go on.
+    """Failure of an environment in a worker process.
 
     Args:
-        failure: why.
+        failure: Description of the failure.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -50,7 +49,7 @@ class EnvironmentFailureError(Exception):
 
 
 def words_of(error: BaseException) -> str:
-    """What an exception says, whatever its ``__str__`` does, without addresses, which tell one cause in many ways."""
+    """Return the text of an exception, even if its ``__str__`` fails, without memory addresses."""
     try:
         return ADDRESS.sub("", str(error))
     except BaseException as further:  # noqa: BLE001  code of the user

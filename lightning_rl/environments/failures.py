@@ -1,4 +1,4 @@
-"""Failures: conversations whose environment could not go on are said once and kept in a file; too many end the run."""
+"""Reports of failed environments: one warning, a file with logs, and an error if there are too many."""
 
 import json
 import warnings
@@ -12,20 +12,20 @@ from lightning_rl.environments.outcome import Outcome
 from lightning_rl.terminal import visible
 
 FOLDER = "failed_environments"
-SHOWN = 3  # causes
+SHOWN = 3  # number of causes in an error
 
 
 class FailedEnvironmentsError(RunEndError):
-    """Environments failed in more of a rollout than the run puts up with, or were left because the run was to stop."""
+    """Too many failed environments in a rollout, or an environment that was interrupted because the run has to stop."""
 
 
 class EnvironmentSummary(NamedTuple):
-    """What one rank says of the conversations of a rollout.
+    """Failed conversations of a rollout on one rank.
 
     Attributes:
-        conversations: how many there were.
-        causes: why those that failed did, with how many times each.
-        path: of the file with their logs; empty without one.
+        conversations: Number of conversations.
+        causes: Causes of failures with their counts.
+        path: Path of the file with their logs; empty without one.
     """
 
     conversations: int
@@ -34,20 +34,20 @@ class EnvironmentSummary(NamedTuple):
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], path: str = "") -> Self:
-        """Counts the causes."""
+        """Count the causes."""
         causes = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
         return cls(len(outcomes), tuple(causes.most_common()), path)
 
 
 def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
-    """Warns once of the conversations of a rollout that failed on this rank, and writes each with its log to a file.
+    """Warn once of the failed conversations of a rollout on this rank, and write each with its log to a file.
 
     Args:
-        outcomes: of all conversations.
-        path: of the JSON Lines file; None for no file.
+        outcomes: Outcomes of all conversations.
+        path: Path of the JSON Lines file, or None.
 
     Returns:
-        The path of the file; empty if nothing failed or nothing could be written.
+        The path of the file; empty if none was written.
     """
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if not failed:
@@ -63,15 +63,15 @@ def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
 
 
 def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max_share: float | None) -> None:
-    """Ends the run, on every rank alike, if too many conversations of a rollout have failed.
+    """End the run on every rank if too many conversations of a rollout failed.
 
     Args:
-        summaries: of every rank.
-        number: of the rollout.
-        max_share: of failed conversations, from which on the run ends; None for never.
+        summaries: Summaries of every rank.
+        number: Number of the rollout.
+        max_share: Share of failed conversations at which the run ends; None for never.
 
     Raises:
-        FailedEnvironmentsError: naming the share, the option and the causes.
+        FailedEnvironmentsError: If it is reached; names share, option and causes.
     """
     causes: Counter[str] = Counter()
     for summary in summaries:
@@ -81,16 +81,16 @@ def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max
         return
     paths = [summary.path for summary in summaries if summary.path]
     where = f" Their logs are in {paths[0]}." if paths else ""
-    told = "; ".join(f"{visible(cause)} ({count} times)" for cause, count in causes.most_common(SHOWN))
+    listed = "; ".join(f"{visible(cause)} ({count} times)" for cause, count in causes.most_common(SHOWN))
     raise FailedEnvironmentsError(
-        f"expected environments that go on for rollout {number}, but {failed} of {conversations} conversations failed "
-        f"(max_failed_environments={max_share:g}): {told}. Mend the environment and resume, or allow more with "
+        f"expected working environments in rollout {number}, but {failed} of {conversations} conversations failed "
+        f"(max_failed_environments={max_share:g}): {listed}. Fix the environment and resume, or allow more with "
         f"max_failed_environments=.{where}"
     )
 
 
 def _write(failed: Sequence[Outcome], path: Path) -> bool:
-    """Whether the file could be written: a full disk is no reason to end a run."""
+    """Write the file; return False if that fails, as a full disk should not end a run."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8") as file:

@@ -1,7 +1,4 @@
-"""Form: what an environment says is a list of messages that a chat template can write, or of ids that a policy reads.
-
-The same holds of messages that begin a conversation, come back, stand in a rewritten context, or are the row's prompt.
-"""
+"""Validation of messages and token ids from environments, and of prompts in messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
@@ -13,26 +10,26 @@ import torch
 from lightning_rl.environments.environment import Environment, Message, Step, TokenEnvironment, TokenStep
 
 ROLES = ("user", "tool")
-"""Who may answer a policy."""
+"""Roles of replies."""
 
 SPEAKERS = ("system", "developer", *ROLES, "assistant")
-"""Who may speak in what a policy reads from the beginning."""
+"""Roles in a prompt or a rewritten context."""
 
-TEXTS = ("name", "tool_call_id", "reasoning_content")  # entries that a template writes as they are
+TEXTS = ("name", "tool_call_id", "reasoning_content")  # entries that templates write verbatim
 EXAMPLE = '{"role": "user", "content": "..."}'
 
 
 def check_reset(environment: Environment | TokenEnvironment, said: Any, vocabulary: int | None = None) -> Sequence[Any]:
-    """What an environment begins with: messages, or token ids.
+    """Return the messages or token ids from an environment's ``reset`` after checking them.
 
     Args:
-        environment: that says it.
-        said: by its ``reset``.
-        vocabulary: how many token ids the policy knows; None for no check.
+        environment: Environment that returned them.
+        said: Return value of its ``reset``.
+        vocabulary: Number of token ids of the policy; None for no check.
 
     Raises:
-        TypeError: naming the environment, and what it begins with instead.
-        ValueError: naming the environment, and the message or the id that is none.
+        TypeError: If the type is wrong; names the environment.
+        ValueError: If a message or an id is invalid; names it and the environment.
     """
     where = f"{name_of(environment)}.reset"
     if isinstance(environment, Environment):
@@ -43,16 +40,16 @@ def check_reset(environment: Environment | TokenEnvironment, said: Any, vocabula
 
 
 def check_step(environment: Environment | TokenEnvironment, said: Any, vocabulary: int | None = None) -> Any:
-    """What an environment says to an answer: a :class:`Step` of messages, or a :class:`TokenStep` of token ids.
+    """Return the :class:`Step` or :class:`TokenStep` of an environment after checking it.
 
     Args:
-        environment: that says it.
-        said: by its ``step``.
-        vocabulary: how many token ids the policy knows; None for no check.
+        environment: Environment that returned it.
+        said: Return value of its ``step``.
+        vocabulary: Number of token ids of the policy; None for no check.
 
     Raises:
-        TypeError: naming the environment, and what it says instead.
-        ValueError: naming the environment, and the message or the id that is none.
+        TypeError: If the type is wrong; names the environment.
+        ValueError: If a message or an id is invalid; names it and the environment.
     """
     kind, where = (
         Step if isinstance(environment, Environment) else TokenStep,
@@ -74,15 +71,15 @@ def check_step(environment: Environment | TokenEnvironment, said: Any, vocabular
 
 
 def check_context(messages: Sequence[Any], where: str) -> None:
-    """Refuses what no policy can be asked to answer: the beginning of a conversation, or a rewritten context.
+    """Check the messages of a prompt or a rewritten context.
 
     Args:
-        messages: all that it reads.
-        where: what errors call their source.
+        messages: All messages.
+        where: Name of their source in errors.
 
     Raises:
-        TypeError: naming the message, and what it is or lacks.
-        ValueError: if nobody known speaks, a text cannot be written, or the policy's answer is there already.
+        TypeError: If the type of a message or an entry is wrong.
+        ValueError: If a role or a text is invalid, or the last message is an answer.
     """
     for number, message in enumerate(messages):
         _check_message(message, f"message {number} of {where}", SPEAKERS)
@@ -93,16 +90,16 @@ def check_context(messages: Sequence[Any], where: str) -> None:
 
 
 def check_ids(ids: Sequence[Any], where: str, vocabulary: int | None = None) -> None:
-    """Refuses what is no token id of the policy.
+    """Check token ids.
 
     Args:
-        ids: what the policy is to read.
-        where: what errors call their source.
-        vocabulary: how many ids it knows; None if unknown.
+        ids: Ids for the policy.
+        where: Name of their source in errors.
+        vocabulary: Number of token ids of the policy; None if unknown.
 
     Raises:
-        TypeError: naming what is no whole number.
-        ValueError: naming the id that lies outside, and the size of the vocabulary.
+        TypeError: If an id is no integer.
+        ValueError: If an id is outside of the vocabulary.
     """
     for token in ids:
         if not isinstance(token, Integral) or isinstance(token, bool):
@@ -114,23 +111,23 @@ def check_ids(ids: Sequence[Any], where: str, vocabulary: int | None = None) -> 
 
 
 def name_of(environment: Any) -> str:
-    """What errors call an environment: its own class, whatever speaks for it in token ids or from its process."""
+    """Return the name of an environment's own class, inside of any wrapper, for errors."""
     spoken_for = getattr(environment, "environment", environment)
     return str(getattr(spoken_for, "environment_name", type(spoken_for).__name__))
 
 
 def copy_message(message: Message) -> dict[str, Any]:
-    """A message without the entries that are None, which templates would write as that word; content is a text."""
+    """Return a message without entries that are None, which templates would write, and with a text as content."""
     return {"content": "", **{key: value for key, value in message.items() if value is not None}}
 
 
 def plain(value: Any) -> Any:
-    """A value as plain Python values, lists and dicts.
+    """Convert a value to plain Python values, lists and dicts.
 
     Raises:
-        TypeError: naming what has no such form.
+        TypeError: If it has a value that cannot be converted.
     """
-    forms: tuple[Any, ...] = (bool, int, float, str, bytes)  # subclasses of theirs become theirs
+    forms: tuple[Any, ...] = (bool, int, float, str, bytes)  # also converts their subclasses
     for form in forms:
         if isinstance(value, form):
             return form(value)
@@ -146,7 +143,7 @@ def plain(value: Any) -> Any:
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """All strings of nested values, keys aside."""
+    """Yield all strings in nested values, except keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

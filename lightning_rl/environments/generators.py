@@ -1,4 +1,4 @@
-"""Generators: an environment in the trainer's process draws from none of the global ones, which belong to the run."""
+"""Check that environments in the trainer's process do not draw from global generators, which belong to the run."""
 
 import random
 import threading
@@ -12,20 +12,20 @@ from lightning_rl.distributed import RunEndError
 
 
 class GeneratorError(RunEndError):
-    """An environment drew from a global generator of the trainer."""
+    """Draw of an environment from a global generator of the trainer."""
 
 
 @contextmanager
 def refuse_draws(name: str) -> Iterator[None]:
-    """Compares the global generators before and after an environment is made or called, in the main thread.
+    """Compare the global generators before and after a call of an environment, in the main thread.
 
-    In other threads nobody can tell who drew.
+    In other threads a change cannot be attributed.
 
     Args:
-        name: of the environment.
+        name: Name of the environment.
 
     Raises:
-        GeneratorError: naming the environment and the generators that it drew from or seeded.
+        GeneratorError: If they changed; names environment and generators.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -33,7 +33,7 @@ def refuse_draws(name: str) -> Iterator[None]:
     before = _states()
     try:
         yield
-    except Exception:  # its row may fail, and the others go on with the generators
+    except Exception:  # its row may fail while the others go on with the generators
         _compare(before, name)
         raise
     _compare(before, name)
@@ -43,9 +43,9 @@ def _compare(before: Mapping[str, object], name: str) -> None:
     moved = [generator for generator, state in _states().items() if state != before.get(generator, state)]
     if moved:
         raise GeneratorError(
-            f"expected {name} to draw from generators of its own, got draws from {' and '.join(moved)}, which changes "
-            "what the run trains: use random.Random(seed) with the seed that reset gets, or run it in processes of its "
-            "own with environment_workers="
+            f"expected {name} to draw from its private generators, got draws from {' and '.join(moved)}, which changes "
+            "what the run trains: use random.Random(seed) with the seed that reset gets, or run it in worker "
+            "processes with environment_workers="
         )
 
 

@@ -1,4 +1,4 @@
-"""Messages: an environment that speaks in messages, as conversations need it, in token ids."""
+"""Adapter from an environment in messages to one in token ids."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,21 +12,21 @@ from lightning_rl.environments.parsing import AnswerParser, plain_text
 from lightning_rl.rollout import Finish
 
 REWRITTEN = "rewritten"
-"""What each message of a rewritten context is marked with, where a conversation is told: nobody said it there."""
+"""Key that marks the messages of a rewritten context in a conversation's record."""
 
 
 class MessageEnvironment:
-    """A conversation in messages as one in token ids.
+    """Environment in messages as one in token ids.
 
     Args:
-        environment: in messages.
-        bridge: what stands before and between answers.
-        parse: what tells the parts of an answer apart.
-        schemas: of the environment's tools.
-        prompt: of the row, as messages, for an environment that begins with it.
+        environment: Environment in messages.
+        bridge: Bridge that renders messages before and between answers.
+        parse: Parser of answers.
+        schemas: Schemas of the environment's tools.
+        prompt: Prompt of the row as messages, for an environment that begins with it.
 
     Attributes:
-        unanswered: what was said while the environment has not answered it, for the log of one that fails.
+        unanswered: Messages that the environment has not answered, for the log of a failure.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MessageEnvironment:
         self.unanswered: tuple[Message, ...] = ()
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """The prompt of the messages that the conversation begins with: the environment's, or those of the row."""
+        """Return the prompt of the environment's first messages, or of the row's."""
         said = check_reset(self.environment, self.environment.reset(row, seed))
         if not (said or self._prompt):
             raise ValueError(
@@ -57,8 +57,8 @@ class MessageEnvironment:
         return self._prefix
 
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-        """Parses an answer that is whole, and writes what the environment says behind it."""
-        if finish == Finish.LENGTH:  # half a call is no call
+        """Parse a complete answer and return the environment's reply."""
+        if finish == Finish.LENGTH:  # a truncated call is no call
             parsed = plain_text(self._bridge.tokenizer)(token_ids, self._prefix, ())
         else:
             parsed = self._parse(token_ids, self._prefix, self._schemas)
@@ -82,16 +82,16 @@ class MessageEnvironment:
         )
 
     def reward(self) -> float | None:
-        """What a conversation is worth that a limit ends."""
+        """Return the final reward of a conversation that ends at a limit."""
         return self.environment.reward()
 
     def close(self) -> None:
-        """Ends the conversation."""
+        """End the conversation."""
         self.environment.close()
 
 
 def message_of(answer: Answer) -> Message:
-    """An answer as a chat message."""
+    """Return an answer as a chat message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning

@@ -1,4 +1,4 @@
-"""Outcome: what an environment made of a conversation, beside the tokens, for rewards, metrics and checkpoints."""
+"""Results of a conversation besides its tokens, for rewards, metrics and checkpoints."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,25 +8,25 @@ from typing import Any
 from lightning_rl.environments.environment import Message
 
 DEFAULT = "environment"
-"""What a single environment is called."""
+"""Name of a single environment."""
 
 REWARD_COLUMNS = ("conversation", "environment_reward")
-"""What reward functions are given by these names: chat messages, and what the environment gave, None for nothing."""
+"""Columns that reward functions receive: chat messages, and the environment's reward or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an environment made of a conversation.
+    """Results of a conversation.
 
     Args:
-        answer: the token ids of the last turn.
-        environment: the name of the environment; empty if there was none.
-        messages: what was said, in words, if the environment speaks in them.
-        reward: the sum of what the environment said of the turns; None if it said nothing.
-        metrics: figures, those of the turns added up.
-        seconds: that the environment took.
-        failure: why the environment could not go on, if it could not; at its second try, if it had two.
-        log: the traceback of the failure, and what the environment printed if it ran in a process of its own.
+        answer: Token ids of the last turn.
+        environment: Name of the environment; empty without one.
+        messages: Messages of the conversation, if the environment uses them.
+        reward: Sum of the environment's rewards, or None.
+        metrics: Metrics, summed over turns.
+        seconds: Seconds spent in the environment.
+        failure: Description of the failure, of the second try if there was one; None without one.
+        log: Traceback of the failure, and the output of an environment in a worker process.
     """
 
     answer: tuple[int, ...]
@@ -39,7 +39,7 @@ class Outcome:
     log: str = ""
 
     def state(self) -> dict[str, Any]:
-        """Plain values that load under ``weights_only=True``; messages as JSON."""
+        """Return plain values that load under ``weights_only=True``; messages as JSON."""
         return {
             "answer": list(self.answer),
             "environment": self.environment,
@@ -53,12 +53,12 @@ class Outcome:
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "Outcome":
-        """The inverse of :meth:`state`."""
+        """Invert :meth:`state`."""
         return Outcome(**{**state, "answer": tuple(state["answer"]), "messages": tuple(json.loads(state["messages"]))})
 
 
 def reward_columns(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """What rewards are given beside the columns of the data: the conversation and what its environment gave."""
+    """Return the columns that rewards receive besides those of the data."""
     if not outcomes:
         return {}
     messages = [[dict(message) for message in outcome.messages] for outcome in outcomes]
@@ -66,10 +66,10 @@ def reward_columns(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
 
 
 def metrics_of(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """The figures of conversations under the names that they are logged by, a value for each conversation.
+    """Return the metrics of conversations by logged name, one value per conversation.
 
-    A figure that an environment gives only sometimes is 0 in its other conversations. With several environments, each
-    has names of its own: ``env/<environment>/<figure>``.
+    A metric that is missing in a conversation counts as 0. With several environments the names are
+    ``env/<environment>/<metric>``.
     """
     names = {outcome.environment for outcome in outcomes} - {""}
     found: dict[str, list[float]] = {}

@@ -1,8 +1,8 @@
-"""Parsing: what tells text, reasoning and tool calls of an answer apart. The parsers are other libraries' own.
+"""Parsers that split an answer into text, reasoning and tool calls, from other libraries.
 
-Two libraries know how models write calls: transformers, by the response template that a tokenizer carries or that
-somebody passes, and ``renderers``, which knows many families by name. Whichever is taken has to read the call that the
-tokenizer's own chat template writes, or it is refused before anything is generated.
+transformers parses with the response template of a tokenizer or the user, and ``renderers`` knows many model families.
+A parser has to read the call that the tokenizer's chat template writes, or an error is raised before anything is
+generated.
 """
 
 import itertools
@@ -20,26 +20,26 @@ from lightning_rl.rewards.extras import require
 
 
 class AnswerParser(Protocol):
-    """What tells text, reasoning and tool calls of an answer apart."""
+    """Parser that splits an answer into text, reasoning and tool calls."""
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
-        """The parts of an answer that was drawn behind a prefix, by a policy that knows of some tools (schemas)."""
+        """Return the parts of an answer to a prefix, for a policy with these tool schemas."""
         ...
 
 
 ParserSource = AnswerParser | Mapping[str, Any] | str
-"""A parser, a response template of transformers, or the name of a renderer; ``"hermes"`` for calls as JSON in tags."""
+"""Parser, response template of transformers, or name of a renderer; ``"hermes"`` for calls as JSON in tags."""
 
 
 class ParserError(ValueError):
-    """Nobody reads the tool calls that a chat template writes."""
+    """No parser reads the tool calls of a chat template."""
 
 
 def check_source(source: Any) -> Any:
-    """Refuses what is no source of a parser.
+    """Check the source of a parser.
 
     Raises:
-        ValueError: naming what it may be.
+        ValueError: If it is none; names the alternatives.
     """
     if source is None or callable(source) or isinstance(source, (Mapping, str)):
         return source
@@ -50,7 +50,7 @@ def check_source(source: Any) -> Any:
 
 
 def plain_text(tokenizer: PreTrainedTokenizerBase) -> AnswerParser:
-    """A parser for which all of an answer is text."""
+    """Return a parser that takes all of an answer as text."""
 
     def parse(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
         del prefix_ids, tools
@@ -61,20 +61,20 @@ def plain_text(tokenizer: PreTrainedTokenizerBase) -> AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class TemplateParser:
-    """Parses by a response template of transformers: what opens and closes each part of an answer.
+    """Parser with a response template of transformers.
 
-    One call that cannot be read spoils an answer as a whole: transformers raises, and none of its calls is made.
+    transformers raises for an answer with an unparsable call, so none of the answer's calls is made.
 
     Args:
-        tokenizer: that wrote the ids.
-        template: as ``tokenizer.response_template`` holds it.
+        tokenizer: Tokenizer of the ids.
+        template: Response template, as in ``tokenizer.response_template``.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: Mapping[str, Any]
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
-        """The parts of an answer."""
+        """Return the parts of an answer."""
         said, before = (
             str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) for ids in (token_ids, prefix_ids)
         )
@@ -82,7 +82,7 @@ class TemplateParser:
             message: Any = self.tokenizer.parse_response(
                 said, dict(self.template), prefix=before, tools=list(tools) or None
             )
-        except Exception as error:  # noqa: BLE001  whatever a policy writes may be what breaks a parser
+        except Exception as error:  # noqa: BLE001  a policy may write anything
             return _unreadable(self.tokenizer, token_ids, error)
         calls, errors = _read_calls(message.get("tool_calls") or ())
         reasoning = next(
@@ -93,15 +93,15 @@ class TemplateParser:
 
 @dataclass(frozen=True, slots=True)
 class RendererParser:
-    """Parses by a renderer of the package ``renderers``, which says of every attempt at a call what is wrong with it.
+    """Parser with a renderer of the package ``renderers``, which reports the fault of every unparsable call.
 
     Args:
-        tokenizer: that wrote the ids.
-        name: of the renderer.
+        tokenizer: Tokenizer of the ids.
+        name: Name of the renderer.
 
     Raises:
-        ImportError: if the package is missing; the message says how to install it.
-        ParserError: if there is no such renderer, or it does not fit the tokenizer.
+        ImportError: If the package is missing; says how to install it.
+        ParserError: If there is no such renderer, or it does not fit the tokenizer.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -109,7 +109,7 @@ class RendererParser:
     _renderer: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        """Makes the renderer."""
+        """Create the renderer."""
         require("renderers", extra="renderers")
         from renderers import config_from_name, create_renderer
 
@@ -124,7 +124,7 @@ class RendererParser:
             ) from error
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
-        """The parts of an answer."""
+        """Return the parts of an answer."""
         specifications = [schema.get("function", schema) for schema in tools]
         try:
             parsed = self._renderer.parse_response(
@@ -143,17 +143,17 @@ class RendererParser:
 def parser_for(
     tokenizer: PreTrainedTokenizerBase, source: ParserSource | None = None, options: Mapping[str, Any] | None = None
 ) -> AnswerParser:
-    """A parser of the tool calls that a tokenizer's chat template writes.
+    """Return a parser of the tool calls that a tokenizer's chat template writes.
 
     Args:
-        tokenizer: with a chat template.
-        source: a parser, a response template of transformers, the name of a renderer, or ``"hermes"``; None for the
-            first of these that reads the template's own call: the renderer of the tokenizer's name, the tokenizer's
-            response template, ``"hermes"``.
-        options: further arguments of the chat template.
+        tokenizer: Tokenizer with a chat template.
+        source: Parser, response template of transformers, name of a renderer, or ``"hermes"``; None for the first of
+            these that reads the template's own call: the renderer of the tokenizer's name, the tokenizer's response
+            template, ``"hermes"``.
+        options: Further arguments of the chat template.
 
     Raises:
-        ParserError: if nothing does; the message says what was tried, and what to pass instead.
+        ParserError: If there is none; says what was tried and what to pass.
     """
     if callable(source):
         return source
@@ -178,7 +178,7 @@ def parser_for(
 def _candidates(
     tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any] | str | None, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], AnswerParser]]]:
-    """Parsers to try, by what they are called in a message."""
+    """Yield the parsers to try with their names."""
     own = getattr(tokenizer, "response_template", None)
     if isinstance(source, Mapping):
         yield "the response template", lambda: TemplateParser(tokenizer, source)
@@ -193,7 +193,7 @@ def _candidates(
 
 
 def _renderer_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Which renderer knows a tokenizer's model by name, if the package is there."""
+    """Return the renderer of a tokenizer's model name, if the package is installed and knows it."""
     if find_spec("renderers") is None:
         return None
     from renderers.base import MODEL_RENDERER_MAP
@@ -202,12 +202,12 @@ def _renderer_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A response template for calls as JSON between ``<tool_call>`` and ``</tool_call>``, reasoning in ``<think>``.
+    """Return a response template for calls as JSON in ``<tool_call>`` tags and reasoning in ``<think>`` tags.
 
-    An answer begins where the chat template's head of one ends.
+    An answer begins after the chat template's generation prompt.
 
     Raises:
-        ParserError: if the chat template has no such head.
+        ParserError: If the chat template has none.
     """
     ask: list[Message] = [{"role": "user", "content": "?"}]
     before, head = (_render(tokenizer, ask, options, head=head) for head in (False, True))
@@ -231,7 +231,7 @@ def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
     }
 
 
-SHOWN = 120  # characters of what was read wrongly
+SHOWN = 120  # characters of a misread text in messages
 NAME = "look_at"
 SAID = EARLIER, LATER = "words-of-an-earlier-call", "words-of-this-call"
 TOOL = {
@@ -251,9 +251,9 @@ TOOL = {
 def misread(
     parser: AnswerParser, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
 ) -> str | None:
-    """What a parser makes of a call that the chat template writes, unless it is that call; None if it is.
+    """Return a description of how a parser misreads a call written by the chat template; None if it is read correctly.
 
-    An earlier answer calls too: a parser that reads that call again would have it made twice.
+    The conversation has an earlier call too: a parser that reads it again would repeat it.
     """
     written = _written_call(tokenizer, options or {})
     if written is None:
@@ -270,7 +270,7 @@ def misread(
 
 
 def _written_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[list[int], str] | None:
-    """The ids before a call, and the call, as the chat template writes them; None if it does not."""
+    """Return the ids before a call and the call's text, as written by the chat template; None if it writes none."""
     ask: Message = {"role": "user", "content": "?"}
     for as_text, prefix in itertools.product((False, True), ("call0000", f"functions.{NAME}:")):
         calls = [_call_message(words, f"{prefix}{number}", as_text=as_text) for number, words in enumerate(SAID)]
@@ -290,7 +290,7 @@ def _written_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 
 
 def _call_message(words: str, number: str, *, as_text: bool) -> Message:
-    """A call whose arguments are an object, which most templates write as JSON, or are written already."""
+    """Return a call whose arguments are an object, as most templates expect, or JSON text."""
     arguments = {"x": words}
     function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
     calls = [{"type": "function", "id": number, "function": function}]
@@ -309,7 +309,7 @@ def _render(
 
 
 def _read_calls(attempts: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
-    """Calls with a name and arguments by name, and what is wrong with the others."""
+    """Return the valid calls and the faults of the others."""
     calls, errors = list[ToolCall](), list[str]()
     for attempt in attempts:
         call = attempt.get("function", attempt) if isinstance(attempt, Mapping) else attempt

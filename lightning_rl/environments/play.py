@@ -1,6 +1,6 @@
-"""Play: moves conversations on with one engine, whichever way the engine takes requests.
+"""Drivers that advance conversations with one engine.
 
-Draws do not depend on the way: the seed of each belongs to (sample, turn), so who goes on before whom changes nothing.
+Samples do not depend on the driver: each seed belongs to (sample, turn).
 """
 
 import threading
@@ -19,12 +19,12 @@ from lightning_rl.generation.engine import give_all
 
 
 class Opening(NamedTuple):
-    """A conversation that has not begun.
+    """Conversation that has not begun.
 
     Attributes:
-        conversation: of one sample.
-        row: of the data, for the environment.
-        seed: for the environment.
+        conversation: Conversation of one sample.
+        row: Row of the data for the environment.
+        seed: Seed for the environment.
     """
 
     conversation: Conversation
@@ -41,25 +41,24 @@ def converse(
     executor: Executor | None = None,
     limit: int | None = None,
 ) -> list[Transcript]:
-    """Moves conversations on until all have ended, in the way that suits the engine; see :meth:`Engine.converse`.
+    """Advance conversations until all have ended, on the schedule of the engine; see :meth:`Engine.converse`.
 
-    Ranks that share an engine all call it, with no openings as well.
+    Every rank that shares an engine has to call it, even without conversations.
 
     Args:
-        openings: conversations.
-        engine: that draws.
-        logprobs: whether each token needs a log-probability.
-        answers: what the engine draws in each turn is held against; None to believe it.
-        executor: threads in which environments run, so that none waits for another; None for the thread that has a
-            completion, one after the other on an engine in this process.
-        limit: how many conversations are open at a time; None for all.
+        openings: Conversations.
+        engine: Engine that generates.
+        logprobs: True if each token needs a log-probability.
+        answers: Checks of the engine's completions; None for no checks.
+        executor: Threads that run environments in parallel; None for the thread that has the completion.
+        limit: Maximum number of open conversations; None for all.
 
     Returns:
-        What came of each, in the order of ``openings``.
+        The transcripts, in the order of ``openings``.
 
     Raises:
-        EngineError: if the engine cannot go on, or what it draws cannot be believed. Environments are closed then.
-        ValueError: if ``limit`` is not positive.
+        EngineError: If the engine fails or a check does. Environments are closed then.
+        ValueError: If ``limit`` is not positive.
     """
     return _play(
         _Talks(openings, answers=answers, executor=executor, limit=limit),
@@ -74,16 +73,16 @@ def play(
     executor: Executor | None = None,
     limit: int | None = None,
 ) -> list[Transcript]:
-    """The same in rounds of a function: those that wait for the policy draw together.
+    """Advance conversations in rounds of a function: all requests that are ready are passed together.
 
     Args:
-        openings: conversations.
-        draw: what the policy makes of requests, in their order.
-        executor: where environments run; None for here, one after the other.
-        limit: how many conversations are open at a time; None for all.
+        openings: Conversations.
+        draw: Function that returns completions of requests, in order.
+        executor: Threads that run environments; None for this thread.
+        limit: Maximum number of open conversations; None for all.
 
     Returns:
-        What came of each, in the order of ``openings``.
+        The transcripts, in the order of ``openings``.
     """
 
     def in_rounds(talks: "_Talks") -> None:
@@ -118,14 +117,14 @@ class _Talks:
         self._answers, self._executor = answers, executor
         self._limit = len(openings) if limit is None else limit
         self._changed = threading.Condition()
-        self._ready: list[Conversation] = []  # wait to be taken
-        self._drawing: dict[int, tuple[Request, Conversation]] = {}  # by the identity of the request
-        self._busy: set[Conversation] = set()  # whose environments are at it
+        self._ready: list[Conversation] = []  # have a request to take
+        self._drawing: dict[int, tuple[Request, Conversation]] = {}  # by id() of the request
+        self._busy: set[Conversation] = set()  # their environments are running
         self._failure: BaseException | None = None
         self._abandoned = False
 
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """The requests of all conversations that have one; see :meth:`Exchange.take`."""
+        """Return the requests of all conversations that have one; see :meth:`Exchange.take`."""
         end: float | None = None
         while True:
             self._open()
@@ -135,7 +134,7 @@ class _Talks:
                 if self._ready and end is None:
                     end = time.monotonic() + linger
                 if self._has_room():
-                    continue  # one that began has ended already
+                    continue  # a new conversation has ended already
                 if not wait or not (self._busy or (self._drawing and not self._ready)):
                     return self._hand_out()
                 if end is not None and time.monotonic() >= end:
@@ -143,7 +142,7 @@ class _Talks:
                 self._changed.wait(None if end is None else min(end - time.monotonic(), threading.TIMEOUT_MAX))
 
     def _hand_out(self) -> list[Request]:
-        """What the ready ones ask, in an order that depends on the samples alone."""
+        """Return the requests that are ready, ordered by sample."""
         asked = [(each.request, each) for each in self._ready if each.request is not None]
         asked.sort(key=lambda pair: pair[0].sample_id)
         self._ready = []
@@ -154,7 +153,7 @@ class _Talks:
         return requests
 
     def give(self, request: Request, completion: Completion) -> None:
-        """Has the environment answer, here or in a thread of the executor; see :meth:`Exchange.give`."""
+        """Run the environment on a completion, here or in the executor; see :meth:`Exchange.give`."""
         if self._answers is not None:
             completion = self._answers.check(request, completion)
         with self._changed:
@@ -163,7 +162,7 @@ class _Talks:
         self._run(conversation, conversation.receive, completion)
 
     def fail(self, error: BaseException) -> None:
-        """Has the next :meth:`take` raise an error, the first one of several."""
+        """Make the next :meth:`take` raise the first of several errors."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -172,7 +171,7 @@ class _Talks:
         return bool(self._waiting) and len(self._busy) + len(self._drawing) + len(self._ready) < self._limit
 
     def _open(self) -> None:
-        """Begins as many conversations as may be open."""
+        """Begin conversations up to the limit."""
         while True:
             with self._changed:
                 if self._abandoned or not self._has_room():
@@ -188,7 +187,6 @@ class _Talks:
             self._executor.submit(self._move, conversation, move, *arguments)
 
     def _move(self, conversation: Conversation, move: Callable[..., None], *arguments: Any) -> None:
-        """Has an environment say something."""
         try:
             if not self._abandoned:
                 move(*arguments)
@@ -206,7 +204,7 @@ class _Talks:
                 conversation.abandon()
 
     def abandon(self) -> None:
-        """Closes every environment; one that is at it when it has done."""
+        """Close every environment; running ones are closed when they return."""
         with self._changed:
             self._abandoned = True
             idle = [opening.conversation for opening in self._openings if opening.conversation not in self._busy]
@@ -214,14 +212,13 @@ class _Talks:
             conversation.abandon()
 
     def transcripts(self) -> list[Transcript]:
-        """What came of each, in the order of the openings."""
         if self._answers is not None:
             self._answers.close()
         return [_transcript_of(opening.conversation, self._answers) for opening in self._openings]
 
 
 def _transcript_of(conversation: Conversation, answers: TurnAnswers | None) -> Transcript:
-    """What came of a conversation, with what the engine gave as whoever checked it saw it."""
+    """Return the transcript of a conversation with the engine's completions as they were checked."""
     transcript = conversation.transcript
     if transcript is None:
         raise RuntimeError("expected a conversation that has ended, got one that waits")

@@ -1,4 +1,4 @@
-"""EnvironmentReward: what the environment gave a conversation, as a reward like any other."""
+"""Reward of the environment as a reward function."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from lightning_rl.arguments import check_numbers
 
 
 class EnvironmentReward:
-    """The sum of the rewards of a conversation's turns.
+    """Sum of the rewards of a conversation's turns.
 
     Args:
-        nothing: of a conversation whose environment gave no reward, such as one that a limit ended; None for no reward,
-            so that it enters no statistic. One in which the policy said nothing, for want of room, never has any.
+        nothing: Reward of a conversation whose environment gave none, such as one that ends at a limit; None for no
+            reward, so that it enters no statistic. A conversation without any answer never has a reward.
 
     Example:
         >>> EnvironmentReward()(["?"], ["4"], environment_reward=[1.0])
@@ -31,10 +31,10 @@ class EnvironmentReward:
         environment_reward: Sequence[float | None] | None = None,
         **columns: Any,  # noqa: ARG002  as above
     ) -> list[float | None]:
-        """The rewards of some conversations.
+        """Return the rewards of conversations.
 
         Raises:
-            ValueError: if the run has no environment.
+            ValueError: If the run has no environment.
         """
         if environment_reward is None:
             raise ValueError("expected an environment for EnvironmentReward, got none: pass environment=")

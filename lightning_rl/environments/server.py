@@ -1,8 +1,7 @@
-"""Server: the program that loads environments once and forks a process for each that is wanted, and those processes.
+"""Server process that loads environments once and forks a worker process on each request.
 
-A fork of a process that has loaded everything is there in milliseconds and shares its memory. Each comes with a guard
-(:mod:`lightning_rl.rewards.worker`), which keeps what it prints, and kills it with all that it started. What comes back
-is data: plain values, of limited size.
+A fork starts in milliseconds and shares the server's memory. Each has a guard (:mod:`lightning_rl.rewards.worker`)
+that keeps its output, and kills it with all processes that it started. Replies are plain values of limited size.
 """
 
 import dataclasses
@@ -35,19 +34,19 @@ from lightning_rl.environments.shapes import environment_of
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rewards.worker import Log, adopt_orphans, children, reap, split
 
-LOG_BYTES = 2**15  # of the beginning of what an environment prints, and as many of its end
-MAX_BYTES = 2**24  # of what an environment says at once
+LOG_BYTES = 2**15  # kept at the beginning of an environment's output, and as many at its end
+MAX_BYTES = 2**24  # maximum size of a reply
 
 
 def main(descriptor: int) -> None:
-    """Loads what comes on the standard input, then forks whenever it is asked to.
+    """Load the factories from standard input, then fork on each request.
 
     Args:
-        descriptor: of the connection to the trainer.
+        descriptor: File descriptor of the connection to the trainer.
     """
     control = Connection(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are the trainer's
+        signal.signal(number, signal.SIG_IGN)  # they are for the trainer
     factories: dict[str, Any] = {}
     for name, payload in cloudpickle.loads(sys.stdin.buffer.read()).items():
         try:
@@ -55,13 +54,13 @@ def main(descriptor: int) -> None:
         except BaseException:  # noqa: BLE001  the boundary to foreign code
             tell(control, f"environment {name} could not be loaded in a process:\n{traceback.format_exc()}")
             return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the guards
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
     tell(control, "")
     while True:
         try:
             tasks, life = (reduction.recv_handle(control) for _ in range(2))
         except (EOFError, OSError):
-            os._exit(0)  # an orderly end takes seconds, with all that is loaded
+            os._exit(0)  # an orderly exit takes seconds
         if os.fork() == 0:
             control.close()
             become_worker(tasks, life, factories)
@@ -70,15 +69,15 @@ def main(descriptor: int) -> None:
 
 
 def tell(control: Connection, message: str) -> None:
-    """Says whether the environments are there, to whoever is there to hear it."""
+    """Send the result of loading to the trainer, or exit if it is gone."""
     try:
         control.send(message)
     except OSError:
-        os._exit(0)  # the trainer was told to stop meanwhile
+        os._exit(0)  # the trainer has stopped
 
 
 def become_worker(tasks: int, life: int, factories: Mapping[str, Any]) -> None:
-    """Becomes a guard, which says in the end how its worker ended and what it printed, and its worker."""
+    """Split into a guard, which finally sends exit code and output of the worker, and the worker."""
     source, sink = os.pipe()
     log = Log(source, LOG_BYTES)
     code = split(life, [tasks, sink], log)
@@ -99,31 +98,31 @@ def become_worker(tasks: int, life: int, factories: Mapping[str, Any]) -> None:
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    adopt_orphans()  # so that none is overlooked when a conversation has ended
+    adopt_orphans()  # so that all are found when a conversation has ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.enable()  # what crashes, or is told to end, says where it was
+    faulthandler.enable()  # a crash or SIGABRT prints a traceback
     serve(Connection(tasks), Host(factories))
 
 
 def serve(connection: Connection, host: "Host") -> None:
-    """Does what comes, as long as anything comes."""
+    """Run tasks until the connection closes."""
     pid = os.getpid()
     try:
         connection.send((os.getppid(), pid))
         while True:
             reply = host.answer(connection.recv_bytes())
             if os.getpid() != pid:
-                os._exit(0)  # an environment forked, and this is the child: it has no say
+                os._exit(0)  # a child forked by an environment must not reply
             connection.send_bytes(reply)
     except (EOFError, OSError):
         os._exit(0)
 
 
 class Host:
-    """One environment at a time.
+    """Runs one environment at a time.
 
     Args:
-        factories: that make environments, by name.
+        factories: Factories by name.
     """
 
     def __init__(self, factories: Mapping[str, Any]) -> None:
@@ -131,7 +130,7 @@ class Host:
         self._made: Environment | TokenEnvironment | None = None
 
     def answer(self, task: bytes) -> bytes:
-        """What came of a call: ``("returned", plain values)`` or ``("raised", kind, message, traceback)``."""
+        """Return the pickled result of a call: ``("returned", value)`` or ``("raised", kind, message, traceback)``."""
         try:
             call, arguments = cloudpickle.loads(task)
             reply = pickle.dumps(("returned", plain(getattr(self, call)(*arguments))))
@@ -146,7 +145,7 @@ class Host:
         return reply
 
     def describe(self, name: str) -> Mapping[str, Any]:
-        """What the environments of a factory are."""
+        """Return the fields of :class:`.workers.Description` for a factory."""
         made = environment_of(self._factories[name]())
         words = isinstance(made, Environment)
         schemas = schemas_of(made.tools) if isinstance(made, Environment) else []
@@ -155,7 +154,7 @@ class Host:
         return {"words": words, "schemas": schemas, "begins_itself": opens, "name": name_of(made)}
 
     def reset(self, name: str, row: Mapping[str, Any], seed: int) -> Any:
-        """Makes an environment and begins a conversation, with the global generators of this process seeded."""
+        """Create an environment and begin a conversation, after seeding the global generators of this process."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed % 2**63)
@@ -163,12 +162,12 @@ class Host:
         return check_reset(made, made.reset(row, seed))
 
     def step(self, *answer: Any) -> Mapping[str, Any]:
-        """Takes an answer; the fields of what the environment says to it."""
+        """Pass an answer to the environment and return the fields of its reply."""
         made: Any = self._made
         return _fields_of(check_step(made, made.step(*answer)))
 
     def reward(self) -> float | Mapping[str, Any] | None:
-        """What a conversation is worth that a limit ends."""
+        """Return the final reward of a conversation that ends at a limit."""
         made = self._made
         score = made.reward() if isinstance(made, Environment) else getattr(made, "reward", lambda: None)()
         if isinstance(score, TokenStep):
@@ -177,7 +176,7 @@ class Host:
         return score
 
     def close(self) -> bool:
-        """Ends the conversation; whether nothing is left that it started."""
+        """End the conversation; return True if no thread or process of it is left."""
         made, self._made = self._made, None
         if made is not None:
             made.close()

@@ -1,4 +1,4 @@
-"""Shapes: which kind of environment an object is, by its class and its methods, and what it lacks for being one."""
+"""Detection of the kind of environment from an object's class and methods."""
 
 import inspect
 from collections.abc import Callable
@@ -12,14 +12,14 @@ TOKEN_METHODS = {**METHODS, "step": ("token_ids", "finish")}
 
 
 def environment_of(made: Any) -> Environment | TokenEnvironment:
-    """What a factory made, as an environment: an object of TRL's shape becomes one.
+    """Return the object of a factory as an environment, wrapped if it has the methods that TRL expects.
 
     Raises:
-        ValueError: naming the class, and what it lacks for any of the shapes.
+        ValueError: If it fits no kind; names the class and what is missing.
     """
     if isinstance(made, Environment):
         if type(made).step is Environment.step:
-            raise ValueError(f"expected {_name(made)} to say what comes back: write def step(self, answer) -> Step")
+            raise ValueError(f"expected {_name(made)} to define step: write def step(self, answer) -> Step")
         _check_methods(made, METHODS)
         return made
     step = getattr(made, "step", None)
@@ -32,10 +32,10 @@ def environment_of(made: Any) -> Environment | TokenEnvironment:
 
 
 def _refuse_step(made: Any, step: Callable[..., Any]) -> None:
-    """Says what an object lacks whose ``step`` is no tool.
+    """Raise for an object whose ``step`` is no tool.
 
     Raises:
-        ValueError: naming its class and what to write.
+        ValueError: With the class and what to write.
     """
     name = _name(made)
     if _takes(step, 1):
@@ -56,15 +56,15 @@ def _refuse_step(made: Any, step: Callable[..., Any]) -> None:
 
 
 def _check_methods(environment: Any, methods: dict[str, tuple[str, ...]]) -> None:
-    """Refuses methods that cannot be called as a conversation calls them, or that give something to be awaited.
+    """Check that methods can be called as conversations do, and are not coroutines or generators.
 
     Raises:
-        ValueError: naming class and method, and what to write.
+        ValueError: If not; names class and method, and what to write.
     """
     for method, names in methods.items():
         function = getattr(environment, method, None)
         if function is None:
-            continue  # a reward is optional
+            continue  # reward is optional
         where, form = f"{_name(environment)}.{method}", f"def {method}(self{''.join(f', {name}' for name in names)})"
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise ValueError(
@@ -81,12 +81,12 @@ def _check_methods(environment: Any, methods: dict[str, tuple[str, ...]]) -> Non
 
 
 def _takes(function: Callable[..., Any], number: int) -> bool:
-    """Whether a function can be called with so many arguments by position; one that does not say can."""
+    """Return True if a function can be called with this number of arguments, or has no signature."""
     try:
         inspect.signature(function).bind(*range(number))
     except TypeError:
         return False
-    except ValueError:  # of something written in C
+    except ValueError:  # a C function
         return True
     return True
 

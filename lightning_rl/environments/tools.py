@@ -1,8 +1,7 @@
-"""Tools: functions that the policy calls, as an environment, and objects of the shape of TRL's ``environment_factory``.
+"""Environments of tools: functions, or an object as for TRL's ``environment_factory``, that the policy calls.
 
 Schemas come from signatures and Google-style docstrings by ``transformers.utils.get_json_schema``, and jsonschema
-checks arguments against them. Whatever is wrong with a call goes back to the policy as a message, and is counted;
-so is a result that is no data.
+validates arguments. An invalid call, or a result that is no data, is returned to the policy as an error and counted.
 """
 
 import dataclasses
@@ -25,25 +24,24 @@ from lightning_rl.rewards.extras import require
 
 Tool = Callable[..., Any]
 MAX_CHARACTERS = 16_384
-WORDLESS = (object.__str__, bytes.__str__, bytearray.__str__)  # which write what Python would, not a text
-NO_TOOLS = ("reset", "get_reward", "close")  # what an object's conversation needs, not its policy
+WORDLESS = (object.__str__, bytes.__str__, bytearray.__str__)  # their text is Python's representation
+NO_TOOLS = ("reset", "get_reward", "close")  # methods that are not tools
 
 
 class ToolEnvironment(Environment):
-    """Runs the calls of an answer and says what came of them; an answer without a call ends the conversation.
+    """Environment that runs the calls of an answer; an answer without a call ends the conversation.
 
-    Calls are made in their order. Coroutines that follow each other wait together, in an event loop of a thread of
-    their own. Text goes to the policy as it is, any other value as JSON; what is neither, such as a set or a generator,
-    is an error.
+    Calls run in order; consecutive coroutines are awaited together, in an event loop in a separate thread. A text is
+    returned as it is, other values as JSON; a value that is neither, such as a set or a generator, is an error.
 
     Args:
-        tools: functions with a hint and a line under ``Args:`` for each argument; a coroutine function is awaited.
-        max_characters: of what a call says to the policy: the rest is cut, and a note says so; None for all of it.
+        tools: Functions with a type hint and a line under ``Args:`` for each argument; coroutine functions are
+            awaited.
+        max_characters: Maximum number of characters of a result, after which it is cut with a note; None for no limit.
 
     Raises:
-        ImportError: if jsonschema is missing; the message says how to install it.
-        ValueError: if two tools share a name, or one has no schema or cannot be called by it; the message says which
-            and why.
+        ImportError: If jsonschema is missing; says how to install it.
+        ValueError: If two tools share a name, or one has no valid schema; says which and why.
 
     Example:
         >>> def double(number: int) -> int:
@@ -73,7 +71,7 @@ class ToolEnvironment(Environment):
 
     @override
     def step(self, answer: Answer) -> Step:
-        """Calls what the answer asks for, in its order; nothing of an answer that was cut off."""
+        """Run the calls of the answer in order; none if it was cut off."""
         if answer.cut_off or not (answer.tool_calls or answer.errors):
             return Step(done=True, reward=self.reward())
         results = list(map(_text_of, self._run(answer.tool_calls)))
@@ -83,10 +81,10 @@ class ToolEnvironment(Environment):
         return Step(messages=[*replies, *unread], metrics={"tool_errors": float(errors)})
 
     def _run(self, calls: Sequence[ToolCall]) -> list[Any]:
-        """What each call returns, or a ``Raised``; neighbours that have to be awaited wait together."""
+        """Return the result of each call, or a ``Raised``; consecutive coroutines are awaited together."""
         results, waiting = list[Any](), list[Any]()
         for call in calls:
-            if not inspect.iscoroutinefunction(self._by_name.get(call.name)):  # it sees what those before it did
+            if not inspect.iscoroutinefunction(self._by_name.get(call.name)):  # it may depend on the calls before
                 results, waiting = [*results, *gather(waiting)], []
             result = self._call(call)
             if inspect.isawaitable(result):
@@ -99,11 +97,11 @@ class ToolEnvironment(Environment):
         try:
             tool = self._tool(call)
             return tool(**call.arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a tool raises is for the policy to read
+        except (Exception, SystemExit) as error:  # noqa: BLE001  any error is returned to the policy
             return Raised(error)
 
     def _tool(self, call: ToolCall) -> Tool:
-        """The tool that a call names, if it takes the call's arguments."""
+        """Return the tool of a call after validating the arguments."""
         if call.name not in self._by_name:
             raise LookupError(f"there is no tool {call.name}, only {', '.join(self._by_name)}")
         if not isinstance(call.arguments, Mapping):
@@ -122,26 +120,25 @@ class ToolEnvironment(Environment):
 
     def _cut(self, text: str) -> str:
         limit = self.max_characters
-        text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+        text = text.encode("utf-8", "replace").decode()  # replaces half surrogate pairs
         if limit is None or len(text) <= limit:
             return text
         return f"{text[:limit]}\n[cut: {limit} of {len(text)} characters]"
 
 
 class ObjectEnvironment(ToolEnvironment):
-    """An object of the shape that TRL's ``environment_factory`` makes: the public methods of its class are tools.
+    """Environment of an object as for TRL's ``environment_factory``: the public methods of its class are tools.
 
-    ``reset(**row)`` begins a conversation; a string that it returns is put behind the last message of the row.
-    ``get_reward()``,
-    if there is one, scores it at its end. Either may be a coroutine function. A ``reset`` that names its arguments gets
-    those alone, among them ``seed`` if it asks for it. ``close()`` is no tool, but called at the end.
+    ``reset(**row)`` begins a conversation; a returned string is appended to the last message of the row. A ``reset``
+    with named arguments gets only those, including ``seed``. ``get_reward()``, if defined, scores the conversation at
+    its end. Either may be a coroutine function. ``close()`` is called at the end.
 
     Args:
-        thing: the object.
-        max_characters: as of :class:`ToolEnvironment`.
+        thing: Object.
+        max_characters: As in :class:`ToolEnvironment`.
 
     Raises:
-        ValueError: if it has no ``reset``, or as :class:`ToolEnvironment`.
+        ValueError: If it has no ``reset``, or as in :class:`ToolEnvironment`.
     """
 
     def __init__(self, thing: object, *, max_characters: int | None = MAX_CHARACTERS) -> None:
@@ -153,7 +150,7 @@ class ObjectEnvironment(ToolEnvironment):
         self.thing = thing
         names = [
             name for name, _ in inspect.getmembers(type(thing), inspect.isfunction)
-        ]  # of the class: no property runs
+        ]  # of the class, so no property is evaluated
         tools = [getattr(thing, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
         super().__init__(tools, max_characters=max_characters)
 
@@ -183,10 +180,10 @@ class ObjectEnvironment(ToolEnvironment):
 
 
 def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The JSON schema of each tool, as chat templates take it.
+    """Return the JSON schema of each tool, as in chat templates.
 
     Raises:
-        ValueError: naming the tool, and what its signature or docstring lacks, or which parameter no call can give.
+        ValueError: If signature or docstring is incomplete; names the tool and the fault.
     """
     schemas: list[dict[str, Any]] = []
     for tool in tools:
@@ -207,7 +204,7 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def has_schema(function: Any) -> bool:
-    """Whether a function could be a tool."""
+    """Return True if a function can be a tool."""
     try:
         schemas_of([function])
     except ValueError:
@@ -216,10 +213,10 @@ def has_schema(function: Any) -> bool:
 
 
 def _check_parameters(tool: Tool) -> None:
-    """Refuses parameters that a schema names and no call by name can give.
+    """Check that every parameter can be passed by name.
 
     Raises:
-        ValueError: naming the tool and the parameter.
+        ValueError: If not; names tool and parameter.
     """
     kinds = inspect.Parameter
     odd = {kinds.VAR_POSITIONAL: "*{}", kinds.VAR_KEYWORD: "**{}", kinds.POSITIONAL_ONLY: "{}, /"}
@@ -227,12 +224,12 @@ def _check_parameters(tool: Tool) -> None:
         if parameter.kind in odd:
             raise ValueError(
                 f"expected tool {name_of(tool)} to take each argument by its name, got "
-                f"{odd[parameter.kind].format(name)}: give every argument a parameter of its own, a list for several"
+                f"{odd[parameter.kind].format(name)}: use a named parameter for each argument, and a list for several"
             )
 
 
 def name_of(tool: Tool) -> str:
-    """What the policy calls a tool."""
+    """Return the name of a tool for the policy."""
     return getattr(tool, "__name__", type(tool).__name__)
 
 
@@ -243,7 +240,7 @@ def _validator(schema: Mapping[str, Any]) -> Any:
 
 
 def _nullable(schema: Any) -> Any:
-    """A schema whose ``nullable``, which JSON Schema does not know, is written as an alternative."""
+    """Return a schema with ``nullable``, which is not in JSON Schema, replaced by an alternative."""
     if isinstance(schema, list):
         return [_nullable(part) for part in schema]
     if not isinstance(schema, Mapping):
@@ -253,7 +250,7 @@ def _nullable(schema: Any) -> Any:
 
 
 def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The columns that a reset takes: all, or those that it names."""
+    """Return the columns that a reset accepts: all, or the named ones."""
     parameters = inspect.signature(reset).parameters
     columns = {"seed": seed, **row} if "seed" in parameters else dict(row)
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -262,7 +259,7 @@ def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -
 
 
 def _text_of(result: Any) -> str | Raised:
-    """What a call returned, in text, or what it or its text raised, such as an integer of too many digits."""
+    """Return the result of a call as text, or a ``Raised`` if it cannot be converted."""
     if isinstance(result, Raised):
         return result
     try:
@@ -276,10 +273,10 @@ def _text(value: Any) -> str:
 
 
 def _data(value: Any) -> Any:
-    """A value that JSON does not know as one that it does: arrays, collections, and what writes a text of its own.
+    """Convert arrays, collections and objects with a ``__str__`` for JSON.
 
     Raises:
-        TypeError: for any other, such as a set, whose order differs from process to process.
+        TypeError: For others, such as a set, whose order differs between processes.
     """
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         return value.tolist()

@@ -1,7 +1,7 @@
-"""Workers: processes that each hold one environment at a time, are killed when it hangs, and replaced when they die.
+"""Worker processes that each run one environment at a time, are killed at a timeout, and replaced when they die.
 
-They are forks of one process that has loaded the environments (:mod:`lightning_rl.environments.server`). A conversation
-leases a worker from its reset to its close; what it started dies with it.
+They are forks of a server that has loaded the environments (:mod:`lightning_rl.environments.server`). A conversation
+leases a worker from reset to close; processes that it started are killed with it.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ from lightning_rl.environments.failures import FailedEnvironmentsError
 from lightning_rl.rewards.limit import CLOCK, HURRY
 from lightning_rl.rollout import Finish
 
-STARTUP_SECONDS = 120.0  # that the server has to load the environments, and a worker to be there
-FAREWELL = 5.0  # seconds that an environment has to close after it has failed
-LAST_WORDS = 1.0  # seconds that one that took too long has to say where it is
+STARTUP_SECONDS = 120.0  # for the server to load the environments, and for a worker to start
+FAREWELL = 5.0  # seconds for an environment to close after a failure
+LAST_WORDS = 1.0  # seconds for a late environment to print its traceback
 GONE = 10.0  # seconds after which a killed process counts as gone
-PATIENCE = 1.0  # seconds after which a wait looks whether the run was told to stop
-MAX_BYTES = 2**25  # of a reply; the worker refuses less
+PATIENCE = 1.0  # seconds between checks for the end of the run
+MAX_BYTES = 2**25  # maximum size of a reply; the worker's limit is lower
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lightning_rl.environments.server import main; "
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
@@ -47,13 +47,13 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
 
 
 class Description(NamedTuple):
-    """What the environments of a factory are.
+    """Properties of the environments of a factory.
 
     Attributes:
-        words: whether they speak in messages; else in token ids.
-        schemas: of their tools.
-        begins_itself: whether they may begin with messages of their own.
-        name: of their class, for errors.
+        words: True for messages, False for token ids.
+        schemas: Schemas of their tools.
+        begins_itself: True if they may begin with their own messages.
+        name: Name of their class, for errors.
     """
 
     words: bool
@@ -64,26 +64,27 @@ class Description(NamedTuple):
 
 @dataclass(slots=True)
 class Budget:
-    """Seconds that the environment of one sample has in all, the second try included.
+    """Time of the environment of one sample, for both tries together.
 
     Attributes:
-        left: of them.
+        left: Seconds left.
     """
 
     left: float
 
 
 class WorkerPool:
-    """Processes for environments, at most so many at a time.
+    """Pool of worker processes for environments.
 
     Args:
-        factories: by name; whatever cloudpickle takes, lambdas and functions of the main script too.
-        workers: how many conversations are open at a time, each in a process of its own.
-        step_seconds: that an environment has for a reset or a step, from when its process is there.
-        conversation_seconds: that it has for all of them in a conversation, the second try included.
+        factories: Factories by name, pickled with cloudpickle, so lambdas and functions of the main script are
+            supported.
+        workers: Number of workers and thus of open conversations.
+        step_seconds: Timeout of a reset or a step.
+        conversation_seconds: Timeout of all resets and steps of a conversation, for both tries together.
 
     Raises:
-        ValueError: if an option is out of range, or a factory cannot be pickled.
+        ValueError: If an option is out of range, or a factory cannot be pickled.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class WorkerPool:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Nothing is running."""
+        """Initialize the state without any process."""
         self._free = threading.BoundedSemaphore(self.workers)
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
@@ -117,10 +118,10 @@ class WorkerPool:
         environment_timeout: float,
         conversation_timeout: float,
     ) -> "WorkerPool | None":
-        """The pool of the options of a run; None for environments in the trainer's own process, or if there are none.
+        """Return the pool for the options of a run; None without environments or without workers.
 
         Raises:
-            ValueError: if an option is out of range, or a factory cannot be pickled.
+            ValueError: If an option is out of range, or a factory cannot be pickled.
         """
         check_counts(0, environment_workers=environment_workers)
         check_numbers(above=0, finite=True, environment_timeout=environment_timeout)
@@ -135,10 +136,10 @@ class WorkerPool:
         )
 
     def describe(self, name: str) -> Description:
-        """What the environments of a factory are, by making one in a worker, once.
+        """Return the description of a factory's environments, from one created in a worker.
 
         Raises:
-            ValueError: naming the environment, and why none can be made.
+            ValueError: If none can be created; names the environment and the error.
         """
         if name not in self._descriptions:
             worker = self.lease()
@@ -147,18 +148,18 @@ class WorkerPool:
             except EnvironmentFailureError as error:
                 self.release(worker, keep=False)
                 raise ValueError(
-                    f"expected environment {name} to be made in a process of its own, got {error}\n{error.failure.log}"
+                    f"expected environment {name} to be created in a worker process, got {error}\n{error.failure.log}"
                 ) from error
             self.release(worker, keep=True)
             self._descriptions[name] = Description(**said)
         return self._descriptions[name]
 
     def open(self, name: str, budget: Budget) -> "RemoteEnvironment | RemoteTokenEnvironment":
-        """An environment, in a worker from its reset to its close.
+        """Return an environment that runs in a worker from its reset to its close.
 
         Args:
-            name: of the factory.
-            budget: of the sample.
+            name: Name of the factory.
+            budget: Time of the sample.
         """
         description, link = self.describe(name), Link(self, name, budget)
         if not description.words:
@@ -166,15 +167,15 @@ class WorkerPool:
         return RemoteEnvironment(link, description)
 
     def budget(self) -> Budget:
-        """What the environment of one sample has."""
+        """Return the time of the environment of one sample."""
         return Budget(self.conversation_seconds)
 
     def executor(self) -> ThreadPoolExecutor:
-        """Threads enough to wait for every worker; an own executor for everyone who plays conversations at a time."""
+        """Return an executor with a thread for every worker."""
         return ThreadPoolExecutor(self.workers, thread_name_prefix="environment")
 
     def lease(self) -> "Worker":
-        """A worker that nobody else has; waits until there is one."""
+        """Return a free worker; wait until there is one."""
         self._free.acquire()
         try:
             with self._lock:
@@ -195,7 +196,7 @@ class WorkerPool:
             raise
 
     def release(self, worker: "Worker", *, keep: bool) -> None:
-        """Gives a worker back, for the next conversation or to be ended with all that it started."""
+        """Return a worker to the pool, or end it."""
         if not keep:
             worker.end()
         with self._lock:
@@ -203,13 +204,13 @@ class WorkerPool:
         self._free.release()
 
     def pids(self) -> list[int]:
-        """Of all processes: the server, guards and workers."""
+        """Return the ids of all processes: the server, guards and workers."""
         with self._lock:
             server = [] if self._server is None else [self._server.popen.pid]
             return [*server, *(pid for worker in self._live for pid in worker.pids)]
 
     def close(self) -> None:
-        """Ends every process, whatever it is at; who waits for one is told that it died."""
+        """End every process; calls in progress fail with :data:`DEATH`."""
         with self._lock:
             live, server = list(self._live), self._server
             self._idle, self._live, self._server = [], set(), None
@@ -221,22 +222,22 @@ class WorkerPool:
             server.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes, which belong to this one."""
+        """Return the state without processes."""
         kept = ("workers", "step_seconds", "conversation_seconds", "_payload")
         return {name: value for name, value in vars(self).items() if name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Starts processes of its own when there is something to do."""
+        """Restore the state; processes start on demand."""
         vars(self).update(state)
         self._prepare()
 
 
 class Worker:
-    """A process with its guard.
+    """Worker process with its guard.
 
     Args:
-        connection: that tasks and replies go by.
-        life: the line to the guard.
+        connection: Connection for tasks and replies.
+        life: Socket of the guard.
     """
 
     def __init__(self, connection: Connection, life: socket.socket) -> None:
@@ -247,38 +248,38 @@ class Worker:
         self.pids: tuple[int, ...] = ()
 
     def start(self) -> None:
-        """Waits until it is there; if it never is, the first task says so."""
+        """Wait until it has started; a failed start is reported by the first task."""
         with contextlib.suppress(EOFError, OSError):
             if self._connection.poll(STARTUP_SECONDS):
                 self.pids = tuple(self._connection.recv())
 
     @property
     def alive(self) -> bool:
-        """Whether it waits for something to do; one that died since closed its connection."""
+        """True if it is ready for a task; a dead worker's connection is closed."""
         try:
             return not self._connection.poll(0)
         except OSError:
             return False
 
     def forget(self) -> None:
-        """Has the guard clear the log, and waits for that: it would clear what the next task prints as well."""
+        """Clear the guard's log before the next task."""
         with contextlib.suppress(OSError):
             self._life.send(b"\0")
             if self._life.recv(1, socket.MSG_PEEK) == b"\0":  # else the report of a process that died meanwhile
                 self._life.recv(1)
 
     def ask(self, call: str, arguments: Sequence[Any], seconds: float, late: str = "") -> Any:
-        """Has the worker do something, and waits.
+        """Run a task in the worker and return its result.
 
         Args:
-            call: a method of :class:`~lightning_rl.environments.server.Host`.
-            arguments: of the call.
-            seconds: that it may take.
-            late: what to say if it takes longer.
+            call: Name of a method of :class:`~lightning_rl.environments.server.Host`.
+            arguments: Arguments of the call.
+            seconds: Timeout.
+            late: Message at a timeout.
 
         Raises:
-            EnvironmentFailureError: if it raises, dies or takes longer.
-            FailedEnvironmentsError: if it was cut short because the run was told to stop.
+            EnvironmentFailureError: If it raises, dies or takes longer.
+            FailedEnvironmentsError: If it was interrupted because the run has to stop.
         """
         try:
             self._connection.send_bytes(cloudpickle.dumps((call, tuple(arguments))))
@@ -292,7 +293,7 @@ class Worker:
         return reply[0]
 
     def _wait(self, seconds: float) -> bool:
-        """Whether there is a reply in time."""
+        """Return True if there is a reply in time."""
         end, stopped_by = time.monotonic() + seconds, 0
         while not self._connection.poll(max(0.0, min(PATIENCE, end - time.monotonic()))):
             if CLOCK.stopped_by and not stopped_by and time.monotonic() < end - HURRY:
@@ -302,14 +303,14 @@ class Worker:
             if stopped_by:
                 self.end()
                 raise FailedEnvironmentsError(
-                    "a rollout was left unfinished and begins anew on resume: an environment was busy when "
+                    "a rollout was left unfinished and starts over on resume: an environment was busy when "
                     f"{Signals(stopped_by).name} told the run to stop"
                 )
             return False
         return True
 
     def _late(self, message: str) -> Failure:
-        """The worker is told to say where it is, in its log, and is ended."""
+        """Make the worker print its traceback, and end it."""
         with contextlib.suppress(OSError, ValueError):
             os.kill(self.pids[-1], SIGABRT)
         return Failure(kind=TIMEOUT, message=message, log=self.end(LAST_WORDS)[1])
@@ -322,22 +323,22 @@ class Worker:
         return Failure(kind=DEATH, message=f"the process {how} in {call}", log=log)
 
     def _error(self, call: str, kind: str, message: str, trace: str) -> Failure:
-        """What was raised; the environment may still say good-bye to whom it talks to."""
+        """Return the failure of an exception, after closing the environment."""
         if call != "close":
             with contextlib.suppress(EnvironmentFailureError):
                 self.ask("close", (), FAREWELL)
         return Failure(kind=kind, message=message, log=f"{trace}{self.end()[1]}")
 
     def kill(self) -> None:
-        """Has the guard end the process with all that it started; any thread may say so."""
+        """Make the guard kill the process and all that it started; thread-safe."""
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
 
     def end(self, patience: float = 0.0) -> tuple[int | None, str]:
-        """Ends the process with all that it started, and waits for that; how it ended, and its log.
+        """Kill the process and all that it started, and return its exit code and log.
 
         Args:
-            patience: seconds that it has to end by itself.
+            patience: Seconds to wait for its own exit.
         """
         with self._lock:
             if self._report is None:
@@ -360,13 +361,13 @@ class Worker:
 
 
 class _Server:
-    """The process that workers are forks of.
+    """Server process from which workers are forked.
 
     Args:
-        payload: pickled factories.
+        payload: Pickled factories.
 
     Raises:
-        ValueError: if it cannot load them; the message says why.
+        ValueError: If it cannot load them; says why.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -394,11 +395,11 @@ class _Server:
 
     @property
     def alive(self) -> bool:
-        """Whether it is there."""
+        """True while the process runs."""
         return self.popen.poll() is None
 
     def fork(self) -> Worker:
-        """Another worker."""
+        """Fork a worker."""
         here, there = Pipe()
         life, line = socket.socketpair()
         with there, line:
@@ -407,7 +408,7 @@ class _Server:
         return Worker(here, life)
 
     def close(self) -> None:
-        """Ends it."""
+        """End the process."""
         self._control.close()
         try:
             self.popen.wait(GONE)
@@ -417,12 +418,12 @@ class _Server:
 
 
 class Link:
-    """What a conversation holds of an environment elsewhere: a worker from its reset to its close.
+    """Connection of a conversation to a worker, from reset to close.
 
     Args:
-        pool: of the workers.
-        name: of the factory.
-        budget: of the sample.
+        pool: Pool of the workers.
+        name: Name of the factory.
+        budget: Time of the sample.
     """
 
     def __init__(self, pool: WorkerPool, name: str, budget: Budget) -> None:
@@ -430,13 +431,13 @@ class Link:
         self._worker: Worker | None = None
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        """Leases a worker and makes an environment there."""
+        """Lease a worker and create an environment there."""
         self._worker = self._pool.lease()
         self._worker.forget()
         return self.ask("reset", (self._name, dict(row), seed))
 
     def ask(self, call: str, arguments: Sequence[Any]) -> Any:
-        """Has the worker do something within what is left of its time."""
+        """Run a task in the worker within the remaining time."""
         worker, budget, seconds = self._worker, self._budget, self._pool.step_seconds
         if worker is None:
             raise RuntimeError(f"expected an environment that was reset before its {call}, got one that is closed")
@@ -454,7 +455,7 @@ class Link:
             budget.left -= time.monotonic() - begin
 
     def close(self) -> None:
-        """Ends the conversation and gives the worker back, unless something is left of what it started."""
+        """End the conversation and return the worker, unless a process of the environment is left."""
         if self._worker is not None:
             self._let_go(keep=self.ask("close", ()))
 
@@ -465,11 +466,11 @@ class Link:
 
 
 class RemoteEnvironment(Environment):
-    """An environment in messages that runs in a worker.
+    """Environment in messages that runs in a worker.
 
     Args:
-        link: to the worker.
-        description: of it.
+        link: Connection to the worker.
+        description: Properties of the environment.
     """
 
     def __init__(self, link: Link, description: Description) -> None:
@@ -494,36 +495,36 @@ class RemoteEnvironment(Environment):
 
 
 class RemoteTokenEnvironment:
-    """An environment in token ids that runs in a worker.
+    """Environment in token ids that runs in a worker.
 
     Args:
-        link: to the worker.
-        name: of its class, for errors.
+        link: Connection to the worker.
+        name: Name of its class, for errors.
     """
 
     def __init__(self, link: Link, name: str) -> None:
         self._link, self.environment_name = link, name
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Begins a conversation."""
+        """Begin a conversation."""
         return self._link.reset(row, seed)
 
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-        """Takes what was drawn in a turn."""
+        """Return the reply to the sampled ids of a turn."""
         return TokenStep(**self._link.ask("step", (tuple(token_ids), finish)))
 
     def reward(self) -> float | TokenStep | None:
-        """What a conversation is worth that a limit ends."""
+        """Return the final reward of a conversation that ends at a limit."""
         said = self._link.ask("reward", ())
         return TokenStep(**said) if isinstance(said, Mapping) else said
 
     def close(self) -> None:
-        """Ends the conversation."""
+        """End the conversation."""
         self._link.close()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values alone."""
+    """Unpickler that accepts only plain values."""
 
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -540,5 +541,5 @@ def _pickle(name: str, factory: Any) -> bytes:
     except Exception as error:
         raise ValueError(
             f"expected a factory that can be sent to another process for environment {name}, got {factory!r:.200} "
-            f"({type(error).__name__}: {error}): make what it holds inside of it, or run with environment_workers=0"
+            f"({type(error).__name__}: {error}): create its state inside of it, or run with environment_workers=0"
         ) from error

@@ -196,15 +196,19 @@ def test_what_no_bridge_can_do_without_is_asked_for(template: str, close: list[i
 @pytest.mark.parametrize(
     ("template", "close", "wrong"),
     [
-        (MESSAGES, [9], "none of the ids [9] that end a response, but by '<|im_end|>' (id 0): pass sampling=Sampling("),
+        (
+            MESSAGES,
+            [9],
+            "none of the ids [9] that end a response, but with '<|im_end|>' (id 0): pass sampling=Sampling(",
+        ),
         (
             "{% for m in messages %}{{ m.content }}. {% endfor %}",
             [0],
-            "nor by another control token: it has to write one",
+            "nor with another control token: it has to write one",
         ),
-        (MESSAGES + "{{ messages | tojson }}", [0], "the template writes an answer twice that was given once"),
-        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", [0], "does not write what an answer says"),
-        (MESSAGES + "{{ raise_exception('no') }}", [0], "the template refuses it: TemplateError: no"),
+        (MESSAGES + "{{ messages | tojson }}", [0], "the template writes an answer twice"),
+        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", [0], "does not write the text of an answer"),
+        (MESSAGES + "{{ raise_exception('no') }}", [0], "the template raises TemplateError: no"),
         (MESSAGES + "{{ messages | length }}", [0], "the template writes something else after a longer conversation"),
         ("{{ messages[1].content }}<|im_end|>{{ messages[0].role }}", [0], "drops the text of a user message"),
     ],

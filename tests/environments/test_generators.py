@@ -63,7 +63,7 @@ DRAWS = [
 def test_who_draws_from_a_generator_of_the_trainer_is_named(draw: Any, name: str, in_reset: bool) -> None:
     nothing = lambda: None  # noqa: E731
     with pytest.raises(
-        GeneratorError, match=f"expected Drawing to draw from generators of its own, got draws from {name}"
+        GeneratorError, match=f"expected Drawing to draw from its private generators, got draws from {name}"
     ):
         talk(*((draw, nothing) if in_reset else (nothing, draw)))
 
@@ -84,7 +84,7 @@ class Seeding(Drawing):
 
 
 def test_who_seeds_a_generator_when_it_is_made_is_named() -> None:
-    message = "expected environment shop to draw from generators of its own, got draws from Python's generator"
+    message = "expected environment shop to draw from its private generators, got draws from Python's generator"
     with keep_generators(torch.device("cpu")), pytest.raises(GeneratorError, match=message):
         Conversation(None, FIRST, Limits(), "shop", Seeding).begin({}, 0)
 
@@ -96,7 +96,7 @@ def test_who_draws_and_then_fails_is_named() -> None:
         random.random()
         raise OSError("gone")
 
-    with pytest.raises(GeneratorError, match="expected Drawing to draw from generators of its own"):
+    with pytest.raises(GeneratorError, match="expected Drawing to draw from its private generators"):
         talk(draw_and_raise, lambda: None)
 
 

@@ -351,7 +351,7 @@ def test_an_answer_that_comes_twice_is_an_error() -> None:
             for _ in range(2):
                 exchange.give(requests[0], self._draw(requests[:1], logprobs=logprobs)[0])
 
-    with pytest.raises(EngineError, match="answer each request once, got a further answer to sample 1, turn 0"):
+    with pytest.raises(EngineError, match="answer each request once, got a second answer to sample 1, turn 0"):
         answered(told(lambda _: (3, EOS), Twice), [opening(1)])
 
 

@@ -134,7 +134,7 @@ class Stepper:
             r"expected Later.reset to be a plain function, got one that is async: write def reset\(self",
         ),
         (Yielding, r"expected Yielding.step to return, got a function that yields"),
-        (Environment, r"expected Environment to say what comes back: write def step"),
+        (Environment, r"expected Environment to define step: write def step"),
         (object, r"got object: write def reset\(self, \*\*row\)"),
     ],
 )

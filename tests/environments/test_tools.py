@@ -284,9 +284,9 @@ def double(number: int, /) -> int:
     [
         ([add, add], "expected tools of different names, got add more than once: rename one"),
         ([lambda x: x], "for each argument of tool <lambda>, got a function without a schema: .*docstring"),
-        ([total], r"expected tool total to take each argument by its name, got \*numbers: give every argument"),
-        ([count], r"expected tool count to take each argument by its name, got \*\*numbers: give every argument"),
-        ([double], "expected tool double to take each argument by its name, got number, /: give every argument"),
+        ([total], r"expected tool total to take each argument by its name, got \*numbers: use a named"),
+        ([count], r"expected tool count to take each argument by its name, got \*\*numbers: use a named"),
+        ([double], "expected tool double to take each argument by its name, got number, /: use a named"),
         ([partial(add, 1)], "expected each tool to be a function or a method, got an object of class partial: write a"),
         (["add"], "expected each tool to be a function or a method, got an object of class str"),
     ],

@@ -315,7 +315,7 @@ def test_lambdas_are_taken_and_what_cannot_be_sent_or_made_is_refused(pool: Work
         raise RuntimeError("no data")
 
     other = WorkerPool({"x": breaks}, workers=1)
-    with pytest.raises(ValueError, match="environment x to be made in a process of its own, got RuntimeError: no data"):
+    with pytest.raises(ValueError, match="environment x to be created in a worker process, got RuntimeError: no data"):
         other.describe("x")
     other.close()
 

@@ -137,7 +137,7 @@ def test_a_sound_environment_passes(environment: Any, answers: Any) -> None:
         (Lamb, "environment_accepts", "ValueError: could not convert string to float"),
         (Speechless, "environment_steps", "TypeError: expected Speechless.step to return a Step, got None"),
         (Counting, "environment_repeats", "[{'role': 'user', 'content': '2'}]"),
-        (Global, "environment_generators", "expected Global to draw from generators of its own"),
+        (Global, "environment_generators", "expected Global to draw from its private generators"),
         (Shared, "environment_isolation", "content': '1'"),
         (Unclosable, "environment_closes", "AttributeError: "),
         (Objects, "environment_ships", "TypeError: expected plain values, lists and mappings"),
