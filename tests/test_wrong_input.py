@@ -122,7 +122,7 @@ MODELS: dict[str, Case] = {
     "policy-built": (made(policy=tiny_policy()), "expected policy .* got a Qwen2ForCausalLM that is built already"),
     "policy-missing": (
         made(policy="./nowhere"),
-        "policy= to be a folder that is there, .* got './nowhere'",
+        "policy= to be an existing folder, .* got './nowhere'",
     ),
     "policy-no-such-function": (
         made(policy="kit.support.tiny_polcy"),
@@ -176,8 +176,8 @@ DRAWING: dict[str, Case] = {
     "min_p": (made(min_p=1.0), "expected min_p below 1, got 1"),
     "max_new_tokens": (made(max_new_tokens=0), "expected max_new_tokens to be a whole number above 0, got 0"),
     "context": (fitted(max_new_tokens=64), "expected max_new_tokens below the context window of 64, got 64"),
-    "stop-empty": (made(stop=[""]), r"expected stop to be strings of at least one letter, .* got \[''\]"),
-    "stop-number": (made(stop=[3]), r"expected stop to be strings of at least one letter, .* got \[3\]"),
+    "stop-empty": (made(stop=[""]), r"expected stop to be non-empty strings, .* got \[''\]"),
+    "stop-number": (made(stop=[3]), r"expected stop to be non-empty strings, .* got \[3\]"),
     "stop-untokenized": (fitted(stop="END"), "expected a tokenizer, because stop strings need one: pass tokenizer="),
     "eos-number": (made(eos_token_ids=1), r"eos_token_ids to be token ids of at least 0, such as \[2\], .* got 1"),
     "eos-negative": (made(eos_token_ids=[-1]), r"eos_token_ids to be token ids of at least 0, .* got \[-1\]"),
@@ -629,7 +629,7 @@ SERVERS: dict[str, Case] = {
     "url": (lambda: VLLMServerEngine("localhost:8000"), "expected a URL such as http://127.0.0.1:8000, got 'localhost"),
     "storage": (
         lambda: VLLMServerEngine("http://10.0.0.7:8000"),
-        "expected storage=, a folder that the machine of .*10.0.0.7",
+        "expected storage=, a folder shared with the machine of .*10.0.0.7",
     ),
     "timeout": (lambda: VLLMServerEngine(SERVER, timeout=0), "expected timeout > 0, got 0"),
     "timeout-infinite": (

@@ -1,13 +1,10 @@
-"""Answers: what an engine returned is held against what it was asked for, before anybody believes it.
+"""Checks of completions against the requests that they answer.
 
-What only the engine itself can have got wrong ends the run with an :class:`EngineError`, which leaves a checkpoint:
-what a completion is made of (:mod:`.form`), the number and the order of the completions, ids outside of the vocabulary,
-more tokens than asked for, weights that nobody pushed or that are older than those it had when it was asked. What
-spoils one sample and may be the sample's own bad luck costs that sample: its row is aborted, which is warned of and
-counted (``engine/aborted``), and trains nothing: log-probabilities that are not finite or that no token can have been
-drawn at, and a finish reason that its tokens contradict. If that is so of several samples and of more than a tenth of
-an answer, it is the engine. What is unlikely and may be true is said and believed: an answer that is aborted whole, and
-tokens that all were certain.
+A malformed completion (:mod:`.form`), a wrong number or order, ids outside the vocabulary, too many tokens, and
+weights that were never pushed or are too old are an :class:`EngineError`, which ends the run after a checkpoint. A
+single sample with an impossible log-probability or finish reason is aborted with a warning (``engine/aborted``) and
+does not train; several, and more than a tenth of an answer, are an error. What is unlikely but possible is only a
+warning: all samples aborted, or all tokens certain.
 """
 
 import copy
@@ -28,24 +25,24 @@ from lightning_rl.generation.form import SHOWN, FormError, check_form
 from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import ROUTES, Finish
 
-ROUNDING = 1e-3  # nats by which the log-probability of a certain token may exceed 0
-MAX_REFUSED = 0.1  # share of an answer; a single sample never is too many
-IMPOSSIBLE = math.log(2.0**-149)  # of a probability that float32 does not hold: at -103.3 and below nobody draws
-CERTAIN_TOKENS = 64  # drawn at a temperature above 0: so many in a row are never all certain by chance
+ROUNDING = 1e-3  # nats by which rounding may lift the log-probability of a certain token above 0
+MAX_REFUSED = 0.1  # share of an answer; a single faulty sample is always tolerated
+IMPOSSIBLE = math.log(2.0**-149)  # log of the smallest positive float32, -103.3: no token is sampled at or below it
+CERTAIN_TOKENS = 64  # sampled tokens above temperature 0 that are never all certain by chance
 BELIEVABLE = "look for the fault in the engine, its dtype first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What an engine was asked for at once, kept from whoever could edit it.
+    """Requests sent to an engine in one call, with a copy of their contents, and the checks of its answer.
 
     Args:
-        engine: that is asked.
-        requests: as they are handed to it.
-        logprobs: whether each token needs a log-probability.
-        vocabulary: number of token ids that the policy knows; None if unknown.
-        text: the whole text of a response, special tokens included, in which a stop string is looked for; None if there
-            is no tokenizer.
+        engine: Engine that answers.
+        requests: Requests as passed to the engine.
+        logprobs: True if each token needs a log-probability.
+        vocabulary: Number of token ids of the policy; None if unknown.
+        text: Function that decodes a response, special tokens included, to search it for stop strings; None without a
+            tokenizer.
     """
 
     engine: Engine
@@ -58,7 +55,7 @@ class Answers:
     _pinned: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Remembers what was asked for, and of which weights."""
+        """Store a copy of the requests and the engine's current version."""
         object.__setattr__(self, "_pinned", self.engine.version)
         object.__setattr__(self, "_asked", [_identity(request) for request in self.requests])
         different = {id(request.sampling): request.sampling for request in self.requests}
@@ -66,17 +63,17 @@ class Answers:
 
     @property
     def name(self) -> str:
-        """How messages call the engine."""
+        """Name of the engine in messages."""
         return type(self.engine).__name__
 
     def check(self, given: Any) -> list[Completion]:
-        """The completions that may be believed; a sample that may not comes back as :attr:`Finish.ABORT`.
+        """Return the completions, with faulty samples replaced by aborted ones (:attr:`Finish.ABORT`).
 
         Args:
-            given: what the engine returned.
+            given: Return value of the engine.
 
         Raises:
-            EngineError: naming engine, sample, request and prompt, if the answer cannot be one to these requests.
+            EngineError: If the answer does not fit the requests; names engine, sample, request and prompt.
         """
         formed, bad = self.examine(given)
         believed = self._abort(formed, bad)
@@ -85,10 +82,10 @@ class Answers:
         return believed
 
     def examine(self, given: Sequence[Completion]) -> tuple[list[Completion], dict[int, str]]:
-        """The completions in their proper form, and what is wrong with those that may not be believed, by their place.
+        """Return the normalized completions, and the fault of each faulty sample by its index.
 
         Raises:
-            EngineError: as :meth:`check` does, unless it is only that they are too many.
+            EngineError: As :meth:`check`, except for too many faulty samples.
         """
         self._check_requests()
         formed = [self.check_alone(place, completion) for place, completion in enumerate(self._as_list(given))]
@@ -97,23 +94,23 @@ class Answers:
         return formed, {**self._contradictions(formed), **self._unbelievable(formed)}
 
     def check_alone(self, place: int, given: Any) -> Completion:
-        """One completion in its proper form, as far as it can be told without the others.
+        """Return one completion in normalized form, after the checks that need no other completion.
 
         Raises:
-            EngineError: as :meth:`check` does.
+            EngineError: As :meth:`check`.
         """
         completion = self._form(place, given)
         self._check_one(place, self.requests[place], completion)
         return completion
 
     def _as_list(self, given: Any) -> list[Any]:
-        """The completions, as many as there are requests, whatever their container says of its length."""
-        number, cure = len(self.requests), "an engine answers every request once, in their order, and says ABORT for"
+        """Return the completions as a list of the right length; ``len`` of a foreign container is not trusted."""
+        number, cure = len(self.requests), "answer every request once, in order, with ABORT for"
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-            self._refuse_answer(f"a {type(given).__name__}", f"return a list; {cure} what it cannot")
+            self._refuse_answer(f"a {type(given).__name__}", f"return a list; {cure} failed ones")
         listed = list(given) if isinstance(given, list | tuple) else list(islice(given, number + 1))
         if len(listed) != number:
-            self._refuse_answer(f"{len(listed)}", f"{cure} what it cannot")
+            self._refuse_answer(f"{len(listed)}", f"{cure} failed ones")
         return listed
 
     def _refuse_answer(self, got: str, cure: str) -> NoReturn:
@@ -146,21 +143,21 @@ class Answers:
         if ids and (min(ids) < 0 or (self.vocabulary is not None and max(ids) >= self.vocabulary)):
             outside = next(i for i in ids if i < 0 or (self.vocabulary is not None and i >= self.vocabulary))
             expected = f"token ids in [0, {self.vocabulary or '...'}), the policy's vocabulary"
-            self._refuse(place, expected, f"{outside}", "draw no other, such as those of a padded head")
+            self._refuse(place, expected, f"{outside}", "sample no other ids, such as those of a padded head")
         self._check_versions(place, {completion.version, *(completion.versions or ())})
 
     def _check_versions(self, place: int, versions: set[int]) -> None:
         held = f"the last of which is {self.engine.version}"
         if unknown := versions - self.engine.pushed:
-            cure = "give the version that load_weights brought, self.version"
+            cure = "set version=self.version, which load_weights sets"
             self._refuse(place, f"tokens of weights that were pushed, {held}", f"version {min(unknown)}", cure)
         if min(versions) < self._pinned:
-            expected = f"tokens of version {self._pinned}, which it had when it was asked, or later"
-            cure = "load the weights before load_weights returns, in every copy, and note the version before a request"
+            expected = f"tokens of version {self._pinned}, which it had at the request, or later"
+            cure = "finish loading in every copy before load_weights returns, and read the version before a request"
             self._refuse(place, expected, f"version {min(versions)}", cure)
 
     def _check_extras(self, given: Sequence[Completion]) -> None:
-        """What is recorded has the same shape and type at every token of every sample."""
+        """Check that each extra has the same shape and dtype at every token of every sample."""
         if not self.engine.extras:
             return
         forms: dict[str, tuple[Any, ...]] = {}
@@ -176,11 +173,11 @@ class Answers:
             return
         if (place := _first(given, lambda scores: ~(scores.isfinite() & (scores > ROUNDING)))) is not None:
             highest = float(_scores(given[place]).nan_to_num(posinf=0.0).max())
-            cure = "return log-probabilities, of a log_softmax, and neither logits nor probabilities"
+            cure = "return the log_softmax, neither logits nor probabilities"
             self._refuse(place, "log-probabilities of at most 0", f"{highest:.4g}", cure)
 
     def _unbelievable(self, given: Sequence[Completion]) -> dict[int, str]:
-        """Samples with a log-probability that is not finite, or that no token can be drawn at, by their place."""
+        """Return the samples with a log-probability that is not finite or that no token is sampled at, by index."""
         if not self.logprobs or _first(given, _drawable) is None:
             return {}
         bad = {}
@@ -189,24 +186,24 @@ class Answers:
             if completion.finish is not Finish.ABORT and bool(wrong.any()):
                 position = int(wrong.nonzero()[0, 0])
                 value = float(_scores(completion)[position])
-                why = ", at which nothing is drawn" if math.isfinite(value) else ""
+                why = ", at which no token is sampled" if math.isfinite(value) else ""
                 bad[place] = f"a log-probability of {value:.6g} at position {position}{why}"
         return bad
 
     def _warn_of_nothing(self, given: Sequence[Completion]) -> None:
-        """An engine that gives up everything: what is trained by that is nothing."""
+        """Warn if the engine aborted every sample, which leaves nothing to train on."""
         if given and all(completion.finish is Finish.ABORT for completion in given):
             warnings.warn(
-                f"{self.name} gave up every sample that it was asked for (Finish.ABORT), of which nothing is learnt: "
-                "look at its own log, and whether prompts fit it",
+                f"{self.name} aborted every requested sample (Finish.ABORT), so nothing trains: look at its log, and "
+                "check that prompts fit its context length",
                 stacklevel=3,
             )
 
     def _warn_of_certainty(self, given: Sequence[Completion]) -> None:
-        """Log-probabilities that all are exactly 0, as of an engine that fills them in.
+        """Warn if all log-probabilities are exactly 0, as if the engine filled them in.
 
-        Exactly 0 is a probability that rounds to 1 in float32. One token in the vocabulary, a temperature of 0 and
-        filters leave nothing else; otherwise only a policy says so that has collapsed altogether.
+        An exact 0 is a probability that rounds to 1 in float32. Apart from a vocabulary of one token, greedy sampling
+        and filters, only a collapsed policy has such log-probabilities.
         """
         if not self.logprobs or self.vocabulary == 1:
             return
@@ -221,13 +218,13 @@ class Answers:
         if tokens >= CERTAIN_TOKENS and not any(bool(_scores(completion).any()) for completion in drawn):
             warnings.warn(
                 f"every log-probability from {self.name} is exactly 0, as if each of its tokens had been certain at a "
-                "temperature above 0: return those that the tokens were drawn at, and no zeros in their place; if it "
-                "is true, the policy has collapsed and explores no more",
+                "temperature above 0: return the log-probabilities that the tokens were sampled with instead of zeros; "
+                "if they are correct, the policy has collapsed",
                 stacklevel=3,
             )
 
     def _contradictions(self, given: Sequence[Completion]) -> dict[int, str]:
-        """Samples whose finish reason is not that of their tokens, by their place."""
+        """Return the samples whose finish reason contradicts their tokens, by index."""
         said = {place: self._contradiction(self.requests[place], each) for place, each in enumerate(given)}
         return {place: what for place, what in said.items() if what}
 
@@ -237,20 +234,22 @@ class Answers:
         if completion.finish is Finish.ABORT:
             return ""
         if not set(ends).isdisjoint(ids[:-1]):
-            return "tokens after the one that ends a response"
+            return "tokens after an EOS id"
         if completion.finish is Finish.STOP:
             return (
-                "" if at_end or self._stops(request, ids) else f"a stop without an id in {list(ends)} or a stop string"
+                ""
+                if at_end or self._stops(request, ids)
+                else f"finish STOP without an id in {list(ends)} or a stop string"
             )
         if at_end:
-            return f"an end for its length, but with the id {ids[-1]} that ends a response"
+            return f"finish LENGTH although the last id, {ids[-1]}, is an EOS id"
         full = len(ids) == request.sampling.max_new_tokens or self.engine.capabilities.cuts_short
         if full or (limit is not None and len(request.prefix_ids) + len(ids) >= limit):
             return ""
-        return f"an end for its length after {len(ids)} of {request.sampling.max_new_tokens} tokens"
+        return f"finish LENGTH after {len(ids)} of {request.sampling.max_new_tokens} tokens"
 
     def _stops(self, request: Request, ids: Sequence[int]) -> bool:
-        """Whether a response holds a stop string, as far as that can be told."""
+        """Return True if the response contains a stop string, or if that cannot be checked without a tokenizer."""
         stops = request.sampling.stop
         if not stops or self.text is None:
             return bool(stops)
@@ -258,7 +257,6 @@ class Answers:
         return any(stop in text for stop in stops)
 
     def _abort(self, given: Sequence[Completion], bad: dict[int, str]) -> list[Completion]:
-        """The completions with some aborted, unless they are too many."""
         if not bad:
             return list(given)
         place = min(bad)
@@ -269,7 +267,7 @@ class Answers:
         raise EngineError(f"expected {expected} from {self.name}, got {got} for {self.where(place)}: {cure}")
 
     def where(self, place: int) -> str:
-        """A sample, in words."""
+        """Return a description of a sample for messages."""
         prefix, sample_id, _, turn = self._asked[place]
         shown = f"{list(prefix[:SHOWN])}" + (" ..." if len(prefix) > SHOWN else "")
         text = "" if self.text is None else f" {self.text(prefix)!r:.80}"
@@ -278,16 +276,16 @@ class Answers:
 
 
 class TurnAnswers:
-    """The same for requests that come up one after the other, as the turns of conversations do.
+    """Checks of requests that arrive one after the other, as the turns of conversations do. Thread-safe.
 
-    What only the engine can have got wrong is an error at once. How many samples are too many is told at the end, so
-    that it depends on what was drawn and not on the order. Threads may share it.
+    An engine's fault raises at once. The share of faulty samples is judged in :meth:`close`, so that it does not
+    depend on the order of the turns.
 
     Args:
-        engine: that is asked.
-        logprobs: whether each token needs a log-probability.
-        vocabulary: number of token ids that the policy knows; None if unknown.
-        text: as for :class:`Answers`.
+        engine: Engine that answers.
+        logprobs: True if each token needs a log-probability.
+        vocabulary: Number of token ids of the policy; None if unknown.
+        text: Function that decodes a response, as in :class:`Answers`.
     """
 
     def __init__(
@@ -301,27 +299,27 @@ class TurnAnswers:
         self._of = partial(Answers, engine=engine, logprobs=logprobs, vocabulary=vocabulary, text=text)
         self._name = type(engine).__name__
         self._lock = threading.Lock()
-        self._open: dict[int, Answers] = {}  # by the identity of the request
+        self._open: dict[int, Answers] = {}  # by id() of the request
         self._given = 0
-        self._checked: dict[int, tuple[Request, Completion]] = {}  # the same; requests are kept with their identity
-        self._bad: list[tuple[int, int, str]] = []  # sample, turn, and what is wrong
+        self._checked: dict[int, tuple[Request, Completion]] = {}  # the request is kept so that its id stays unique
+        self._bad: list[tuple[int, int, str]] = []  # sample, turn, fault
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Remembers what is asked for, before the engine sees it."""
+        """Store requests before the engine receives them."""
         with self._lock:
             self._open |= {id(request): self._of(requests=(request,)) for request in requests}
 
     def check(self, request: Request, completion: Completion) -> Completion:
-        """The completion if it may be believed, otherwise one that is aborted.
+        """Return the completion, or an aborted one if it is faulty.
 
         Raises:
-            EngineError: naming engine, sample, turn and prompt, if it cannot be one to this request.
+            EngineError: If it does not fit the request; names engine, sample, turn and prompt.
         """
         with self._lock:
             answers = self._open.pop(id(request), None)
         if answers is None:
             raise EngineError(
-                f"expected {self._name} to answer each request once, got a further answer to sample "
+                f"expected {self._name} to answer each request once, got a second answer to sample "
                 f"{request.sample_id}, turn {request.turn}"
             )
         (formed,), bad = answers.examine([completion])
@@ -334,30 +332,30 @@ class TurnAnswers:
         return formed
 
     def answer_to(self, request: Request) -> Completion | None:
-        """What was given for a request, whatever has become of it since; None if nothing was."""
+        """Return the checked completion of a request, or None if there is none yet."""
         return self._checked.get(id(request), (request, None))[1]
 
     def close(self) -> None:
-        """Warns of samples that were aborted.
+        """Warn of aborted samples.
 
         Raises:
-            EngineError: if they are too many.
+            EngineError: If they are too many.
         """
         if self._bad:
             judge(len(self._bad), self._given, min(self._bad)[-1], self._name)
 
 
 def judge(bad: int, given: int, first: str, engine: str) -> None:
-    """Warns of samples that may not be believed.
+    """Warn of faulty samples.
 
     Raises:
-        EngineError: if they are too many to be the samples' own bad luck.
+        EngineError: If they are more than one and more than :data:`MAX_REFUSED` of all.
     """
     if bad > max(1, MAX_REFUSED * given):
         raise EngineError(
-            f"expected samples from {engine} that can be believed, {first}, and {bad} of {given} like it: {BELIEVABLE}"
+            f"expected valid samples from {engine}, {first}, and {bad} of {given} samples are faulty: {BELIEVABLE}"
         )
-    warnings.warn(f"{bad} of {given} samples from {engine} are aborted and train nothing: {first}", stacklevel=4)
+    warnings.warn(f"{bad} of {given} samples from {engine} are aborted and do not train: {first}", stacklevel=4)
 
 
 def _identity(request: Request) -> tuple[Any, ...]:
@@ -374,12 +372,11 @@ def _scores(completion: Completion) -> Tensor:
 
 
 def _drawable(scores: Tensor) -> Tensor:
-    """Whether tokens with these log-probabilities can have been drawn."""
+    """Return True for each log-probability at which a token can have been sampled."""
     return scores.isfinite() & (scores > IMPOSSIBLE)
 
 
 def _extras_of(completion: Completion, names: frozenset[str]) -> list[tuple[str, Tensor]]:
-    """What an engine was asked to record of the tokens of a sample, and of its prompt where it has to."""
     recorded = [(name, completion.token_extras[name]) for name in sorted(names)]
     return recorded + [(f"{name} of the prompt", completion.prompt_extras[name]) for name in sorted(names & {ROUTES})]
 
@@ -389,7 +386,7 @@ def _say(form: tuple[Any, ...]) -> str:
 
 
 def _first(given: Sequence[Completion], holds: Callable[[Tensor], Tensor]) -> int | None:
-    """The first completion with a log-probability that is not as it should be."""
+    """Return the index of the first completion with a log-probability that violates the condition, or None."""
     if not given:
         return None
     fits = holds(torch.cat([_scores(completion) for completion in given]))

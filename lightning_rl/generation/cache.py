@@ -1,4 +1,4 @@
-"""KVCache: keys and values of a decode in memory that is taken ahead, so that a token costs a copy of itself alone."""
+"""KV cache in preallocated memory, so that appending a token copies only that token."""
 
 from typing import Any, cast
 
@@ -8,17 +8,17 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
-GROWTH = 1.5  # of the room when it is full, so that n tokens cost copies of O(n) tokens
+GROWTH = 1.5  # factor of a full buffer's next size, so that n tokens cost O(n) copies
 
 
 class KVCache(DynamicCache):
-    """transformers' cache, whose layers of full attention keep room for the tokens to come.
+    """Cache of transformers whose full-attention layers preallocate memory for later tokens.
 
-    Layers of other kinds (sliding windows, linear attention) are those of transformers.
+    Layers of other kinds (sliding window, linear attention) are those of transformers.
 
     Args:
-        config: of the model that decodes.
-        max_tokens: of a row, prompt included; bounds the room.
+        config: Config of the model that decodes.
+        max_tokens: Maximum number of tokens of a row, prompt included.
     """
 
     def __init__(self, config: PreTrainedConfig, max_tokens: int) -> None:
@@ -26,12 +26,12 @@ class KVCache(DynamicCache):
         self.layers = [_RoomyLayer(max_tokens) if type(layer) is DynamicLayer else layer for layer in self.layers]
 
     def take_rows(self, rows: Int[Tensor, " L"]) -> None:
-        """Goes on with these rows, in this order; some more than once, others no longer."""
-        self.reorder_cache(cast(Any, rows))  # batch_select_indices forgets the states of linear attention
+        """Keep these rows in this order; a row may be repeated or dropped."""
+        self.reorder_cache(cast(Any, rows))  # batch_select_indices ignores the states of linear attention
 
 
 class _RoomyLayer(DynamicLayer):
-    """``keys`` and ``values`` are the filled part of their rooms."""
+    """Layer whose ``keys`` and ``values`` are the filled parts of larger buffers."""
 
     def __init__(self, max_tokens: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _RoomyLayer(DynamicLayer):
         new = [key_states, value_states]
         if self.keys is None or self.values is None or self.get_seq_length() == 0:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = new  # of the prompts, which are repeated for their samples before a token comes
+            self.keys, self.values = new  # keys of the prompts, which take_rows repeats before a token is appended
         else:
             self.keys, self.values = self._append([self.keys, self.values], new)
         return self.keys, self.values

@@ -1,4 +1,4 @@
-"""Engine: what the loop asks of whoever generates, what an engine can do, and the states that it can be in."""
+"""Interface between the training loop and an engine: requests, completions, capabilities and states."""
 
 import hashlib
 import time
@@ -20,23 +20,23 @@ from lightning_rl.generation.sampling import Sampling
 from lightning_rl.rollout import Finish
 
 Value = TypeVar("Value")
-LINGER = 5.0  # seconds that a round waits for the late, so that who takes part does not depend on time but for worse
+LINGER = 5.0  # seconds that a round waits for late requests, so that a batch hardly depends on timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sample to draw. Its random numbers come from its own seed, so not from the batch that it is drawn in.
+    """One sample to generate. Its random numbers come from its own seed, so they do not depend on its batch.
 
     Args:
-        prefix_ids: the token ids to continue, at least one.
-        sample_id: identity of the sample, unchanged when it is retried.
-        seed: 31 bits, see :func:`request_seed`.
-        sampling: how its tokens are drawn; ``eos_token_ids`` says which ones, if any, and is not None.
-        turn: number of the turn in a conversation.
-        rollout: that it is for; where requests have to wait, those of the lowest are drawn first.
+        prefix_ids: Token ids to continue, at least one.
+        sample_id: Id of the sample, unchanged when it is retried.
+        seed: Seed of 31 bits, see :func:`request_seed`.
+        sampling: Sampling parameters; ``eos_token_ids`` may be empty, but not None.
+        turn: Number of the turn in a conversation.
+        rollout: Number of the rollout; where requests queue, those of the lowest rollout come first.
 
     Raises:
-        ValueError: if there is no prompt, or nobody has said which ids end a response.
+        ValueError: If there is no prompt, or ``eos_token_ids`` is None.
     """
 
     prefix_ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class Request:
     rollout: int = 0
 
     def __post_init__(self) -> None:
-        """Checks what every engine relies on."""
+        """Check that there are a prompt and EOS ids."""
         if not self.prefix_ids:
             raise ValueError(f"expected a prompt of at least one token for sample {self.sample_id}, got none")
         if self.sampling.eos_token_ids is None:
@@ -55,28 +55,27 @@ class Request:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end the response, in ascending order."""
+        """Ids that end the response, in ascending order."""
         return tuple(self.sampling.eos_token_ids or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine drew for a request.
+    """Response to a request.
 
     Args:
-        token_ids: the response, EOS included when it was sampled.
-        logprobs: log-probability of each under the distribution it was drawn from, float32; None if not asked for.
-        finish: why it ended, as the engine knows it; ABORT for a sample that it gave up, which does not train.
-        version: of the weights, pinned before the request was sent.
-        versions: of the weights that each token was drawn from, where a sync came in between; None if all are
-            ``version``.
-        token_extras: what else is known about each token, by name, [L, ...]; see :meth:`Engine.select_extras`.
-        prompt_extras: what is known about each token of the prompt, by name, [P, ...].
-        sample_id: of the request that it answers, so that answers in another order are noticed; None if the engine does
-            not say.
+        token_ids: Ids of the response, with EOS if it was sampled.
+        logprobs: Log-probability of each token under the distribution it was sampled from, float32; None if not
+            requested.
+        finish: Reason for the end; ABORT for a failed sample, which does not train.
+        version: Version of the weights when the request was sent.
+        versions: Version of the weights of each token, if a sync came in between; None if all are ``version``.
+        token_extras: Further data of each token by name, [L, ...]; see :meth:`Engine.select_extras`.
+        prompt_extras: Further data of each prompt token by name, [P, ...].
+        sample_id: Id of the request's sample, by which a wrong order is detected; None if unknown.
 
     Raises:
-        ValueError: if there are not as many versions as tokens.
+        ValueError: If the number of versions differs from that of tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -89,56 +88,56 @@ class Completion:
     sample_id: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks what the loop relies on."""
-        sized = isinstance(self.versions, Sequence) and isinstance(self.token_ids, Sequence)  # others are refused later
+        """Check the number of versions."""
+        sized = isinstance(self.versions, Sequence) and isinstance(self.token_ids, Sequence)  # form.py rejects others
         if sized and self.versions is not None and len(self.versions) != len(self.token_ids):
             raise ValueError(f"expected a version for each of {len(self.token_ids)} tokens, got {len(self.versions)}")
 
 
 class EngineError(RuntimeError):
-    """The engine cannot generate any more, through no fault of the run, which may go on from where it stands."""
+    """Failure of the engine. The run stops after a checkpoint and can be resumed."""
 
 
 class Exchange(Protocol):
-    """What an engine draws for that does not know all requests from the start: the turns of conversations.
+    """Source of requests that are not all known from the start, such as the turns of conversations.
 
-    One thread takes; any may give and fail.
+    One thread calls :meth:`take`; any thread may call :meth:`give` and :meth:`fail`.
     """
 
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """The requests that have come up since the last call.
+        """Return the requests that have arrived since the last call.
 
         Args:
-            wait: for one at least; otherwise there may be none yet.
-            linger: seconds to wait for others that may still come, once there is one.
+            wait: True to block until there is at least one.
+            linger: Seconds to wait for further requests once there is one.
 
         Returns:
-            Requests; none, after waiting, if none will come any more.
+            Requests; after waiting, an empty list means that no more will arrive.
 
         Raises:
-            BaseException: what :meth:`fail` was told.
+            BaseException: Error passed to :meth:`fail`.
         """
         ...
 
     def give(self, request: Request, completion: Completion) -> None:
-        """Hands back what was drawn for a request."""
+        """Pass on the completion of a request."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Ends it, with an error of another thread than the one that takes."""
+        """End the exchange with an error of another thread."""
         ...
 
 
 class SyncProof(Protocol):
-    """What proves syncs, and remembers the last one."""
+    """Check of syncs that keeps state between them."""
 
     def forget(self) -> None:
-        """Forgets it, because the engine ends."""
+        """Reset the state when the engine closes."""
         ...
 
 
 class EngineState(Enum):
-    """Asleep: holds no memory. Awake: could generate, but from which weights? Synced: holds the trainer's weights."""
+    """State of an engine: asleep (memory released), awake (weights unknown) or synced (has the trainer's weights)."""
 
     ASLEEP = "asleep"
     AWAKE = "awake"
@@ -147,25 +146,24 @@ class EngineState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do, known before it is started.
+    """Capabilities of an engine, known before it is started.
 
     Args:
-        returns_logprobs: completions can carry log-probabilities.
-        filters: top-k, top-p and min-p are kept to; log-probabilities then are of what is left.
-        scores: :meth:`Engine.score` works.
-        extras: what completions can carry about their tokens besides, by name; see :meth:`Engine.select_extras`.
-        lists_masks: while it records sampling masks, it holds those of every request as lists of token ids, which are
-            too large for a request without a filter.
-        shares_policy: it decodes with the module that it is started with, so it needs a copy only of a policy that is
-            sharded or trains meanwhile.
-        syncs_while_generating: it may take weights while it generates; a completion's tokens then differ in version.
-        concurrent: several threads may have it generate at a time, none of which waits for another, and closing it cuts
-            all of them short.
-        sleeps: it gives its memory back between a rollout and the next sync.
-        generates_ahead: it generates at full speed while the policy trains.
-        collective: ranks draw from one engine together, so all have to call :meth:`Engine.generate` alike.
-        max_rows: that decode together; None for no limit of its own.
-        cuts_short: a response may end for its length before ``max_new_tokens``, by a limit of the engine's own.
+        returns_logprobs: Completions can contain log-probabilities.
+        filters: Supports top-k, top-p and min-p, with log-probabilities of the filtered distribution.
+        scores: Implements :meth:`Engine.score`.
+        extras: Names of the extras that completions can contain, see :meth:`Engine.select_extras`.
+        lists_masks: Stores the sampling mask of every request as a list of token ids, which is too large for a request
+            without a filter.
+        shares_policy: Decodes with the module passed to ``start``, so it needs a copy only if the policy is sharded or
+            trains meanwhile.
+        syncs_while_generating: Can load weights while it generates; the tokens of a completion then differ in version.
+        concurrent: Several threads can call ``generate`` without waiting for each other; ``close`` interrupts them.
+        sleeps: Releases its memory between a rollout and the next sync.
+        generates_ahead: Generates at full speed while the policy trains.
+        collective: Ranks share one engine, so every rank has to call :meth:`Engine.generate`.
+        max_rows: Maximum number of rows that decode together; None without a limit.
+        cuts_short: A response can finish with LENGTH before ``max_new_tokens``, by a limit of the engine.
     """
 
     returns_logprobs: bool = True
@@ -184,24 +182,25 @@ class Capabilities:
 
 
 class Engine(ABC):
-    """Generates for the loop, and refuses to unless it holds the trainer's weights.
+    """Base class of engines. Generates only while it has the trainer's weights.
 
     Attributes:
-        capabilities: what it can do; a subclass says so, for the class or in its constructor.
-        canary: proves each sync of an engine that holds a copy, see :class:`.weights.canary.Canary`; None for no proof.
-        holds_copy: whether its weights are a copy of the trainer's, so that a sync can go wrong; known after the first.
-        extras: what completions carry about their tokens, by name.
-        dtype: of its weights, once it is started; None for that of the trainer.
-        allows_tf32: whether it may compute products of float32 in TF32 without being told to, once it is started.
-        max_length: of prompt and response together, once it is started; None for no limit.
-        block_size: tokens that its prefix cache keeps together, once it is started; 0 without such a cache.
-        started: whether :meth:`start` was called since the last :meth:`end_stage` or :meth:`close`.
-        state: asleep, awake or synced.
-        version: of the weights it holds.
-        pushed: versions of all weights that it was given.
-        conversing: whether it is in the midst of :meth:`converse`.
-        in_flight: what it has been asked for and has not answered. :meth:`generate` counts its requests as long as it
-            draws; an engine that answers some before others discards those.
+        capabilities: Capabilities, set by a subclass on the class or in its constructor.
+        canary: Check of each sync of an engine that holds a copy, see :class:`.weights.canary.Canary`; None to skip
+            it.
+        holds_copy: True if the weights are a copy of the trainer's, so that a sync can fail; set by the first sync.
+        extras: Names of the extras in each completion.
+        dtype: Dtype of its weights once started; None for that of the trainer.
+        allows_tf32: True if it may compute float32 products in TF32 by default; set by ``start``.
+        max_length: Maximum length of prompt and response together, set by ``start``; None without a limit.
+        block_size: Tokens in a block of its prefix cache, set by ``start``; 0 without such a cache.
+        started: True from :meth:`start` to :meth:`end_stage` or :meth:`close`.
+        state: Current state.
+        version: Version of its weights.
+        pushed: Versions of all weights that were loaded.
+        conversing: True while :meth:`converse` runs.
+        in_flight: Requests that are not answered yet. :meth:`generate` adds its requests while it runs; an engine that
+            answers some earlier discards those.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -222,10 +221,10 @@ class Engine(ABC):
         self.in_flight = InFlight()
 
     def select_extras(self, names: frozenset[str]) -> None:
-        """Says before the start what every completion has to carry in its extras.
+        """Set the extras that every completion has to contain. Called before ``start``.
 
         Raises:
-            ValueError: if one of them is not among what it can.
+            ValueError: If the engine does not support one of them.
         """
         possible = self.capabilities.extras
         if unknown := sorted(names - possible):
@@ -267,62 +266,58 @@ class Engine(ABC):
         """
 
     def expect(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027  most engines take any names
-        """Compares the names and shapes that syncs will bring with its own, once, before the first.
+        """Compare the names and shapes of the synced tensors with the engine's, once before the first sync.
 
-        Reads the stream to its end or not at all.
+        Iterates over the whole stream or not at all.
 
         Raises:
-            ValueError: naming the first tensor that differs.
+            ValueError: If a tensor differs; names the first one.
         """
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
-        """Log-probability of every token of each row but the first, given all before, at temperature 1.
+        """Return the log-probability of every token but the first of each row, at temperature 1.
 
         Raises:
-            NotImplementedError: if the engine only generates.
+            NotImplementedError: If the engine only generates.
         """
         raise NotImplementedError(f"{type(self).__name__} only generates")
 
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
-        """The same for one row, by every copy of the weights that the engine has, under a name for each."""
+        """Return the log-probabilities of one row for each copy of the weights in the engine, by a name of the copy."""
         return {"": self.score([ids])[0]}
 
     def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        """Runs a prompt, which then is cached, and says how many tokens of it came out of the prefix cache."""
+        """Run a prompt, which caches it, and return the number of its tokens that were cached before."""
         del ids
         return 0
 
     def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What each layer puts out for a prompt, by name; empty if unknown."""
+        """Return the output of each layer for a prompt by name; empty if unknown."""
         del ids
         return {}
 
     @abstractmethod
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Loads the full weights, one parameter at a time, under their version."""
+        """Load the full weights, one parameter at a time."""
 
     @abstractmethod
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Draws one completion for each request, in their order.
-
-        What comes back is held against the requests (:mod:`lightning_rl.generation.answers`) before it trains.
-        """
+        """Return one completion for each request, in order; :mod:`lightning_rl.generation.answers` checks them."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes over the trainer's weights under a version number; afterwards the engine is synced.
+        """Load the trainer's weights; afterwards the engine is synced.
 
         Raises:
-            RuntimeError: in the midst of conversations, if the engine takes weights only while it is idle: between two
-                turns nothing is being drawn, and yet nothing has ended.
+            RuntimeError: During conversations, if the engine can load weights only while it is idle.
         """
         if self.conversing and not self.capabilities.syncs_while_generating:
             raise RuntimeError(
                 f"expected conversations to have ended before {type(self).__name__} takes weights, got version "
-                f"{version} in the midst of some: wait for them"
+                f"{version} during some: wait for their end"
             )
         if not (self.capabilities.syncs_while_generating and self.state is EngineState.SYNCED):
             self.wake()
-        self.pushed.add(version)  # first: while it generates, tokens may come from them before the last rank is done
+        self.pushed.add(version)  # before loading: tokens may come from these weights before the last rank is done
         try:
             with refuse_exit(self, "weights to be loaded"):
                 self._take(weights, version)
@@ -332,12 +327,12 @@ class Engine(ABC):
         self.state, self.version = EngineState.SYNCED, version
 
     def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
-        """One completion for each request, in their order.
+        """Return one completion for each request, in order.
 
         Raises:
-            RuntimeError: if the engine is not synced.
-            ValueError: if a request has a filter that the engine would ignore.
-            EngineError: if it would end the program.
+            RuntimeError: If the engine is not synced.
+            ValueError: If a request has a filter that the engine does not support.
+            EngineError: If the engine calls ``sys.exit``.
         """
         self._check_requests(requests)
         self._check_state()
@@ -345,14 +340,14 @@ class Engine(ABC):
             return self._draw(requests, logprobs=logprobs)
 
     def converse(self, exchange: Exchange, *, logprobs: bool = False) -> None:
-        """Draws for an exchange until nobody there asks any more, in the way that suits the engine.
+        """Serve requests from ``exchange`` until it is exhausted.
 
-        What is drawn for a request depends neither on the way nor on what else is drawn. Ranks that share an engine
-        (:attr:`Capabilities.collective`) all call it, those without requests as well.
+        A completion does not depend on the schedule or on other requests. Every rank that shares a collective engine
+        (:attr:`Capabilities.collective`) has to call it, even without requests.
 
         Raises:
-            RuntimeError: if the engine is not synced.
-            ValueError: if a request has a filter that the engine would ignore.
+            RuntimeError: If the engine is not synced.
+            ValueError: If a request has a filter that the engine does not support.
         """
         self._check_state()
         self.conversing = True
@@ -364,10 +359,10 @@ class Engine(ABC):
             counted.end()
 
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
-        """In rounds: who asks draws together, and who comes too late joins the next.
+        """Generate in rounds; a request that arrives too late joins the next round.
 
-        The last bits of log-probabilities may depend on who is in a batch, so a round waits for the late for a while:
-        :data:`LINGER` seconds, or as long as the round before took to draw.
+        The last bits of log-probabilities may depend on the batch, so a round waits for late requests: :data:`LINGER`
+        seconds, or as long as the previous round took.
         """
         linger, requests, completions = LINGER, list[Request](), list[Completion]()
         while True:
@@ -384,19 +379,19 @@ class Engine(ABC):
             linger = max(LINGER, time.perf_counter() - begin)
 
     def _agree(self, number: int, failure: Exception | None) -> bool:
-        """Whether anybody who shares this engine has a number of requests; ranks without any take part with none."""
+        """Return True if any rank that shares this engine has requests."""
         numbers = self._across(None if failure is not None else number)
         if failure is not None:
             raise failure
         if None in numbers:
             raise EngineError(
-                "expected every rank that shares the engine to go on with its conversations, but they failed on "
+                "expected every rank that shares the engine to continue its conversations, but they failed on "
                 f"rank {numbers.index(None)} of {len(numbers)}: see its error"
             )
         return any(numbers)
 
     def _across(self, value: Value) -> list[Value]:
-        """What each rank that shares this engine says; all of them call it."""
+        """Return the value of each rank that shares this engine. Every rank has to call it."""
         return process_objects(value) if self.capabilities.collective else [value]
 
     def _check_requests(self, requests: Sequence[Request]) -> None:
@@ -405,35 +400,33 @@ class Engine(ABC):
 
     def _check_state(self) -> None:
         if self.state is not EngineState.SYNCED:
-            raise RuntimeError(
-                f"expected a synced engine, got one that is {self.state.value}: load_weights comes first"
-            )
+            raise RuntimeError(f"expected a synced engine, got one that is {self.state.value}: call load_weights first")
 
     def wake(self) -> None:
-        """Takes memory again after sleep; the weights it then holds count as unknown."""
+        """Allocate memory after sleep; the weights then count as unknown."""
         self.state = EngineState.AWAKE
 
     def sleep(self) -> None:
-        """Gives memory back; needs new weights before it generates again."""
+        """Release memory; the engine needs new weights before it generates again."""
         self.state = EngineState.ASLEEP
 
     def end_stage(self) -> None:
-        """End with a stage of the Trainer; an engine that takes long to build sleeps until the next stage instead."""
+        """Close at the end of a stage of the Trainer. An engine that is slow to build sleeps instead."""
         self.close()
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Close the engine."""
         self.started, self.state = False, EngineState.ASLEEP
         if self.canary is not None:
             self.canary.forget()
 
 
 class _Counted:
-    """An exchange whose requests an engine counts as in flight, from when it takes them to when it gives them back."""
+    """Exchange whose requests are in the engine's ``in_flight`` until they are answered."""
 
     def __init__(self, exchange: Exchange, engine: Engine) -> None:
         self._exchange, self._engine = exchange, engine
-        self._open: dict[int, Request] = {}  # by their identity
+        self._open: dict[int, Request] = {}  # by id()
 
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
         requests = self._exchange.take(wait=wait, linger=linger)
@@ -451,45 +444,45 @@ class _Counted:
         self._exchange.fail(error)
 
     def end(self) -> None:
-        """Nothing more is drawn."""
+        """Discard the requests that are still open."""
         for request in self._open.values():
             self._engine.in_flight.discard(request)
 
 
 @contextmanager
 def refuse_exit(engine: Engine, expected: str) -> Iterator[None]:
-    """An engine that ends the program, as a library of a command line does, has failed; the run says so.
+    """Turn ``SystemExit`` of an engine, such as that of a command-line library, into an error.
 
     Raises:
-        EngineError: naming the engine, in the place of SystemExit.
+        EngineError: Instead of ``SystemExit``; names the engine.
     """
     try:
         yield
     except SystemExit as ended:
         raise EngineError(
             f"expected {expected} from {type(engine).__name__}, got sys.exit({ended.code!r}), which would end the run "
-            "in silence: raise an error that says what is wrong"
+            "silently: raise an error that describes the failure"
         ) from ended
 
 
 def give_all(exchange: Exchange, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Hands back what was drawn for several requests, in their order.
+    """Pass on the completions of several requests, in order.
 
     Raises:
-        EngineError: if there is not one for each.
+        EngineError: If their numbers differ.
     """
     if not isinstance(completions, Sequence) or len(completions) != len(requests):
         got = f"{len(completions)}" if isinstance(completions, Sequence) else f"a {type(completions).__name__}"
         raise EngineError(
-            f"expected {len(requests)} completions, one for each request, got {got}: an engine answers every request "
-            "once, in their order, and says ABORT for what it cannot"
+            f"expected {len(requests)} completions, one for each request, got {got}: answer every request once, "
+            "in order, with ABORT for failed ones"
         )
     for request, completion in zip(requests, completions, strict=True):
         exchange.give(request, completion)
 
 
 def request_seed(run_seed: int, rollout: int, sample_id: int) -> int:
-    """A 31-bit seed that depends on the request alone, equal in every process.
+    """Return a 31-bit seed that depends on the request alone.
 
     Example:
         >>> request_seed(0, 0, 0) == request_seed(0, 0, 0), request_seed(0, 0, 0) == request_seed(0, 0, 1)
@@ -500,7 +493,7 @@ def request_seed(run_seed: int, rollout: int, sample_id: int) -> int:
 
 
 def turn_seed(first: int, turn: int) -> int:
-    """The 31-bit seed of a turn of a conversation, from that of its first turn, which is turn 0.
+    """Return the 31-bit seed of a turn of a conversation, derived from the seed of its first turn, turn 0.
 
     Example:
         >>> turn_seed(5, 0), turn_seed(5, 1) == turn_seed(5, 1), turn_seed(5, 1) == turn_seed(5, 2)

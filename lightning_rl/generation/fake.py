@@ -1,4 +1,4 @@
-"""FakeEngine: says what a script tells it to, for tests of everything around generation."""
+"""Scripted engine for tests."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +16,12 @@ Script = Callable[[Request], Completion | Sequence[int]]
 
 
 class FakeEngine(Engine):
-    """Answers every request from a script and keeps what it was asked.
+    """Engine that answers every request from a script and stores the requests.
 
     Args:
-        script: from a request to a completion, or to the token ids of one. Ids that end with one of the request's EOS
-            ids finish with ``STOP``, others with ``LENGTH`` however short they are, and each has the log-probability
-            ``logprob``.
-        logprob: log-probability of scripted tokens.
+        script: Function from a request to a completion or to token ids. Ids that end with one of the request's EOS ids
+            finish with ``STOP``, others with ``LENGTH``; each has the log-probability ``logprob``.
+        logprob: Log-probability of scripted tokens.
         returns_logprobs: False for an engine that cannot return log-probabilities.
     """
 

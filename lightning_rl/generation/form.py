@@ -1,7 +1,7 @@
-"""Form: what a completion has to be made of, before anything is computed from it.
+"""Validation of the fields of a completion.
 
-An engine is anybody's code. Whatever it puts into a completion is told by its type, in one sentence, and never becomes
-an error of torch somewhere else. Whole numbers of numpy become those of Python, which is what tokenizers and JSON take.
+A field of a wrong type is reported here, in one message, instead of by a later error of torch. Integers of numpy are
+converted to int, as tokenizers and JSON require.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ PRECISE = (torch.float32, torch.float64)
 
 
 class FormError(ValueError):
-    """A completion is made of something else.
+    """Malformed completion.
 
     Args:
-        expected: what it should have been.
-        got: what it is.
-        cure: what to do.
+        expected: Description of a valid value.
+        got: Description of the actual value.
+        cure: Advice for the engine's author.
     """
 
     def __init__(self, expected: str, got: str, cure: str) -> None:
@@ -36,16 +36,16 @@ class FormError(ValueError):
 def check_form(
     given: Any, *, logprobs: bool, prompt_length: int = 0, extras: frozenset[str] = frozenset()
 ) -> Completion:
-    """A completion of tuples of whole numbers, a log-probability for each token, and extras of the right length.
+    """Return a completion of tuples of ints, with a log-probability for each token and extras of matching lengths.
 
     Args:
-        given: what an engine says is one.
-        logprobs: whether each token needs a log-probability.
-        prompt_length: of its request, in tokens.
-        extras: names of what the engine was asked to record.
+        given: Object that an engine returned as a completion.
+        logprobs: True if each token needs a log-probability.
+        prompt_length: Number of tokens of the prompt.
+        extras: Names of the extras that the engine has to record.
 
     Raises:
-        FormError: for anything else.
+        FormError: If a field is malformed.
     """
     if not isinstance(given, Completion) or not isinstance(given.finish, Finish):
         cure = "return Completion(token_ids=, logprobs=, finish=Finish.STOP, version=self.version)"
@@ -66,7 +66,7 @@ def check_form(
 
 
 def _show(value: Any) -> str:
-    """A value in a message, which may not know how it is shown."""
+    """Return a short representation of a value, even if its ``repr`` fails."""
     try:
         return repr(value)[:100]
     except Exception:  # noqa: BLE001  foreign code
@@ -74,7 +74,7 @@ def _show(value: Any) -> str:
 
 
 def _sequence(name: str, value: Any, cure: str) -> tuple[Any, ...]:
-    """The entries of a list or tuple, as many as there are when it is read."""
+    """Return the entries of a list or tuple."""
     if type(value) is tuple:
         return value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
@@ -94,7 +94,7 @@ def _token_ids(given: Any) -> tuple[int, ...]:
 
 
 def _versions(given: Any, number: int) -> tuple[int, ...]:
-    cure = "leave versions None if all tokens are of `version`, or give one for each token"
+    cure = "leave versions None if all tokens are of `version`, or pass one for each token"
     versions = _sequence("versions of tokens", given, cure)
     if len(versions) != number:
         raise FormError(f"a version for each of {number} tokens", str(len(versions)), cure)
@@ -105,8 +105,8 @@ def _versions(given: Any, number: int) -> tuple[int, ...]:
 
 def _check_whole(name: str, value: Any) -> None:
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
-        cures = {"sample_id": "give request.sample_id, or None"}
-        cure = cures.get(name, "give the one that load_weights brought, self.version")
+        cures = {"sample_id": "pass request.sample_id, or None"}
+        cure = cures.get(name, "pass self.version, which load_weights sets")
         raise FormError(f"a whole number as {name}", _show(value), cure)
 
 
@@ -120,7 +120,7 @@ def _check_logprobs(scores: Any, number: int) -> None:
 
 
 def _flaws(scores: Tensor, number: int) -> Iterator[str]:
-    """What is wrong with log-probabilities, the first of which counts."""
+    """Yield the faults of log-probabilities, the most basic first."""
     if scores.layout != torch.strided or scores.is_meta:
         yield "a tensor on the meta device, without values" if scores.is_meta else f"a tensor of layout {scores.layout}"
     if scores.shape != (number,):
@@ -132,14 +132,14 @@ def _flaws(scores: Tensor, number: int) -> Iterator[str]:
 
 
 def _check_extras(given: Completion, lengths: tuple[int, int], names: frozenset[str]) -> None:
-    """What the engine was asked to record of each token, and where experts are replayed of each token of the prompt."""
+    """Check the extras of the response, and of the prompt for expert routes."""
     fields = (("token_extras", names, lengths[0]), ("prompt_extras", names & {ROUTES}, lengths[1]))
     for field, recorded, length in fields:
         extras: Any = getattr(given, field)
         if extras == {} and not recorded:
             continue
         if not isinstance(extras, Mapping) or not all(isinstance(each, Tensor) for each in extras.values()):
-            raise FormError(f"{field} as tensors by name", _show(extras), "give {} if there are none")
+            raise FormError(f"{field} as tensors by name", _show(extras), "pass {} if there are none")
         for name in sorted(recorded):
             got = _entries(extras.get(name))
             if got != length:

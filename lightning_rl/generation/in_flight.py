@@ -1,4 +1,4 @@
-"""InFlight: the requests that an engine has been asked for and has not answered, and how old their tokens may be."""
+"""Requests that an engine has not answered yet."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,38 +9,38 @@ from lightning_rl.generation.sampling import Sampling
 
 
 class Asked(Protocol):
-    """A request, as far as it counts here."""
+    """Request with sampling parameters."""
 
     @property
     def sampling(self) -> Sampling:
-        """How it is drawn."""
+        """Sampling parameters."""
         ...
 
 
 class InFlight:
-    """Requests from when an engine takes them until it has answered them. Threads may share it."""
+    """Unanswered requests of an engine with the version of the weights at their start. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Asked, int]] = {}  # by the identity of the request
+        self._open: dict[int, tuple[Asked, int]] = {}  # by id() of the request
 
     def __reduce__(self) -> tuple[type["InFlight"], tuple[()]]:
-        """A copy, such as that of a module whose weights are averaged, has asked for nothing."""
+        """Copy without requests: a copy of the module has sent none."""
         return InFlight, ()
 
     def add(self, request: Asked, version: int) -> None:
-        """Counts a request that is drawn from weights of this version or newer ones."""
+        """Add a request that is generated from weights of this version or newer."""
         with self._lock:
             self._open[id(request)] = request, version
 
     def discard(self, request: Asked) -> None:
-        """Counts it no more, if it is counted."""
+        """Remove a request, if it is there."""
         with self._lock:
             self._open.pop(id(request), None)
 
     @contextmanager
     def holding(self, requests: Sequence[Asked], version: int) -> Iterator[None]:
-        """Counts requests while somebody draws for them; one that is discarded before that no longer."""
+        """Add requests inside the context; those still there are removed at its end."""
         with self._lock:
             self._open |= {id(request): (request, version) for request in requests}
         try:
@@ -51,11 +51,11 @@ class InFlight:
                     self._open.pop(id(request), None)
 
     def tokens(self) -> int:
-        """How many tokens may still come at most: the limits of all responses together."""
+        """Return the maximum number of tokens that may still be generated."""
         with self._lock:
             return sum(request.sampling.max_new_tokens for request, _ in self._open.values())
 
     def oldest(self) -> int | None:
-        """The oldest version that a token in flight may come from; None if nothing is in flight."""
+        """Return the oldest version that a token in flight may come from; None without requests."""
         with self._lock:
             return min((version for _, version in self._open.values()), default=None)

@@ -1,4 +1,4 @@
-"""Sampling: how tokens are drawn, one value for the rollouts that train and for every evaluation."""
+"""Sampling parameters and filters, for training and evaluation."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from torch import Tensor
 
 from lightning_rl.arguments import check_counts, check_numbers
 
-CANDIDATES = 1024  # likeliest tokens that top-p looks at before it sorts a vocabulary
-UNITS = 2**30  # of a probability of 1, see in_units
+CANDIDATES = 1024  # most likely tokens that top-p tries before it sorts the vocabulary
+UNITS = 2**30  # integer that stands for probability 1, see in_units
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens of a response are drawn.
+    """Sampling parameters of a response.
 
-    The filters apply in the order min-p, top-k, top-p, each to what the one before has left of the distribution at the
-    temperature; greedy answers are never filtered.
+    The filters apply in the order min-p, top-k, top-p, each to the tokens left by the previous one, at the given
+    temperature. Greedy sampling ignores them.
 
     Args:
-        temperature: what the logits are divided by; 0 takes the likeliest token, which only an evaluation can.
-        top_k: how many of the likeliest tokens are kept, and all that are as likely as the last of them; 0 keeps all.
-        top_p: the least probability mass that is kept, likeliest first, in (0, 1]; 1 keeps all.
-        min_p: tokens below this share of the highest probability are dropped, in [0, 1); 0 keeps all.
-        max_new_tokens: most tokens of a response.
-        stop: strings that end a response; the token that completes one belongs to it.
-        eos_token_ids: ids that end a response and belong to it; None for those of the generation config and of the
+        temperature: Divisor of the logits; 0 is greedy, which only an evaluation may use.
+        top_k: Number of most likely tokens to keep, with ties of the last one; 0 keeps all.
+        top_p: Smallest probability mass to keep, most likely tokens first, in (0, 1]; 1 keeps all.
+        min_p: Share of the highest probability below which tokens are dropped, in [0, 1); 0 keeps all.
+        max_new_tokens: Maximum number of tokens of a response.
+        stop: Strings that end a response; the token that completes one belongs to it.
+        eos_token_ids: Ids that end a response and belong to it; None for those of the generation config and the
             tokenizer.
 
     Raises:
-        ValueError: if an option is out of range; the message names it.
+        ValueError: If an option is out of range; names it.
 
     Example:
         >>> Sampling().filters, Sampling(top_p=0.9).filters, Sampling(top_p=0.9, temperature=0).filters
@@ -48,9 +48,9 @@ class Sampling:
     eos_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the ranges and freezes the sequences."""
+        """Check ranges and turn sequences into tuples."""
         check_numbers(at_least=0, finite=True, temperature=self.temperature)
-        check_counts(0, top_k=self.top_k)  # 0 for no limit
+        check_counts(0, top_k=self.top_k)
         check_numbers(above=0, at_most=1, top_p=self.top_p)
         check_numbers(at_least=0, at_most=1, min_p=self.min_p)
         if self.min_p == 1:
@@ -62,7 +62,7 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """True if a filter applies."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
 
@@ -70,12 +70,12 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ValueError(f'expected stop to be strings of at least one letter, such as ["</answer>"], got {stop!r}')
+            raise ValueError(f'expected stop to be non-empty strings, such as ["</answer>"], got {stop!r}')
     return strings
 
 
 def _token_ids(ids: Any) -> tuple[int, ...]:
-    """Ids in ascending order, each once."""
+    """Return the distinct ids in ascending order."""
     whole = isinstance(ids, Iterable) and not isinstance(ids, str)
     given: tuple[Any, ...] = tuple(ids) if whole else ()
     if not whole or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in given):
@@ -87,7 +87,7 @@ def _token_ids(ids: Any) -> tuple[int, ...]:
 
 
 class RowFilters:
-    """Top-k, top-p and min-p of several rows, which may all differ, as tensors on the device of log-probabilities."""
+    """Top-k, top-p and min-p of several rows as tensors; each row may have its own values."""
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device) -> None:
         rows = [sampling if sampling.filters else Sampling() for sampling in samplings]
@@ -98,7 +98,7 @@ class RowFilters:
         self.with_top_p = any(row.top_p < 1 for row in rows)
 
     def mask(self, logprobs: Float[Tensor, "L V"], rows: Int[Tensor, " L"]) -> Bool[Tensor, "L V"]:
-        """The tokens that some rows may draw from their distributions, always the likeliest one.
+        """Return the tokens that each row may sample, always including the most likely one.
 
         Example:
             >>> filters = RowFilters([Sampling(top_p=0.7), Sampling(top_k=1)], torch.device("cpu"))
@@ -116,9 +116,9 @@ class RowFilters:
 
 
 def in_units(mass: Float[Tensor, "L V"]) -> Int[Tensor, "L V"]:
-    """Probabilities as integer multiples of 2^-30, in the memory of the given ones, because a vocabulary is large.
+    """Convert probabilities in place to integer multiples of 2^-30.
 
-    Their sums are exact, so that a draw depends neither on the order in which a device adds nor on the other rows. On
+    Sums of integers are exact, so a sample depends neither on the order of additions on a device nor on other rows. On
     CUDA a cumsum of floats depends on both, and raises under ``torch.use_deterministic_algorithms``.
 
     Example:
@@ -130,10 +130,9 @@ def in_units(mass: Float[Tensor, "L V"]) -> Int[Tensor, "L V"]:
 
 
 def _nucleus(scores: Float[Tensor, "L V"], top_p: Float[Tensor, "L 1"]) -> Bool[Tensor, "L V"]:
-    """The fewest tokens, likeliest first, that have a share of the mass; where it is 1, all that have any.
+    """Return the fewest most likely tokens with a mass of ``top_p``, or all possible ones where it is 1.
 
-    Only rows whose share is not within the likeliest tokens are sorted whole, each by itself, so that what a row keeps
-    depends on no other row.
+    A row is sorted whole only if its :data:`CANDIDATES` most likely tokens have less mass, so no row affects another.
     """
     limited = top_p < 1
     mass = scores.softmax(-1)
@@ -148,7 +147,7 @@ def _nucleus(scores: Float[Tensor, "L V"], top_p: Float[Tensor, "L 1"]) -> Bool[
 def _until(
     mass: Float[Tensor, "L K"], order: Int[Tensor, "L K"], share: Float[Tensor, "L 1"], vocabulary: int
 ) -> Tensor:
-    """Tokens of descending mass, as long as those before have less than a share; the first always."""
+    """Return tokens of descending mass while the mass before them is below ``share``; the first one is always kept."""
     units = in_units(mass.clone())
     kept = (units.cumsum(-1) - units < share.double() * UNITS) & (mass > 0)
     kept[:, 0] = True

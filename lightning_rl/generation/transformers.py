@@ -1,7 +1,7 @@
-"""TransformersEngine: decodes with the policy module itself, in a loop of its own over the forward with a KV cache.
+"""Engine that decodes with the policy module itself, with a KV cache.
 
-Each prompt is prefilled once for all of its samples, finished rows leave the batch, and every request samples with
-uniforms from its own generator (inverse CDF), so a sample does not depend on what else is in the batch.
+Each distinct prompt is prefilled once, finished rows leave the batch, and each request samples with uniforms from its
+own generator (inverse CDF), so a sample does not depend on its batch.
 """
 
 import inspect
@@ -28,22 +28,21 @@ from lightning_rl.policy.model import carries_state
 from lightning_rl.policy.text_model import has_towers
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
 
-VLLM_DRAWS = "draw with engine=VLLMEngine()"
-COMPACT_BELOW = 0.75  # share of live rows under which finished ones are dropped; 0.5 to 0.9 measure the same
+VLLM_DRAWS = "pass engine=VLLMEngine()"
+COMPACT_BELOW = 0.75  # share of live rows below which finished rows are dropped; 0.5 to 0.9 measure the same
 
 
 class TransformersEngine(Engine):
-    """The embedded engine. Decodes with the policy module itself, where a rank holds all of it; a sync then changes
-    nothing but the version. Under a sharding strategy, or ahead of the trainer, it decodes with a copy, into which a
-    sync writes.
+    """Embedded engine, which decodes with the policy module itself where a rank holds all of it.
+
+    A sync then only changes the version. Under a sharding strategy, or ahead of the trainer, it copies the weights.
 
     Args:
-        max_rows: that decode together; bounds the memory of the KV cache.
-        canary: proves each sync into a copy; None switches it off.
+        max_rows: Maximum number of rows that decode together; bounds the memory of the KV cache.
+        canary: Check of each sync into a copy; None to skip it.
 
     Raises:
-        ValueError: if ``max_rows`` is not positive; from ``start`` and the first draw, if the model keeps what it has
-            read elsewhere than in a cache whose rows can be padded and chosen.
+        ValueError: If ``max_rows`` is not positive; later, if the model keeps a state outside of the KV cache.
     """
 
     capabilities = Capabilities(
@@ -76,26 +75,26 @@ class TransformersEngine(Engine):
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Writes what differs in place; if the model that decodes is the one that trains, nothing does."""
+        """Copy each weight in place, unless it shares memory with the model that decodes."""
         model = self._model
         tensors = {} if model is None else {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for name, weight in weights:
                 if name not in tensors:
-                    raise ValueError(f"expected the names of the model that decodes, got {name}")
+                    raise ValueError(f"expected names of the engine's model, got {name}")
                 if tensors[name].data_ptr() != weight.data_ptr():
                     self.holds_copy = True
                     tensors[name].copy_(weight)
-                del weight  # or it would be held while the next one is gathered
+                del weight  # drop the reference before the next weight is gathered
 
     @override
     @torch.no_grad()
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         model = self._model_for("generate")
         training = model.training
-        model.eval()  # transformers switches the cache off in train mode under activation checkpointing
+        model.eval()  # transformers disables the cache in train mode under activation checkpointing
         completions: dict[int, Completion] = {}
-        # alike in length, samples of one prompt beside each other
+        # similar lengths together, samples of one prompt adjacent
         places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
         try:
             routes = record_routes(model) if ROUTES in self.extras else nullcontext()
@@ -117,10 +116,10 @@ class TransformersEngine(Engine):
         return [completions[place] for place in range(len(requests))]
 
     def _prove_decoding(self, model: PreTrainedModel) -> None:
-        """Compares a small decode with forwards of whole sequences, for layers with a state and models with towers.
+        """Compare a small decode with forwards of whole sequences. Run once for recurrent and multimodal models.
 
         Raises:
-            ValueError: if padding on the left of a prompt, or choosing rows, changes what a layer has read.
+            ValueError: If left padding or selecting rows changes the state of a layer.
         """
         sampling = Sampling(max_new_tokens=3, temperature=1.0, eos_token_ids=())
         prompts = [(1,), (2, 3, 1, 2), (1,), (3, 1)]
@@ -170,9 +169,9 @@ class TransformersEngine(Engine):
 
 @contextmanager
 def cached_casts(model: nn.Module) -> Iterator[None]:
-    """Let autocast cast each weight once inside, and not at every token; without autocast do nothing.
+    """Cache autocast's copies of the weights inside the context; without autocast do nothing.
 
-    The copies are gone afterwards. Lightning switches autocast's cache off, and autocast caches no frozen weight.
+    Lightning disables autocast's cache, and autocast never caches a weight that requires no gradient.
     """
     device = next(model.parameters()).device.type
     if not torch.is_autocast_enabled(device):
@@ -192,7 +191,7 @@ def cached_casts(model: nn.Module) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Live:
-    """The rows in the cache, in its order. A few have ended and wait to be dropped together."""
+    """Rows in the cache, in its order. Finished rows are dropped several at a time."""
 
     rows: Int[Tensor, " L"]  # numbers within the batch
     alive: Bool[Tensor, " L"]
@@ -203,7 +202,7 @@ class _Live:
 
 
 class _Decode:
-    """One decode of a few requests: prefill, then a token for every live row at each step."""
+    """Decode of a batch of requests: prefill, then one token per live row and step."""
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class _Decode:
         self.filters = RowFilters(samplings, device) if any(sampling.filters for sampling in samplings) else None
 
     def run(self, *, logprobs: bool) -> list[Completion]:
-        """Decodes until every row has ended."""
+        """Decode until every row has finished."""
         live = self._prefill()
         for step in range(self.tokens.shape[1]):
             chosen = self._sample(live, step)
@@ -259,7 +258,7 @@ class _Decode:
         ]
 
     def _prefill(self) -> _Live:
-        """Runs every different prompt once, padded on the left, and repeats its cache for each of its samples."""
+        """Run each distinct prompt once, left-padded, and repeat its cache for each of its samples."""
         prompts = list(dict.fromkeys(request.prefix_ids for request in self.requests))
         place = {prompt: number for number, prompt in enumerate(prompts)}
         width, device = max(map(len, prompts)), self.model.device
@@ -277,7 +276,7 @@ class _Decode:
         return _Live(rows, alive, cache, logits[index], None if mask is None else mask[index], lengths[index])
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
-        """Logits after the last of some tokens, which the cache holds afterwards."""
+        """Return the logits after the last token; the tokens are added to the cache."""
         output = self.model(
             input_ids=ids,
             attention_mask=mask,
@@ -289,7 +288,7 @@ class _Decode:
         return output.logits[:, -1]
 
     def _sample(self, live: _Live, step: int) -> Tensor:
-        """Draws a token for every row of the cache and keeps those of the live ones."""
+        """Sample a token for every row of the cache and store those of live rows."""
         scores = self._filter(self._scores(live), live, step)
         mass = in_units(scores.exp()).cumsum_(-1)  # in place: a vocabulary is large
         target = (self.uniforms[live.rows, step, None] * mass[:, -1:]).to(mass.dtype)
@@ -304,12 +303,12 @@ class _Decode:
         return chosen[:, 0]
 
     def _scores(self, live: _Live) -> Tensor:
-        """Log-probabilities at the rows' temperatures; greedy rows have theirs at 1."""
+        """Return log-probabilities at the rows' temperatures; at 1 for greedy rows."""
         exact = live.logits.to(self.logprobs.dtype)
         return (exact if self.temperatures is None else exact / self.temperatures[live.rows, None]).log_softmax(-1)
 
     def _filter(self, scores: Tensor, live: _Live, step: int) -> Tensor:
-        """Log-probabilities over the tokens that the rows may draw."""
+        """Return log-probabilities renormalized over the tokens that pass the filters."""
         if self.filters is None and not self.extras.with_mask:
             return scores
         mask = torch.ones_like(scores, dtype=torch.bool)
@@ -320,7 +319,7 @@ class _Decode:
         return scores
 
     def _ends(self, live: _Live, chosen: Tensor, step: int) -> Tensor:
-        """Which rows end with the token that they drew."""
+        """Return True for each row that ends with the sampled token."""
         stopped = (chosen[:, None] == self.eos_ids[live.rows]).any(-1)
         if self.stops:
             strings = [self._ends_with_stop_string(row, step) for row in live.rows.tolist()]
@@ -339,7 +338,7 @@ class _Decode:
         return any(stop in text for stop in stops)
 
     def _advance(self, live: _Live, chosen: Tensor, step: int) -> _Live:
-        """One forward with the chosen tokens; drops the ended rows first when enough of them have gathered."""
+        """Run a forward with the sampled tokens; drop finished rows first if there are many."""
         rows, alive, mask, position = live.rows, live.alive, live.mask, live.position
         if alive.float().mean() < COMPACT_BELOW:
             keep = alive.nonzero()[:, 0]

@@ -184,7 +184,9 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
         pytest.param(
             one(logprobs=torch.zeros(3, requires_grad=True)), "with a gradient, .*: return .*no_grad", id="gradient"
         ),
-        pytest.param(one(version=None), "a whole number as version .* got None .*: give the one", id="version-none"),
+        pytest.param(
+            one(version=None), "a whole number as version .* got None .*: pass self.version", id="version-none"
+        ),
         pytest.param(one(version="0"), "a whole number as version .* got '0'", id="version-text"),
         pytest.param(one(version=0.0), "a whole number as version .* got 0.0", id="version-float"),
         pytest.param(one(versions=("a", "b", "c")), "version of each token .* got 'a'", id="versions-text"),
@@ -283,7 +285,7 @@ def test_weights_that_are_older_than_those_it_had_when_it_was_asked_are_refused(
         return answers.check([replace(right(r), version=v) for r, v in zip(requests, versions, strict=True)])
 
     assert [each.version for each in answer(2, 2, 2, 2)] == [2, 2, 2, 2]
-    with pytest.raises(EngineError, match=r"tokens of version 2, which it had when it was asked, .* got version 1 for"):
+    with pytest.raises(EngineError, match=r"tokens of version 2, which it had at the request, .* got version 1 for"):
         answer(2, 2, 1, 2)
     asked = Answers(engine=engine, requests=requests, logprobs=True)
     engine.load_weights([], 3)  # while it generates
@@ -305,7 +307,7 @@ def test_an_answer_that_is_given_up_whole_is_said() -> None:
     def nothing(given: list[Completion]) -> list[Completion]:
         return [replace(each, finish=Finish.ABORT) for each in given]
 
-    with pytest.warns(UserWarning, match="OwnEngine gave up every sample .* of which nothing is learnt"):
+    with pytest.warns(UserWarning, match="OwnEngine aborted every requested sample .* so nothing trains"):
         assert {each.finish for each in ask(nothing)} == {Finish.ABORT}
 
 
@@ -318,7 +320,7 @@ def test_a_run_whose_engine_gives_up_everything_ends_and_says_why() -> None:
 
     told = r"taught the policy nothing: the engine aborted every sample \(Finish.ABORT\): .* engine/aborted 16"
     with (
-        pytest.warns(UserWarning, match="Lost gave up every sample"),
+        pytest.warns(UserWarning, match="Lost aborted every requested sample"),
         pytest.warns(UserWarning, match=told),
         pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine aborted every sample"),
     ):
@@ -366,29 +368,31 @@ def test_where_they_may_well_be_zero_nothing_is_said(change: dict[str, Any]) -> 
     ("change", "what"),
     [
         pytest.param(
-            {"logprobs": torch.tensor([-1.0, -1e30, -1.0])}, r"of -1e\+30 at position 1, at which nothing", id="masked"
+            {"logprobs": torch.tensor([-1.0, -1e30, -1.0])}, r"of -1e\+30 at position 1, at which no token", id="masked"
         ),
         pytest.param({"logprobs": torch.tensor([-1.0, -104.0, -1.0])}, "of -104 at position 1", id="below-float32"),
         pytest.param({"logprobs": torch.tensor([-1.0, nan, -1.0])}, "a log-probability of nan at position 1", id="nan"),
         pytest.param({"logprobs": torch.tensor([-1.0, -1.0, -torch.inf])}, "of -inf at position 2", id="infinite"),
         pytest.param({"logprobs": torch.tensor([torch.inf, -1.0, -1.0])}, "of inf at position 0", id="plus-infinite"),
         pytest.param(
-            {"token_ids": (A, A, A)}, r"a stop without an id in \[1\] or a stop string", id="stop-without-eos"
+            {"token_ids": (A, A, A)}, r"finish STOP without an id in \[1\] or a stop string", id="stop-without-eos"
         ),
-        pytest.param({"finish": Finish.LENGTH}, "an end for its length, but with the id 1", id="length-with-eos"),
-        pytest.param({"token_ids": (EOS, A, EOS)}, "tokens after the one that ends a response", id="eos-within"),
+        pytest.param(
+            {"finish": Finish.LENGTH}, "finish LENGTH although the last id, 1, is an EOS id", id="length-with-eos"
+        ),
+        pytest.param({"token_ids": (EOS, A, EOS)}, "tokens after an EOS id", id="eos-within"),
         pytest.param(
             {"token_ids": (A, A), "logprobs": torch.zeros(2), "finish": Finish.LENGTH},
-            "an end for its length after 2 of 3 tokens",
+            "finish LENGTH after 2 of 3 tokens",
             id="length-too-short",
         ),
         pytest.param(
-            {"token_ids": (), "logprobs": torch.zeros(0), "finish": Finish.STOP}, "a stop without", id="empty-stop"
+            {"token_ids": (), "logprobs": torch.zeros(0), "finish": Finish.STOP}, "finish STOP without", id="empty-stop"
         ),
     ],
 )
 def test_what_spoils_one_sample_aborts_its_row(change: dict[str, Any], what: str) -> None:
-    message = rf"1 of 4 samples from OwnEngine are aborted and train nothing: got .*{what}.* for sample 2 \(request 2"
+    message = rf"1 of 4 samples from OwnEngine are aborted and do not train: got .*{what}.* for sample 2 \(request 2"
     with pytest.warns(UserWarning, match=message):
         believed = ask(one(**change))
     assert [each.finish for each in believed] == [Finish.STOP, Finish.STOP, Finish.ABORT, Finish.STOP]
@@ -400,7 +404,7 @@ def test_if_it_is_so_of_several_samples_it_is_the_engine() -> None:
         return [replace(each, logprobs=torch.full((3,), nan)) for each in given[:2]] + given[2:]
 
     with pytest.raises(
-        EngineError, match=r"got a log-probability of nan .* for sample 0 .* and 2 of 4 like it: look for"
+        EngineError, match=r"got a log-probability of nan .* for sample 0 .* and 2 of 4 samples are faulty: look for"
     ):
         ask(two_nan)
 
@@ -440,7 +444,7 @@ def test_a_stop_string_has_to_be_in_the_text() -> None:
         return Answers(engine=engine, requests=requests, logprobs=True, text=text).check(engine.generate(requests))
 
     assert answer("d")[2].finish is Finish.STOP  # id 5 is the letter d
-    with pytest.warns(UserWarning, match="a stop without an id"):
+    with pytest.warns(UserWarning, match="finish STOP without an id"):
         assert answer("e")[2].finish is Finish.ABORT
 
 
@@ -514,7 +518,7 @@ def not_a_number(completion: Completion) -> Completion:
 
 def test_in_a_run_one_nan_costs_one_row_which_is_counted_and_never_blames_the_learning_rate() -> None:
     seen, module = Aborted(), tiny_module(engine=Wrong(not_a_number))
-    with pytest.warns(UserWarning, match="1 of 16 samples from Wrong are aborted and train nothing: .* for sample 5"):
+    with pytest.warns(UserWarning, match="1 of 16 samples from Wrong are aborted and do not train: .* for sample 5"):
         fit(module, callbacks=[seen])
     assert seen.counts == [1.0, 0.0, 0.0, 0.0]
     first = seen.rollouts[0]

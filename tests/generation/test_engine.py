@@ -68,9 +68,7 @@ def engines() -> list[Engine]:
 def test_an_engine_generates_only_with_the_trainers_weights(engine: Engine) -> None:
     requests = [a_request(eos_token_ids=[1])]
     assert (engine.state, engine.version) == (EngineState.ASLEEP, -1)
-    with pytest.raises(
-        RuntimeError, match="expected a synced engine, got one that is asleep: load_weights comes first"
-    ):
+    with pytest.raises(RuntimeError, match="expected a synced engine, got one that is asleep: call load_weights first"):
         engine.generate(requests)
     engine.wake()
     with pytest.raises(RuntimeError, match="got one that is awake"):

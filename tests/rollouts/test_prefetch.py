@@ -219,7 +219,7 @@ def test_an_engine_that_takes_weights_while_it_generates_may_be_further_ahead() 
 
 def test_a_token_that_is_too_old_names_row_and_version() -> None:
     steps = Steps()
-    with pytest.raises(EngineError, match=r"tokens of version 1, which it had when .* got version 0 for sample 32 \("):
+    with pytest.raises(EngineError, match=r"tokens of version 1, which it had at .* got version 0 for sample 32 \("):
         fit(module_of(engine=Paused(steps, late=1)), callbacks=[TruncatedIS(), steps])
     old = rollout_of([1.0, 0.0], [[1, 1], [1, 0]]).replace(policy_version=torch.tensor([[4, 4], [3, -1]]))
     check_staleness(old, 5, 2)

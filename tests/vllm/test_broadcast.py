@@ -98,7 +98,7 @@ def test_a_tensor_that_no_server_knows_costs_one_push_and_leaves_every_server_lo
     other = Broadcast(pool, tensors, torch.device("cpu"))
     other.send(weights, pool.push.next_label(1))
     other.close()
-    assert all(f"expected {server.url} to load weights, but it said: " in caplog.text for server in both)
+    assert all(f"expected {server.url} to load weights, but it failed: " in caplog.text for server in both)
     assert [server.endpoint.label() for server in pool.servers] == [None, None]
     moved(model, 0.02)
     requests = requests_for(prompts_of(8, 20))

@@ -200,7 +200,7 @@ def test_a_wrong_temperature_is_told_from_wrong_weights(
         return parameters
 
     monkeypatch.setattr(run.engine, "_parameters", at_one)
-    with pytest.raises(CanaryError, match=r"its weights agree, but .* its temperature or filter is another"):
+    with pytest.raises(CanaryError, match=r"its weights agree, but .* its temperature or filter differs"):
         run.sync()
 
 
@@ -213,7 +213,7 @@ def test_raw_log_probabilities_are_told_from_wrong_weights(
             __import__("lightning_rl.generation.vllm.engine", fromlist=["FIXED"]).FIXED, "logprobs_mode", "raw_logprobs"
         )
         run = Watched(start_engine(model, seed=2), model, 0.6)
-    with pytest.raises(CanaryError, match="its temperature or filter is another"):
+    with pytest.raises(CanaryError, match="its temperature or filter differs"):
         run.sync()
 
 

@@ -54,7 +54,7 @@ def test_a_name_that_the_engine_does_not_know_is_named(start_engine: Starter) ->
     model = a_model()
     stranger = [("model.layers.0.self_attn.q_proj.scale", torch.zeros(2)), *weights(model)]
     with pytest.raises(
-        ValueError, match=r"names that the engine knows, got model.layers.0.self_attn.q_proj.scale \[2\]"
+        ValueError, match=r"names of the engine's tensors, got model.layers.0.self_attn.q_proj.scale \[2\]"
     ):
         start_engine(model).expect(stranger)
 
@@ -76,7 +76,7 @@ def test_a_failed_sync_leaves_an_engine_that_refuses_until_the_next_one(
     moved(model, 0.05)
     faults: dict[str, tuple[Iterator[tuple[str, Tensor]], str]] = {
         "raises": (broken(model), "lost"),
-        "missing": (weights(model, o_proj__weight=None), "did not come"),
+        "missing": (weights(model, o_proj__weight=None), "is missing"),
         "shape": (weights(model, o_proj__weight=torch.zeros(128, 64)), r"got .*o_proj.weight \[128, 64\]"),
     }
     stream, message = faults[fault]

@@ -1,1 +1,1 @@
-"""Engines on vLLM: in this process, or on servers of their own."""
+"""Engines on vLLM, in this process or on servers."""

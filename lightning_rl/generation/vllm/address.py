@@ -1,4 +1,4 @@
-"""Which addresses are of this machine alone, and which one of its own leads to another machine."""
+"""Loopback addresses, and the address of this machine as seen from another one."""
 
 import socket
 from contextlib import closing
@@ -7,10 +7,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine from which it reaches another one; nothing is sent.
+    """Return the address of this machine on the route to another one, without sending anything.
 
     Raises:
-        OSError: if there is no way.
+        OSError: If there is no route.
 
     Example:
         >>> address_towards("127.0.0.1", 8000)

@@ -1,4 +1,4 @@
-"""Broadcast: one push of the weights to all servers that are there, through a group that they have joined."""
+"""Push of the weights to all ready servers through a process group."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -19,20 +19,20 @@ from lightning_rl.generation.weights.buckets import Bytes, Spare, Specification,
 from lightning_rl.generation.weights.stream import Stream
 
 LOG = logging.getLogger(__name__)
-LOST = (GroupError, Unanswered, Refused, Cancelled)  # what a server that takes no part (any more) makes of a call
+LOST = (GroupError, Unanswered, Refused, Cancelled)  # errors of a server that does not take part, or stopped to
 Answer = TypeVar("Answer")
 
 
 class Broadcast:
-    """Brings the weights to the servers of a pool that are ready; whom it does not reach is left to files.
+    """Sends the weights to the ready servers of a pool; other servers load them from files.
 
-    A group lasts from push to push, as long as the same servers are in it. A server that has lost it, by a restart or
-    an error, gets into the next one, which all of them join.
+    A group is reused while the same servers are in it. After a server's restart or an error, all servers join a new
+    one.
 
     Args:
-        pool: of servers, one of which has said what it holds.
-        tensors: what each push brings, in order.
-        device: of the trainer's weights.
+        pool: Pool of servers, one of which has sent its description.
+        tensors: Tensors of each push, in order.
+        device: Device of the trainer's weights.
     """
 
     def __init__(self, pool: ServerPool, tensors: Sequence[Specification], device: torch.device) -> None:
@@ -42,15 +42,15 @@ class Broadcast:
         self._buckets = cut(self._tensors, BUCKET_BYTES)
         self._group: Group | None = None
         self._members: list[Server] = []
-        self._groups = 0  # that there have been
+        self._groups = 0  # number of groups so far
 
     def send(self, stream: Stream, label: Label) -> Spare:
-        """Sends a stream to every server that is ready; one that has loaded all of it has the label afterwards.
+        """Send a stream to every ready server. A server that has loaded all of it gets the label.
 
-        What the stream raises is raised once every server has stopped to receive; none has the label then.
+        An error of the stream is raised after every server has stopped receiving; no server gets the label then.
 
         Returns:
-            The same weights in main memory, for servers that were not reached, and those that come later.
+            The weights in main memory, for servers that were not reached or join later.
         """
         servers = self._pool.ready()
         with ExitStack() as stack:
@@ -73,7 +73,7 @@ class Broadcast:
                 self._end_group()
                 raise
             if group.is_over:
-                self._end_group()  # so that those who still wait for a bucket hear of it
+                self._end_group()  # so that servers that wait for a bucket stop
         for why in {failure, *(answer.result() for answer in answers)} - {""}:
             LOG.warning("version %d did not reach every server by broadcast: %s", label.version, why)
         if group.is_over:
@@ -81,7 +81,7 @@ class Broadcast:
         return flats
 
     def _send_buckets(self, group: Group, stream: Stream) -> tuple[list[Bytes], str]:
-        """The buckets, all of them even if the group broke meanwhile, and what it broke of."""
+        """Return all buckets, even if the group broke, and the reason if it did."""
         flats, failure = list[Bytes](), ""
         try:
             for flat in pack(stream, self._buckets, self._device):
@@ -94,7 +94,7 @@ class Broadcast:
         return flats, failure or _failure_of(group, group.flush)
 
     def _group_of(self, servers: Sequence[Server]) -> Group | None:
-        """The group of all servers that answer, a new one if need be; None if nobody joins."""
+        """Return the group of all servers that answer, a new one if needed; None if there are none."""
         names = _ask(servers, lambda server: server.endpoint.membership())
         if self._group is not None and self._members == servers and set(names.values()) == {self._group.name}:
             return self._group
@@ -105,10 +105,10 @@ class Broadcast:
         return self._group
 
     def _form(self, servers: Sequence[Server]) -> list[Server]:
-        """Makes a group of servers if all of them join; returns those that would.
+        """Form a group if every server joins; return the servers that would join.
 
         Raises:
-            ValueError: if two members share a GPU, which NCCL refuses.
+            ValueError: If two members share a GPU, which NCCL does not support.
         """
         counts = _ask(servers, lambda server: server.endpoint.count_workers())
         if len(counts) < len(servers):
@@ -135,7 +135,7 @@ class Broadcast:
                 if (owner := owners.setdefault(gpu, server.endpoint.url)) != server.endpoint.url:
                     raise ValueError(
                         f'expected a GPU for each member of a group with transfer="broadcast", got one for {owner} and '
-                        f'{server.endpoint.url}: pass transfer="file", or give each a GPU of its own'
+                        f'{server.endpoint.url}: pass transfer="file", or use a separate GPU for each'
                     )
 
     def _end_group(self) -> None:
@@ -144,26 +144,26 @@ class Broadcast:
             group.close()
 
     def close(self) -> None:
-        """Ends the group; the servers leave it, if they answer."""
+        """Close the group, and make its servers leave it."""
         members = [server for server in self._members if server in self._pool.servers]
         self._end_group()
         _ask(members, lambda server: server.endpoint.leave())
 
 
 def _receive(server: Server, group: Group, label: Label) -> str:
-    """Has a server receive what is sent; says what went wrong."""
+    """Make a server receive the stream; return the error, or an empty string."""
     try:
         server.endpoint.receive(group.name, label)
     except LOST as error:
         group.give_up()
         return str(error)
-    except RuntimeError as error:  # it has read all, and can load a file
+    except RuntimeError as error:  # the server has read everything, and can load a file
         return str(error)
     return ""
 
 
 def _failure_of(group: Group, send: Callable[[], None]) -> str:
-    """What went wrong, as a text: the error would keep connections alive that have to end."""
+    """Return the message of an error instead of raising it, as the error would keep connections alive."""
     try:
         send()
     except GroupError as error:
@@ -173,13 +173,13 @@ def _failure_of(group: Group, send: Callable[[], None]) -> str:
 
 
 def _ask(servers: Sequence[Server], call: Callable[[Server], Answer]) -> dict[Server, Answer]:
-    """What servers answer, all asked at once; those that do not are left out, and the log says why."""
+    """Return the answers of servers called in parallel; log and leave out those that fail."""
 
     def ask(server: Server) -> list[tuple[Server, Answer]]:
         try:
             return [(server, call(server))]
         except LOST as error:
-            LOG.warning("%s takes no part in a broadcast: %s", server.endpoint.url, error)
+            LOG.warning("%s is left out of a broadcast: %s", server.endpoint.url, error)
             return []
 
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
@@ -187,7 +187,7 @@ def _ask(servers: Sequence[Server], call: Callable[[Server], Answer]) -> dict[Se
 
 
 def _host_for(servers: Sequence[Server]) -> str:
-    """The address at which servers reach this machine; loopback if all of them are on it."""
+    """Return the address of this machine as seen from the servers; loopback if all of them are on it."""
     parts = [urlsplit(server.endpoint.url) for server in servers]
     beyond = [part for part in parts if part.hostname not in LOOPBACK]
     return address_towards(str(beyond[0].hostname), beyond[0].port or 80) if beyond else LOOPBACK[0]

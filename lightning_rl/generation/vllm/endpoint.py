@@ -1,4 +1,4 @@
-"""One vLLM server as a trainer calls it: what it is, weights in, samples out, and whose weights each token is from."""
+"""Client of one vLLM server: its description, loading of weights, sampling, and the label of each token's weights."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,50 +18,50 @@ from lightning_rl.generation.vllm.worker import Description
 from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.stream import Shape
 
-PROBE = 30.0  # seconds for a call that no work of the server delays
-LEAVING = 5.0  # seconds for a server that nothing more is asked of
-LOADING = "loading"  # in place of a label, until the weights are whole
-NO_LOGPROB = -9999.0  # what vLLM sends for one that is -inf or NaN
-ROUNDING = 1e-3  # that a log-probability may be above 0
-TOKEN_BYTES = 2**10  # of an answer, at most, for each token of prompt and response
+PROBE = 30.0  # seconds for a call that returns at once
+LEAVING = 5.0  # seconds for a call to a server that is not used any more
+LOADING = "loading"  # label while weights are incomplete
+NO_LOGPROB = -9999.0  # value that vLLM sends for -inf and NaN
+ROUNDING = 1e-3  # by which rounding may lift a log-probability above 0
+TOKEN_BYTES = 2**10  # maximum bytes of an answer per token of prompt and response
 REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
 class Label(NamedTuple):
-    """What a server puts on each token: the weights that it was drawn from."""
+    """Identifier of the weights that a token was sampled from, as attached by the server."""
 
-    run: str  # that pushed them, by a random name
-    number: int  # of the push in this run; a later one has a larger number, whatever its version
+    run: str  # random name of the run that pushed them
+    number: int  # number of the push in this run; increases even if the version does not
     version: int
 
     def __str__(self) -> str:
-        """As a server keeps it."""
+        """Return the label as servers store it."""
         return f"{self.run}/{self.number}/{self.version}"
 
     @staticmethod
     def read(text: str) -> "Label | None":
-        """The inverse of ``str``; None for the label of a server that got its weights from nobody, or half of them."""
+        """Parse ``str(label)``; return None for a server without weights of a trainer, or with incomplete ones."""
         match = re.fullmatch(r"(\w+)/([0-9]{1,9})/([0-9]{1,9})", text)
         return None if match is None else Label(match[1], int(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What a server answered to one request."""
+    """Response of a server to one request."""
 
     token_ids: tuple[int, ...]
-    logprobs: Tensor | None  # float32; None if not asked for
-    prompt_logprobs: Tensor | None  # of each token of the prompt but the first; None if not asked for
-    finish_reason: str  # in vLLM's words
-    stop_reason: str | int | None  # the string or id that ended it
-    labels: tuple[Label, ...]  # of the weights that each token was drawn from
-    cached: int  # tokens of the prompt that came out of the prefix cache
+    logprobs: Tensor | None  # float32; None if not requested
+    prompt_logprobs: Tensor | None  # of each prompt token but the first; None if not requested
+    finish_reason: str  # as named by vLLM
+    stop_reason: str | int | None  # stop string or id
+    labels: tuple[Label, ...]  # of the weights of each token
+    cached: int  # prompt tokens found in the prefix cache
 
 
 class Endpoint:
-    """Calls one server, with ``timeout`` seconds for a response or a load.
+    """Client of one server; ``timeout`` is in seconds, for one response or load.
 
-    Every call may raise :class:`Unanswered`, whatever the server sends, or :class:`Refused`.
+    Every call may raise :class:`Unanswered` (also for invalid answers) or :class:`Refused`.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float, ca: Path | None = None) -> None:
@@ -70,22 +70,22 @@ class Endpoint:
         self.timeout = timeout
 
     def abort(self) -> None:
-        """Ends the calls in flight, because the server is gone."""
+        """Cancel the calls in flight, because the server is lost."""
         self._client.abort()
 
     def close(self) -> None:
-        """Ends the calls in flight, and every later one."""
+        """Cancel the calls in flight and every later one."""
         self._client.close()
 
     def check_health(self) -> None:
-        """Returns if the server takes requests."""
+        """Return if the server accepts requests."""
         self._client.call("GET", "/health", timeout=PROBE)
 
     def describe(self) -> Description:
-        """What the server holds.
+        """Return the server's description.
 
         Raises:
-            ValueError: if it was not started in the way that the engine needs.
+            ValueError: If it was not started with the settings that the engine needs.
         """
         answer = self._get("/version")
         try:
@@ -103,17 +103,17 @@ class Endpoint:
         return description
 
     def _check_single(self) -> None:
-        """Refuses several engines behind one port.
+        """Raise if several engines share one port.
 
-        Loads go to all of them, but only the first one's answer comes back, so another one could serve old weights
-        under the new label. A worker of a dense model does not know of the other engines; the whole server does.
+        All of them would load weights, but only the first one reports the result, so another could serve old weights
+        under the new label. A worker of a dense model does not know of the other engines; the server does.
         """
         sizes = [self._world_size(whole) for whole in ("true", "false")]
         if sizes[0] != sizes[1]:
             number = sizes[0] // max(sizes[1], 1)
             raise ValueError(
                 f"expected one engine at {self.url}, got {number} (--data-parallel-size), of which only the first "
-                "would say whether it loaded the weights: start a server for each, and pass all URLs"
+                "would report a failed load: start a server for each, and pass all URLs"
             )
 
     def _world_size(self, include_dp: str) -> int:
@@ -122,44 +122,44 @@ class Endpoint:
             return _count(answer["world_size"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, by the server's tokenizer."""
+        """Return the text of token ids, decoded by the server's tokenizer."""
         answer = self._post("/detokenize", {"tokens": list(ids)})
         with self._parsing():
             return str(answer["prompt"])
 
     def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
-        """Compares names and shapes that syncs will bring with the server's own.
+        """Compare the names and shapes of the synced tensors with the server's.
 
         Raises:
-            ValueError: naming the first tensor that differs.
+            ValueError: If a tensor differs; names the first one.
         """
         for result in self._on_workers("lightning_rl_compare", [(name, list(shape)) for name, shape in sent]):
             if "error" in result:
                 raise ValueError(f"{self.url}: {quote(str(result['error']))}")
 
     def label(self) -> Label | None:
-        """Of the weights that the server holds; None if they came from nobody."""
+        """Return the label of the server's weights, or None if no trainer has pushed any."""
         answer = self._client.call("GET", "/weight_info", timeout=self.timeout)
         with self._parsing():
             return Label.read(str(answer["weight_version"]))
 
     def load(self, folder: Path, label: Label) -> None:
-        """Loads the weights of a folder. Requests in flight stand still meanwhile, and go on with the new ones.
+        """Load the weights of a folder. Requests in flight pause and continue with the new weights.
 
-        Until the load has succeeded the server's label is one that no trainer accepts.
+        Until the load succeeds, the server has a label that no trainer accepts.
 
         Raises:
-            RuntimeError: if the server could not load them.
+            RuntimeError: If the server could not load them.
         """
         with self._replacing_weights(label):
             self._check_load(self._on_workers("lightning_rl_load", str(folder)))
 
     def receive(self, group: str, label: Label) -> None:
-        """Loads the weights that are broadcast in a group, otherwise as :meth:`load` does.
+        """Load weights that are broadcast in a group, otherwise as :meth:`load`.
 
         Raises:
-            RuntimeError: if the server could not load them, though it read them to their end.
-            GroupError: if it is no member any more.
+            RuntimeError: If the server received all weights but could not load them.
+            GroupError: If it is not a member any more.
         """
         with self._replacing_weights(label):
             results = self._on_workers("lightning_rl_receive", group)
@@ -187,53 +187,53 @@ class Endpoint:
         for result in results:
             if "error" in result:
                 said = quote(str(result["error"]))
-                raise RuntimeError(f"expected {self.url} to load weights, but it said: {said}")
+                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {said}")
 
     def count_workers(self) -> int:
-        """How many processes hold a part of its weights."""
+        """Return the number of processes that hold a part of the server's weights."""
         return self._world_size("false")
 
     def gpus(self) -> list[str]:
-        """The GPU of each of these processes."""
+        """Return the GPU of each of these processes."""
         results = self._on_workers("lightning_rl_gpu")
         with self._parsing():
             return [str(result["gpu"]) for result in results]
 
     def join(self, invitation: Invitation, first: int, tensors: Sequence[Specification]) -> None:
-        """Has every worker join a group, as its members from ``first`` on.
+        """Make every worker join a group, with ranks from ``first`` on.
 
         Raises:
-            GroupError: if one could not.
+            GroupError: If a worker could not join.
         """
         for result in self._on_workers("lightning_rl_join", invitation, first, tensors):
             if "error" in result:
-                raise GroupError(f"expected {self.url} to join a group, but it said: {quote(str(result['error']))}")
+                raise GroupError(f"expected {self.url} to join a group, but it failed: {quote(str(result['error']))}")
 
     def membership(self) -> str:
-        """The name of the group that every worker is in; empty for none."""
+        """Return the name of the group that every worker is in; empty without one."""
         results = self._on_workers("lightning_rl_membership")
         with self._parsing():
             names = {str(result["name"]) for result in results}
         return names.pop() if len(names) == 1 else ""
 
     def leave(self) -> None:
-        """Has every worker leave its group."""
+        """Make every worker leave its group."""
         self._client.call("POST", "/collective_rpc", {"method": "lightning_rl_leave", "args": []}, timeout=LEAVING)
 
     def clear_label(self) -> None:
-        """Takes the label off the weights that the server holds, so that nobody takes tokens from them."""
+        """Replace the label of the server's weights, so that no trainer accepts tokens from them."""
         self._post("/update_weight_version", {"new_version": LOADING})
 
     def sample(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
-        """What :meth:`draw` returns, for a thread that waits for it."""
+        """Call :meth:`draw` and wait for its result."""
         return LOOP.run(self.draw(name, ids, parameters))
 
     async def draw(
         self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], salt: str | None = None
     ) -> Sample:
-        """One response to a request whose name is new to the server, under vLLM's sampling parameters.
+        """Return the response to a request with a new name, under vLLM's sampling parameters.
 
-        With a salt it shares the prefix cache with requests of the same salt alone.
+        With ``salt``, the prefix cache is shared only with requests of the same salt.
         """
         body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": dict(parameters)}
         if salt is not None:
@@ -266,7 +266,7 @@ class Endpoint:
             )
 
     async def _generate(self, name: str, body: Mapping[str, Any], limit: int) -> Any:
-        """Asks again where a connection was stale, under a further name, since the server may have seen the first."""
+        """Send a request, and again under a new name if the connection was stale."""
         attempt = 0
         while True:
             named = {"request_id": f"{name}-{attempt}" if attempt else name, **body}
@@ -274,7 +274,7 @@ class Endpoint:
                 return await self._client.request(
                     "POST", "/inference/v1/generate", named, timeout=self.timeout, limit=limit
                 )
-            except Stale:  # which is kept no more
+            except Stale:  # the stale connection is closed
                 attempt += 1
 
     @contextmanager
@@ -286,7 +286,6 @@ class Endpoint:
             raise Unanswered(f"expected an answer from {self.url} that vLLM gives, got {what}") from error
 
     def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        """What each worker of the server says."""
         answer = self._post("/collective_rpc", {"method": method, "args": arguments})
         with self._parsing():
             results = answer["results"]
@@ -308,7 +307,7 @@ def _count(value: Any) -> int:
 
 
 def _counts(values: Sequence[Any]) -> tuple[int, ...]:
-    """Counts, looked at all together, because an answer may have thousands."""
+    """Return counts after checking them together, as an answer may have thousands."""
     if values and not (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31):
         raise ValueError("expected counts, got something else")
     return tuple(values)
@@ -327,7 +326,7 @@ def _description(result: Mapping[str, Any]) -> Description:
 
 
 def _check_end(choice: Mapping[str, Any], tokens: Sequence[int], parameters: Mapping[str, Any]) -> None:
-    """Refuses a reason that vLLM does not give, and a stop for something that the request did not name."""
+    """Raise for an unknown finish reason, or a stop for an id or a string that the request did not name."""
     finish, stop = choice["finish_reason"], choice["stop_reason"]
     if finish not in FINISH:
         raise ValueError(f"the reason {finish!r} that a response ended, none of {', '.join(FINISH)}")
@@ -338,13 +337,13 @@ def _check_end(choice: Mapping[str, Any], tokens: Sequence[int], parameters: Map
 
 
 def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:
-    """Of each token; unanswered if nobody pushed the weights that one came from, as after a restart of the server."""
+    """Return the label of each token; raise :class:`Unanswered` for weights that no trainer pushed."""
     labels: list[Label] = []
     for span in choice["weight_versions"] or []:
         label, start, end = Label.read(span["version"]), _count(span["start"]), _count(span["end"])
         if label is None:
             raise Unanswered(
-                f"expected tokens of weights that a trainer pushed, got some of {quote(span['version'])!r}"
+                f"expected tokens of weights pushed by a trainer, got weights labeled {quote(span['version'])!r}"
             )
         if start != len(labels) or not start <= end <= tokens:
             raise ValueError(f"a label for tokens {start} to {end} after that for {len(labels)} of {tokens}")

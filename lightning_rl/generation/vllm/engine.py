@@ -1,4 +1,4 @@
-"""VLLMEngine: vLLM in the training process, one engine for each rank."""
+"""vLLM engine in the training process, one for each rank."""
 
 import atexit
 import os
@@ -42,39 +42,39 @@ from lightning_rl.policy.memory import GIB, EngineRoom
 from lightning_rl.policy.model import carries_state
 from lightning_rl.policy.text_model import check_text_only
 
-CPU_CACHE = 2**30  # bytes of KV cache; without a number vLLM asks for nearly all memory of the machine
-GPU_SHARE = 0.4  # of the whole device, beside the trainer
+CPU_CACHE = 2**30  # bytes of KV cache; by default vLLM takes nearly all memory of the machine
+GPU_SHARE = 0.4  # share of the GPU's memory, beside the trainer
 RUNNING: list["VLLMEngine"] = []  # engines of this process, asleep or not
 Value = TypeVar("Value")
-HEAD_DTYPE = "float32"  # of the product that makes logits, as in training, whatever the engine computes in
+HEAD_DTYPE = "float32"  # of the product that computes logits, as in training, for any dtype of the engine
 FIXED: dict[str, Any] = {
-    "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-    "generation_config": "vllm",  # not the sampling defaults of the checkpoint
-    "load_format": "dummy",  # weights come from the trainer alone
+    "logprobs_mode": "processed_logprobs",  # of the sampled distribution
+    "generation_config": "vllm",  # ignore the sampling defaults of the checkpoint
+    "load_format": "dummy",  # weights come from the trainer
 }
 
 
 class VLLMEngine(Engine):
-    """Generates with vLLM (0.32, 0.33) in this process, from weights that each sync streams into it.
+    """Engine on vLLM (0.32, 0.33) in this process, whose weights are streamed in at each sync.
 
-    It is built at the first sync, when the process group exists, from the policy's configuration: no checkpoint is
-    read. Between the stages of a Trainer it sleeps; it ends with ``module.close_engine()``, with the process, after an
-    error, and when the engine of another policy starts. Under DDP every rank has a whole engine and there is no
-    collective in generation.
+    It is built at the first sync, after the process group exists, from the policy's configuration; no checkpoint is
+    read. It sleeps between the stages of a Trainer, and is closed by ``module.close_engine()``, at the end of the
+    process, after an error, and when the engine of another policy starts. Under DDP every rank has a full engine and
+    generates without collectives.
 
     Args:
-        dtype: dtype of the engine's weights; by default that in which the run computes (bfloat16 under
+        dtype: Dtype of the engine's weights; by default the one in which the run computes (bfloat16 under
             ``"bf16-mixed"``), float32 for float64.
-        max_model_len: of prompt and response together; by default what the policy's configuration says.
-        lora: ``"merged"`` adds a policy's adapter to its weights and sends all of them at each sync; ``"adapter"``
-            sends the base once and then the adapter alone, for policies of which nothing else trains.
-        sleeps: whether it gives its memory back after each rollout; by default on a GPU. A CPU build only pauses.
-        canary: proves each sync; None switches it off.
-        options: for ``vllm.LLM``, such as ``gpu_memory_utilization`` (0.4 by default), ``block_size``,
-            ``max_num_seqs`` or ``kv_cache_memory_bytes`` (1 GiB by default on a CPU).
+        max_model_len: Maximum length of prompt and response together; by default from the policy's configuration.
+        lora: ``"merged"`` sends all weights with the adapter merged at each sync; ``"adapter"`` sends the base once
+            and then only the adapter, for policies that train nothing else.
+        sleeps: True to release memory after each rollout; by default on a GPU. A CPU build only pauses.
+        canary: Check of each sync; None to skip it.
+        options: Options of ``vllm.LLM``, such as ``gpu_memory_utilization`` (default 0.4), ``block_size``,
+            ``max_num_seqs`` or ``kv_cache_memory_bytes`` (default 1 GiB on a CPU).
 
     Raises:
-        ValueError: if an option would change what log-probabilities mean or where weights come from.
+        ValueError: If an option would change the meaning of log-probabilities or the source of weights.
     """
 
     holds_copy = True
@@ -108,29 +108,29 @@ class VLLMEngine(Engine):
         self._plan: stream.WeightPlan | None = None
         self._extras: OutputExtras | None = None
         self.lora, self._adapter = lora, cast(Adapter | None, None)
-        self._base_loaded = False  # beside the adapter
+        self._base_loaded = False  # used with an adapter
         self._asleep: set[str] = set()
-        self._threads: int | None = None  # of the CPU, beside kernels of a GPU
-        self._purpose: tuple[Any, ...] = ()  # which policy and run vLLM was built for
+        self._threads: int | None = None  # CPU threads, used on a GPU
+        self._purpose: tuple[Any, ...] = ()  # policy and run that vLLM was built for
 
     @property
     @override
     def capabilities(self) -> Capabilities:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether it sleeps by default, and what it can say about tokens, depends on the machine of the run."""
+        """Capabilities on this machine."""
         return Capabilities(
             filters=True,
             scores=True,
             extras=available_extras(),
             lists_masks=True,
             sleeps=torch.cuda.is_available() if self.sleeps is None else self.sleeps,
-            generates_ahead=not torch.cuda.is_available(),  # or its kernels would wait for the trainer's, on one stream
+            generates_ahead=not torch.cuda.is_available(),  # else its kernels wait for the trainer's
             collective=self._tensor_parallel > 1,
         )
 
     @property
     @override
     def allows_tf32(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """In attention on a GPU, whose Triton kernel reads float32 so, whatever PyTorch's setting."""
+        """True on a GPU, where vLLM's Triton attention computes float32 in TF32 regardless of PyTorch's setting."""
         return torch.cuda.is_available()
 
     @property
@@ -139,18 +139,18 @@ class VLLMEngine(Engine):
 
     @property
     def _executor(self) -> str | None:
-        """Executor of vLLM: on several ranks the one that takes rank and GPU of the trainer; None for the default."""
+        """Executor of vLLM: on several ranks the one that uses the trainer's rank and GPU; None for the default."""
         launched = process_count() > 1 and (torch.cuda.is_available() or self._tensor_parallel > 1)
         return self.options.get("distributed_executor_backend", "external_launcher" if launched else None)
 
     @override
     def check_memory(self, model: PreTrainedModel, *, dtype: torch.dtype, resident: float) -> None:
-        if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self.options:  # which takes no share
+        if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self.options:  # the option replaces the share
             return
         share, total = self.options.get("gpu_memory_utilization", GPU_SHARE), torch.cuda.mem_get_info()[1]
         itemsize = (self._dtype or dtype).itemsize / self._tensor_parallel
         weights = sum(weight.numel() for weight in model.parameters()) * itemsize
-        room = EngineRoom(total=total, resident=resident, weights=weights, cache=0)  # vLLM compares the cache itself
+        room = EngineRoom(total=total, resident=resident, weights=weights, cache=0)  # vLLM checks the cache
         if share > room.largest:
             raise ValueError(
                 f"expected room for gpu_memory_utilization={share:g} beside weights and optimizer states of "
@@ -168,11 +168,11 @@ class VLLMEngine(Engine):
     ) -> None:
         """Build vLLM with random weights, unless it sleeps since an earlier stage of the same policy and precision.
 
-        The process group has to exist if there will be one. Engines of other policies that sleep are closed.
+        If there will be a process group, it has to exist already. Sleeping engines of other policies are closed.
 
         Raises:
-            ImportError: if vLLM is missing or outside of the window of versions.
-            ValueError: if vLLM would generate on another GPU than the trainer's, or the model has towers.
+            ImportError: If vLLM is missing or its version is not supported.
+            ValueError: If vLLM would use another GPU than the trainer, or the model is multimodal.
         """
         check_text_only(model, "VLLMEngine")
         check_device(device, self._executor)
@@ -191,9 +191,9 @@ class VLLMEngine(Engine):
             RUNNING.append(self)
         self._purpose, self._base_loaded = purpose, False
         atexit.unregister(self.close)
-        atexit.register(self.close)  # before the trainer's process group ends, which a stage registers as well
+        atexit.register(self.close)  # before the trainer's process group ends at exit
 
-    @torch.inference_mode(mode=False)  # which a validation is in, and whose tensors no later stage may write to
+    @torch.inference_mode(mode=False)  # not those of validation: no later stage can write to inference tensors
     def _build(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-vllm-")
         folder = Path(self._folder.name)
@@ -221,7 +221,7 @@ class VLLMEngine(Engine):
         self.block_size = int(cache.block_size) if cache.enable_prefix_caching else 0
         vocabulary = int(served.get_vocab_size())
         self._limits = Limits(max_length=self.max_length, vocabulary=vocabulary, has_tokenizer=tokenizer is not None)
-        if tokenizer is not None:  # the very one, because vLLM chooses a class by the type of the model
+        if tokenizer is not None:  # vLLM would choose a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer
         self._aliases, self._scales = stream.aliases_of(model), stream.adapter_scales(model)
         self._exact = frozenset(name for name, _ in stream.persistent_buffers(model))
@@ -237,9 +237,9 @@ class VLLMEngine(Engine):
         if torch.cuda.is_available():
             options |= {"gpu_memory_utilization": GPU_SHARE, "enable_sleep_mode": self.capabilities.sleeps}
         else:
-            # A part of a prompt makes vLLM set back the generator of its request, which those of a CPU cannot.
+            # A partial prefill makes vLLM set back the request's generator, which CPU generators do not support.
             options |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE, "enable_chunked_prefill": False}
-            options["enable_prefix_caching"] = not carries_state(model)  # whose states vLLM keeps at the ends of parts
+            options["enable_prefix_caching"] = not carries_state(model)  # vLLM caches states at block ends only
         if self._executor is not None:
             options["distributed_executor_backend"] = self._executor
         options |= options_for(self.extras) | (self._adapter.options if self._adapter is not None else {})
@@ -266,10 +266,7 @@ class VLLMEngine(Engine):
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Streams the weights in; if that fails, the stream is read to its end and the engine made loadable again.
-
-        Other ranks take part in gathering every tensor, so leaving early would make them wait for ever.
-        """
+        """Stream the weights into vLLM; even after a failure read the whole stream, which other ranks gather too."""
         plan, rest = self._weight_plan(), iter(weights)
         if not plan.expected:
             raise RuntimeError("expected expect() before the first sync, because names are compared before any load")
@@ -308,10 +305,10 @@ class VLLMEngine(Engine):
         return completions[first : first + number]
 
     def _completion(self, request: Request, output: Any, *, logprobs: bool) -> Completion:
-        """A finished request.
+        """Return the completion of a finished request.
 
         Raises:
-            EngineError: if it is an answer to another prompt.
+            EngineError: If it answers another prompt.
         """
         if tuple(output.prompt_token_ids or ()) != request.prefix_ids:
             raise EngineError(f"expected vLLM to answer sample {request.sample_id}, got an answer to another prompt")
@@ -328,10 +325,7 @@ class VLLMEngine(Engine):
 
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
-        """Without rounds: a request joins those that are being drawn at their next token, and goes back when it ends.
-
-        Ranks that share the engine have to send it the same at the same time, so they keep to rounds.
-        """
+        """Add each request to the running batch at once; ranks that share the engine generate in rounds."""
         if self._ranks > 1:
             super()._converse(exchange, logprobs=logprobs)
             return
@@ -350,7 +344,7 @@ class VLLMEngine(Engine):
                         exchange.give(request, self._completion(request, output, logprobs=logprobs))
 
     def _add(self, requests: Sequence[Request], *, logprobs: bool) -> list[str]:
-        """Has vLLM draw for requests from its next step on, and says under which names: one call is cheaper."""
+        """Add requests to vLLM in one call, which is cheaper than one call each, and return their names."""
         if not requests:
             return []
         self._check_requests(requests)
@@ -366,9 +360,9 @@ class VLLMEngine(Engine):
 
     @contextmanager
     def _clean_engine(self) -> Iterator[None]:
-        """Compute outside of the trainer's autocast, on a GPU with the CPU threads that vLLM was built with.
+        """Compute without the trainer's autocast, on a GPU with the CPU threads that vLLM was built with.
 
-        After a failure no request is left behind for the next call.
+        After a failure all requests are aborted.
         """
         engine, device = self._llm.llm_engine, next(self._model.parameters()).device
         try:
@@ -380,12 +374,12 @@ class VLLMEngine(Engine):
 
     @property
     def _ranks(self) -> int:
-        """How many ranks draw from this engine."""
+        """Number of ranks that share this engine."""
         return self._llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
 
     @property
     def _group(self) -> Any:
-        """The ranks that draw from this engine."""
+        """Process group of the ranks that share this engine."""
         return import_module("vllm.distributed.parallel_state").get_tp_group().cpu_group
 
     @override
@@ -397,7 +391,7 @@ class VLLMEngine(Engine):
         return values
 
     def _gather(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
-        """The requests of all ranks that share this engine, in one order, and where those of this rank begin."""
+        """Return the requests of all ranks that share this engine, and the index of this rank's first one."""
         if self._ranks == 1:
             return requests, 0
         parts = self._across(list(requests))
@@ -412,7 +406,6 @@ class VLLMEngine(Engine):
         return self._vllm.SamplingParams(**(parameters if self._extras is None else self._extras.accept(parameters)))
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
-        """Outputs in the order of the prompts; after a failure no request is left behind for the next call."""
         with self._clean_engine():
             outputs = self._llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
@@ -436,7 +429,7 @@ class VLLMEngine(Engine):
 
     @override
     def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What each layer puts out; on a GPU only with ``enforce_eager=True``, because compiled code calls no hooks."""
+        """Return the output of each layer; on a GPU only with ``enforce_eager=True``."""
         with capturing_layers(self._model) as outputs:
             self.score([ids])
         return outputs
@@ -448,7 +441,7 @@ class VLLMEngine(Engine):
 
     @override
     def wake(self) -> None:
-        """Takes memory for the weights again; that of the KV cache follows once they have come."""
+        """Allocate memory for the weights; the KV cache follows after they are loaded."""
         self._wake("weights")
         super().wake()
 
@@ -459,9 +452,9 @@ class VLLMEngine(Engine):
 
     @override
     def sleep(self) -> None:
-        """Gives weights and KV cache back; on a CPU vLLM keeps both, but the state is the same."""
+        """Release weights and KV cache; on a CPU vLLM keeps both."""
         if self._llm is not None and not self._asleep:
-            self._llm.sleep(level=1 if self._base_loaded else 2)  # the base of an adapter comes only once
+            self._llm.sleep(level=1 if self._base_loaded else 2)  # the base of an adapter is sent only once
             self._asleep = {"weights", "kv_cache"}
         super().sleep()
 
@@ -473,7 +466,7 @@ class VLLMEngine(Engine):
 
     @override
     def close(self) -> None:
-        """Free weights and KV cache, and leave the trainer's process group alone."""
+        """Free weights and KV cache without ending the trainer's process group."""
         super().close()
         self._extras, self._adapter, self.dtype = None, None, self._dtype
         llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
@@ -489,14 +482,14 @@ class VLLMEngine(Engine):
 
 
 def check_device(device: torch.device, executor: str | None) -> None:
-    """Refuse a GPU that vLLM would not generate on.
+    """Check that vLLM generates on the trainer's GPU.
 
     Args:
-        device: of the trainer.
-        executor: vLLM's ``distributed_executor_backend``; only an external launcher tells vLLM which GPU to take.
+        device: Device of the trainer.
+        executor: ``distributed_executor_backend`` of vLLM; only an external launcher passes the GPU to vLLM.
 
     Raises:
-        ValueError: naming the variable that makes the GPU the first one.
+        ValueError: If it does not; names the variable to set.
     """
     if device.type != "cuda" or not device.index or executor == "external_launcher":
         return

@@ -1,7 +1,7 @@
-"""What vLLM says about tokens besides log-probabilities: expert routes and sampling masks.
+"""Expert routes and sampling masks of vLLM.
 
-It returns both (``enable_return_routed_experts``, ``return_sampling_mask``) where its second model runner works, which
-needs Triton and so a GPU. On a CPU hooks on its routers give the routes instead, and masks are out of reach.
+vLLM returns both (``enable_return_routed_experts``, ``return_sampling_mask``) with its second model runner, which
+needs Triton and so a GPU. On a CPU, hooks on the routers record routes, and masks are not available.
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
 
 def available_extras() -> frozenset[str]:
-    """What vLLM can say on this machine."""
+    """Return the names of the extras that are available on this machine."""
     return frozenset((ROUTES, SAMPLING_MASK) if torch.cuda.is_available() else (ROUTES,))
 
 
 def options_for(names: frozenset[str]) -> dict[str, bool]:
-    """Options of ``vllm.LLM`` with which it returns what is asked for; none on a CPU."""
+    """Return the options of ``vllm.LLM`` that enable these extras; none on a CPU."""
     options = {ROUTES: "enable_return_routed_experts", SAMPLING_MASK: "return_sampling_mask"}
     return {options[name]: True for name in sorted(names) if torch.cuda.is_available()}
 
 
 class OutputExtras:
-    """The extras of vLLM's outputs, under ``names``; ``llm`` has been built with :func:`options_for` them."""
+    """Extras of vLLM's outputs. ``llm`` has to be built with :func:`options_for` ``names``."""
 
     def __init__(self, llm: Any, names: frozenset[str], vocabulary: int) -> None:
         self.names, self.vocabulary = names, vocabulary
@@ -40,20 +40,20 @@ class OutputExtras:
 
     @property
     def sampling(self) -> dict[str, bool]:
-        """Sampling parameters that it needs: tokens out of the prefix cache pass no router."""
+        """Additional sampling parameters: tokens from the prefix cache pass no router."""
         return {} if self._listener is None else {"skip_reading_prefix_cache": True}
 
     def accept(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return sampling parameters in the form that an engine with these extras takes."""
+        """Return sampling parameters in the form that an engine with these extras accepts."""
         return bounded_parameters(parameters, self.vocabulary) if SAMPLING_MASK in self.names else parameters
 
     def clear(self) -> None:
-        """Forgets what earlier requests left behind."""
+        """Drop the records of earlier requests."""
         if self._listener is not None:
             self._listener.clear()
 
     def of(self, output: Any) -> dict[str, Any]:
-        """The extras of a finished request, as a Completion takes them."""
+        """Return the extras of a finished request as keyword arguments of Completion."""
         tokens, prompt = dict[str, Tensor](), dict[str, Tensor]()
         if ROUTES in self.names:
             routes = routes_from(output) if self._listener is None else self._listener.routes(output)
@@ -65,10 +65,10 @@ class OutputExtras:
 
 
 class RouteListener:
-    """Keeps what the routers of an engine in this process choose.
+    """Records the experts chosen by the routers of an engine in this process.
 
-    A forward holds tokens of many requests one after the other, in the order of the runner's batch; positions say
-    which token of a request each is. Under CUDA graphs and compilation models call no hooks.
+    A forward contains tokens of many requests one after the other, in the order of the runner's batch; positions give
+    the index of each token in its request. Under CUDA graphs and compilation models call no hooks.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -95,14 +95,11 @@ class RouteListener:
             parts.append((positions[tokens], routes[tokens]))
 
     def clear(self) -> None:
-        """Forgets every request."""
+        """Drop the records of all requests."""
         self._requests.clear()
 
     def routes(self, output: Any) -> Int16[Tensor, "S R k"]:
-        """The routes of a finished request, but for its last token, which is never forwarded; 0 where none is known.
-
-        They are forgotten with it.
-        """
+        """Return and drop the routes of a finished request without its last token; 0 where unknown."""
         positions, routes = (torch.cat(parts) for parts in zip(*self._requests.pop(output.request_id), strict=True))
         length = _forward_length(output)
         inside = positions < length
@@ -112,10 +109,10 @@ class RouteListener:
 
 
 def routes_from(output: Any) -> Int16[Tensor, "S R k"]:
-    """The routes that vLLM returned with a finished request, but for its last token.
+    """Return the routes in vLLM's output of a finished request, without its last token.
 
     Raises:
-        RuntimeError: if they are not all there.
+        RuntimeError: If some are missing.
     """
     experts, length = output.outputs[0].routed_experts, _forward_length(output)
     if experts is None or len(experts) != length:
@@ -125,10 +122,10 @@ def routes_from(output: Any) -> Int16[Tensor, "S R k"]:
 
 
 def mask_from(output: Any, vocabulary: int) -> UInt8[Tensor, "L V8"]:
-    """The bits of the tokens that vLLM said could be drawn, for each token of the response.
+    """Return the sampling mask of each token of the response as bits.
 
     Raises:
-        RuntimeError: if they are not all there.
+        RuntimeError: If some are missing.
     """
     row = output.outputs[0]
     sets = None if row.sampling_mask is None else row.sampling_mask.token_ids

@@ -1,8 +1,8 @@
-"""Group: rank 0 of a trainer and the workers of its servers, joined so that weights reach all of them by one broadcast.
+"""Process group of a trainer's rank 0 and the workers of its servers, for the broadcast of weights.
 
-A process group of its own beside the trainer's and the engine's, of torch's own classes: NCCL from GPU to GPU, gloo
-otherwise. Nothing but flat bytes goes through it, and each bucket comes after a header that says how many: both ends
-have cut the tensors alike, and -1 says that the trainer's stream has failed. Nothing is unpickled.
+It is separate from the groups of trainer and engine: NCCL between GPUs, otherwise gloo. It transfers only flat bytes,
+nothing is unpickled. Each bucket follows a header with its size; both ends compute the same layout, and a size of -1
+means that the trainer's stream failed.
 """
 
 import socket
@@ -22,43 +22,44 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from lightning_rl.generation.vllm.address import address_towards
 from lightning_rl.generation.weights.buckets import Bytes, Specification, allocate, cut, unpack
 
-BUCKET_BYTES = 2**28  # two of them are held by the sender, and by each receiver besides what is being loaded
-STALL = 60.0  # seconds in which a member packs, loads or sends no bucket until the group counts as broken
-POLL = 0.001  # seconds between two looks at a broadcast under way
-FAILED = -1  # in place of a number of bytes
+BUCKET_BYTES = 2**28  # sender and receiver hold two buckets each, besides the weights being loaded
+STALL = 60.0  # seconds without progress of a member after which the group counts as broken
+POLL = 0.001  # seconds between two checks of a broadcast
+FAILED = -1  # header instead of a size
 Value = TypeVar("Value")
 
 
 class GroupError(RuntimeError):
-    """A group that is no more: a member is gone or too slow, or the trainer's stream has failed."""
+    """Broken group: a member left or is too slow, or the trainer's stream failed."""
 
 
 class Invitation(NamedTuple):
-    """What a worker has to know to join a group."""
+    """Data that a worker needs to join a group."""
 
-    name: str  # of one group, never used again
-    host: str  # of rank 0
-    port: int  # of its store
-    size: int  # members, rank 0 included
+    name: str  # unique
+    host: str  # address of rank 0
+    port: int  # port of its store
+    size: int  # number of members, with rank 0
     backend: str  # gloo or nccl
     bucket_bytes: int
 
 
 class Group:
-    """One member of a group. The members connect to each other with the first bucket.
+    """Member of a group. The members connect to each other with the first bucket.
 
-    NCCL blocks in it until all of them have come, so that it has a thread, and the deadline of any other bucket.
+    NCCL blocks there until all members have connected, so the first broadcast runs in a thread, with the usual
+    deadline.
 
     Args:
-        invitation: the same for every member.
-        tensors: what each stream brings, in order; the same for every member.
-        rank: of this member; 0 sends.
-        device: of the buckets.
-        store: rank 0's, which the others connect to.
+        invitation: Invitation, equal for every member.
+        tensors: Tensors of each stream in order, equal for every member.
+        rank: Rank of this member; 0 sends.
+        device: Device of the buckets.
+        store: Store of rank 0; other members connect to it.
 
     Raises:
-        ValueError: if the invitation or the tensors are not what they should be.
-        RuntimeError: if rank 0 cannot be reached.
+        ValueError: If the invitation or the tensors are invalid.
+        RuntimeError: If rank 0 cannot be reached.
     """
 
     def __init__(
@@ -74,30 +75,30 @@ class Group:
         self.buckets = cut(tensors, invitation.bucket_bytes)
         self._store = connect(invitation.host, invitation.port) if store is None else store
         self._group: Any = None
-        self._first: Future[Any] | None = None  # broadcast, in which the members of NCCL connect
+        self._first: Future[Any] | None = None  # first broadcast, in which NCCL connects
         self._under_way: list[tuple[dist.Work, Tensor]] = []
         self._broken = threading.Event()
-        self.whole = False  # whether the last stream has come to its end here
+        self.whole = False  # True once the last stream has been received completely
 
     @property
     def name(self) -> str:
-        """Of the group."""
+        """Name of the group."""
         return self.invitation.name
 
     @property
     def is_over(self) -> bool:
-        """Whether somebody takes no part any more."""
+        """True if a member has left."""
         return self._broken.is_set()
 
     def give_up(self) -> None:
-        """Has the member that waits in another thread raise, because somebody will not take part any more."""
+        """Make a member that waits in another thread raise."""
         self._broken.set()
 
     def send(self, flat: Bytes) -> None:
-        """Sends a bucket while the next one is packed.
+        """Start to send a bucket, after the previous one has been sent.
 
         Raises:
-            GroupError: if the group is no more.
+            GroupError: If the group is broken.
         """
         self._connect()
         self._wait()
@@ -105,28 +106,28 @@ class Group:
         self._post(flat)
 
     def flush(self) -> None:
-        """Returns once the last bucket has been sent.
+        """Return once the last bucket has been sent.
 
         Raises:
-            GroupError: if the group is no more.
+            GroupError: If the group is broken.
         """
         self._wait()
 
     def send_failure(self) -> None:
-        """Has the receivers stop, because there will be no more buckets of this stream.
+        """Make the receivers stop, because no more buckets of this stream follow.
 
         Raises:
-            GroupError: if the group is no more.
+            GroupError: If the group is broken.
         """
         self._connect()
         self._post(self._header(FAILED))
         self._wait()
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one stream, a bucket while the next one comes. Their memory is nobody else's.
+        """Yield the tensors of one stream while the next bucket is received. They share memory only with their bucket.
 
         Raises:
-            GroupError: if the group is no more, or the stream has failed.
+            GroupError: If the group is broken, or the stream failed.
         """
         self.whole = False
         self._connect()
@@ -140,7 +141,7 @@ class Group:
             flat = coming
 
     def _ask(self, number: int) -> Bytes:
-        """Memory that a bucket will be in once it was waited for."""
+        """Start to receive a bucket and return its memory."""
         header, expected = self._header(0), self.buckets[number][-1].end
         self._post(header)
         work, _ = self._under_way.pop()
@@ -162,7 +163,7 @@ class Group:
         if self._first is None:
             self._first = call_in_thread(broadcast)
         self._await(self._first.done)
-        try:  # the first is asked every time: after its error NCCL would connect, and block, a second time
+        try:  # check the first every time: after its error NCCL would connect, and block, again
             first = self._first.result()
             work = first if connects else broadcast()
         except RuntimeError as error:
@@ -170,7 +171,7 @@ class Group:
         self._under_way.append((work, tensor))
 
     def _wait(self, *, leave: int = 0) -> None:
-        """Finishes what is under way, but for the last few."""
+        """Wait for broadcasts in order, except for the last ``leave``."""
         while len(self._under_way) > leave:
             work, _ = self._under_way.pop(0)
             self._finish(work)
@@ -191,10 +192,10 @@ class Group:
                 raise self._end_error(f"no bucket in {STALL:g} s")
 
     def _end_error(self, why: str) -> GroupError:
-        return GroupError(f"group {self.name} is no more: {why}")
+        return GroupError(f"group {self.name} is broken: {why}")
 
     def _connect(self) -> None:
-        """Connects to all members, who have to come within the time of a stall."""
+        """Create the process group."""
         if self._group is not None:
             return
         store = PrefixStore(self.name, self._store)
@@ -205,7 +206,7 @@ class Group:
             raise GroupError(f"expected {self.invitation.size} members in group {self.name}, got {error}") from error
 
     def close(self) -> None:
-        """Leaves. What is under way is ended by others or by its timeout, and nobody here waits for it."""
+        """Leave the group without waiting for broadcasts."""
         connecting, nccl = self._first is not None and not self._first.done(), self.invitation.backend == "nccl"
         if nccl and self._group is not None and not connecting:
             self._group.abort()
@@ -213,14 +214,14 @@ class Group:
         parts = [self._group, *self._under_way]
         self._group = self._first = None
         self._under_way.clear()
-        if stuck:  # the end of a gloo group waits for its broadcasts
+        if stuck:  # the destructor of a gloo group waits for its broadcasts
             threading.Thread(target=parts.clear, name="leave-group", daemon=True).start()
-        else:  # here and now: a thread of gloo that outlives the interpreter aborts the process
+        else:  # now: a gloo thread that outlives the interpreter aborts the process
             parts.clear()
 
 
 def call_in_thread(call: Callable[[], Value]) -> "Future[Value]":
-    """Call what may block without a deadline, in a thread that ends with the process at the latest.
+    """Call a function that may block without a deadline in a daemon thread.
 
     Example:
         >>> call_in_thread(lambda: 3).result()
@@ -239,17 +240,14 @@ def call_in_thread(call: Callable[[], Value]) -> "Future[Value]":
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the name of a GPU that no other one has, on any machine.
-
-    NCCL takes each GPU once.
-    """
+    """Return the UUID of a GPU. NCCL accepts each GPU only once per group."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _gloo(store: Store, rank: int, invitation: Invitation) -> Any:
-    """At the address that leads to rank 0, and not, as gloo would by itself, at that of the host's name."""
+    """Return a gloo group on the interface that leads to rank 0; by default gloo uses the address of the host name."""
     kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()  # noqa: SLF001  which torch has no public name for
+    options = kind._Options()  # noqa: SLF001  torch has no public name
     address = invitation.host if rank == 0 else address_towards(invitation.host, invitation.port)
     options._devices = [kind.create_device(hostname=address)]  # noqa: SLF001
     options._timeout = timedelta(seconds=2 * STALL)  # noqa: SLF001
@@ -257,13 +255,13 @@ def _gloo(store: Store, rank: int, invitation: Invitation) -> Any:
 
 
 def _nccl(store: Store, rank: int, invitation: Invitation) -> Any:
-    """With a timeout after our own, because that of NCCL ends the process."""
+    """Return an NCCL group with a timeout longer than ours, as NCCL's own timeout ends the process."""
     kind: Any = cast(Any, dist).ProcessGroupNCCL
     return kind(store, rank, invitation.size, timedelta(seconds=2 * STALL))
 
 
 def open_store(host: str) -> TCPStore:
-    """The store of a rank 0, which listens at one address and at no other."""
+    """Return the store of rank 0, which listens only at this address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening:
         port = listening.getsockname()[1]
@@ -278,9 +276,9 @@ def open_store(host: str) -> TCPStore:
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """The store of rank 0, seen from another member.
+    """Return a connection to the store of rank 0.
 
     Raises:
-        RuntimeError: if it cannot be reached.
+        RuntimeError: If it cannot be reached.
     """
     return TCPStore(host, port, timeout=timedelta(seconds=STALL / 2), wait_for_workers=False)

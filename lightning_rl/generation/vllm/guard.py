@@ -1,4 +1,4 @@
-"""RequireKey: asks for a server's key on every path; vLLM's own check leaves out those that load weights."""
+"""ASGI middleware that requires a server's key on every path; vLLM's own check omits those that load weights."""
 
 import hmac
 import os
@@ -15,14 +15,14 @@ class RequireKey:
     """ASGI middleware that answers 401 to calls without the key in ``VLLM_API_KEY``.
 
     Args:
-        app: The application behind it.
+        app: Application to protect.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self._app, self._expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Passes a call on, or refuses it; a websocket is closed before it opens."""
+        """Pass a request on, or reject it; a websocket is closed before it opens."""
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
         if scope["type"] == "lifespan" or hmac.compare_digest(given, self._expected):
             await self._app(scope, receive, send)

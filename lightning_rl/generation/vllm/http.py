@@ -1,6 +1,6 @@
-"""JSON and text over HTTP: each call ends at a deadline, reads no more than a limit, and can be cut short.
+"""HTTP client for JSON and text, in which each call has a deadline and a size limit, and can be cancelled.
 
-All calls of a process are made in one thread, by aiohttp, over connections that are kept from call to call.
+All calls of a process run in one thread, with aiohttp, over keep-alive connections.
 """
 
 import asyncio
@@ -22,36 +22,36 @@ from lightning_rl.event_loop import EventLoop
 
 LOOP = EventLoop("servers")
 HINTS = {
-    401: "pass api_key=, or set VLLM_API_KEY, to the key that lightning-rl serve was started with",
+    401: "pass the key of lightning-rl serve as api_key=, or set VLLM_API_KEY",
     403: "start the server by lightning-rl serve",
     404: "start the server by lightning-rl serve",
 }
 PORTS = {"http": 80, "https": 443}
 HOST = re.compile(r"[\w.-]+")
-LETTERS = re.compile(r"[\w.:/~%\[\]-]*")  # of a URL without a query and a fragment
-BUSY = (408, 429)  # of a proxy: later it may take the call
-OF_REQUEST = (400, 413, 422)  # what is refused is the request, not whoever asks
+LETTERS = re.compile(r"[\w.:/~%\[\]-]*")  # of a URL without query and fragment
+BUSY = (408, 429)  # statuses after which a retry may succeed
+OF_REQUEST = (400, 413, 422)  # statuses that concern the request, not the client
 CONNECTING = 10.0  # seconds
-KEPT = 2.0  # seconds that a connection is kept without a call; vLLM closes it after 5
-SILENCE, INTERVAL, PROBES = 30, 10, 6  # of a silent connection: seconds until it is probed, between probes; how many
-MAX_ANSWER = 2**20  # bytes of an answer, unless a call allows for more
-MAX_QUOTE = 300  # characters of what a server says that an error quotes
+KEPT = 2.0  # seconds that an idle connection is kept; vLLM closes it after 5
+SILENCE, INTERVAL, PROBES = 30, 10, 6  # TCP keepalive: seconds until the first probe, between probes; number
+MAX_ANSWER = 2**20  # default limit of an answer in bytes
+MAX_QUOTE = 300  # characters of a server's answer in an error
 
 
 class Unanswered(ConnectionError):  # noqa: N818
-    """No usable answer: nobody there, too slow, too long, broken. The call may well succeed later or elsewhere."""
+    """No usable answer: unreachable, too slow, too long or invalid. The call may succeed later or at another server."""
 
 
 class Stale(Unanswered):
-    """A connection that was kept has ended before an answer began, as it does once nobody has used it for a while."""
+    """Kept connection that was closed before an answer began, as idle connections are."""
 
 
 class Refused(ValueError):  # noqa: N818
-    """A server that is there refuses a call, and would again.
+    """Server rejected a call, and would reject it again.
 
     Args:
-        message: what was refused, and what helps.
-        of_request: whether it is this one request that it refuses, and not everything that the same client asks.
+        message: Description and advice.
+        of_request: True if it rejects this request, False if it rejects the client.
     """
 
     def __init__(self, message: str, *, of_request: bool = False) -> None:
@@ -60,21 +60,21 @@ class Refused(ValueError):  # noqa: N818
 
 
 class Cancelled(RuntimeError):  # noqa: N818
-    """The call was cut short by its own side, which has closed the client."""
+    """Call cancelled because the client was closed."""
 
 
 class Client:
-    """Calls one server, from any thread or from coroutines of :data:`LOOP`.
+    """HTTP client of one server, for any thread and for coroutines of :data:`LOOP`.
 
-    A connection serves one call at a time, and is kept for the next one; those in use are as many as there are calls.
+    A connection serves one call at a time and is kept for the next one; there is no limit on their number.
 
     Args:
-        url: such as ``http://127.0.0.1:8000``.
-        key: sent as bearer token; None for none.
-        ca: a file of the certificates that an ``https`` server may be signed by; None for those of the machine.
+        url: URL such as ``http://127.0.0.1:8000``.
+        key: Key sent as bearer token, or None.
+        ca: File of certificates that may sign that of an ``https`` server; None for those of the machine.
 
     Raises:
-        ValueError: if the URL is none, or the file holds no certificates.
+        ValueError: If the URL is invalid, or the file has no certificates.
     """
 
     def __init__(self, url: str, key: str | None = None, ca: Path | None = None) -> None:
@@ -89,20 +89,20 @@ class Client:
         self._closed = False
 
     def call(self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER) -> Any:
-        """What :meth:`request` returns, for a thread that waits for it; made again if a connection was stale."""
+        """Call :meth:`request` and wait for its result; retry after a stale connection."""
         while True:
             try:
                 return LOOP.run(self.request(method, path, body, timeout=timeout, limit=limit))
-            except Stale:  # which is kept no more
+            except Stale:  # the stale connection is closed
                 continue
 
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
     ) -> Any:
-        """The answer of :meth:`_fetch`, parsed as JSON; None for an empty one.
+        """Return the parsed JSON of an answer; None for an empty one.
 
         Raises:
-            Unanswered: if it is no JSON.
+            Unanswered: If it is not JSON.
         """
         text = await self._fetch(method, path, body, timeout=timeout, limit=limit)
         try:
@@ -113,21 +113,21 @@ class Client:
     async def _fetch(
         self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
     ) -> bytearray:
-        """The bytes of an answer.
+        """Return the bytes of an answer.
 
         Args:
-            method: of HTTP.
-            path: after that of the URL.
-            body: sent as JSON; None for none.
-            timeout: seconds for all of it, from the connection to the last byte.
-            limit: bytes that are read, whatever the answer says of its length.
+            method: HTTP method.
+            path: Path after the URL.
+            body: Value sent as JSON, or None.
+            timeout: Seconds from the connection to the last byte.
+            limit: Maximum number of bytes to read.
 
         Raises:
-            Stale: if it went through a connection that has ended; another one, or a new one, may do.
-            Unanswered: if there is no answer in time, one that is too long, one with a status of 408, 429, 500 and
-                above or below 200, or a redirection.
-            Refused: for a status of 400 to 499, or a certificate that nobody we trust has signed.
-            Cancelled: if the client was closed.
+            Stale: If a kept connection was closed; a retry uses another one.
+            Unanswered: If there is no answer in time, it is too long, or its status is below 200, 3xx, 408, 429, or
+                500 and above.
+            Refused: If the status is another 4xx, or no trusted authority signed the certificate.
+            Cancelled: If the client was closed.
         """
         content = None if body is None else json.dumps(body).encode()
         try:
@@ -137,10 +137,10 @@ class Client:
         except aiohttp.ClientConnectorCertificateError as error:
             hint, why = "pass ca=, a file with the certificate that signs the server's", error.certificate_error
             said = why.verify_message if isinstance(why, ssl.SSLCertVerificationError) else str(why)
-            raise Refused(f"expected {self.url} to prove who it is, got {quote(said)}: {hint}") from error
+            raise Refused(f"expected {self.url} to have a trusted certificate, got {quote(said)}: {hint}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if self._closed:
-                raise Cancelled(f"{self.url}{path} was cut short") from error
+                raise Cancelled(f"{self.url}{path} was cancelled") from error
             what = quote(f"{type(error).__name__}: {error}")
             raise Unanswered(f"no answer from {self.url}{path}: {what}") from error
         if 200 <= status < 300:
@@ -149,7 +149,7 @@ class Client:
         if 400 <= status < 500 and status not in BUSY:
             hint = f": {HINTS[status]}" if status in HINTS else ""
             raise Refused(
-                f"expected {self.url}{path} to take the call, got status {status}: {quoted}{hint}",
+                f"expected {self.url}{path} to accept the call, got status {status}: {quoted}{hint}",
                 of_request=status in OF_REQUEST,
             )
         raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
@@ -157,9 +157,9 @@ class Client:
     async def _within(
         self, timeout: float, method: str, path: str, content: bytes | None, limit: int
     ) -> tuple[int, bytearray]:
-        """Status and body of one call, until the deadline, which may come early."""
+        """Return status and body of one call, until the deadline or :meth:`abort`."""
         if self._closed:
-            raise Cancelled(f"{self.url}{path} was cut short before it began")
+            raise Cancelled(f"{self.url}{path} was cancelled before it began")
         deadline = asyncio.timeout(timeout)
         try:
             async with deadline:
@@ -205,7 +205,7 @@ class Client:
         return self._session
 
     def abort(self) -> None:
-        """Ends the calls in flight, which then count as unanswered."""
+        """Cancel the calls in flight, which raise :class:`Unanswered`."""
         if self._deadlines:
             LOOP.call_soon(self._expire)
 
@@ -215,13 +215,13 @@ class Client:
                 deadline.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
-        """Ends all calls by our own will, those that begin later included; connections are closed."""
+        """Cancel all calls, later ones included, and close connections."""
         LOOP.run(self._close())
 
     async def _close(self) -> None:
         self._closed = True
         self._expire()
-        while self._deadlines:  # or what still reads would find its connection gone
+        while self._deadlines:  # or a reader would find its connection closed
             await asyncio.sleep(0)
         if self._session is not None:
             await self._session.close()
@@ -230,14 +230,14 @@ class Client:
 async def _note_reuse(
     _: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceConnectionReuseconnParams
 ) -> None:
-    """Tells a request that it goes through a connection that was used before."""
+    """Record that a request uses a kept connection."""
     context.trace_request_ctx.append(True)
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """One that the system probes when it is silent, so that nobody on the way takes it for dead, and its death is seen.
+    """Return a socket with TCP keepalive, so that proxies keep it open and a dead peer is noticed.
 
-    An answer that is not streamed says nothing until it is whole.
+    An answer that is not streamed sends nothing until it is complete.
     """
     family, kind, protocol, *_ = address
     opened = socket.socket(family=family, type=kind, proto=protocol)
@@ -250,19 +250,19 @@ def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 class Address(NamedTuple):
-    """A server's URL in the one spelling in which two of them are compared: small letters, no slash at the end."""
+    """Normalized URL of a server: lowercase, without a trailing slash."""
 
     scheme: str
     host: str
     port: int
-    path: str  # of a proxy; empty for none
+    path: str  # path of a proxy, or empty
 
     @staticmethod
     def read(text: str) -> "Address":
-        """The parts of a URL.
+        """Parse a URL.
 
         Raises:
-            ValueError: if it is none that leads to a server; a password that it holds is not quoted.
+            ValueError: If it is invalid; a password in it is not quoted.
 
         Example:
             >>> str(Address.read("HTTP://LocalHost:08000/"))
@@ -292,10 +292,10 @@ def _no_url(text: str) -> ValueError:
 
 
 def trust(ca: Path | None) -> ssl.SSLContext:
-    """Whose certificates are taken: those that a file holds, or without one those of the machine.
+    """Return an SSL context that trusts the certificates in a file, or by default those of the machine.
 
     Raises:
-        ValueError: if the file holds none.
+        ValueError: If the file has none.
     """
     try:
         return ssl.create_default_context(cafile=ca)
@@ -304,7 +304,7 @@ def trust(ca: Path | None) -> ssl.SSLContext:
 
 
 def quote(text: str) -> str:
-    """The beginning of what a server said, fit for a terminal and a log: without escape sequences and line ends."""
+    """Return the beginning of a server's text without escape sequences and line ends, for terminal and log."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_QUOTE])
 
 

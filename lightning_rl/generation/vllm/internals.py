@@ -1,7 +1,7 @@
-"""What is done to vLLM from inside: how it is built and ended without harm to the trainer, and how it takes weights.
+"""Access to internals of vLLM: building and closing it beside the trainer, and loading weights.
 
-Everything here was read in the releases of :data:`lightning_rl.generation.vllm.versions.WINDOW` and run with the first;
-parts of it are private to vLLM, which is why the window is narrow.
+The code was compared with the releases of :data:`lightning_rl.generation.vllm.versions.WINDOW` and run with the first.
+It uses private parts of vLLM, so the window is narrow.
 """
 
 import gc
@@ -22,7 +22,7 @@ from torch import nn
 from lightning_rl.generation.weights.stream import Shape, Stream, WeightPlan
 
 RELOAD = "vllm.model_executor.model_loader.reload"
-CHANGED = (  # variables that vLLM sets, and that the trainer, its compiler and its worker processes read
+CHANGED = (  # variables set by vLLM and read by the trainer, its compiler and its worker processes
     "LD_PRELOAD",
     "LOCAL_WORLD_SIZE",
     "TORCHINDUCTOR_COMPILE_THREADS",
@@ -32,28 +32,28 @@ CHANGED = (  # variables that vLLM sets, and that the trainer, its compiler and 
 
 
 class ProcessGroups:
-    """Keeps vLLM from ending the trainer's process group, and those of its other engines, when one is shut down."""
+    """Keeps vLLM from destroying the process groups of the trainer and of other engines when one engine shuts down."""
 
     def __init__(self) -> None:
-        self.engines = 0  # that live in this process
-        self.default = False  # whether vLLM made the default group, because there was none
+        self.engines = 0  # number of live engines in this process
+        self.default = False  # True if vLLM made the default group
         self._cleanup: Callable[[], None] | None = None
         self._destroy: Callable[[], None] | None = None
 
     def enter(self) -> None:
-        """Before an engine is built."""
+        """Prepare for building an engine."""
         core: Any = import_module("vllm.v1.engine.core")
         parallel_state: Any = import_module("vllm.distributed.parallel_state")
         if self._cleanup is None:
             self._cleanup, core.cleanup_dist_env_and_memory = core.cleanup_dist_env_and_memory, _leave_alone
-            # which the executor of an external launcher calls as well since 0.33
+            # also called by the executor of an external launcher since 0.33
             self._destroy, parallel_state.destroy_model_parallel = parallel_state.destroy_model_parallel, _leave_alone
         if self.engines == 0:
             self.default = self.default or not dist.is_initialized()
         self.engines += 1
 
     def leave(self) -> None:
-        """After an engine has ended. The last one takes its own groups along, and the default group if vLLM made it."""
+        """Finish after an engine was closed; the last one destroys the groups that vLLM made."""
         self.engines -= 1
         if self.engines == 0 and self._cleanup is not None and self._destroy is not None and dist.is_initialized():
             default, self.default = self.default, False
@@ -63,17 +63,17 @@ class ProcessGroups:
 
 
 def _leave_alone(*_: Any, **__: Any) -> None:
-    """In the place of what would end groups that others need."""
+    """Replacement of functions that would destroy groups still in use."""
 
 
 GROUPS = ProcessGroups()
 
 
 def map_before_free() -> None:
-    """Have the allocator of vLLM's sleep mode map a block that sleeps before it is freed.
+    """Make the allocator of vLLM's sleep mode map a sleeping block before it is freed.
 
-    A block that sleeps has no memory. Freeing it unmaps it a second time; CUDA refuses that, and the allocator keeps
-    the error, so every later allocation of it fails as if the device were out of memory.
+    Freeing a sleeping block would unmap it a second time, which CUDA rejects. The allocator keeps that error, so every
+    later allocation fails as if the device were out of memory.
     """
     cumem: Any = import_module("vllm.device_allocator.cumem")
     allocator, free = cumem.CuMemAllocator, cumem.CuMemAllocator._python_free_callback  # noqa: SLF001
@@ -93,13 +93,10 @@ def map_before_free() -> None:
 
 @contextmanager
 def preserving_process(device: torch.device) -> Iterator[None]:
-    """Restore after an engine was built what building one changes in its process: seeds, dtypes, threads, device.
+    """Restore the global state that building an engine changes: seeds, dtypes, threads, device.
 
-    Inside, the environment has the variables of a launcher: vLLM reads its rank and its GPU from them, and neither
-    Lightning's launcher nor SLURM sets all of them.
-
-    Args:
-        device: of the trainer.
+    Inside, the environment has the variables of a launcher, from which vLLM reads the rank and the trainer's GPU:
+    neither Lightning's launcher nor SLURM sets all of them.
     """
     inductor: Any = import_module("torch._inductor.config")  # before vLLM's import, which limits it to one thread
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
@@ -112,9 +109,9 @@ def preserving_process(device: torch.device) -> Iterator[None]:
         warnings.catch_warnings(),
         preserving_environment(launch_variables(device)),
         preserving_matmul_precision(),
-        inductor.patch(compile_threads=1),  # as vLLM wants it
+        inductor.patch(compile_threads=1),  # required by vLLM
     ):
-        warnings.simplefilter("ignore")  # vLLM's own
+        warnings.simplefilter("ignore")  # warnings of vLLM
         try:
             yield
         finally:
@@ -131,7 +128,7 @@ def preserving_process(device: torch.device) -> Iterator[None]:
 def launch_variables(device: torch.device) -> dict[str, str]:
     """Return the variables that torchrun would set for this rank; none without a process group.
 
-    ``LOCAL_RANK`` is the index of the trainer's GPU, from which vLLM takes its own.
+    ``LOCAL_RANK`` is the index of the trainer's GPU; vLLM uses the same.
     """
     if not dist.is_initialized():
         return {}
@@ -159,12 +156,12 @@ def preserving_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def preserving_matmul_precision() -> Iterator[None]:
-    """Have vLLM multiply float32 matrices as the trainer does, and restore the precision, which it sets."""
+    """Make vLLM multiply float32 matrices with the trainer's precision, and restore the setting afterwards."""
     backends: list[Any] = [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
     by_backend = [backend.fp32_precision for backend in backends]
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by backend, which the one precision of all does not describe
+    except RuntimeError:  # set per backend, which this global setting cannot express
         precision = None
     if precision is not None:
         os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", precision)
@@ -180,7 +177,7 @@ def preserving_matmul_precision() -> Iterator[None]:
 
 @contextmanager
 def cpu_threads(number: int | None) -> Iterator[None]:
-    """Compute with a number of threads on the CPU; None for those of the trainer."""
+    """Set the number of CPU threads inside; None keeps the trainer's."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if number is None else number)
     try:
@@ -190,26 +187,26 @@ def cpu_threads(number: int | None) -> Iterator[None]:
 
 
 def plan_of(config: Any, model: Any) -> WeightPlan:
-    """What a model inside of vLLM holds, before packing, and how it names the tensors of a checkpoint."""
+    """Return the tensors of a model in vLLM before packing, and the mapping from names of a checkpoint to them."""
     layerwise = import_module(f"{RELOAD}.layerwise")
     shapes, buffers = dict[str, Shape](), set[str]()
     for path, module in model.named_modules():
         buffers |= {name for name, _ in module.named_buffers(path, recurse=False)}
         tensors = dict(layerwise.get_layerwise_info(module).restore_metadata[0])
-        bias = module._parameters.get("bias")  # noqa: SLF001  left out of what a reload restores
+        bias = module._parameters.get("bias")  # noqa: SLF001  missing in the metadata of a reload
         if bias is not None:
             tensors["bias"] = bias
         for name, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            if hasattr(module, "org_vocab_size"):  # rows are padded
+            if hasattr(module, "org_vocab_size"):  # padded rows
                 shape = (module.org_vocab_size, *shape[1:])
-            shapes[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # of a layer that may carry an adapter
+            shapes[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # a layer that may have an adapter
     whole = config.parallel_config.tensor_parallel_size == 1
     return WeightPlan(shapes, partial(_target_of, model, {*shapes, *buffers}), buffers, whole=whole)
 
 
 def _target_of(model: Any, tensors: Collection[str], name: str) -> tuple[str, int] | None:
-    """Return the tensor that takes one of a checkpoint, and as how many of its parts; None if vLLM takes it nowhere."""
+    """Return the tensor that loads a checkpoint's tensor and its number of parts; None if it is not loaded."""
     for suffix, end in ((".gate_up_proj", "w13_weight"), (".down_proj", "w2_weight")):
         if name.endswith(f".experts{suffix}"):
             stem = name.removesuffix(suffix)
@@ -218,13 +215,9 @@ def _target_of(model: Any, tensors: Collection[str], name: str) -> tuple[str, in
 
 
 def _map_name(module: Any, tensors: Collection[str], path: str, name: str) -> tuple[str, int] | None:
-    """Return the name after the mapper of a module, and then that of the module in it that loads its weights itself.
+    """Return the name after the mappers of a module and nested modules with ``load_weights``.
 
-    Args:
-        module: that loads its weights itself, as vLLM's loader finds them from the outside in.
-        tensors: of the engine, by name.
-        path: of the module, with a dot behind it.
-        name: within the module.
+    ``path`` is the path of the module with a dot at its end, ``name`` is relative to it.
     """
     mapper = getattr(module, "hf_to_vllm_mapper", None)
     mapped = (name, None) if mapper is None else mapper._map_name_with_shard(name)  # noqa: SLF001
@@ -240,23 +233,23 @@ def _map_name(module: Any, tensors: Collection[str], path: str, name: str) -> tu
 
 
 def reload(llm: Any, weights: Stream) -> None:
-    """Loads a full set of weights in the names of a checkpoint."""
+    """Load a full set of weights under the names of a checkpoint."""
     llm.apply_model(forget_expert_kernels)
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Drops what was computed with other weights.
+    """Drop blocks that were computed with older weights.
 
     Raises:
-        RuntimeError: if vLLM refuses, which it does while a request holds a block.
+        RuntimeError: If vLLM refuses because a request holds a block.
     """
     if not llm.reset_prefix_cache():
         raise RuntimeError("expected an idle engine, whose prefix cache can be reset, got running requests")
 
 
 def recover(config: Any, model: nn.Module) -> None:
-    """Makes a model inside of vLLM loadable again after a load that failed; its weights are then a mixture."""
+    """Make a model in vLLM loadable again after a failed load; its weights are then a mixture."""
     layerwise = import_module(f"{RELOAD}.layerwise")
     for module in model.modules():
         info = layerwise.get_layerwise_info(module)
@@ -267,7 +260,7 @@ def recover(config: Any, model: nn.Module) -> None:
 
 
 def forget_expert_kernels(model: nn.Module) -> None:
-    """On a CPU experts are packed only while their kernel is built, so a reload has to build it again."""
+    """Drop the expert kernels on a CPU, so that a reload packs the experts again."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(model.parameters()).device.type == "cpu":
@@ -275,5 +268,5 @@ def forget_expert_kernels(model: nn.Module) -> None:
 
 
 def outer_name(name: str) -> str:
-    """What vLLM calls a request in its outputs, by the name in its inside, to which it adds a random part."""
+    """Return the name of a request in vLLM's outputs, from its internal name with a random suffix."""
     return name.rpartition("-")[0]

@@ -1,4 +1,4 @@
-"""LoRA in vLLM: the policy's adapter as a file of its own for every version, beside a base that is sent once."""
+"""LoRA in vLLM: a new adapter file for each version, and a base that is sent once."""
 
 import json
 import shutil
@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 
 from lightning_rl.generation.weights.stream import Stream, adapter_scales, part_of
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for the largest
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM accepts
 
 
 class Adapter:
-    """The policy's LoRA adapter on its way into vLLM.
+    """Transfer of the policy's LoRA adapter to vLLM.
 
-    vLLM keeps an adapter under its id, and blocks of the prefix cache under its name and path, so each version has a
-    new id, name and path in a folder of this process alone, and the one before is removed.
+    vLLM stores an adapter by id, and blocks of the prefix cache by its name and path. Each version has a new id, name
+    and path in a private folder, and the previous one is removed.
 
     Raises:
-        ValueError: if something else than adapters trains, or there is none.
+        ValueError: If there is no adapter, or other parameters train too.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
@@ -40,11 +40,11 @@ class Adapter:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For ``vllm.LLM``."""
+        """Options of ``vllm.LLM``."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank)}
 
     def split(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
-        """The stream of the base under plain names; what belongs to the adapter is kept for :meth:`load`."""
+        """Yield the base weights under plain names; the adapter's are stored for :meth:`load`."""
         self._parts = {}
         for name, weight in stream:
             layer, part = part_of(name)
@@ -57,10 +57,10 @@ class Adapter:
                 yield f"{layer}.{part}", weight
 
     def load(self, llm: Any) -> None:
-        """Gives vLLM what the last stream brought, under a new id, and takes the version before away.
+        """Load the adapter of the last stream under a new id, and remove the previous version.
 
         Raises:
-            RuntimeError: if the stream did not bring A and B of every layer, or vLLM refuses them.
+            RuntimeError: If A or B of a layer is missing, or vLLM rejects the adapter.
         """
         if len(self._parts) != 2 * len(self.scales):
             raise RuntimeError(f"expected A and B of {len(self.scales)} layers, got {len(self._parts)} tensors")
@@ -70,7 +70,7 @@ class Adapter:
         save_file(self._parts, path / "adapter_model.safetensors")
         targets = sorted({layer.rpartition(".")[-1] for layer in self.scales})
         config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.rank, "target_modules": targets}
-        (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))  # the scale is within B
+        (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))  # scaling is in B
         kind: Any = import_module("vllm.lora.request").LoRARequest
         self.request, self._parts = kind(f"policy-{self.number}", self.number, str(path)), {}
         if before is not None:

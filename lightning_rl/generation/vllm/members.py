@@ -1,4 +1,4 @@
-"""Members: the URLs of a run's servers, which somebody may keep in a file or a function while the run goes on."""
+"""URLs of a run's servers, which a file or a function may change during the run."""
 
 import io
 import logging
@@ -17,25 +17,25 @@ from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.vllm.http import Address, quote
 
 LOG = logging.getLogger(__name__)
-READ = 1.0  # seconds between two readings
-SLOW = 10.0  # seconds that a reading may take until the log says so
-MAX_BYTES, MAX_SERVERS = 2**20, 2**12  # that are read of a list
-LEAVING = 5.0  # seconds that the end of a run waits for a function that lists servers
+READ = 1.0  # seconds between two reads
+SLOW = 10.0  # seconds of a read after which the log warns
+MAX_BYTES, MAX_SERVERS = 2**20, 2**12  # limits of a list
+LEAVING = 5.0  # seconds that the end of a run waits for the function that lists servers
 
 Listing = str | Sequence[str] | Path | Callable[[], Iterable[str]]
-Lines = list[tuple[str, object]]  # where something stands in a list, for an error, and what stands there
+Lines = list[tuple[str, object]]  # position in the list, for messages, and entry
 
 
 class Members:
-    """Servers by their URLs, as they are listed now.
+    """List of server URLs.
 
     Args:
-        servers: URLs, which stay; or a file with one of them on each line, empty ones and those after ``#`` aside; or a
-            function that returns them.
-        check: raises a ValueError for a URL that the run cannot use.
+        servers: Fixed URLs; or a file with one URL per line, in which empty lines and comments (``#``) are ignored; or
+            a function that returns URLs.
+        check: Function that raises a ValueError for a URL that the run cannot use.
 
     Raises:
-        ValueError: for URLs that stay if there is none, or one twice, or one that the run cannot use.
+        ValueError: If fixed URLs are empty, repeated, or unusable.
     """
 
     def __init__(self, servers: Listing, check: Callable[[str], object]) -> None:
@@ -51,36 +51,35 @@ class Members:
 
     @property
     def source(self) -> str:
-        """Where they are listed; empty for URLs that stay."""
+        """Name of the file or the function; empty for fixed URLs."""
         if self.fixed:
             return ""
         return str(getattr(self._servers, "__qualname__", self._servers))
 
     def read(self, within: float = SLOW) -> tuple[str, ...]:
-        """The URLs, each once and in one spelling.
+        """Return the URLs, normalized and without repetitions.
 
-        A reading that takes longer goes on, in a thread of its own, and the next call waits for it.
+        A read that takes longer than ``within`` seconds continues in its thread, and the next call waits for it.
 
         Raises:
-            ValueError: if there is none within so many seconds, or not all of them can be used: such a list may be one
-                that is being written.
+            ValueError: If there is no list in time, or an entry is unusable, as in a list that is being written.
         """
         if self._reading is None:
             self._reading = futures.Future()
             threading.Thread(target=self._fill, args=(self._reading,), name="servers-read", daemon=True).start()
         if not futures.wait([self._reading], within).done:
-            raise ValueError(f"no list within {within:.2g} s, it is still waited for")
+            raise ValueError(f"no list within {within:.2g} s so far")
         reading, self._reading = self._reading, None
         return self._urls(reading.result())
 
     def _fill(self, reading: "futures.Future[Lines]") -> None:
         try:
             reading.set_result(self._lines())
-        except BaseException as error:  # noqa: BLE001  whatever a function raises, or a disk: the run goes on with those it has
+        except BaseException as error:  # noqa: BLE001  any error of function or disk: the run keeps its servers
             reading.set_exception(ValueError("".join(format_exception_only(error)).strip()))
 
     def _lines(self) -> Lines:
-        """What is listed, each with where it stands."""
+        """Return the entries with their positions."""
         servers: Any = self._servers
         if isinstance(servers, Path):
             with servers.open("rb") as file:
@@ -109,18 +108,18 @@ class Members:
         return tuple(dict.fromkeys(urls))
 
     def wait(self, patience: float) -> tuple[str, ...]:
-        """The first list that can be used.
+        """Return the first usable list.
 
         Raises:
-            EngineError: if there is none within so many seconds.
+            EngineError: If there is none within ``patience`` seconds.
         """
         end, said, why = time.monotonic() + patience, "", ""
-        self._reading = None  # of a run before
+        self._reading = None  # of an earlier run
         while True:
             try:
                 return self.read(min(SLOW, max(0.0, end - time.monotonic())))
             except ValueError as error:
-                if self._reading is None or not why:  # else what the reading before said is the better reason
+                if self._reading is None or not why:  # keep the more informative reason of the previous read
                     why = quote(str(error))
             if time.monotonic() >= end:
                 raise EngineError(f"expected servers to be listed by {self.source} within {patience:g} s: {why}")
@@ -131,18 +130,18 @@ class Members:
 
 
 class Membership:
-    """Has a run go with the list of its servers: rank 0 reads it, and the others learn of it where ranks met.
+    """Updates a run's servers from their list: rank 0 reads it and passes it to the other ranks through the store.
 
-    A list counts once two readings agree, so that one which is being written is none. One that cannot be used changes
-    nothing, and the log says why.
+    A list is used once two reads agree, which excludes a list that is being written. An unusable list changes nothing
+    and is logged.
 
     Args:
-        members: the list.
-        urls: those that the run began with.
-        follow: called in a thread with the URLs of each list that differs from the one before.
-        store: where ranks met; None for a process alone.
-        name: of the list there.
-        reads: whether this is rank 0.
+        members: List of servers.
+        urls: URLs at the start of the run.
+        follow: Function called in a thread with each new list.
+        store: Store of the process group; None for a single process.
+        name: Key in the store.
+        reads: True on rank 0.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class Membership:
             self._thread.start()
 
     def close(self) -> None:
-        """Reads no more; a function that does not return is left to itself."""
+        """Stop reading; a function that does not return is abandoned."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(LEAVING)
@@ -179,11 +178,11 @@ class Membership:
                     self._store.set(self._name, "\n".join(urls))
 
     def _read(self) -> tuple[str, ...]:
-        """What is listed, if that was so at the reading before; else what was taken."""
+        """Return the list if it equals the previous read, else the URLs in use."""
         (before, was), (urls, why) = self._reading, self._next()
         self._reading = urls, why
-        if was and why and (not self._said or was == why != self._said):  # one that differs each time is said once
-            LOG.warning("servers stay as they are, because %s cannot be used: %s", self._members.source, why)
+        if was and why and (not self._said or was == why != self._said):  # changing reasons are logged once
+            LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self._members.source, why)
             self._said = why
         if was or why:
             return self._urls
@@ -191,14 +190,14 @@ class Membership:
         return urls if set(urls) == set(before) else self._urls
 
     def _next(self) -> tuple[tuple[str, ...], str]:
-        """What is listed, and why it is not known."""
+        """Return the list and the reason if it is unusable."""
         try:
             return self._members.read(SLOW), ""
         except ValueError as error:
             return self._urls, quote(str(error))
 
     def _learn(self) -> tuple[str, ...]:
-        """What rank 0 has taken; nothing new once it is gone, which others notice."""
+        """Return the URLs that rank 0 uses; stop if its store is gone."""
         try:
             if self._store is not None and self._store.check([self._name]):
                 return tuple(self._store.get(self._name).decode().split("\n"))

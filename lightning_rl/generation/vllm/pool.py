@@ -1,4 +1,4 @@
-"""A pool of servers: how a lost one comes back, and one sound answer for each request."""
+"""Pool of servers: routing of requests, retries, and recovery of lost servers."""
 
 import asyncio
 import itertools
@@ -18,27 +18,27 @@ from lightning_rl.generation.vllm.push import Proof, WeightPush
 from lightning_rl.generation.weights.stream import Shape
 
 LOG = logging.getLogger(__name__)
-ATTEMPTS = 6  # of one request, each at a server that was healthy a moment before
+ATTEMPTS = 6  # per request
 POLL = 1.0  # seconds between two health checks
-BACKOFF, MAX_BACKOFF = 0.25, 10.0  # seconds before a server that was lost is asked again; doubles with each loss
-MAX_DOUBLINGS = 16  # more would only overflow
+BACKOFF, MAX_BACKOFF = 0.25, 10.0  # seconds until a lost server is tried again; doubles with each loss
+MAX_DOUBLINGS = 16  # avoids overflow
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class ServerPool:
-    """Sends each request to a server that has a place for it, and to another one if that is lost.
+    """Sends each request to a server with a free slot, and to another one if that server is lost.
 
     Args:
-        endpoints: of the servers.
-        push: brings a server to the current weights.
-        patience: seconds without any server until requests fail.
-        rank: of this process.
-        at_once: requests that a server is sent at the same time; further ones wait, those of the oldest rollout first.
-        source: what lists the servers, if they may change; empty if they stay.
+        endpoints: Clients of the servers.
+        push: Push that brings a server to the current weights.
+        patience: Seconds without a ready server after which requests fail.
+        rank: Rank of this process.
+        at_once: Maximum number of concurrent requests at each server; others wait, lowest rollout first.
+        source: Name of the list of servers; empty for fixed servers.
 
     Attributes:
-        oldest: number of the oldest push that answers may come from; that of the last one that every server has.
+        oldest: Number of the oldest push that answers may come from, which is the last one that every server loaded.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ServerPool:
         self.push, self.patience, self.rank, self.at_once, self.source = push, patience, rank, at_once, source
         self.oldest = 0
         self._places = Places([Server(endpoint) for endpoint in endpoints], at_once=at_once, rank=rank)
-        self._expiry: asyncio.TimerHandle | None = None  # of the patience of those who wait for a place
+        self._expiry: asyncio.TimerHandle | None = None  # of the patience of waiting requests
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._watchers = [self._watcher(server) for server in self.servers]
-        self._leaving = list[Server]()  # listed no more, with requests in flight
-        self._waits = False  # for any server to be ready, which was said
+        self._leaving = list[Server]()  # removed from the list, with requests in flight
+        self._waits = False  # True once a wait for a server has been logged
 
     def _watcher(self, server: Server) -> threading.Thread:
         name = f"watch-{server.endpoint.url}"
@@ -68,19 +68,20 @@ class ServerPool:
 
     @property
     def servers(self) -> Sequence[Server]:
-        """All that are listed, lost ones as well."""
+        """All listed servers, including lost ones."""
         return self._places.servers
 
     def watch(self) -> None:
-        """Begins to look after lost servers, each in a thread of its own, so that none waits for another."""
+        """Start a thread for each server that checks its health and recovers it."""
         for watcher in self._watchers:
             watcher.start()
 
     def follow(self, urls: Sequence[str], connect: Callable[[str], Endpoint]) -> None:
-        """Has the servers of these URLs and no others. One thread alone calls it, after :meth:`watch`.
+        """Replace the servers by those of these URLs. Called by one thread, after :meth:`watch`.
 
-        A new one is asked once it has the current weights, and has said what another one says of the canary's tokens.
-        One that is not among them is asked nothing more; what is in flight there ends, and then it is let go.
+        A new server gets requests once it has the current weights and the same log-probabilities of the canary's
+        tokens as another server. A removed one gets no more requests, and is closed when its requests in flight have
+        ended.
         """
         with self._changed:
             before = self.servers
@@ -88,7 +89,7 @@ class ServerPool:
             servers = [known.get(url) or Server(connect(url)) for url in urls]
             for server in set(servers).intersection(self._leaving):
                 self._leaving.remove(server)
-                server.ready, server.due = False, 0.0  # it may have missed weights
+                server.ready, server.due = False, 0.0  # it may have missed a push
         watchers = [self._watcher(server) for server in servers if server.endpoint.url not in known]
         LOOP.run(self._follow(servers))
         gone = [server for server in before if server not in servers]
@@ -98,14 +99,14 @@ class ServerPool:
         for watcher in watchers:
             watcher.start()
         new = [server for server in servers if server not in before]
-        LOG.warning("servers by %s: %s listed, %s no more", self.source, _names(new), _names(gone))
+        LOG.warning("servers by %s: added %s, removed %s", self.source, _names(new), _names(gone))
         self._notify()
 
     async def _follow(self, servers: Sequence[Server]) -> None:
         self._places.follow(servers)
 
     def _let_go(self, server: Server) -> bool:
-        """Ends with a server that is listed no more, if nothing is in flight there."""
+        """Close a removed server if it has no requests in flight; return True if closed."""
         with self._changed:
             if server not in self._leaving or server.in_flight or not server.loading.acquire(blocking=False):
                 return False
@@ -115,14 +116,14 @@ class ServerPool:
             if self.push.writes:
                 with suppress(Unanswered, Refused, Cancelled):
                     server.endpoint.leave()
-            LOG.warning("%s is let go: it is listed no more, and nothing is in flight there", server.endpoint.url)
+            LOG.warning("%s is closed: it was removed from the list, and its requests have ended", server.endpoint.url)
             server.endpoint.close()
         finally:
             server.loading.release()
         return True
 
     def close(self) -> None:
-        """Ends the watch and every call; whoever waits is cut short."""
+        """Stop all threads and cancel every call."""
         self._closed.set()
         for server in (*self.servers, *self._leaving):
             server.endpoint.close()
@@ -132,21 +133,20 @@ class ServerPool:
                 watcher.join()
 
     def ready(self) -> list[Server]:
-        """Those that may be asked."""
+        """Return the servers that accept requests."""
         with self._changed:
             return [server for server in self.servers if server.ready]
 
     def wait(self, *, strict: bool = False) -> None:
-        """Returns once a server is ready.
+        """Wait until a server is ready.
 
         Args:
-            strict: whether a server that is there, and not what the run needs, ends the wait; of those that may change,
-                whether it does if all are such.
+            strict: True to raise for an unsuitable server; if the list may change, only if all are unsuitable.
 
         Raises:
-            EngineError: if none is within the patience.
-            ValueError: what is wrong with a server, if that ends the wait.
-            Cancelled: if the pool was closed.
+            EngineError: If none is ready within the patience.
+            ValueError: If a server is unsuitable, see ``strict``.
+            Cancelled: If the pool was closed.
         """
         end = time.monotonic() + self.patience
         with self._changed:
@@ -163,7 +163,7 @@ class ServerPool:
             self._check_open()
 
     def _tell_wait(self) -> None:
-        """In the log, once until a server is ready."""
+        """Log the wait, once until a server is ready."""
         if not self._waits:
             self._waits = True
             LOG.warning("waiting up to %g s for one of %s (%s)", self.patience, self._whom(), self._reasons())
@@ -177,23 +177,17 @@ class ServerPool:
     def _nobody_ready(self) -> EngineError:
         return EngineError(
             f"expected one of {self._whom()} to be ready within {self.patience:g} s, got none ({self._reasons()}): "
-            "start one by lightning-rl serve, and go on from the last checkpoint"
+            "start one with lightning-rl serve, and resume from the last checkpoint"
         )
 
     def run(self, function: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item]) -> list[Result]:
-        """What a coroutine function makes of every item, in their order, all at a time.
-
-        After the first failure all others are cut short: the servers notice, and end what they were doing.
-        """
+        """Run a coroutine function for every item concurrently and return the results; a failure cancels the others."""
         return LOOP.run(_all([function(item) for item in items]))
 
     def each(
         self, function: Callable[[Request], Coroutine[Any, Any, None]], take: Callable[[], Sequence[Request]]
     ) -> None:
-        """Runs a coroutine function for every request that comes up, until none is taken.
-
-        After a failure of ``take`` all others are cut short, as in :meth:`run`.
-        """
+        """Run a coroutine function for every request until ``take`` returns none; a failure cancels all."""
         tasks = list[asyncio.Task[None]]()
         try:
             while requests := take():
@@ -213,18 +207,18 @@ class ServerPool:
         seat: Seat | None = None,
         rank: int = 0,
     ) -> Sample:
-        """One sound answer, by the server of a seat, or by whichever gives it.
+        """Return a valid response from the server of a seat, or from any other.
 
         Args:
-            ids: of the prompt.
-            parameters: vLLM's.
-            name: of the request.
-            oldest: number of the oldest push that tokens may come from, pinned before the first request of a batch.
-            seat: shared with requests that begin alike.
-            rank: who waits for a place with the lowest goes first.
+            ids: Token ids of the prompt.
+            parameters: Sampling parameters of vLLM.
+            name: Name of the request.
+            oldest: Number of the oldest push that tokens may come from, read before the first request of a batch.
+            seat: Seat shared with requests of the same prefix.
+            rank: Rank in the queue, lowest first.
 
         Raises:
-            EngineError: if there was no server, none with a sound answer, or each one refused the request.
+            EngineError: If no server is ready, none returns a valid response, or each one rejects the request.
         """
         why, refusing, seat = "", list[Server](), seat or Seat()
         tokens = len(ids) + parameters["max_tokens"]
@@ -232,7 +226,7 @@ class ServerPool:
             server = await self._take(tokens, seat, rank=rank, avoid=refusing)
             try:
                 if server in refusing:
-                    raise EngineError(f"expected a server to take request {name}, but each one refused it: {why}")
+                    raise EngineError(f"expected a server to accept request {name}, but each one rejected it: {why}")
                 sample = await self._ask(server, ids, parameters, name=name, oldest=oldest)
                 if sample is not None:
                     self.reset_losses(server)
@@ -240,13 +234,12 @@ class ServerPool:
                 why = server.why
             except Refused as refusal:
                 refusing.append(server)
-                why, seat = str(refusal), Seat()  # the others of its seat may well be taken there
+                why, seat = str(refusal), Seat()  # other servers may accept the rest of its seat
             finally:
                 self._places.release(server, tokens)
         raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")
 
     async def _take(self, tokens: int, seat: Seat, *, rank: int, avoid: Sequence[Server]) -> Server:
-        """A server with a place; raises as :meth:`wait` does."""
         self._check_open()
         self._limit_patience()
         return await self._places.take(tokens, seat, rank=rank, avoid=avoid)
@@ -254,17 +247,17 @@ class ServerPool:
     def ask_all(
         self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, salt: str | None = None
     ) -> dict[str, Sample]:
-        """The answer of every server that is there, by its URL; who has none is lost. For a salt see `Endpoint.draw`.
+        """Return the response of every ready server by URL. For ``salt`` see :meth:`.Endpoint.draw`.
 
         Raises:
-            EngineError: if nobody answered.
+            EngineError: If no server answered.
         """
 
         async def ask(server: Server) -> Sample | None:
             try:
                 return await self._ask(server, ids, parameters, name=name, oldest=self.oldest, salt=salt)
             except Refused as refusal:
-                raise EngineError(f"expected every server to take request {name}, got a refusal: {refusal}") from None
+                raise EngineError(f"expected every server to accept request {name}, got a refusal: {refusal}") from None
 
         for _ in range(ATTEMPTS):
             self.wait()
@@ -284,19 +277,19 @@ class ServerPool:
         oldest: int,
         salt: str | None = None,
     ) -> Sample | None:
-        """One answer, whole and from weights that are new enough; None from a server that has none and so is lost.
+        """Return a complete response from recent enough weights, or None after removing a server without one.
 
         Raises:
-            Refused: if it is this request that the server refuses; whoever refuses all of them is lost.
+            Refused: If the server rejects this request. A server that rejects the client is removed.
         """
         run, url = self.push.run, server.endpoint.url
         try:
             numbered = f"{run}-{name}-{self.rank}-{next(self._numbers)}"
             sample = await server.endpoint.draw(numbered, ids, parameters, salt)
             if sample.finish_reason == "abort" or not sample.token_ids:
-                raise Unanswered(f"expected a whole response from {url}, got one that somebody aborted")
+                raise Unanswered(f"expected a complete response from {url}, got an aborted one")
             if max(sample.token_ids) >= self.push.description.vocabulary:
-                raise Unanswered(f"expected ids of the vocabulary from {url}, got {max(sample.token_ids)}")
+                raise Unanswered(f"expected ids within the vocabulary from {url}, got {max(sample.token_ids)}")
             for label in set(sample.labels):
                 if label.number < oldest or not self.push.knows(label):
                     raise Unanswered(f"expected weights of push {run}/{oldest} at {url}, got {label}")
@@ -305,17 +298,17 @@ class ServerPool:
                 raise
             self.remove(server, error)
             return None
-        except Cancelled:  # by ourselves, or because the server was let go
+        except Cancelled:  # the pool or the server was closed
             self._check_open()
             return None
         return sample
 
     def accept(self, proof: Proof, scored: Collection[str]) -> None:
-        """Takes what the canary saw at some servers for what every other one has to say.
+        """Use the canary's result as the reference for all other servers.
 
         Args:
-            proof: of the current weights.
-            scored: URLs of the servers that the canary has asked; who was not ready then is asked now.
+            proof: Log-probabilities under the current weights.
+            scored: URLs of the servers that the canary checked; others are checked now.
         """
         with self._changed:
             self.push.proof = proof
@@ -326,11 +319,11 @@ class ServerPool:
             self._refresh(server)
 
     def update(self) -> None:
-        """Brings every server that is there to the current weights.
+        """Bring every reachable server to the current weights.
 
         Raises:
-            EngineError: if none has them within the patience; whoever refuses us may think better of it.
-            RuntimeError: if none has them, and one said why.
+            EngineError: If none has them within the patience; a refusal is retried.
+            RuntimeError: If none has them because a load failed.
         """
         errors = self.refresh()
         for error in errors if not self.ready() else ():
@@ -339,11 +332,11 @@ class ServerPool:
         self.wait()
 
     def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
-        """Compares the names and shapes that syncs will bring with those of every server, now or when it comes back.
+        """Compare the names and shapes of synced tensors with those of every server, now or when it returns.
 
         Raises:
-            EngineError: if no server is left.
-            ValueError: if one holds others.
+            EngineError: If no server is left.
+            ValueError: If a fixed server has others.
         """
         self.push.sent = list(sent)
         for server in self.ready():
@@ -360,10 +353,10 @@ class ServerPool:
         self.wait()
 
     def refresh(self) -> list[Exception]:
-        """Brings every server that is there to the current weights, all at once; those that fail are lost.
+        """Bring every reachable server to the current weights in parallel; those that fail are lost.
 
         Returns:
-            What went wrong.
+            The errors.
         """
         now = time.monotonic()
         servers = [server for server in self.servers if server.ready or server.due <= now]
@@ -387,10 +380,10 @@ class ServerPool:
             return None
 
     def remove(self, server: Server, why: Exception) -> None:
-        """Takes a server out until it answers again, after a pause that doubles with each loss."""
+        """Take a server out until it answers again, with a delay that doubles with each loss."""
         with self._changed:
             if server in self.servers and (server.ready or server.why != str(why)):
-                message = "lost %s: %s; it is asked again until it is back, others get its requests meanwhile"
+                message = "lost %s: %s; its requests go to other servers until it is back"
                 LOG.warning(message, server.endpoint.url, why)
             server.ready, server.error = False, why
             server.due = time.monotonic() + min(BACKOFF * 2 ** min(server.losses, MAX_DOUBLINGS), MAX_BACKOFF)
@@ -398,10 +391,10 @@ class ServerPool:
         self._notify()
 
     def restore(self, server: Server, proof: Proof | None = None) -> bool:
-        """Lets a server be asked, because it has the current weights and says what the proof does.
+        """Mark a server as ready, if the proof it was checked against is still current.
 
         Returns:
-            Whether that is still the proof; if not the server has to be looked at again.
+            False if the server has to be checked again.
         """
         with self._changed:
             if self.push.proof is not proof:
@@ -413,7 +406,7 @@ class ServerPool:
         return True
 
     def reset_losses(self, server: Server) -> None:
-        """After an answer; one to a request from before the server was lost does not count."""
+        """Reset the losses after an answer, unless the server was lost since the request."""
         with self._changed:
             if server.ready:
                 server.losses = 0
@@ -428,18 +421,17 @@ class ServerPool:
                     self._join(server)
             except Cancelled:
                 return
-            except Exception as error:  # noqa: BLE001  without its watch a server would stay lost for ever
+            except Exception as error:  # noqa: BLE001  the thread has to survive, or the server stays lost
                 if server.ready:
                     server.endpoint.abort()
                 self.remove(server, error)
 
     def _pause(self, server: Server) -> float:
-        """Seconds until a server is looked at again."""
         at_once = not server.ready and server not in self._leaving
         return max(0.0, server.due - time.monotonic()) if at_once else POLL
 
     def _join(self, server: Server) -> None:
-        """Brings a server to the current weights, unless others are ready that the canary has yet to see."""
+        """Bring a server to the current weights, unless the canary has not checked them at a ready server yet."""
         if self.push.lacks_proof() and self.ready():
             server.due = time.monotonic() + BACKOFF
         else:
@@ -447,7 +439,7 @@ class ServerPool:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise Cancelled("the request was cut short")
+            raise Cancelled("the request was cancelled")
 
     def _notify(self) -> None:
         with self._changed:
@@ -455,17 +447,16 @@ class ServerPool:
         LOOP.call_soon(self._assign)
 
     def _assign(self) -> None:
-        """Gives places away, in the thread of the loop."""
         if self._closed.is_set():
             if self._expiry is not None:
                 self._expiry.cancel()
-            self._places.fail(Cancelled("the request was cut short"))
+            self._places.fail(Cancelled("the request was cancelled"))
         else:
             self._limit_patience()
             self._places.assign()
 
     def _limit_patience(self) -> None:
-        """Has whoever waits for a place raise after so many seconds in which nobody had any."""
+        """Start the timer that fails waiting requests while no server is ready, or stop it."""
         if any(server.ready for server in self.servers):
             if self._expiry is not None:
                 self._expiry.cancel()
@@ -485,7 +476,7 @@ def _names(servers: Sequence[Server]) -> str:
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Results in their order; after the first failure the others have been cancelled, and have ended."""
+    """Return results in order; after the first failure the other tasks are cancelled and awaited."""
     tasks = await _begin(coroutines)
     try:
         return await _results(tasks)

@@ -1,4 +1,4 @@
-"""WeightPush: the trainer's weights on the way to servers: what is written where, and who has loaded it."""
+"""Push of the trainer's weights to servers: files, labels, and the check of each server."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.files import write_weights
 from lightning_rl.generation.weights.stream import Shape, Stream
 
-DECODED = 500  # token ids whose text tells two tokenizers apart
+DECODED = 500  # token ids that are decoded to compare two tokenizers
 
 
 class Proof(NamedTuple):
-    """What a server with proven weights said about a fixed row."""
+    """Log-probabilities of a fixed row by a server whose weights the canary checked."""
 
     label: Label
     ids: tuple[int, ...]
@@ -32,22 +32,22 @@ class Proof(NamedTuple):
 
 
 class WeightPush:
-    """Brings one server at a time to the current weights, however it comes: for the first time, late, or again.
+    """Brings one server at a time to the current weights, whether it is new, late, or restarted.
 
     Args:
-        run: a random name, the same on every rank.
-        storage: the folder that trainer and servers share.
-        writes: whether this rank writes the weights and has servers load them; the others wait until they have.
-        model: the trainer's, which every server has to serve.
-        tokenizer: the trainer's.
-        canary: says whether a server that came back agrees with the others; None for no comparison.
-        private: whether only this user's servers may read the weights.
+        run: Random name of the run, equal on every rank.
+        storage: Folder shared by trainer and servers.
+        writes: True on the rank that writes the weights and makes servers load them; other ranks wait.
+        model: Model of the trainer, which every server has to serve.
+        tokenizer: Tokenizer of the trainer.
+        canary: Canary that compares a server with the others; None to skip it.
+        private: True if only servers of this user may read the weights.
 
     Attributes:
-        has_tokenizer: whether every server has the trainer's, so that it finds stop strings where the trainer would.
-        sent: names and shapes that every sync brings, once they are known.
-        current: label of the weights that a server should have.
-        proof: of them, by a server that the canary has seen.
+        has_tokenizer: True if every server has the trainer's tokenizer and can find stop strings.
+        sent: Names and shapes of the synced tensors, once known.
+        current: Label of the current weights.
+        proof: Log-probabilities under the current weights, from a server that the canary checked.
     """
 
     def __init__(
@@ -70,57 +70,57 @@ class WeightPush:
         self._architecture = (model.config.architectures or [type(model).__name__])[0]
         self._vocabulary = model.config.get_text_config().vocab_size
         self._description: Description | None = None
-        self._versions: dict[int, int] = {}  # by the number of their push
+        self._versions: dict[int, int] = {}  # by number of the push
         self._loaded: set[str] = set()
-        self._processes: dict[str, str] = {}  # of servers that said what they hold, by their URL
+        self._processes: dict[str, str] = {}  # random name of the process of each described server, by URL
         self._spare: tuple[Label, Spare] | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     @property
     def description(self) -> Description:
-        """What every server holds; one has answered."""
+        """Description common to all servers."""
         if self._description is None:
-            raise RuntimeError("expected a server that has said what it holds, got none")
+            raise RuntimeError("expected the description of a server, got none")
         return self._description
 
     @property
     def label(self) -> Label:
-        """Of the current weights; some have been written."""
+        """Label of the current weights."""
         if self.current is None:
             raise RuntimeError("expected weights that were pushed, got none")
         return self.current
 
     def next_label(self, version: int) -> Label:
-        """Of the weights after the current ones."""
+        """Return the label of the next weights."""
         return Label(self.run, 0 if self.current is None else self.current.number + 1, version)
 
     def advance(self, label: Label) -> None:
-        """Makes the weights of a label the current ones."""
+        """Make the weights of a label the current ones."""
         self._versions[label.number] = label.version
         self.current = label
 
     def knows(self, label: Label) -> bool:
-        """Whether these weights were pushed, or may be being pushed by rank 0, ahead of this rank."""
+        """Return True if these weights were pushed, or may be in a push by rank 0, ahead of this rank."""
         ahead = self.current is not None and label.number == self.current.number + 1
         return label.run == self.run and (label.version == self._versions.get(label.number) or ahead)
 
     def write(self, stream: Stream, version: int) -> Path | None:
-        """Writes weights, which are the current ones from then on.
+        """Write weights, which become the current ones.
 
         Returns:
-            The folder of those before, which may go once no server loads them any more.
+            The folder of the previous weights, which can be deleted once no server loads it.
         """
         label = self.next_label(version)
         write_weights(stream, self._folder_of(label))
         return self._move_to(label)
 
     def send(self, send: Callable[[Label], Spare], version: int) -> Path | None:
-        """Has weights sent to servers; they are the current ones from then on, and written if a server needs a file.
+        """Send weights to servers, and make them the current ones; they are written only if a server needs a file.
 
-        Until they have been sent there are none for a server that comes back, because two would take twice the memory.
+        During the transfer a returning server finds no weights, as two copies would take twice the memory.
 
         Returns:
-            The folder of those before, as :meth:`write`.
+            The folder of the previous weights, as :meth:`write`.
         """
         label = self.next_label(version)
         with self._writing:
@@ -136,7 +136,7 @@ class WeightPush:
         return None if before is None else self._folder_of(before)
 
     def _folder_with(self, label: Label) -> Path:
-        """The folder with the weights of a label, which is made now if they were only sent."""
+        """Return the folder with the weights of a label, which is written now if they were only sent."""
         folder = self._folder_of(label)
         with self._writing:
             if not folder.exists():
@@ -149,35 +149,35 @@ class WeightPush:
         return self.folder.path / str(label.number)
 
     def open(self) -> None:
-        """Makes room for what will be written, and removes what trainers that were killed have left."""
+        """Create the folder, and delete those of trainers that were killed."""
         if self.writes:
             self.folder.open()
 
     def forget(self, url: str) -> None:
-        """Lets a server go, to which another trainer may bring weights from now on, or this one by another name."""
+        """Drop what is known of a removed server."""
         self._loaded.discard(url)
         with self._lock:
             self._processes.pop(url, None)
 
     def lacks_proof(self) -> bool:
-        """Whether the canary has yet to see the current weights at some server."""
+        """Return True if the canary has not checked the current weights at any server yet."""
         unproven = self.proof is None or self.proof.label != self.current
         return self._canary is not None and self.current is not None and unproven
 
     def close(self) -> None:
-        """Removes what was written."""
+        """Delete the folder."""
         self.folder.close()
 
     def update(self, endpoint: Endpoint) -> None:
-        """Brings a server to the current weights, unless it has them, and has it prove them if another one has.
+        """Bring a server to the current weights, unless it has them, and compare it with the proof if there is one.
 
         Raises:
-            Unanswered: if it is not there, or rank 0 has not brought the weights yet.
-            ValueError: if it is not the server that the run needs.
-            RuntimeError: if it could not load the weights, or they are not the trainer's afterwards.
+            Unanswered: If it cannot be reached, or rank 0 has not pushed the weights yet.
+            ValueError: If it does not suit the run.
+            RuntimeError: If it could not load the weights, or differs from the trainer afterwards.
         """
         current = None
-        while current is None or current != self.current:  # which may move on meanwhile
+        while current is None or current != self.current:  # it may change meanwhile
             current, label = self.current, endpoint.label()
             if label is None or label.run != self.run or endpoint.url not in self._processes:
                 self._check(endpoint, label)
@@ -185,7 +185,7 @@ class WeightPush:
                 return
             if label != current:
                 if not self.writes:
-                    waits = "waits for rank 0 to bring the weights of version"
+                    waits = "waits for rank 0 to push the weights of version"
                     raise Unanswered(f"{endpoint.url} {waits} {current.version}")
                 endpoint.load(self._folder_with(current), current)
                 self._loaded.add(endpoint.url)
@@ -218,12 +218,12 @@ class WeightPush:
             endpoint.compare(self.sent)
 
     def _note_process(self, url: str, process: str) -> None:
-        """Refuses a server that is known by another URL: weights would come twice, and twice the requests."""
+        """Raise if a server is known by another URL, as it would get weights and requests twice."""
         with self._lock:
             others = [other for other, known in self._processes.items() if known == process and other != url]
             if process and others:
                 raise ValueError(
-                    f"expected each server once, but {url} leads to the server of {others[0]}: list one of them"
+                    f"expected each server once, but {url} and {others[0]} are the same server: list one of them"
                 )
             self._processes[url] = process
 
@@ -237,7 +237,7 @@ class WeightPush:
         rounding = Rounding.of({getattr(torch, served.dtype)}, tf32=served.device != "cpu")
         if not self._canary.within(gap, rounding):
             raise CanaryError(
-                f"expected {endpoint.url} to say what another server says of version {label.version}, but its "
+                f"expected {endpoint.url} to agree with another server on version {label.version}, but its "
                 f"log-probabilities differ by up to {float(gap.max()):.2g}"
             )
 
@@ -250,10 +250,10 @@ def _compare(url: str, description: Description, expected: Mapping[str, Any], wh
 
 
 def prompt_logprobs(sample: Sample) -> Tensor:
-    """Log-probabilities of a prompt that was scored.
+    """Return the log-probabilities of a scored prompt.
 
     Raises:
-        Unanswered: if the server sent none.
+        Unanswered: If the server sent none.
     """
     if sample.prompt_logprobs is None:
         raise Unanswered("expected log-probabilities of the prompt, got none")

@@ -1,4 +1,4 @@
-"""What a request may ask of vLLM, how it is put, and why a response ended: in this process and over HTTP alike."""
+"""Sampling parameters and finish reasons of vLLM, in process and over HTTP."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 from lightning_rl.generation.engine import Request
 from lightning_rl.rollout import Finish
 
-COLDEST = 0.01  # vLLM raises a temperature between 0 and this to this, without a word
+COLDEST = 0.01  # vLLM silently raises a lower temperature above 0 to this
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 SCORING: dict[str, Any] = {
     "temperature": 0.0,
-    "seed": 0,  # without one vLLM's second model runner takes it from numpy's generator, which is the trainer's
+    "seed": 0,  # without a seed vLLM's second model runner uses numpy's global generator
     "max_tokens": 1,
     "prompt_logprobs": 0,
     "detokenize": False,
@@ -22,17 +22,17 @@ CACHING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 1, "deto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a vLLM takes."""
+    """Limits of a vLLM instance."""
 
     max_length: int  # of prompt and response together
     vocabulary: int  # number of token ids
-    has_tokenizer: bool  # so that it finds stop strings where the trainer would
+    has_tokenizer: bool  # can find stop strings
 
     def check(self, request: Request) -> None:
-        """Refuses what vLLM would cut, change or fail at.
+        """Raise for a request that vLLM would truncate, change or fail at.
 
         Raises:
-            ValueError: naming the sample and what to change.
+            ValueError: If it does not fit; names the sample and the cure.
         """
         ids, sampling, where = request.prefix_ids, request.sampling, f"for sample {request.sample_id}"
         if len(ids) + sampling.max_new_tokens > self.max_length:
@@ -54,7 +54,7 @@ class Limits:
 
 
 def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:
-    """VLLM's sampling parameters of a request, every one that its defaults could turn into something else."""
+    """Return vLLM's sampling parameters of a request, with a value for every one whose default could differ."""
     sampling = request.sampling
     return {
         "temperature": sampling.temperature,
@@ -63,7 +63,7 @@ def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:
         "min_p": sampling.min_p,
         "seed": request.seed,
         "max_tokens": sampling.max_new_tokens,
-        "ignore_eos": True,  # vLLM's idea of EOS; ours are the stop tokens, with a tokenizer and without
+        "ignore_eos": True,  # vLLM's EOS ids; the request's are stop_token_ids, with and without a tokenizer
         "stop_token_ids": list(request.eos_token_ids),
         "stop": list(sampling.stop) or None,
         "detokenize": bool(sampling.stop),
@@ -73,10 +73,10 @@ def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:
 
 
 def bounded_parameters(parameters: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """Return the same draw in the form that vLLM takes with ``return_sampling_mask``: temperature and top-k above 0.
+    """Return equivalent parameters that vLLM accepts with ``return_sampling_mask``: temperature and top-k above 0.
 
-    Top-k of the whole vocabulary keeps every token. A greedy answer is drawn from the likeliest token alone, so its
-    log-probabilities are 0 and its sets of kept tokens have one element.
+    Top-k of the whole vocabulary keeps every token. A greedy response is sampled with top-k 1, so its
+    log-probabilities are 0 and its masks have one token.
 
     Example:
         >>> bounded_parameters({"temperature": 0.7, "top_k": 0, "top_p": 0.9}, 32)
@@ -90,10 +90,10 @@ def bounded_parameters(parameters: Mapping[str, Any], vocabulary: int) -> dict[s
 
 
 def finish_of(request: Request, token_ids: Sequence[int], finish_reason: str, stop_reason: str | int | None) -> Finish:
-    """VLLM's reason, held against what the last token says.
+    """Return the finish reason, after comparing vLLM's with the last token.
 
     Raises:
-        RuntimeError: if it stopped for something that the request did not name.
+        RuntimeError: If it stopped for an id or a string that the request did not name.
     """
     finish = FINISH[finish_reason]
     ends, stop = bool(token_ids) and token_ids[-1] in request.eos_token_ids, request.sampling.stop

@@ -1,4 +1,4 @@
-"""VLLMServerEngine: the client of vLLM servers, on this machine or others, that take their weights from the trainer."""
+"""Engine on vLLM servers, on this machine or others, whose weights the trainer pushes."""
 
 import asyncio
 import gc
@@ -41,36 +41,34 @@ TRANSFERS = ("file", "broadcast")
 
 
 class VLLMServerEngine(Engine):
-    """Generates with vLLM servers that ``lightning-rl serve`` started, on this machine or others.
+    """Engine on vLLM servers that ``lightning-rl serve`` started, on this machine or others.
 
-    Each sync writes the weights to a folder that trainer and servers share, and every server loads them from there; or
-    it sends them to all servers at once. A server that dies loses nothing: its requests are sent to another one, or to
-    the same once it is back and has loaded the current weights. A sync does not wait for requests in flight, which go
-    on with the new weights; each token says which weights it came from. Under several ranks each has a client of its
-    own, and rank 0 brings the weights.
+    Each sync writes the weights to a folder shared with the servers, which load them from there, or broadcasts them to
+    all servers. If a server dies, its requests are sent to another one, or to the same once it has restarted and
+    loaded the current weights. A sync does not wait for requests in flight, which continue with the new weights; each
+    token records its version. With several ranks each one has its own client, and rank 0 pushes the weights.
 
-    From its start to its end whatever lived at its start is left out of garbage collections (``gc.freeze``), which else
-    are half of what requests cost the trainer.
+    While the engine is started, objects that existed before are excluded from garbage collection (``gc.freeze``),
+    which otherwise takes half of the trainer's time for requests.
 
     Args:
-        servers: their URLs, such as ``http://127.0.0.1:8000``; requests go where the fewest tokens are outstanding. A
-            :class:`pathlib.Path` is a file with one URL on each line, and a function returns them: rank 0 reads either
-            once a second, so servers may come and go while a run goes on.
-        api_key: the key of the servers; by default the value of the environment variable ``VLLM_API_KEY``.
-        ca: a file with the certificate that signs those of ``https`` servers; by default those that the machine trusts.
-        transfer: how weights reach the servers. ``"file"``: through ``storage``. ``"broadcast"``: from memory to
-            memory, in a process group of rank 0 and the servers' workers (NCCL between GPUs, gloo otherwise); rank 0
-            keeps a copy in main memory, which a server that was not reached, or comes back, loads from ``storage``.
-        storage: a folder that trainer and servers share, under the same path; by default one for temporary files, which
-            will do on one machine.
-        timeout: seconds for one response, to its last byte, or for one load of the weights.
-        patience: seconds without any server, or without a list of them, until the run ends with an EngineError.
-        at_once: requests that a server is sent at the same time; as many as it decodes together (vLLM's
-            ``max_num_seqs``), or it decodes fewer than it could.
-        canary: proves each sync, on every server; None switches it off.
+        servers: URLs such as ``http://127.0.0.1:8000``; requests go to the server with the fewest outstanding tokens.
+            A :class:`pathlib.Path` is a file with one URL per line, and a function returns them: rank 0 reads either
+            once a second, so servers may come and go during a run.
+        api_key: Key of the servers; by default the environment variable ``VLLM_API_KEY``.
+        ca: File with the certificate that signs those of ``https`` servers; by default those trusted by the machine.
+        transfer: Path of weights to the servers. ``"file"``: through ``storage``. ``"broadcast"``: in a process group
+            of rank 0 and the servers' workers (NCCL between GPUs, otherwise gloo); rank 0 keeps a copy in main memory,
+            which servers that were not reached or return later load from ``storage``.
+        storage: Folder shared by trainer and servers, with the same path; by default one for temporary files, which
+            suffices on one machine.
+        timeout: Seconds for one complete response, or for one load of the weights.
+        patience: Seconds without a ready server, or without a list, after which the run ends with an EngineError.
+        at_once: Maximum number of concurrent requests at each server; best equal to vLLM's ``max_num_seqs``.
+        canary: Check of each sync on every server; None to skip it.
 
     Raises:
-        ValueError: if an argument is out of range, or a server on another machine has no storage to load from.
+        ValueError: If an argument is out of range, or a server on another machine has no storage to load from.
     """
 
     capabilities = Capabilities(filters=True, scores=True, syncs_while_generating=True, concurrent=True)
@@ -109,7 +107,7 @@ class VLLMServerEngine(Engine):
 
     def _check_url(self, url: str) -> None:
         if Address.read(url).host not in LOOPBACK and self.storage is None:
-            raise ValueError(f"expected storage=, a folder that the machine of {url} has as well, got none")
+            raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
 
     def _endpoint(self, url: str) -> Endpoint:
         return Endpoint(url, self._key, self.timeout, self.ca)
@@ -123,15 +121,15 @@ class VLLMServerEngine(Engine):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Waits for a server, and checks release, model, vocabulary and settings of all that are there.
+        """Wait for a server, and check release, model, vocabulary and settings of all that can be reached.
 
         Raises:
-            EngineError: if none is there, or listed, within the patience.
-            ValueError: for a model with towers, and if a server is not what the run needs; of servers that may change,
-                if all are such.
+            EngineError: If none is ready, or listed, within the patience.
+            ValueError: If the model is multimodal, or a server does not suit the run; if the list may change, only if
+                all are unsuitable.
         """
         if self._pool is not None:
-            raise RuntimeError("expected an engine that is not started, got one that is: close() comes first")
+            raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
         check_text_only(model, "VLLMServerEngine")
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
@@ -172,11 +170,11 @@ class VLLMServerEngine(Engine):
         self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
         self.max_length, self.block_size = served.max_length, served.block_size
         gc.collect()
-        gc.freeze()  # or what a thousand answers leave behind has the collector look through all that lives by now
+        gc.freeze()  # or the garbage of a thousand answers makes the collector traverse all live objects
 
     @override
     def expect(self, weights: stream.Stream) -> None:
-        """Compares names and shapes with every server's; those that come later are compared when they come."""
+        """Compare names and shapes with those of every server; servers that join later are compared then."""
         pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
         for name, weight in self._outgoing(weights):
             dtype = self.dtype if weight.is_floating_point() and name not in self._exact else weight.dtype
@@ -191,16 +189,16 @@ class VLLMServerEngine(Engine):
 
     def _running(self) -> ServerPool:
         if self._pool is None:
-            raise RuntimeError("expected a started engine, got one that is not: start() comes first")
+            raise RuntimeError("expected a started engine, got one that is not: call start() first")
         return self._pool
 
     @override
     @torch.no_grad()
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Rank 0 brings the weights to the servers; the others read the stream and ask who has them.
+        """Push the weights from rank 0 to the servers; the other ranks read the stream and wait for the servers.
 
         The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
-        flight go on with the new weights.
+        flight continue with the new weights.
         """
         pool, rest, before = self._running(), iter(weights), None
         push = pool.push
@@ -219,7 +217,7 @@ class VLLMServerEngine(Engine):
         pool.oldest = push.label.number
 
     def _bring(self, weights: stream.Stream, version: int) -> Path | None:
-        """Sends weights or writes them; returns the folder of those before."""
+        """Send or write weights; return the folder of the previous ones."""
         push, broadcast = self._running().push, self._broadcast
         if broadcast is not None:
             return push.send(lambda label: broadcast.send(weights, label), version)
@@ -227,10 +225,10 @@ class VLLMServerEngine(Engine):
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """If one fails, all others are cut short, and the servers end what they were doing for them.
+        """Return completions; after a failure all other requests are cancelled.
 
-        Requests with the same prompt go to one server, each by itself: in one request with a number of samples vLLM
-        would give them consecutive seeds, which theirs are not.
+        Requests with the same prompt go to one server, but separately: vLLM gives the samples of one request
+        consecutive seeds.
         """
         draw, seats = self._drawer(logprobs=logprobs), defaultdict[tuple[int, ...], Seat](Seat)
         for request in requests:
@@ -244,10 +242,10 @@ class VLLMServerEngine(Engine):
 
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
-        """Each request by itself, at the server that answered the turn before, which has its prefix in its cache.
+        """Send each request to the server of the previous turn, whose prefix cache has its beginning.
 
-        Conversations that begin alike stay together. Tokens may come from the weights of the beginning or later ones,
-        turn by turn and within a turn.
+        Conversations with the same beginning share a server. Tokens may come from the weights at the start or later
+        ones, from turn to turn and within a turn.
         """
         draw, seats = self._drawer(logprobs=logprobs), dict[int, Seat]()
         beginnings = defaultdict[tuple[int, ...], Seat](Seat)
@@ -265,7 +263,7 @@ class VLLMServerEngine(Engine):
             except BaseException as error:  # noqa: BLE001  for the thread that waits
                 exchange.fail(error)
 
-        with ThreadPoolExecutor(self.at_once, thread_name_prefix="turn") as threads:  # in which environments may answer
+        with ThreadPoolExecutor(self.at_once, thread_name_prefix="turn") as threads:  # for environments
             self._running().each(answer, exchange.take)
 
     def _drawer(self, *, logprobs: bool) -> "_Drawer":
@@ -298,9 +296,9 @@ class VLLMServerEngine(Engine):
 
     @override
     def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        """The most that any server had in its cache.
+        """Return the largest number of cached tokens at any server.
 
-        Every rank asks the same servers, so each has entries of its own, or it would find those of another.
+        Every rank asks the same servers, so a salt separates their cache entries.
         """
         pool = self._running()
         samples = pool.ask_all(ids, CACHING, name="cached", salt=f"rank {pool.rank}")
@@ -308,7 +306,7 @@ class VLLMServerEngine(Engine):
 
     @override
     def close(self) -> None:
-        """Cuts every call short and removes the weights that were written; the servers go on."""
+        """Cancel every call and delete the written weights; the servers keep running."""
         super().close()
         pool, self._pool = self._pool, None
         membership, self._membership = self._membership, None
@@ -325,11 +323,11 @@ class VLLMServerEngine(Engine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawer:
-    """Draws for one request after the other, from weights that are no older than those of its beginning."""
+    """Function that generates completions from weights no older than those at its creation."""
 
     pool: ServerPool
     limits: Limits
-    oldest: int  # number of the push
+    oldest: int  # number of the oldest accepted push
     logprobs: bool
     answered: Callable[[Request], None]
 

@@ -1,4 +1,4 @@
-"""RunFolder: where one trainer keeps its weights on storage that it shares with servers, gone once the trainer is."""
+"""Folder of one trainer's weights on storage shared with servers, deleted after the trainer has ended."""
 
 import fcntl
 import os
@@ -14,12 +14,12 @@ PREFIX, LOCK = "lightning-rl-", ".lock"
 
 
 class RunFolder:
-    """A folder beside a file that this process keeps locked as long as it lives, whatever it dies of.
+    """Folder beside a file that this process keeps locked while it lives.
 
     Args:
-        storage: the folder that trainer and servers share.
-        run: a random name.
-        private: whether nobody but this user may look into the folder.
+        storage: Folder shared by trainer and servers.
+        run: Random name of the run.
+        private: True to let only this user read the folder.
     """
 
     def __init__(self, storage: Path, run: str, *, private: bool = False) -> None:
@@ -28,13 +28,13 @@ class RunFolder:
         self._lock: TextIOWrapper | None = None
 
     def open(self) -> None:
-        """Makes the folder, after those that dead trainers of this machine have left on the same storage are removed.
+        """Create the folder, after deleting those that dead trainers of this machine left on the storage.
 
-        A file that is locked belongs to a trainer that lives. Whether one of another machine does cannot be seen from
-        here, so nothing of theirs is touched.
+        A locked file belongs to a live trainer. Locks of other machines are not visible here, so their folders are
+        kept.
 
         Raises:
-            ValueError: if the storage cannot be written to.
+            ValueError: If the storage cannot be written to.
         """
         try:
             self._open(self.path.parent)
@@ -55,7 +55,7 @@ class RunFolder:
         self.path.mkdir(mode=self._mode)
 
     def close(self) -> None:
-        """Removes the folder, if this process made it."""
+        """Delete the folder, if this process created it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -64,7 +64,7 @@ class RunFolder:
 
 
 def leftovers(storage: Path) -> Iterator[Path]:
-    """Folders of this user's trainers that died on this machine and could not remove them."""
+    """Yield the folders that dead trainers of this user left on this machine."""
     for lock in sorted(storage.glob(f"{PREFIX}*{LOCK}")):
         folder = lock.with_name(lock.name.removesuffix(LOCK))
         with suppress(OSError), _open_itself(lock) as file:
@@ -79,10 +79,10 @@ def _open_itself(path: Path) -> TextIOWrapper:
 
 
 def check_inside(path: Path, storage: Path) -> None:
-    """Refuses a folder of weights that is not one of a run on the storage, under its own name.
+    """Check that a path is a folder of weights of a run on the storage.
 
     Raises:
-        ValueError: naming the path and what it is.
+        ValueError: If it is not; names the path.
     """
     where = f"expected a folder of weights on {storage}, got {path}"
     root = next((root for root in (storage.absolute(), storage.resolve()) if path.is_relative_to(root)), None)
@@ -92,6 +92,6 @@ def check_inside(path: Path, storage: Path) -> None:
         )
     parts = path.relative_to(root).parts
     if len(parts) != 2 or not re.fullmatch(rf"{PREFIX}\w+", parts[0]) or not re.fullmatch("[0-9]+", parts[1]):
-        raise ValueError(f"{where}, which no trainer has named")
+        raise ValueError(f"{where}, which is not a trainer's folder")
     if path.parent.is_symlink() or path.is_symlink():
-        raise ValueError(f"{where}, which leads through a symbolic link")
+        raise ValueError(f"{where}, which contains a symbolic link")

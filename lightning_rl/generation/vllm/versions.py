@@ -1,4 +1,4 @@
-"""The window of vLLM releases that the engine is written for, and the import of one of them."""
+"""Supported releases of vLLM, and its import."""
 
 import os
 import re
@@ -6,9 +6,9 @@ import warnings
 from importlib import import_module
 from typing import Any
 
-WINDOW = ((0, 32), (0, 34))  # first release, and the first one beyond; each end has been looked at
+WINDOW = ((0, 32), (0, 34))  # first supported release, and the first one beyond
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, or weights could not be handed to it
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that weights can be passed to the engine
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the threads of this process also train
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -16,10 +16,10 @@ ENVIRONMENT = {
 
 
 def check_version(version: str) -> None:
-    """Refuses a release of vLLM that this adapter was not written for.
+    """Check that a release of vLLM is supported.
 
     Raises:
-        ImportError: naming the window. Weight reload and version labels have moved with most releases before it.
+        ImportError: If it is not; names the supported range. Weight reload and version labels change between releases.
     """
     first, beyond = (".".join(map(str, bound)) for bound in WINDOW)
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -28,13 +28,13 @@ def check_version(version: str) -> None:
 
 
 def load_vllm() -> Any:
-    """The module ``vllm``, checked, with the environment that an engine in this process needs.
+    """Import vLLM after setting the environment that an engine in this process needs, and check its version.
 
-    Variables that are set already stay as they are.
+    Variables that are already set are kept.
 
     Raises:
-        ImportError: if vLLM is missing or outside of the window.
-        RuntimeError: if the environment asks for an engine in another process.
+        ImportError: If vLLM is missing or not supported.
+        RuntimeError: If the environment requires an engine in another process.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -44,11 +44,11 @@ def load_vllm() -> Any:
             + os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of vLLM's own imports
+        warnings.simplefilter("ignore")  # warnings of vLLM's imports
         try:
             vllm = import_module("vllm")
             version = vllm.__version__
-        except (ImportError, AttributeError) as error:  # a folder of that name on the path has no version
+        except (ImportError, AttributeError) as error:  # a folder named vllm on the path has no version
             raise ImportError("expected vllm, which is not installed: pip install 'lightning-rl[vllm]'") from error
         check_version(version)
         import_module("vllm.entrypoints.llm")

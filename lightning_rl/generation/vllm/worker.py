@@ -1,7 +1,7 @@
-"""What a vLLM server can do for the trainer: say what it holds, compare names, load weights from storage or a group.
+"""Extension of a vLLM server's workers: description, comparison of names, and loading of weights.
 
-``lightning-rl serve`` adds :class:`WeightLoader` to each worker of a server (``--worker-extension-cls``), and says in
-the environment which folder weights may come from, and at which address the server listens.
+``lightning-rl serve`` adds :class:`WeightLoader` to each worker (``--worker-extension-cls``), and passes the folder of
+weights and the server's address in the environment.
 """
 
 import os
@@ -21,28 +21,28 @@ from lightning_rl.generation.vllm.storage import check_inside
 from lightning_rl.generation.weights.files import read_weights
 from lightning_rl.generation.weights.stream import Stream
 
-STORAGE = "LIGHTNING_RL_STORAGE"  # of weights; that for temporary files if it is not set
-PROCESS = token_hex(8)  # the name of this one
-HOST = "LIGHTNING_RL_HOST"  # that the server listens at; loopback if it is not set
+STORAGE = "LIGHTNING_RL_STORAGE"  # folder of weights; by default that for temporary files
+PROCESS = token_hex(8)  # random name of this process
+HOST = "LIGHTNING_RL_HOST"  # address at which the server listens; by default loopback
 
 
 class Description(NamedTuple):
-    """What a server holds."""
+    """Properties of a server."""
 
     architecture: str
     vocabulary: int  # number of token ids
     max_length: int  # of prompt and response together
-    block_size: int  # tokens that its prefix cache keeps together; 0 without such a cache
+    block_size: int  # tokens in a block of the prefix cache; 0 without one
     dtype: str  # such as float32
     device: str  # such as cuda
     has_tokenizer: bool
-    logprobs_mode: str  # which distribution its log-probabilities are of
-    generation_config: str  # where its sampling defaults come from
-    process: str = ""  # a random name, by which one server behind two URLs is known
+    logprobs_mode: str  # distribution of its log-probabilities
+    generation_config: str  # source of its sampling defaults
+    process: str = ""  # random name, which identifies a server behind two URLs
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker, so its names begin with ours. An error is an answer, because an exception is a 500."""
+    """Mixin of vLLM's worker, hence the prefix of its names. Returns errors, as an exception would be a status 500."""
 
     vllm_config: Any
     model_runner: Any
@@ -52,7 +52,7 @@ class WeightLoader:
     lightning_rl_group: Group | None = None
 
     def lightning_rl_describe(self) -> dict[str, Any]:
-        """The fields of :class:`Description`."""
+        """Return the fields of :class:`Description`."""
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         return Description(
             architecture=str(model.architecture),
@@ -68,11 +68,11 @@ class WeightLoader:
         )._asdict()
 
     def lightning_rl_gpu(self) -> dict[str, str]:
-        """The GPU of this worker, as :func:`.group.gpu_of` names it."""
+        """Return the UUID of this worker's GPU, see :func:`.group.gpu_of`."""
         return {"gpu": gpu_of(self.device)}
 
     def lightning_rl_compare(self, sent: Sequence[Sequence[Any]]) -> dict[str, str]:
-        """Compares names and shapes that a sync will bring with what this worker holds."""
+        """Compare the names and shapes of synced tensors with those of this worker."""
         plan = internals.plan_of(self.vllm_config, self.model_runner.get_model())
         try:
             plan.compare([(name, tuple(shape)) for name, shape in sent])
@@ -81,10 +81,7 @@ class WeightLoader:
         return {}
 
     def lightning_rl_load(self, folder: str) -> dict[str, str]:
-        """Loads all weights of a folder on the storage; none of another one, whoever asks.
-
-        After an error the weights are a mixture, and a later load repairs them.
-        """
+        """Load all weights of a folder on the storage; a failed load leaves a mixture, which a later load repairs."""
         try:
             check_inside(Path(folder), Path(os.environ.get(STORAGE) or tempfile.gettempdir()))
             weights = read_weights(Path(folder))
@@ -95,10 +92,7 @@ class WeightLoader:
     def lightning_rl_join(
         self, invitation: Sequence[Any], first: int, tensors: Sequence[Sequence[Any]]
     ) -> dict[str, str]:
-        """Joins a group, and leaves the one before. The worker of rank 0 on this server becomes member ``first``.
-
-        A server that listens on loopback alone joins no group beyond it.
-        """
+        """Leave the previous group and join this one. A server that listens only on loopback joins no other address."""
         self.lightning_rl_leave()
         try:
             group = Invitation(*invitation)
@@ -115,31 +109,31 @@ class WeightLoader:
         return {}
 
     def lightning_rl_membership(self) -> dict[str, str]:
-        """The name of the group that this worker is in; empty for none."""
+        """Return the name of this worker's group; empty without one."""
         return {"name": "" if self.lightning_rl_group is None else self.lightning_rl_group.name}
 
     def lightning_rl_receive(self, name: str) -> dict[str, str]:
-        """Loads what is broadcast in a group.
+        """Load the weights that are broadcast in a group; a failed load leaves a mixture, which a later load repairs.
 
-        After an error the weights are a mixture, and a later load repairs them. A worker that cannot load what comes
-        reads it to its end all the same, because others wait for it; one that cannot go on says that it has ``left``.
+        A worker that cannot load them still receives all of them, because other members wait for it; one that cannot
+        receive returns ``left``.
         """
         group = self.lightning_rl_group
         if group is None or group.name != name:
             return {"left": f"expected a member of group {name}, got one of {group and group.name}"}
         tensors = group.receive()
-        said = self._lightning_rl_reload(tensors)
+        result = self._lightning_rl_reload(tensors)
         try:
             deque(tensors, maxlen=0)
         except GroupError as error:
-            said = {"error": str(error)}
+            result = {"error": str(error)}
         if group.whole:
-            return said
+            return result
         self.lightning_rl_leave()
-        return {"left": said.get("error", "expected all buckets to be read, got an early end")}
+        return {"left": result.get("error", "expected all buckets to be read, got an early end")}
 
     def lightning_rl_leave(self) -> dict[str, str]:
-        """Leaves the group, if it is in one."""
+        """Leave the group, if there is one."""
         group, self.lightning_rl_group = self.lightning_rl_group, None
         if group is not None:
             group.close()
@@ -150,7 +144,7 @@ class WeightLoader:
         internals.forget_expert_kernels(model)
         try:
             self.reload_weights(weights_iterator=weights)
-        except Exception as error:  # noqa: BLE001  whatever it is, the server has to stay loadable, and the trainer hears
+        except Exception as error:  # noqa: BLE001  the server stays loadable, and the trainer gets the error
             internals.recover(self.vllm_config, model)
             return {"error": f"{type(error).__name__}: {error}"}
         return {}

@@ -1,1 +1,1 @@
-"""Weights on their way from the trainer to an engine: the stream, the sync, the canary that proves it, files."""
+"""Transfer of weights from the trainer to an engine: stream, sync, canary and files."""

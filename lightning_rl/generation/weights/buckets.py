@@ -1,4 +1,4 @@
-"""Buckets: tensors one behind the other in flat memory of bounded size, in a cut that both ends know beforehand."""
+"""Buckets of bounded size that hold tensors one after the other; sender and receiver compute the same layout."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rl.generation.weights.stream import Shape, Stream
 
-ALIGNMENT = 16  # bytes; a tensor of any dtype may begin at a multiple
+ALIGNMENT = 16  # bytes; alignment of each tensor, for any dtype
 
 Bytes = UInt8[Tensor, " N"]
 Specification = tuple[str, Shape, str]
@@ -17,7 +17,7 @@ Specification = tuple[str, Shape, str]
 
 
 class Piece(NamedTuple):
-    """Where a tensor lies in its bucket."""
+    """Position of a tensor in its bucket."""
 
     name: str
     shape: Shape
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     end: int
 
     def view(self, flat: Bytes) -> Tensor:
-        """The tensor, in the memory of its bucket."""
+        """Return the tensor as a view of its bucket."""
         return flat[self.start : self.end].view(self.dtype).view(self.shape)
 
 
@@ -34,10 +34,10 @@ Bucket = list[Piece]
 
 
 def cut(tensors: Sequence[Specification], bucket_bytes: int) -> list[Bucket]:
-    """The buckets of a stream of tensors in this order. A tensor that is larger than a bucket has one to itself.
+    """Return the layout of buckets for tensors in this order. A tensor larger than a bucket gets its own.
 
     Raises:
-        ValueError: if a dtype is none of torch, or a size no size.
+        ValueError: If a dtype or a size is invalid.
 
     Example:
         >>> buckets = cut([(name, (3,), "float32") for name in "abc"], 32)
@@ -59,17 +59,17 @@ def cut(tensors: Sequence[Specification], bucket_bytes: int) -> list[Bucket]:
 
 
 def allocate(bucket: Bucket, device: torch.device) -> Bytes:
-    """New memory for a bucket, of which each tensor keeps the whole alive."""
+    """Return uninitialized memory for a bucket."""
     return torch.empty(bucket[-1].end, dtype=torch.uint8, device=device)
 
 
 def pack(stream: Stream, buckets: Sequence[Bucket], device: torch.device) -> Iterator[Bytes]:
-    """Full buckets of a stream, each tensor cast to the dtype of its piece; one bucket at a time is being filled.
+    """Yield the filled buckets of a stream, one at a time, with each tensor cast to the dtype of its piece.
 
-    The last one comes once the stream has ended, so a stream that fails never looks whole.
+    The last bucket is yielded after the end of the stream, so a stream that fails never looks complete.
 
     Raises:
-        ValueError: if the stream brings other tensors, or in another order.
+        ValueError: If a tensor or the order differs from the layout.
     """
     tensors = iter(stream)
     for bucket in buckets:
@@ -89,7 +89,7 @@ def pack(stream: Stream, buckets: Sequence[Bucket], device: torch.device) -> Ite
 
 
 def unpack(flat: Bytes, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a bucket, as views of it."""
+    """Yield the tensors of a bucket as views of it."""
     for piece in bucket:
         yield piece.name, piece.view(flat)
 
@@ -101,7 +101,7 @@ class Spare(NamedTuple):
     buckets: Sequence[Bucket]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, with memory of its own."""
+        """Yield a copy of each tensor."""
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
             for name, weight in unpack(flat, bucket):
                 yield name, weight.clone()

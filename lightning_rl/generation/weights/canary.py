@@ -1,9 +1,9 @@
-"""Canary: proves after every sync that the engine has the trainer's weights, by scoring a few tokens in both.
+"""Check after every sync that the engine has the trainer's weights, by comparing log-probabilities of a few tokens.
 
-Fixed random tokens are scored, which is sensitive, and a few are drawn at the run's temperature, which tells a wrong
-temperature or filter from wrong weights. Rounding explains a difference up to a threshold: measured for float32, and
-calibrated at the first sync for anything coarser, TF32 included. There one optimizer step moves a value as much as
-rounding does, so an engine that did not move is found by comparing its own values bit for bit.
+Fixed random tokens are scored, and a few are sampled at the run's temperature, which tells a wrong temperature or
+filter from wrong weights. The threshold is fixed for float32, and calibrated at the first sync for lower precisions,
+TF32 included, where an optimizer step may change a value no more than rounding does. A stale engine is therefore found
+by comparing its own values bit for bit.
 """
 
 import re
@@ -23,13 +23,13 @@ from lightning_rl.generation.sampling import Sampling
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.rollout import Rollout
 
-TOKENS = 64  # fixed ones that are scored
-SEED = 0  # of the fixed tokens
+TOKENS = 64  # fixed tokens that are scored
+SEED = 0  # seed of the fixed tokens
 DRAWN_ROWS, DRAWN_TOKENS = 4, 4
 NOISE = 2e-5  # rounding moves a float32 log-probability by up to 1.1e-5 between engines
-FACTOR = 5.0  # times the first sync's mean difference that is still rounding in anything coarser than float32
-CACHE_EVERY = 4  # a cached prompt is run after every so many syncs; the sync after it has to have dropped it
-REMEMBERED = 4  # syncs whose values tell a stale engine from a wrong one
+FACTOR = 5.0  # multiple of the first sync's mean difference that counts as rounding below float32 precision
+CACHE_EVERY = 4  # syncs between runs of a prompt that is cached; the next sync has to evict it
+REMEMBERED = 4  # past syncs whose values tell a stale engine from a wrong one
 LAYER = re.compile(r"(?:^|\.)(embed_tokens|layers\.\d+)$")
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
@@ -40,10 +40,9 @@ class CanaryError(RuntimeError):
 
 
 class Rounding(Enum):
-    """The coarsest arithmetic of engine and trainer: mean difference of a log-probability that it does not explain, and
-    relative difference of a layer's output that it may make.
+    """Lowest precision of engine and trainer: limits for mean log-probability and relative layer differences.
 
-    TF32 in attention alone makes a mean difference of up to 2e-3, measured on random models.
+    TF32 in attention alone causes a mean difference of up to 2e-3, measured on random models.
     """
 
     FLOAT32 = 0.0, 1e-3
@@ -52,17 +51,17 @@ class Rounding(Enum):
 
     @property
     def ceiling(self) -> float:
-        """Mean difference at the first sync that is an error."""
+        """Largest mean difference at the first sync that rounding explains."""
         return self.value[0]
 
     @property
     def layer(self) -> float:
-        """Relative difference of a layer's output that is none."""
+        """Largest relative difference of a layer's output that rounding explains."""
         return self.value[1]
 
     @staticmethod
     def of(dtypes: Collection[torch.dtype], *, tf32: bool) -> "Rounding":
-        """Return the rounding of products in some dtypes, where those of float32 may be TF32."""
+        """Return the rounding of matrix products in these dtypes; ``tf32`` if those of float32 may use TF32."""
         if not set(dtypes) <= {torch.float32, torch.float64}:
             return Rounding.HALF
         return Rounding.TF32 if tf32 else Rounding.FLOAT32
@@ -70,22 +69,20 @@ class Rounding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Log-probabilities of the canary's tokens by one side, float64 on the CPU: fixed [N], empty for an engine that
-    cannot score, and drawn [M].
-    """
+    """Log-probabilities of one side, float64 on the CPU: fixed tokens [N], if they are scored, and drawn ones [M]."""
 
     fixed: Tensor
     drawn: Tensor
 
     @property
     def comparable(self) -> Tensor:
-        """Those of the same tokens at every version: the fixed ones, or for want of them the drawn ones."""
+        """Log-probabilities of the same tokens at every version: the fixed ones, or else the drawn ones."""
         return self.fixed if len(self.fixed) else self.drawn
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The engine's values and the rows that they are of, by the name of each copy of the weights that it has."""
+    """Values of the engine by copy of its weights, and the rows they belong to."""
 
     values: Mapping[str, Values]
     fixed: list[Row]
@@ -94,14 +91,14 @@ class Measurement:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The first row that was scored."""
+        """Token ids of the first row."""
         prompt, response = (self.fixed or self.drawn)[0]
         return prompt + response
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both sides after one sync, of one copy of the weights."""
+    """Values of both sides after a sync, for one copy of the weights."""
 
     name: str
     engine: Values
@@ -111,17 +108,17 @@ class Comparison:
 
 
 class Canary:
-    """Compares engine and trainer after a sync, and the engine with itself before.
+    """Compare engine and trainer after a sync, and the engine with itself at earlier syncs.
 
-    Its cost is that of scoring 64 tokens and drawing 4 x 4 in the engine, and of two forwards over them in the trainer;
-    it is logged as ``time/canary``.
+    The engine scores 64 tokens and samples 4 x 4, and the trainer runs two forwards over them; logged as
+    ``time/canary``.
 
     Args:
-        threshold: largest difference of a log-probability when both sides compute in float32; otherwise a mean
+        threshold: Largest difference of a log-probability if both sides compute in float32; otherwise a mean
             difference that is never an error.
 
     Raises:
-        ValueError: if ``threshold`` is not positive.
+        ValueError: If ``threshold`` is not positive.
     """
 
     def __init__(self, *, threshold: float = 1e-4) -> None:
@@ -131,17 +128,17 @@ class Canary:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew, for another engine or run."""
+        """Reset the state, for another engine or run."""
         self._past: dict[str, deque[Comparison]] = {}
-        self._first_mean: float | None = None  # difference that the first sync has shown
+        self._first_mean: float | None = None  # of the first sync
         self._syncs = 0
         self._cached = False
 
     def measure(self, engine: Engine, *, vocabulary: int, temperature: float, max_length: int) -> Measurement:
-        """The part of an engine that has just been synced, at the run's temperature.
+        """Return the values of an engine that was just synced, at the run's temperature.
 
         Raises:
-            CanaryError: if the engine still has a prompt from before the sync in its prefix cache.
+            CanaryError: If the prefix cache still contains a prompt from before the sync.
         """
         generator, longer = torch.Generator().manual_seed(SEED), engine.block_size + 9
         ids = torch.randint(vocabulary, (max(TOKENS, longer),), generator=generator).tolist()
@@ -185,20 +182,20 @@ class Canary:
         checksums: tuple[int, ...] = (),
         where: Callable[[], str] = str,
     ) -> tuple[float, float]:
-        """Compares both parts and remembers them.
+        """Compare engine and trainer, and store the comparison.
 
         Args:
-            measurement: the engine's part.
-            trainer: the same log-probabilities by the policy.
-            rounding: of engine and trainer.
-            checksums: of the weights as sent, in the engine's dtype.
-            where: says which layer differs, if it comes to that.
+            measurement: Values of the engine.
+            trainer: Log-probabilities of the same tokens under the policy.
+            rounding: Rounding of engine and trainer.
+            checksums: Checksums of the sent weights, in the engine's dtype.
+            where: Function that describes the first layer that differs, called only for the message of an error.
 
         Returns:
             The largest and the mean difference.
 
         Raises:
-            CanaryError: saying what is wrong with the engine.
+            CanaryError: If rounding does not explain a difference; describes the fault of the engine.
         """
         gaps: list[Tensor] = []
         for url, engine in measurement.values.items():
@@ -218,7 +215,7 @@ class Canary:
         return float(gap.max()), float(gap.mean())
 
     def within(self, gap: Tensor, rounding: Rounding) -> bool:
-        """Whether rounding explains differences of log-probabilities."""
+        """Return True if rounding explains differences of log-probabilities."""
         if rounding is Rounding.FLOAT32:
             return bool(gap.max() <= self.threshold)
         return bool(gap.mean() <= self._max_mean(rounding))
@@ -228,7 +225,7 @@ class Canary:
         return max(measured, self.threshold)
 
     def _check_movement(self, now: Comparison, past: Iterable[Comparison], *, alone: bool) -> None:
-        """Of several copies any may have drawn, so what was drawn says nothing of this one."""
+        """Raise if the engine's values did not change with the weights; drawn tokens count only with a single copy."""
         for before in past:
             if now.checksums == before.checksums or len(now.engine.fixed) != len(before.engine.fixed):
                 continue
@@ -250,7 +247,7 @@ class Canary:
         if len(now.engine.fixed) and self.within((now.engine.fixed - now.trainer.fixed).abs(), rounding):
             return (
                 f"expected {now.name} to sample from the policy's distribution, and its weights agree, but the "
-                f"log-probabilities of sampled tokens do not: its temperature or filter is another; {size}"
+                f"log-probabilities of sampled tokens do not: its temperature or filter differs; {size}"
             )
         for before in reversed(list(past)) if len(now.engine.fixed) else ():
             if self.within((now.engine.fixed - before.trainer.fixed).abs(), rounding):
@@ -263,7 +260,7 @@ class Canary:
 
 
 def canary_of(canary: Canary | bool | None) -> Canary | None:  # noqa: FBT001  an option of every engine
-    """A new canary for True, none for False or None, or the very one that an engine was constructed with."""
+    """Return a new canary for True, None for False or None, and a given canary as it is."""
     if isinstance(canary, Canary):
         return canary
     return Canary() if canary else None
@@ -271,7 +268,7 @@ def canary_of(canary: Canary | bool | None) -> Canary | None:  # noqa: FBT001  a
 
 @torch.no_grad()
 def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool) -> Values:
-    """The policy's part: two forwards on every rank. Fixed tokens are scored at temperature 1, as engines do."""
+    """Return the policy's values after two forwards on every rank. Fixed tokens are scored at temperature 1."""
     inner = policy_in(policy)
     temperature = inner.temperature
 
@@ -292,12 +289,12 @@ def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool)
 
 
 def policy_in(module: nn.Module) -> PolicyModel:
-    """The policy, whatever a strategy has wrapped around it."""
+    """Return the policy inside the wrappers of a strategy."""
     return next(part for part in module.modules() if isinstance(part, PolicyModel))
 
 
 def rounding_between(engine: Engine, model: PolicyModel, layers: Mapping[str, Tensor]) -> Rounding:
-    """Return the coarsest rounding of engine and trainer, by settings and by what the trainer's layers put out."""
+    """Return the rounding of engine and trainer, from settings and the dtypes of the trainer's layer outputs."""
     device = model.model.device.type
     dtypes = {engine.dtype or model.model.dtype, model.model.dtype, *(output.dtype for output in layers.values())}
     if torch.is_autocast_enabled(device):
@@ -309,11 +306,11 @@ def rounding_between(engine: Engine, model: PolicyModel, layers: Mapping[str, Te
 
 @contextmanager
 def capturing_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What the embedding and every layer of a decoder put out at the first forward inside, as it is, by short names."""
+    """Yield a dict that is filled with the outputs of embedding and decoder layers at the first forward inside."""
     outputs: dict[str, Tensor] = {}
 
     def capture(name: str, _module: nn.Module, _input: Any, output: Any) -> None:
-        # vLLM's layers return what they add and the stream that it is added to
+        # layers of vLLM return a branch and the residual stream that it is added to
         parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
         if name not in outputs and parts:
             stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
@@ -329,7 +326,7 @@ def capturing_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor], rounding: Rounding) -> str:
-    """The first layer that differs, as a part of a sentence; nothing if no layer can be compared.
+    """Return a clause that names the first layer that differs; empty if no layer can be compared.
 
     Example:
         >>> same, other = torch.ones(3, 2), torch.zeros(3, 2)

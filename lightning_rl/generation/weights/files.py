@@ -1,4 +1,4 @@
-"""Weights on storage that trainer and servers share: written in parts of bounded size, whole or not there at all."""
+"""Weights on storage shared by trainer and servers, written in parts of bounded size and renamed when complete."""
 
 import json
 import re
@@ -13,17 +13,17 @@ from torch import Tensor
 from lightning_rl.files import write_atomically
 from lightning_rl.generation.weights.stream import Stream
 
-PART_BYTES = 2**30  # of tensors that are held at once, by the writer and by each reader
+PART_BYTES = 2**30  # bytes of tensors that the writer and each reader hold at once
 INDEX, PART = "index.json", r"[0-9]{5,}\.safetensors"
 
 
 def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
-    """Writes a stream of tensors that nobody else changes into a new folder, which appears under its name when done.
+    """Write a stream of tensors into a new folder, which gets its name once it is complete.
 
     Args:
-        stream: names and tensors on the CPU, each with memory of its own.
-        folder: has to be new; its parent is made if need be.
-        part_bytes: a part is closed once it holds so many bytes, which together with the largest tensor bounds memory.
+        stream: Names and tensors on the CPU, none of which shares memory with another.
+        folder: Folder that does not exist yet; its parent is created.
+        part_bytes: Size at which a part is closed; with the largest tensor it bounds memory.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(folder, lambda path: _write_parts(stream, path, part_bytes))
@@ -51,14 +51,14 @@ def _write_parts(stream: Stream, folder: Path, part_bytes: int) -> None:
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder, one at a time, in the order of its parts.
+    """Return the tensors of a folder one at a time, in the order of its parts.
 
-    Every part is opened and compared with the index before the first tensor is read, so that what is damaged is found
-    before anything is loaded. Nothing but files of this very folder is opened, whatever the index says.
+    Every part is compared with the index before the first tensor is read, so a damaged file is found before any weight
+    is loaded. Only files inside the folder are opened.
 
     Raises:
-        FileNotFoundError: if there is no such folder here.
-        ValueError: naming the part that is damaged, or no part of this folder.
+        FileNotFoundError: If the folder does not exist.
+        ValueError: If a part is damaged or outside the folder; names it.
     """
     if not (folder / INDEX).is_file():
         raise FileNotFoundError(

@@ -1,8 +1,8 @@
-"""Weight sync: the full parameters of any strategy as a stream that an engine can load in bounded memory.
+"""Full parameters of any strategy as a stream that an engine loads in bounded memory.
 
-One tensor at a time is gathered, merged with its adapter, cast and handed on; the engine keeps references until a fused
-module (q, k and v; gate and up; the experts of a layer) is complete, so a stream in the order of the layers holds one
-such module at most. Nothing here knows vLLM.
+One tensor at a time is gathered, merged with its adapter, cast and yielded. An engine holds tensors until a fused
+module (q, k and v; gate and up; the experts of a layer) is complete, so a stream in the order of the layers has at
+most one such module in memory.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 def aliases_of(model: PreTrainedModel) -> dict[str, str]:
-    """Names that share the tensor of another name, which a stream of parameters has only once: alias to source."""
+    """Return the names that share another parameter's tensor, and that parameter: alias to source."""
     inner = cast(Any, model)
     keys = getattr(inner, "all_tied_weights_keys", None) or {}
     if not keys and model.config.get_text_config().tie_word_embeddings:
@@ -29,7 +29,7 @@ def aliases_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def add_aliases(stream: Stream, aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The stream with each alias right after its source. An engine that packs the head does not see it otherwise."""
+    """Yield the stream with each alias right after its source, for engines that load a tied head as a tensor."""
     for name, weight in stream:
         yield name, weight
         for alias, source in aliases.items():
@@ -38,10 +38,10 @@ def add_aliases(stream: Stream, aliases: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
-    """What each LoRA layer's product is multiplied with, by the layer's name.
+    """Return the scaling of each LoRA layer by the layer's name.
 
     Raises:
-        ValueError: for an adapter that is more than one plain product added to a linear layer.
+        ValueError: If an adapter is not one plain LoRA product added to a linear layer.
     """
     layers = set(map(id, adapters_of(model)))
     scales: dict[str, float] = {}
@@ -58,9 +58,9 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
 
 
 def merge_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
-    """The stream with every adapter added to the weight that it belongs to, W + s B A, under the plain name.
+    """Yield the stream with every adapter merged into its weight, W + s B A, under the plain name.
 
-    Of each layer the weight is held until its A and B have come, which in the order of the parameters is at once.
+    A layer's weight is held until its A and B arrive, which directly follow it in the order of parameters.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, weight in stream:
@@ -84,7 +84,7 @@ def merge_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[
 
 
 def part_of(name: str) -> tuple[str, str]:
-    """The LoRA layer that a parameter belongs to, and which part of it: A, B, or what its base calls it.
+    """Return the LoRA layer of a parameter and its part: A, B, or the name within the base layer.
 
     Example:
         >>> part_of("model.q_proj.lora_A.default.weight"), part_of("model.q_proj.base_layer.weight"), part_of("norm")
@@ -98,7 +98,7 @@ def part_of(name: str) -> tuple[str, str]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each buffer that a checkpoint holds, such as the bias of a router."""
+    """Yield name and value of each buffer in the state dict, such as the bias of a router."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(path, recurse=False):
             if name.removeprefix(f"{path}.") not in module._non_persistent_buffers_set:  # noqa: SLF001
@@ -108,13 +108,13 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copies(
     stream: Stream, dtype: torch.dtype | None, device: torch.device, exact: Container[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream in the engine's dtype, each tensor a copy: strategies reuse the buffer that they gather into.
+    """Yield a copy of each tensor in the engine's dtype. Strategies reuse the buffer that they gather into.
 
     Args:
-        stream: of tensors.
-        dtype: of the engine.
-        device: of the copies.
-        exact: names that keep their own dtype.
+        stream: Names and tensors.
+        dtype: Dtype of the engine.
+        device: Device of the copies.
+        exact: Names of tensors that keep their dtype.
     """
     for name, weight in stream:
         casts = weight.is_floating_point() and name not in exact
@@ -123,19 +123,19 @@ def copies(
 
 @dataclass(slots=True)
 class WeightPlan:
-    """What the engine holds, and what a stream has to bring."""
+    """Tensors of the engine, and the tensors that a stream has to contain."""
 
     shapes: Mapping[str, Shape]  # of each tensor of the engine, by the engine's name
-    target_of: Callable[[str], tuple[str, int] | None]  # the tensor that takes one of the stream, and as how many parts
-    buffers: Container[str] = ()  # of the engine, which a stream may bring as well
-    whole: bool = True  # False under tensor parallelism, where shapes cannot be compared
-    expected: dict[str, Shape] = field(default_factory=dict)  # of every stream, once they have been compared
+    target_of: Callable[[str], tuple[str, int] | None]  # sent name -> target tensor, number of parts it fills
+    buffers: Container[str] = ()  # of the engine, which a stream may contain too
+    whole: bool = True  # False under tensor parallelism, where shapes differ
+    expected: dict[str, Shape] = field(default_factory=dict)  # of every later stream, set by compare
 
     def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
-        """Compares names and shapes once, at setup, with nothing loaded yet; every later stream has to have them.
+        """Compare names and shapes once, before any weight is loaded; every later stream has to have the same.
 
         Raises:
-            ValueError: naming the first tensor that differs.
+            ValueError: If a tensor differs; names the first one.
         """
         parts: dict[str, list[tuple[str, Shape]]] = {}
         for name, shape in sent:
@@ -144,7 +144,7 @@ class WeightPlan:
             if target[0] in self.buffers:
                 continue
             if target[0] not in self.shapes:
-                raise ValueError(f"expected names that the engine knows, got {name} {list(shape)}")
+                raise ValueError(f"expected names of the engine's tensors, got {name} {list(shape)}")
             parts.setdefault(target[0], []).extend([(name, shape)] * target[1])
         for target, expected in self.shapes.items():
             if target not in parts:
@@ -158,30 +158,30 @@ class WeightPlan:
 
 
 def verify(stream: Stream, expected: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
-    """The stream, each tensor of it as it was at setup, and complete.
+    """Yield the stream after comparing each tensor with the first sync's.
 
     Raises:
-        ValueError: naming the first tensor that differs, before the engine sees it.
+        ValueError: If a tensor differs or is missing; names the first one, before it is yielded.
     """
     missing = dict(expected)
     for name, weight in stream:
         if missing.pop(name, None) != tuple(weight.shape):
-            before = f"{list(expected[name])} or came before" if name in expected else "not among them"
+            before = f"{list(expected[name])} or was sent before" if name in expected else "not among them"
             raise ValueError(
                 f"expected the tensors of the first sync, got {name} {list(weight.shape)}, which was {before}"
             )
         yield name, weight
     if missing:
-        raise ValueError(f"expected all tensors of the first sync, but {next(iter(missing))} did not come")
+        raise ValueError(f"expected all tensors of the first sync, but {next(iter(missing))} is missing")
 
 
 class Checksums:
-    """A sum over the bits of every tensor of a stream while it passes: whether a weight changed since the last one.
+    """Sum of the bits of every tensor of a stream, which shows if a weight changed since the last sync.
 
-    It is no fingerprint: nothing is hashed or gathered, and two sets of weights may have equal sums, if rarely.
+    It is no fingerprint: unequal weights can, rarely, have equal sums.
 
     Args:
-        dtype: that the weights are cast to before; what rounding hides did not change.
+        dtype: Dtype to which weights are cast first; a change that rounding hides does not count.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -189,7 +189,7 @@ class Checksums:
         self._sums: list[Tensor] = []
 
     def observe(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
-        """The stream, unchanged."""
+        """Yield the stream unchanged while computing its sums."""
         self._sums = []
         for name, weight in stream:
             rounded = weight.detach().to(self.dtype).contiguous()
@@ -198,5 +198,5 @@ class Checksums:
             yield name, weight
 
     def values(self) -> tuple[int, ...]:
-        """One sum for each tensor of the last stream, in its order."""
+        """Return one sum for each tensor of the last stream, in order."""
         return tuple(torch.stack(self._sums).tolist()) if self._sums else ()

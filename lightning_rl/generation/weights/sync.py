@@ -1,4 +1,4 @@
-"""One sync, on every rank together: weights into the engine, canary, and the same verdict everywhere."""
+"""Sync of the engine's weights with its canary, run by every rank together."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,22 +20,22 @@ def synchronize(
     packed: bool,
     context: Callable[[], AbstractContextManager[object]],
 ) -> tuple[float, float] | None:
-    """Loads the weights into the engine and lets its canary prove it. Every rank takes part.
+    """Load the weights into the engine and check them with its canary. Every rank has to call it.
 
     Args:
-        engine: started.
-        weights: name and full value of every parameter of the policy, one at a time.
-        version: of the weights.
-        policy: the trainer's, sharded or not.
-        packed: whether it scores without padding.
-        context: around the canary, for time and precision.
+        engine: Started engine.
+        weights: Name and full value of every parameter of the policy, one at a time.
+        version: Version of the weights.
+        policy: Policy of the trainer, sharded or not.
+        packed: True to score without padding.
+        context: Context manager around the canary, for time and precision.
 
     Returns:
-        The largest and the mean difference that the canary saw, or None without one.
+        The largest and the mean difference that the canary measured, or None without one.
 
     Raises:
-        CanaryError: if the engine does not have the weights.
-        RuntimeError: if another rank's sync failed. The engine then refuses to generate, as it does after every error.
+        CanaryError: If the engine does not have the weights.
+        RuntimeError: If the sync failed on another rank. After any error the engine refuses to generate.
     """
     inner = canary.policy_in(policy)
     checksums = Checksums(engine.dtype or inner.model.dtype)
@@ -67,7 +67,7 @@ def synchronize(
 
 @contextmanager
 def _failing_together(engine: Engine) -> Iterator[None]:
-    """Raises on every rank if one fails inside; the engines then count as not synced."""
+    """Raise on every rank if the body fails on one; the engines then count as not synced."""
     try:
         with failing_together("a sync", EngineError):
             yield

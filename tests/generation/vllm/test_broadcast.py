@@ -326,7 +326,7 @@ def test_a_member_that_never_comes_breaks_the_group_within_the_time_of_a_bucket(
     member, fake = lonely
     flat = torch.zeros(16, dtype=torch.uint8)
     call = outcome(lambda: member.send(flat) if what == "send" else list(member.receive()))
-    with pytest.raises(GroupError, match=r"group lonely is no more: no bucket in 0.5 s"):
+    with pytest.raises(GroupError, match=r"group lonely is broken: no bucket in 0.5 s"):
         call.result(5)
     with pytest.raises(GroupError, match=r"no bucket in 0.5 s"):
         outcome(member.send_failure).result(5)

@@ -188,7 +188,7 @@ def test_a_failure_cuts_the_others_short_and_closes_every_environment() -> None:
     server = ScriptedServer(script)
     with servers(server):
         engine = an_engine(server)
-        with pytest.raises(EngineError, match=r"request 2-1, but each one refused it: .* status 400"):
+        with pytest.raises(EngineError, match=r"request 2-1, but each one rejected it: .* status 400"):
             held(engine, [opening(n, environment) for n, environment in enumerate(environments)])
         assert [environment.closed for environment in environments] == [1] * 5
         gate.set()

@@ -182,7 +182,9 @@ def test_https_is_taken_from_whom_the_certificate_names_and_refused_from_others(
             assert client.call("GET", "/version", timeout=20) == {"version": "0.32.0"}
         with (
             closing(Client(server.url, KEY)) as client,
-            pytest.raises(Refused, match=r"to prove who it is, got self.signed certificate: pass ca=, a file"),
+            pytest.raises(
+                Refused, match=r"to have a trusted certificate, got self.signed certificate: pass ca=, a file"
+            ),
         ):
             client.call("GET", "/version", timeout=20)
         with closing(Client(server.url.replace("https", "http"), KEY)) as client, pytest.raises(Unanswered):

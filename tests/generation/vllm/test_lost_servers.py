@@ -190,7 +190,7 @@ def test_a_server_that_comes_back_with_something_else_is_refused(device: str, sh
     second = ScriptedServer(shifted_by(shift), port=first.port, **{**HOLDS, "device": device})
     with (
         servers(second),
-        pytest.raises(EngineError, match=rf"say what another server says .* differ by up to {shift:g}"),
+        pytest.raises(EngineError, match=rf"agree with another server .* differ by up to {shift:g}"),
     ):
         engine.score([[2, 3, 4]])
     assert second.loads and second.label == "loading"

@@ -202,7 +202,7 @@ def test_a_list_that_does_not_come_ends_the_start_and_not_the_run(
 
     engine = an_engine(slow)
     first.set()
-    with until_the_log_says(caplog, "slow cannot be used: no list within 0.05 s, it is still waited for"):
+    with until_the_log_says(caplog, "slow is unusable: no list within 0.05 s so far"):
         check(engine.generate(requests(4)))
     gate.set()
     two.until(lambda known: bool(known.loads))
@@ -270,7 +270,7 @@ def test_the_order_of_a_list_changes_nothing(
     [
         pytest.param([], "expected URLs of one or more servers, got none", id="empty"),
         pytest.param(["http://127.0.0.1:1", "\x00rubbish\x1b"], "expected a URL such as", id="rubbish"),
-        pytest.param(["http://10.0.0.7:8000"], "expected storage=, a folder that the machine", id="no-storage"),
+        pytest.param(["http://10.0.0.7:8000"], "expected storage=, a folder shared with the machine", id="no-storage"),
         pytest.param([3], "expected a URL such as", id="numbers"),
         pytest.param(None, "TypeError: 'NoneType' object is not iterable", id="nothing"),
         pytest.param(OSError("the registry is down"), "OSError: the registry is down", id="raises"),
@@ -348,7 +348,7 @@ def test_one_server_under_two_names_is_refused_at_the_start(
     engine = VLLMServerEngine(names, api_key=KEY, transfer=transfer)
     with (
         closing(engine),
-        pytest.raises(ValueError, match=r"each server once, but .* leads to the server of .*: list one"),
+        pytest.raises(ValueError, match=r"each server once, but .* and .* are the same server: list one"),
     ):
         launch(engine, the_model())
 
@@ -358,7 +358,7 @@ def test_one_server_under_two_names_draws_under_one_of_them(
 ) -> None:
     listed = Listed(one)
     engine, other = an_engine(listed), f"http://localhost:{one.port}"
-    with until_the_log_says(caplog, f"but {other} leads to the server of {one.url}: list one of them"):
+    with until_the_log_says(caplog, f"but {other} and {one.url} are the same server: list one of them"):
         listed.say([one.url, other])
     with until_the_log_says(caplog, f"{other} is back, with the current weights"):
         listed.say([other])
@@ -426,7 +426,7 @@ def test_a_new_server_proves_its_weights_before_it_draws_and_one_that_cannot_dra
         engine.close()
     assert "-proof-" in f"-{names_of(two)[0]}", "before anything else"
     assert samples_of(two) and not samples_of(liar)
-    assert f"{liar.url} to say what another server says of version 0, but its" in caplog.text
+    assert f"{liar.url} to agree with another server on version 0, but its" in caplog.text
 
 
 def test_a_new_server_waits_for_the_canary_where_others_are_ready(one: ScriptedServer, two: ScriptedServer) -> None:
@@ -494,7 +494,7 @@ def test_what_is_in_flight_at_a_server_that_is_removed_ends_there_and_then_it_is
     check(wait())
     one.until(lambda known: not known.open)
     assert samples_of(one) == begun and sorted(begun + samples_of(two)) == list(range(40))
-    assert one.cut == 0 and f"{one.url} is let go" in caplog.text
+    assert one.cut == 0 and f"{one.url} is closed" in caplog.text
     push(engine, 1)
     assert (one.label[-2:], two.label[-2:]) == ("/0", "/1")
     engine.close()

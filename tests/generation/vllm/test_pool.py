@@ -120,7 +120,7 @@ def test_the_fewest_outstanding_tokens_come_next() -> None:
 def test_nobody_waits_longer_than_the_patience_and_the_reasons_are_told() -> None:
     empty = a_pool()
     empty.remove(empty.servers[1], Unanswered("it caught fire"))
-    with pytest.raises(EngineError, match=r"127.0.0.1:9: it was not asked yet; http://127.0.0.1:10: it caught fire\)"):
+    with pytest.raises(EngineError, match=r"127.0.0.1:9: not contacted yet; http://127.0.0.1:10: it caught fire\)"):
         empty.wait()
 
 
@@ -152,7 +152,7 @@ def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None
     with servers(server), closing(Endpoint(server.url, KEY, 5)) as endpoint:
         with pytest.raises(Unanswered, match=r"expected JSON from http://.*/version, got {"):
             endpoint.describe()
-        with pytest.raises(ValueError, match=r"expected http://.*/health to take the call, got status 418: refused"):
+        with pytest.raises(ValueError, match=r"expected http://.*/health to accept the call, got status 418: refused"):
             endpoint.check_health()
         answers["/version"] = {"release": 1}
         with pytest.raises(

@@ -235,8 +235,8 @@ def test_a_sync_brings_every_tensor_and_leaves_nothing_behind(tmp_path: Path) ->
 def test_names_that_a_server_does_not_know_are_found_before_anything_is_loaded(one: ScriptedServer) -> None:
     engine, model = an_engine(one, started=False), the_model()
     launch(engine, model)
-    one.error = "expected names that the engine knows, got bias [3]"
-    with pytest.raises(ValueError, match=r"http://.*: expected names that the engine knows, got bias"):
+    one.error = "expected names of the engine's tensors, got bias [3]"
+    with pytest.raises(ValueError, match=r"http://.*: expected names of the engine's tensors, got bias"):
         engine.expect(model.named_parameters())
     assert not one.loads
     engine.close()
@@ -246,7 +246,7 @@ def test_a_load_that_fails_leaves_an_engine_that_refuses_and_the_next_one_repair
     engine, model = an_engine(one), the_model()
     one.error = "ValueError: expected weights in /x, got a damaged file"
     stream = iter(list(model.named_parameters()))
-    with pytest.raises(RuntimeError, match=r"expected http://.* to load weights, but it said: .*damaged file"):
+    with pytest.raises(RuntimeError, match=r"expected http://.* to load weights, but it failed: .*damaged file"):
         engine.load_weights(stream, 1)
     assert next(stream, None) is None, "ranks that gather it together would wait otherwise"
     assert one.label == "loading" and engine.state is EngineState.AWAKE
@@ -484,7 +484,7 @@ def test_a_failure_cuts_short_what_is_in_flight() -> None:
     server = ScriptedServer(script)
     with servers(server):
         engine = an_engine(server)
-        with pytest.raises(EngineError, match=r"request 102-0, but each one refused it: .* status 400"):
+        with pytest.raises(EngineError, match=r"request 102-0, but each one rejected it: .* status 400"):
             engine.generate(requests(3))
         gate.set()
         server.until(lambda known: known.cut == 2)
