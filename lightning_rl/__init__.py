@@ -1,6 +1,6 @@
-"""Reinforcement learning of language models as plain PyTorch Lightning, with every signal checked.
+"""Reinforcement learning of language models with PyTorch Lightning.
 
-What this package exports is imported when it is asked for, so that a command line answers before torch is loaded.
+Exports are imported on first access, so that the command line starts before torch is loaded.
 """
 
 from importlib import import_module
@@ -134,7 +134,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports an export from the room that it lives in, or such a room itself (PEP 562)."""
+    """Import an export from its subpackage, or the subpackage itself (PEP 562)."""
     if name in HOMES:
         value = getattr(import_module(HOMES[name]), name)
     elif name in {room.partition(".")[0] for room in ROOMS}:

@@ -1,4 +1,4 @@
-"""``python -m lightning_rl``, for launchers that want a module."""
+"""``python -m lightning_rl``, for launchers that take a module."""
 
 from lightning_rl.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that every constructor uses: what was expected, by the name of the argument, and what came."""
+"""Argument checks for constructors; errors name the argument, the expected value and the actual one."""
 
 import math
 from collections.abc import Iterable, Mapping, Set
@@ -15,18 +15,15 @@ def check_numbers(
     optional: bool = False,
     **numbers: Any,
 ) -> None:
-    """Refuses arguments that are no real number within bounds; NaN never is, and neither are True and False.
+    """Raise ValueError unless all arguments are real numbers within bounds; NaN, True and False are not.
 
     Args:
-        above: what each is greater than.
-        at_least: what each is no smaller than.
-        at_most: what each is no greater than.
-        finite: whether infinity is refused; a threshold may be infinite, a coefficient cannot.
-        optional: whether None is allowed.
-        numbers: the arguments, by their names.
-
-    Raises:
-        ValueError: naming the argument, its bounds and the value.
+        above: Exclusive lower bound.
+        at_least: Inclusive lower bound.
+        at_most: Inclusive upper bound.
+        finite: If True, infinity is an error.
+        optional: If True, None is allowed.
+        numbers: Arguments by name.
 
     Example:
         >>> check_numbers(at_least=0, finite=True, coef="0.1")
@@ -45,11 +42,7 @@ def check_numbers(
 
 
 def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> None:
-    """Refuses arguments that are not whole numbers of at least ``minimum``.
-
-    Raises:
-        ValueError: naming the argument and the value.
-    """
+    """Raise ValueError unless all arguments are integers of at least ``minimum``."""
     at_least = "above 0" if minimum == 1 else f"of at least {minimum}"
     for name, number in numbers.items():
         if optional and number is None:
@@ -60,22 +53,14 @@ def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> Non
 
 
 def check_bools(**flags: Any) -> None:
-    """Refuses arguments that are neither True nor False.
-
-    Raises:
-        ValueError: naming the argument and the value.
-    """
+    """Raise ValueError unless all arguments are True or False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"expected {name} to be True or False, got {flag!r}")
 
 
 def check_choices(choices: Iterable[str], **given: Any) -> None:
-    """Refuses arguments that are none of some names.
-
-    Raises:
-        ValueError: naming the argument, the names and the value.
-    """
+    """Raise ValueError unless all arguments are among the choices."""
     known = list(choices)
     for name, choice in given.items():
         if not isinstance(choice, str) or choice not in known:
@@ -83,11 +68,7 @@ def check_choices(choices: Iterable[str], **given: Any) -> None:
 
 
 def check_text(*, optional: bool = False, **given: Any) -> None:
-    """Refuses arguments that are not a string of at least one letter.
-
-    Raises:
-        ValueError: naming the argument and the value.
-    """
+    """Raise ValueError unless all arguments are non-empty strings."""
     for name, text in given.items():
         if not (isinstance(text, str) and text) and not (optional and text is None):
             none = " or None" if optional else ""
@@ -95,11 +76,7 @@ def check_text(*, optional: bool = False, **given: Any) -> None:
 
 
 def check_texts(**given: Any) -> None:
-    """Refuses arguments that are not a list or tuple of strings; one string alone would be read letter by letter.
-
-    Raises:
-        ValueError: naming the argument and the value, and what to write.
-    """
+    """Raise ValueError unless all arguments are lists or tuples of non-empty strings."""
     for name, texts in given.items():
         cure = f": write [{texts!r}]" if isinstance(texts, str) else ""
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
@@ -109,11 +86,7 @@ def check_texts(**given: Any) -> None:
 
 
 def check_rows(number: int, /, **given: Any) -> None:
-    """Refuses arguments that do not hold a value for each row; a string or mapping would be read letter by letter.
-
-    Raises:
-        ValueError: naming the argument and what came.
-    """
+    """Raise ValueError unless all arguments are sequences of ``number`` values, one per row."""
     for name, values in given.items():
         if isinstance(values, str | bytes | Mapping | Set) or not hasattr(values, "__len__"):
             raise ValueError(f"expected {name} to be a list of {number} values, one for each row, got {values!r:.200}")

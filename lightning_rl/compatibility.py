@@ -1,6 +1,6 @@
-"""Checks at setup: every field that is read exists, no importance ratio counts a policy twice, sizes divide.
+"""Checks that options, callbacks and data are compatible.
 
-They use constructor arguments alone, so every rank raises alike, before the first weight is loaded.
+They read constructor arguments alone, so every rank raises the same error before weights are loaded.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ CONVERSATION_OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Which optional fields somebody reads, so which passes have to run."""
+    """Optional fields that are read, so the passes that have to run."""
 
     old_logprobs: bool = False
     ref_logprobs: bool = False
@@ -66,7 +66,7 @@ class Needs:
 
 
 def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
-    """Which passes over a rollout have to run."""
+    """Return the passes over a rollout that have to run."""
     early = {field for callback in algorithm.corrections.callbacks for field in callback.reads}
     early |= set(algorithm.advantages.reads)
     return Needs(
@@ -77,20 +77,20 @@ def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
 
 
 def check_reference(reference: Any, needed: Needs) -> None:
-    """Warns of a reference that is never loaded."""
+    """Warn of a reference that is never loaded."""
     if reference is not None and not needed.ref_logprobs:
         warnings.warn(
             "reference= is given, but nothing reads ref_logprobs, so it is not loaded: add ReferenceKL() or "
-            "AdaptiveKL() to the callbacks, or leave it out",
+            "AdaptiveKL() to the callbacks, or remove it",
             stacklevel=2,
         )
 
 
 def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per_rollout: int) -> None:
-    """Refuses fields that nobody provides, and warns of corrections that can never act.
+    """Warn of corrections without effect.
 
     Raises:
-        ValueError: naming who reads a field that does not exist or that nothing provides, and the setting that would.
+        ValueError: If a field is read that does not exist or that nothing provides.
     """
     readers: dict[str, list[str]] = {}
     early = {field for callback in algorithm.corrections.callbacks for field in callback.reads}
@@ -100,7 +100,9 @@ def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per
     names = {spec.name for spec in dataclasses.fields(LossView)}
     late = names - {spec.name for spec in dataclasses.fields(Rollout)}
     if early & late:
-        raise ValueError(f"expected {sorted(early & late)[0]} in reads_at_loss, not in reads: no rollout has it")
+        raise ValueError(
+            f"expected {sorted(early & late)[0]} in reads_at_loss, got it in reads: it exists only at the loss"
+        )
     for field, who in readers.items():
         if field.partition("/")[0] not in names:
             raise ValueError(f'expected {who[0]} to read a field of Rollout, got "{field}"; known: {sorted(names)}')
@@ -118,10 +120,10 @@ def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per
 
 
 def extras_to_select(corrections: Corrections, engine: Engine, sampling: Sampling) -> frozenset[str]:
-    """What the engine has to record about tokens that train.
+    """Return the extras that the engine has to record per token.
 
     Raises:
-        ValueError: naming who needs what the engine cannot record.
+        ValueError: If the engine cannot record one of them.
     """
     needed = {name: type(callback).__name__ for callback in corrections.callbacks for name in callback.records}
     if sampling.filters:
@@ -130,17 +132,13 @@ def extras_to_select(corrections: Corrections, engine: Engine, sampling: Samplin
         if name not in engine.capabilities.extras:
             raise ValueError(
                 f'{who} needs "{name}" of every token, which {type(engine).__name__} does not record: use '
-                f"engine=TransformersEngine(), or train without"
+                f"engine=TransformersEngine(), or remove it"
             )
     return frozenset(needed)
 
 
 def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
-    """Refuses a loss and weights that count one policy twice.
-
-    Raises:
-        ValueError: naming both, the policy, and what to use instead.
-    """
+    """Raise ValueError if the importance ratios of loss and weights count one policy twice."""
     weights = corrections.contributors("token_weight")
     factors = [(_script_name("loss", loss, LOSSES), loss.ratio, None)]
     factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
@@ -151,7 +149,7 @@ def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
             for place, side in enumerate(("numerator", "denominator")):
                 if ratio[place] == other_ratio[place]:
                     cure = f": use {alternative} instead" if alternative else ": leave one of them out"
-                    if alternative and other_ratio[1] == "rollout":  # any weight that begins there would count it twice
+                    if alternative and other_ratio[1] == "rollout":  # every ratio to the rollout policy counts it twice
                         cure = f": leave {name} out; a mask such as SequenceRatioMask carries no ratio"
                     raise ValueError(
                         f"{name} carries the ratio {ratio[0]}/{ratio[1]} and {other} "
@@ -161,38 +159,30 @@ def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
 
 
 def check_pairs(corrections: Corrections) -> None:
-    """Refuses a correction beside the one that it replaces, or beside one that leaves it nothing to change.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Raise ValueError if a correction replaces another one, or has no effect beside it."""
     present = {type(callback).name: type(callback).__name__ for callback in corrections.callbacks}
     for callback in corrections.callbacks:
         name = type(callback).__name__
         for other in set(callback.idle_beside) & present.keys():
             raise ValueError(
-                f"expected {name} or {present[other]}, got both: {present[other]} leaves nothing that {name} could "
-                "change; leave one of them out"
+                f"expected {name} or {present[other]}, got both: {name} has no effect beside {present[other]}; remove "
+                "one of them"
             )
         for replaced in set(callback.replaces) & present.keys():
             raise ValueError(
-                f"expected {name} instead of {present[replaced]}, got both, so the same would count twice: leave "
-                f"{present[replaced]} out"
+                f"expected {name} instead of {present[replaced]}, got both, which would count twice: remove "
+                f"{present[replaced]}"
             )
 
 
 def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: bool, group_size: int = 2) -> None:
-    """Refuses token rewards, a critic or groups that the estimator could make nothing of.
-
-    Raises:
-        ValueError: naming both sides and the fix.
-    """
+    """Raise ValueError if the estimator cannot use token rewards, critic or groups."""
     chosen = _script_name("advantages", estimator, ESTIMATORS)
     for callback in () if estimator.per_token else corrections.contributors(*TOKEN_REWARDS):
         cure = f"{callback.alternative}, or " if callback.alternative else ""
         raise ValueError(
-            f"{type(callback).__name__} gives a reward to each token, but {chosen} takes one scalar for each "
-            f"row: use {cure}an estimator that works per token such as GAE"
+            f"{type(callback).__name__} returns a reward per token, but {chosen} takes one scalar per row: use "
+            f"{cure}a per-token estimator such as GAE"
         )
     if group_size == 1 and estimator.compares:
         raise ValueError(
@@ -208,76 +198,62 @@ def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: b
         if callback.compares_rows:
             raise ValueError(
                 f"{chosen} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
-                "normalise with the samples: use one without the other"
+                "normalize with the samples: use one without the other"
             )
     for callback in corrections.callbacks if group_size == 1 else ():
         if callback.compares_groups:
             raise ValueError(
                 f"{type(callback).__name__} compares the samples of a prompt, which group_size=1 does not have: use "
-                "group_size=2 or more, or leave it out"
+                "group_size=2 or more, or remove it"
             )
     if critic and "values" not in estimator.reads:
-        raise ValueError(f"critic= trains for nothing, because {chosen} reads no values: use GAE, or no critic")
+        raise ValueError(f"critic= has no effect, because {chosen} reads no values: use GAE, or no critic")
 
 
 def check_kernel_options(*, attention: str, backend: bool | str, liger: bool, packing: bool) -> None:
-    """Refuses kernels that there are not, and those that would have nothing to do.
-
-    Raises:
-        ValueError: naming the options and what to do.
-    """
+    """Raise ValueError for unknown kernels and for options that exclude each other."""
     check_choices(ATTENTIONS, attention=attention)
     if not isinstance(backend, bool) and backend not in BACKENDS:
         raise ValueError(f"expected compile to be True, False or one of {', '.join(BACKENDS)}, got {backend!r}")
     if attention != AUTO and not packing:
         raise ValueError(
-            f'expected attention="auto" with packing=False, got "{attention}": it is how packed sequences attend; '
-            "leave one of them out"
+            f'expected attention="auto" with packing=False, got "{attention}", a kernel for packed sequences: remove '
+            "one of them"
         )
     if backend and liger:
-        raise ValueError(
-            "expected compile= or liger=, got both, which make kernels of the same operations: leave one of them out"
-        )
+        raise ValueError("expected compile= or liger=, got both, which replace the same operations: remove one of them")
 
 
 def check_kernels(parallel: Parallel, *, attention: str, compiled: bool, liger: bool) -> None:
-    """Refuses kernels that device, packages or strategy do not allow, before a model is loaded.
-
-    Raises:
-        ValueError: naming what is missing and what to do.
-    """
+    """Raise ValueError if device, packages or strategy do not support the kernels, before a model is loaded."""
     device = parallel.strategy.root_device
     choose_attention(attention, hardware_of(device), None)
     if liger and device.type != "cuda":
-        raise ValueError(f"expected a GPU, which the kernels of liger=True are for, got {device.type}: leave it out")
+        raise ValueError(f"expected a GPU for liger=True, got {device.type}: remove it")
     if liger and not has_liger():
         raise ValueError(
-            "expected liger-kernel to be installed, because liger=True, got an environment without it: "
-            'pip install "lightning-rl[liger]", or leave it out'
+            "expected liger-kernel to be installed for liger=True, got an environment without it: "
+            'pip install "lightning-rl[liger]", or remove it'
         )
     if compiled and not parallel.compiles:
         name = type(parallel.strategy).__name__
         raise ValueError(
-            f"expected a strategy under which layers can be compiled, because compile= is given, got {name} that "
-            'splits the parts of a layer: use one device, "ddp", or "fsdp2" without tensor parallelism, or leave it out'
+            f"expected a strategy that supports compile=, got {name}, which splits the parts of a layer: use one "
+            'device, "ddp", or "fsdp2" without tensor parallelism, or remove it'
         )
 
 
 def check_attention(attention: str, policy: PolicyModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuses a kernel for packed attention that does not take what a model computes with.
-
-    Raises:
-        ValueError: naming what it needs.
-    """
+    """Raise ValueError if the attention kernel does not support the model's dtype or head sizes."""
     for size in policy.head_sizes():
         choose_attention(attention, hardware_of(device), dtype, frozenset((size,)))
 
 
 def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engine, max_staleness: int) -> None:
-    """Refuses an engine that cannot generate while the policy trains, and warns if nothing corrects for old samples.
+    """Warn if nothing corrects for stale samples.
 
     Raises:
-        ValueError: naming the engine and the fix.
+        ValueError: If the engine cannot generate while the policy trains.
     """
     name = type(engine).__name__
     if max_staleness == 0:
@@ -285,23 +261,23 @@ def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engi
     if not engine.capabilities.generates_ahead:
         raise ValueError(
             f"expected an engine that generates while the policy trains, because max_staleness={max_staleness}, got a "
-            f"{name} on the GPU of the trainer, where each token would wait for the trainer's kernels: use "
-            "VLLMServerEngine on other GPUs, or max_staleness=0"
+            f"{name} on the trainer's GPU, where the trainer's kernels would delay each token: use VLLMServerEngine on "
+            "other GPUs, or max_staleness=0"
         )
     if engine.capabilities.sleeps:
         raise ValueError(
             f"expected an engine that stays awake while the policy trains, because max_staleness={max_staleness}, got "
-            f"{name} that gives its memory back after each rollout: use {name}(sleeps=False), or max_staleness=0"
+            f"{name}, which sleeps after each rollout: use {name}(sleeps=False), or max_staleness=0"
         )
     if engine.capabilities.collective:
         raise ValueError(
-            f"expected an engine for each rank, because max_staleness={max_staleness} generates while the ranks talk "
-            f"to each other, got a {name} that they share: use {name}(tensor_parallel_size=1), or max_staleness=0"
+            f"expected one engine per rank, because max_staleness={max_staleness} generates during the trainer's "
+            f"collectives, got a shared {name}: use {name}(tensor_parallel_size=1), or max_staleness=0"
         )
     if max_staleness > 1 and not engine.capabilities.syncs_while_generating:
         raise ValueError(
-            f"expected max_staleness=1 with {name}, got {max_staleness}: it cannot take weights while it generates, so "
-            "every rollout in flight would be waited for before each sync: use 1, or an engine on a server"
+            f"expected max_staleness=1 with {name}, got {max_staleness}: it cannot receive weights while it generates, "
+            "so each sync would wait for all rollouts in flight; use 1, or an engine on a server"
         )
     correcting = corrections.contributors(*POLICY_LOSS_FACTORS)
     reads = [*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))]
@@ -315,11 +291,7 @@ def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engi
 
 
 def check_flags(trainer: Trainer) -> None:
-    """Refuses flags of the Trainer that manual optimization does not know, by the name of the option that does it.
-
-    Raises:
-        ValueError: naming the flag and the option.
-    """
+    """Raise ValueError for Trainer flags and callbacks that manual optimization does not support."""
     if trainer.gradient_clip_val:
         raise ValueError(
             f"expected Trainer without gradient_clip_val, got {trainer.gradient_clip_val}: pass max_grad_norm= to "
@@ -328,16 +300,16 @@ def check_flags(trainer: Trainer) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: token_budget= "
-            "of RLLightningModule cuts a step into as many microbatches as it takes"
+            "of RLLightningModule splits a step into microbatches"
         )
     if trainer.precision == "16-true":
         raise ValueError(
-            'expected a precision that can train, got Trainer(precision="16-true"), in which small updates of the '
-            'weights are lost and gradients overflow: use "bf16-mixed", "16-mixed" or "32-true"'
+            'expected a precision for training, got Trainer(precision="16-true"), which loses small weight updates and '
+            'overflows gradients: use "bf16-mixed", "16-mixed" or "32-true"'
         )
     for callback in callbacks_of(trainer):
         if isinstance(callback, type):
-            callbacks_of(trainer).remove(callback)  # or Lightning would call it in its own handling of the error
+            callbacks_of(trainer).remove(callback)  # Lightning would call it while handling the error
             raise ValueError(f"expected callbacks to be objects, got the class {callback.__name__}: call it")
         _check_averaging(callback, trainer)
         _check_tuner(callback)
@@ -346,89 +318,83 @@ def check_flags(trainer: Trainer) -> None:
 def _check_averaging(callback: Callback, trainer: Trainer) -> None:
     if isinstance(callback, StochasticWeightAveraging):
         raise ValueError(
-            "expected Trainer without StochasticWeightAveraging, which copies the module before it has a policy and "
-            "would average nothing: use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging"
+            "expected Trainer without StochasticWeightAveraging, which copies the module before the policy is built: "
+            "use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging"
         )
     if isinstance(callback, WeightAveraging) and parallel_of(trainer.strategy).sharded:
         name = type(callback).__name__
         raise ValueError(
             f"expected Trainer without {name} under a strategy that shards the policy, got "
-            f"{type(trainer.strategy).__name__}: it averages whole weights, so use DDP, or leave it out"
+            f"{type(trainer.strategy).__name__}: it averages whole weights, so use DDP, or remove it"
         )
 
 
 def _check_tuner(callback: Callback) -> None:
     if isinstance(callback, LearningRateFinder):
         raise ValueError(
-            "expected a fit, got lr_find (LearningRateFinder), which reads a loss that falls step by step, and the "
-            "loss of a policy gradient does not: choose lr= of the optimizer, 1e-6 to 1e-5 for a whole model, and "
-            "watch reward/task and optim/grad_norm"
+            "expected a fit, got lr_find (LearningRateFinder), which needs a decreasing loss, but a policy gradient "
+            "loss does not decrease: choose lr= of the optimizer, 1e-6 to 1e-5 for full fine-tuning, and watch "
+            "reward/task and optim/grad_norm"
         )
     if isinstance(callback, BatchSizeFinder):
         raise ValueError(
-            "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size, and there is none: "
-            "token_budget= of RLLightningModule bounds the memory of the update without changing a result, "
-            "max_rows= of the engine that of generation"
+            "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size: bound memory with "
+            "token_budget= of RLLightningModule for updates, and with max_rows= of the engine for generation"
         )
 
 
 def check_conversations(options: Mapping[str, Any], defaults: Mapping[str, Any], *, environments: bool) -> None:
-    """Refuses options of conversations that would do nothing, and warns of limits of time that bound nothing.
+    """Check the options of conversations; warn of timeouts without effect.
 
     Args:
-        options: of the run, by name.
-        defaults: of the same options.
-        environments: whether there is any to talk to.
+        options: Options of the run by name.
+        defaults: Defaults of the same options.
+        environments: True if there is an environment.
 
     Raises:
-        ValueError: naming the option and what to do.
+        ValueError: If an option has no effect, or max_turn_tokens exceeds max_new_tokens.
     """
     given = [name for name in CONVERSATION_OPTIONS if options[name] != defaults[name]]
     if given and not environments:
         raise ValueError(
-            f"expected environment= or tools= for {given[0]}={options[given[0]]!r}, got neither: pass what the "
-            f"policy talks to, or leave {given[0]} out"
+            f"expected environment= or tools= for {given[0]}={options[given[0]]!r}, got neither: pass one of them, or "
+            f"remove {given[0]}"
         )
     for name in given if not options["environment_workers"] else ():
         if name in TIMEOUTS:
             warnings.warn(
-                f"{name}={options[name]:g} bounds nothing, because environments run in this process: pass "
-                f"environment_workers=, or leave {name} out",
+                f"{name}={options[name]:g} has no effect, because environments run in this process: pass "
+                f"environment_workers=, or remove {name}",
                 stacklevel=2,
             )
     max_turn_tokens, max_new_tokens = options["max_turn_tokens"], options["sampling"].max_new_tokens
     if max_turn_tokens is not None and max_turn_tokens > max_new_tokens:
         raise ValueError(
-            f"expected max_turn_tokens of at most {max_new_tokens}, the max_new_tokens of sampling, which all answers "
-            f"of a conversation have together, got {max_turn_tokens}: raise max_new_tokens, or lower max_turn_tokens"
+            f"expected max_turn_tokens of at most {max_new_tokens}, the max_new_tokens of sampling for a whole "
+            f"conversation, got {max_turn_tokens}: raise max_new_tokens, or lower max_turn_tokens"
         )
 
 
 def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
-    """Refuses a reward of environments where there is none.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Raise ValueError for an EnvironmentReward without environments."""
     if not environments and any(isinstance(function, EnvironmentReward) for function in functions):
         raise ValueError(
-            "expected environment= or tools= for EnvironmentReward, got neither: pass what the policy talks to, or "
-            "another reward"
+            "expected environment= or tools= for EnvironmentReward, got neither: pass one of them, or another reward"
         )
 
 
 def check_turn_rewards(
     rewards: Mapping[str, tuple[Any, float]], corrections: Corrections, estimator: Estimator
 ) -> None:
-    """Refuses rewards of turns that are no parts of the row's reward, as an estimator takes them for.
+    """Check that the rewards of turns sum to the row's reward if the estimator uses turn rewards.
 
     Args:
-        rewards: functions with their weights, by name.
-        corrections: of the run.
-        estimator: that may take turns for what earned them.
+        rewards: Functions and weights by name.
+        corrections: Corrections of the run.
+        estimator: Advantage estimator.
 
     Raises:
-        ValueError: naming the estimator and what to pass.
+        ValueError: If the rewards are not one EnvironmentReward of weight 1, or a correction changes row rewards.
     """
     if not estimator.turn_rewards:
         return
@@ -436,53 +402,48 @@ def check_turn_rewards(
     weights = [weight for function, weight in rewards.values() if isinstance(function, EnvironmentReward)]
     if weights != [1.0]:
         raise ValueError(
-            f"expected one EnvironmentReward() of weight 1 for {chosen}, whose turns earn what the environment gave, "
-            f"got {f'weights {weights}' if weights else 'none'}: add it to rewards="
+            f"expected one EnvironmentReward() of weight 1 for {chosen}, got "
+            f"{f'weights {weights}' if weights else 'none'}: add it to rewards="
         )
     for callback in corrections.contributors("reward_bonus"):
         if callback.scales_rewards or callback.compares_rows:
             raise ValueError(
-                f"expected rewards that are trained as they are for {chosen}, got {type(callback).__name__}, which "
-                "scales those of rows and not of turns: use one without the other"
+                f"expected unscaled rewards for {chosen}, got {type(callback).__name__}, which scales rewards of rows "
+                "but not of turns: use one without the other"
             )
 
 
 def check_filters(samplings: Iterable[Sampling | None], engine: Engine) -> None:
-    """Refuses filters of evaluations that the engine would ignore, and the lack of one where it records sampling masks
-    as lists.
+    """Check the sampling filters of evaluations.
 
     Raises:
-        ValueError: naming them and the engine.
+        ValueError: If the engine would ignore a filter, or needs one because it records sampling masks as lists.
     """
     lists_masks = SAMPLING_MASK in engine.extras and engine.capabilities.lists_masks
     for sampling in samplings:
         if sampling is not None and sampling.temperature > 0 and not sampling.filters and lists_masks:
             raise ValueError(
-                f"expected an evaluation that is greedy or filters, as training does, got temperature="
-                f"{sampling.temperature} alone: {type(engine).__name__} lists the kept tokens of every request, here "
-                "the whole vocabulary for each token; pass top_k=, top_p= or min_p=, or engine=TransformersEngine()"
+                f"expected a greedy or filtered evaluation, because training filters, got temperature="
+                f"{sampling.temperature} alone: {type(engine).__name__} would list the whole vocabulary per token; "
+                "pass top_k=, top_p= or min_p=, or engine=TransformersEngine()"
             )
         if sampling is not None and sampling.filters and not engine.capabilities.filters:
             raise ValueError(
-                f"expected an engine that keeps to top_k={sampling.top_k}, top_p={sampling.top_p}, "
+                f"expected an engine that supports top_k={sampling.top_k}, top_p={sampling.top_p}, "
                 f"min_p={sampling.min_p} of an evaluation, got {type(engine).__name__}, which ignores them: use "
-                "engine=TransformersEngine(), or leave them out"
+                "engine=TransformersEngine(), or remove them"
             )
 
 
 def check_sources(**sources: Any) -> None:
-    """Refuses what no model can be built from; only the policy has to be something.
-
-    Raises:
-        ValueError: naming the argument and what to pass.
-    """
+    """Raise ValueError unless each source is a name, path or function; only the policy is required."""
     for name, source in sources.items():
         if (source is None and name != "policy") or (isinstance(source, str | Path) and str(source)):
             continue
         if callable(source) and not isinstance(source, type | nn.Module):
             continue
         got = f"the class {source.__name__}" if isinstance(source, type) else repr(source)
-        got = f"a {type(source).__name__} that is built already" if isinstance(source, nn.Module) else got
+        got = f"a {type(source).__name__} instance" if isinstance(source, nn.Module) else got
         raise ValueError(
             f"expected {name} to be the name or path of a causal language model, or a function that builds one, got "
             f"{got}: pass a name, or a function such as lambda: AutoModelForCausalLM.from_config(config)"
@@ -490,11 +451,7 @@ def check_sources(**sources: Any) -> None:
 
 
 def check_parts(*, engine: Any, sampling: Any, value_loss: Any) -> None:
-    """Refuses parts that are no objects of their classes.
-
-    Raises:
-        ValueError: naming the argument and what to pass.
-    """
+    """Raise ValueError unless each part is an instance of its class."""
     examples = {
         "engine": (engine, Engine, "VLLMEngine(), or None for the embedded engine"),
         "sampling": (sampling, Sampling, "Sampling(temperature=1.0, max_new_tokens=256)"),
@@ -507,22 +464,18 @@ def check_parts(*, engine: Any, sampling: Any, value_loss: Any) -> None:
     if isinstance(engine, Engine) and not hasattr(engine, "pushed"):
         name = type(engine).__name__
         raise ValueError(
-            f"expected engine to know its state and version, got a {name} that does not: call super().__init__() in "
+            f"expected an engine with state and version, got an uninitialized {name}: call super().__init__() in "
             f"{name}.__init__"
         )
     if not sampling.temperature > 0:
         raise ValueError(
-            "expected a temperature > 0 to train with, got 0: greedy answers to a prompt are all alike; an evaluation "
-            "may be greedy"
+            "expected a temperature > 0 for training, got 0: greedy answers to a prompt are identical; only an "
+            "evaluation may be greedy"
         )
 
 
 def check_builders(*, optimizer: Any, lr_scheduler: Any) -> None:
-    """Refuses optimizers and schedulers that are no functions, which build them from what does not exist yet.
-
-    Raises:
-        ValueError: naming the argument and what to pass.
-    """
+    """Raise ValueError unless optimizer and scheduler are given as functions."""
     if not callable(optimizer):
         raise ValueError(
             "expected optimizer to be a function from parameter groups to an optimizer, such as partial(AdamW, "
@@ -536,24 +489,16 @@ def check_builders(*, optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def check_trainable(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses a policy that no step would change.
-
-    Raises:
-        ValueError: saying so.
-    """
+    """Raise ValueError if the policy has no trainable parameters."""
     if not groups[0]["params"]:
         raise ValueError(
-            "expected a policy with parameters to train, got one whose parameters all have requires_grad=False: leave "
-            "some of them on in the function that is passed as policy=, or put adapters around the model"
+            "expected a policy with trainable parameters, got requires_grad=False for all of them: enable some in the "
+            "function that is passed as policy=, or add adapters to the model"
         )
 
 
 def check_scheduler(scheduler: Any) -> None:
-    """Refuses what ``lr_scheduler=`` built if it does not count optimizer steps.
-
-    Raises:
-        ValueError: naming what it built.
-    """
+    """Raise ValueError if the scheduler does not count optimizer steps."""
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         reads = ", which waits for a metric" if isinstance(scheduler, ReduceLROnPlateau) else ""
         raise ValueError(
@@ -563,17 +508,17 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> Optimizer:
-    """What ``optimizer=`` makes of parameter groups.
+    """Return the optimizer that ``builder`` builds.
 
     Raises:
-        ValueError: naming what it built if that is no optimizer, or why it could not.
+        ValueError: If it raises TypeError or returns no optimizer.
     """
     try:
         optimizer: Any = builder(groups)
     except TypeError as error:  # torch compares options with numbers
         raise ValueError(
             f"expected optimizer to build a torch.optim.Optimizer from a list of parameter groups, but it raised "
-            f"TypeError: {error}; options have to be numbers, and YAML takes 1e-6 for a text: write 1.0e-6"
+            f"TypeError: {error}; options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
@@ -583,45 +528,29 @@ def build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> 
 
 
 def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
-    """Refuses ids at the end of a response that the policy never draws.
-
-    Raises:
-        ValueError: naming them.
-    """
+    """Raise ValueError for EOS ids outside the policy's vocabulary."""
     outside = sorted(i for i in eos_token_ids if not 0 <= i < vocabulary)
     if outside:
         raise ValueError(
-            f"expected eos_token_ids in [0, {vocabulary}), the policy's vocabulary, got {outside}: no response could "
-            "end with them; pass eos_token_ids= of this policy, or its own tokenizer"
+            f"expected eos_token_ids in [0, {vocabulary}), the policy's vocabulary, got {outside}: pass "
+            "eos_token_ids= of this policy, or its tokenizer"
         )
 
 
 def check_names(known: Iterable[str], **given: Any) -> tuple[str, ...]:
-    """The strings of one argument.
-
-    Args:
-        known: those it may hold.
-        given: the argument.
-
-    Raises:
-        ValueError: if it is a single string, or holds something else.
-    """
+    """Return an argument, given by name, as a tuple of names; raise ValueError unless all are known names."""
     ((name, names),) = given.items()
     if isinstance(names, str) or not all(isinstance(one, str) for one in names):
         raise ValueError(f'expected {name} to be a list of names, such as ["optimizer"], got {names!r}')
     known = list(known)
     for one in names:
         if one not in known:
-            raise ValueError(f"expected {name} to hold names out of {', '.join(known)}, got {one!r}")
+            raise ValueError(f"expected {name} to contain only {', '.join(known)}, got {one!r}")
     return tuple(names)
 
 
 def check_rollouts(**given: Any) -> frozenset[int]:
-    """The numbers of rollouts in one argument.
-
-    Raises:
-        ValueError: if it is a single number, or holds something else.
-    """
+    """Return an argument, given by name, as a set of rollout numbers; raise ValueError if it is something else."""
     ((name, numbers),) = given.items()
     listed: list[Any] = list(numbers) if isinstance(numbers, Collection) and not isinstance(numbers, str) else [None]
     if not all(type(one) is int and one >= 0 for one in listed):
@@ -630,34 +559,27 @@ def check_rollouts(**given: Any) -> frozenset[int]:
 
 
 def check_whole_checkpoint(checkpoint: Mapping[str, Any]) -> None:
-    """Refuses weights alone, from which an evaluation may begin and no run goes on."""
+    """Raise ValueError if a checkpoint holds weights alone, from which a run cannot resume."""
     if "lr_schedulers" not in checkpoint:  # sharded strategies keep optimizers elsewhere
         raise ValueError(
-            "expected a checkpoint that a run can go on from, got weights alone (save_weights_only=True): pass one of "
-            "ModelCheckpoint(save_weights_only=False), or begin anew with RLLightningModule.load_from_checkpoint(...)"
+            "expected a checkpoint to resume from, got weights alone (save_weights_only=True): pass one of "
+            "ModelCheckpoint(save_weights_only=False), or start a new run with "
+            "RLLightningModule.load_from_checkpoint(...)"
         )
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a checkpoint holds of an RLLightningModule.
-
-    Raises:
-        ValueError: if it was written by something else.
-    """
+    """Return the state of an RLLightningModule in a checkpoint; raise ValueError if there is none."""
     if "lightning_rl" not in checkpoint:
         raise ValueError(
             "expected a checkpoint of an RLLightningModule to resume from or to evaluate, got one of another module: "
-            "to begin from the weights of a model, pass its folder as policy="
+            "to start from the weights of a model, pass its folder as policy="
         )
     return checkpoint["lightning_rl"]
 
 
 def check_whole_rollouts(tickets: int, steps_per_rollout: int) -> None:
-    """Refuses a loader whose epochs end within a rollout; the Trainer's own limits may cut one.
-
-    Raises:
-        ValueError: naming both numbers.
-    """
+    """Raise ValueError if the loader's epochs end within a rollout; limits of the Trainer may."""
     if tickets % steps_per_rollout:
         raise ValueError(
             f"expected a loader with a multiple of {steps_per_rollout} tickets (minibatches x epochs), got {tickets}"
@@ -665,11 +587,7 @@ def check_whole_rollouts(tickets: int, steps_per_rollout: int) -> None:
 
 
 def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) -> None:
-    """Refuses a rollout that does not split evenly.
-
-    Raises:
-        ValueError: naming the numbers, and those that would do.
-    """
+    """Raise ValueError if the prompts of a rollout do not divide by minibatches x ranks."""
     if prompts_per_rollout % (minibatches * world_size):
         raise ValueError(
             f"expected prompts_per_rollout to be a multiple of minibatches x ranks, got {prompts_per_rollout} for "
@@ -678,14 +596,14 @@ def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) 
 
 
 def size_cure(prompts: int, parts: int) -> str:
-    """What to set where the prompts of a rollout do not divide by minibatches x ranks."""
+    """Return the nearest valid settings for a message."""
     below = prompts // parts * parts
     near = " or ".join(str(number) for number in (below, below + parts) if number)
     return f"prompts_per_rollout={near}, or other minibatches="
 
 
 def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
-    """Who reads which fields."""
+    """Return the fields that corrections, loss and estimator read, with the reader's name."""
     reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in algorithm.corrections.callbacks]
     reading.append((_script_name("loss", algorithm.loss, LOSSES), algorithm.loss.reads))
     reading.append((_script_name("advantages", algorithm.advantages, ESTIMATORS), algorithm.advantages.reads))
@@ -693,17 +611,13 @@ def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _script_name(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str, PolicyLoss | Estimator]) -> str:
-    """An option as a script has it: with the name that it was given by, if it was."""
+    """Return an option as source code, with its registered name if it has one."""
     names = [name for name, one in known.items() if one is chosen]
     return f'{option}="{names[0]}"' if names else f"{option}={chosen.name}"
 
 
 def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, engine: Engine) -> None:
-    """Refuses entries of dict fields that nobody provides, as far as those who provide say what.
-
-    Raises:
-        ValueError: naming the reader, the entry, and who could provide it, or both who do.
-    """
+    """Raise ValueError for entries of dict fields that nothing provides, or that two callbacks provide."""
     providing = algorithm.corrections.contributors("provide")
     known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in engine.capabilities.extras}
     known |= {f"extras/{GREEDY_SCORE}"} if algorithm.advantages.needs_greedy else set()
@@ -711,26 +625,22 @@ def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, en
     for callback in providing:
         if twice := sorted(known & set(callback.provides)):
             raise ValueError(
-                f'expected "{twice[0]}" from one place, but {type(callback).__name__} provides it as well: give its '
-                "tensor another name, or leave one of them out"
+                f'expected one provider of "{twice[0]}", got {type(callback).__name__} too: rename its tensor, or '
+                "remove one of them"
             )
         known |= set(callback.provides)
     if not all(callback.provides for callback in providing):
-        return  # one of them may provide anything
+        return  # a callback without `provides` may provide any entry
     for field, who in readers.items():
         if "/" in field and not field.startswith("task_rewards/") and field not in known:
             raise ValueError(
                 f'{who[0]} reads "{field}", but nothing provides it: add a callback whose `provide` returns it, or '
-                f"take it out of `reads`; provided: {sorted(known) or 'nothing'}"
+                f"remove it from `reads`; provided: {sorted(known) or 'nothing'}"
             )
 
 
 def _check_stages(corrections: Corrections) -> None:
-    """Refuses fields in ``reads`` that do not exist yet in any of the reader's once-per-rollout methods.
-
-    Raises:
-        ValueError: naming the reader, the field, and the methods.
-    """
+    """Raise ValueError for fields in ``reads`` that are computed after all of the reader's per-rollout methods."""
     for callback in corrections.callbacks:
         rows = [name for name, entry in CONTRIBUTIONS.items() if entry.when != "update"]
         methods = [method for method in rows if method in callback.contributes]
@@ -738,7 +648,7 @@ def _check_stages(corrections: Corrections) -> None:
             early = MADE_AFTER.get(field, ())
             if methods and all(method in early for method in methods):
                 raise ValueError(
-                    f'{type(callback).__name__} reads "{field}" in {", ".join(methods)}, which comes before {field} '
+                    f'{type(callback).__name__} reads "{field}" in {", ".join(methods)}, before {field} '
                     f"exist: read it in {'provide, ' if 'provide' not in early else ''}rollout_metrics or observe, or "
                     "name it in reads_at_loss for a mask, weight or term of the loss"
                 )
@@ -751,7 +661,7 @@ def _warn_of_dead_knobs(corrections: Corrections) -> None:
         if "old_logprobs" in callback.reads_at_loss and "rollout_logprobs" not in callback.reads_at_loss:
             cure = f": use {callback.alternative}" if callback.alternative else ""
             warnings.warn(
-                "with one optimizer step per rollout old_logprobs are the step's own values, so "
-                f"{type(callback).__name__} can never act{cure}, or take more steps (minibatches=, epochs=)",
+                "with one optimizer step per rollout old_logprobs equal logprobs, so "
+                f"{type(callback).__name__} has no effect{cure}, or take more steps (minibatches=, epochs=)",
                 stacklevel=2,
             )

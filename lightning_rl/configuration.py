@@ -1,4 +1,4 @@
-"""Configuration: everything that makes a run what it is, in plain values, for loggers and checkpoints."""
+"""Configuration of a run as plain values, for loggers and checkpoints."""
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
@@ -26,33 +26,32 @@ FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_cha
 FREE |= {"skip_rollouts", "checkpoint_errors"}
 FREE |= {"environment_workers", "environment_timeout", "conversation_timeout", "max_failed_environments"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
-BESIDE = ("corrections", "data", "precision")  # what a resume compares besides the options of the module
-SHOWN = (FirstToHear, Interrupts, ModelSummary, ProgressBar)  # change nothing of a run
+BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module
+SHOWN = (FirstToHear, Interrupts, ModelSummary, ProgressBar)  # do not affect a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 
 class Configurable(Protocol):
-    """A module that keeps what its constructor took."""
+    """A module that stores its constructor arguments."""
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Every argument of the constructor by its name, with names and defaults resolved."""
+        """Constructor arguments by name, with names and defaults resolved."""
         ...
 
 
 def configuration(module: Configurable, trainer: Trainer) -> dict[str, Any]:
-    """Everything that makes a run what it is, in plain values that load under ``weights_only=True``.
+    """Return the configuration of a run at setup as plain values that load under ``weights_only=True``.
 
-    Objects are described by what their constructors took, functions by where they lie; numbers that move during a run
-    are those of the moment, so it is taken at setup. Secrets are left out.
+    Objects are described by their constructor arguments, functions by their import path. Secrets are omitted.
 
     Args:
-        module: of the run.
-        trainer: that holds callbacks and data.
+        module: Module of the run.
+        trainer: Trainer with callbacks and data.
 
     Returns:
-        ``module``, ``data`` (None in an evaluation without), ``corrections`` by their names, other ``callbacks`` (those
-        that only look on among them), ``trainer``, ``versions``.
+        Dict with ``module``, ``data`` (None in an evaluation without a data module), ``corrections`` by name, other
+        ``callbacks``, ``trainer`` and ``versions``.
     """
     callbacks = callbacks_of(trainer)
     datamodule = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,7 +70,7 @@ def configuration(module: Configurable, trainer: Trainer) -> dict[str, Any]:
 
 
 def describe_data(data: PromptDataModule) -> dict[str, Plain]:
-    """The options of a data module, and for its rows their number, their form and their fingerprint."""
+    """Return the options of a data module, and number, form and fingerprint of its rows."""
     validation = data.validation
     options = inspect.signature(type(data)).parameters.keys() & vars(data).keys() - {"prompts", "validation"}
     return {
@@ -83,7 +82,7 @@ def describe_data(data: PromptDataModule) -> dict[str, Plain]:
 
 
 def describe_trainer(trainer: Trainer) -> dict[str, Plain]:
-    """What of a Trainer bends a run: devices, strategy, precision, limits."""
+    """Return the Trainer options that affect a run: devices, strategy, precision, limits."""
     limits = {name: describe(value) for name, value in vars(trainer).items() if name in LIMITS}
     return {
         "strategy": path_of(type(trainer.strategy)),
@@ -97,7 +96,7 @@ def describe_trainer(trainer: Trainer) -> dict[str, Plain]:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes a run."""
+    """Return the versions of the packages that compute a run."""
     return {
         "lightning_rl": __version__,
         "torch": str(torch.__version__),
@@ -122,19 +121,18 @@ def check_resume(
     allow_changes: Collection[str] = (),
     states: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
-    """Refuses to go on with a run under another configuration than it began with.
+    """Compare the configuration of a resumed run with the checkpoint; warn of other package versions.
 
-    What changes memory, speed, validation or the length of a run is free; a schedule of the learning rate and
-    ``max_staleness`` change what trains. Other versions of the packages are warned of.
+    Options that affect memory, speed, validation or the length of a run may change.
 
     Args:
-        before: the configuration in the checkpoint.
-        now: that of the run which resumes.
-        allow_changes: what may differ, by the names in the message.
-        states: options of each correction that move during a run, and so come from the checkpoint anyway.
+        before: Configuration in the checkpoint.
+        now: Configuration of the resumed run.
+        allow_changes: Names of options that may differ.
+        states: Options of each correction that change during a run, so the checkpoint restores them.
 
     Raises:
-        ValueError: naming each difference with both values, and how to accept it.
+        ValueError: If another option differs.
     """
     moving = {f"corrections.{name}.{option}" for name, options in states.items() for option in options}
     changes = [change for change in _changes(_essence(before), _essence(now)) if change[0] not in moving]
@@ -143,21 +141,21 @@ def check_resume(
     if refused:
         lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in changes]
         fixed = [name for name in refused if name in FIXED]
-        cure = f"or accept them by RLLightningModule(allow_changes={refused!r})"
+        cure = f"or accept them with RLLightningModule(allow_changes={refused!r})"
         if fixed:
-            cure = f"or begin anew from its weights, since {' and '.join(fixed)} cannot change within a run"
+            cure = f"or start a new run from its weights, since {' and '.join(fixed)} cannot change within a run"
         raise ValueError(
-            "expected the configuration that the checkpoint was written under, got another one:\n"
+            "expected the configuration of the checkpoint, got another one:\n"
             + "\n".join(lines)
             + f"\nset them back, {cure}"
         )
     others = [f"{path} {old} -> {new}" for path, old, new in _changes(before["versions"], now["versions"])]
     if others:
-        rank_zero_warn(f"resumed with other versions ({', '.join(others)}), so not bit for bit")
+        rank_zero_warn(f"resumed with other versions ({', '.join(others)}), so results are not bitwise equal")
 
 
 def _essence(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """What bends a run, under the names that a user changes it by."""
+    """Return the options that must not change on resume, by the names in ``allow_changes``."""
     module = {name: value for name, value in configuration["module"].items() if name not in FREE}
     data = {name: value for name, value in configuration["data"].items() if name not in FREE_OF_DATA}
     precision = configuration["trainer"]["precision"]
@@ -165,7 +163,7 @@ def _essence(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two plain values differ: the path of each difference, and both values."""
+    """Yield the path and both values of each difference between two plain values."""
     if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get(CLASS) == new.get(CLASS):
         for key in dict.fromkeys([*old, *new]):
             below = path if key == ARGUMENTS else f"{path}.{key}".removeprefix(".")

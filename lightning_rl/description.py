@@ -1,15 +1,15 @@
-"""Descriptions: what a user configured, as plain values that a person can read, a file can keep and a test can compare.
+"""Descriptions of configured objects as plain values.
 
 =====================  ======================================================================
-a class's object       ``{"class_path": "package.Class", "init_args": {...}}``
+an instance            ``{"class_path": "package.Class", "init_args": {...}}``
 a function, a class    ``{"name": "package.function"}``, with ``closure`` if it has one
 ``functools.partial``  ``{"partial": "package.function", "args": [...], "keywords": {...}}``
-a model, a tensor      its class with its size, never its numbers
-a secret               nothing: ``api_key``, ``password`` and the like, fields with ``repr=False``
+a model, a tensor      its class and size, without its values
+a secret               omitted: ``api_key``, ``password`` and the like, fields with ``repr=False``
 =====================  ======================================================================
 
-Recordings keep the state of an object in mid-run (:mod:`lightning_rl.recording.serialize`); a description says how it
-was made.
+Recordings store the state of an object during a run (:mod:`lightning_rl.recording.serialize`); a description stores its
+constructor arguments.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
-MAX_ITEMS = 64  # of a list that is written out; of a longer one its length and a hash
+MAX_ITEMS = 64  # longer lists are described by length and hash
 SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal.kl")
@@ -50,11 +50,11 @@ NEVER = {
 
 
 def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
-    """A value as plain values; equal configurations have equal descriptions.
+    """Return a value as plain values; equal configurations have equal descriptions.
 
     Args:
-        value: anything.
-        around: the identities of the objects that it lies in, so that a circle ends.
+        value: Any object.
+        around: Ids of the objects that contain the value, to end reference cycles.
 
     Example:
         >>> describe({"epochs": 2, "where": Path("runs"), "rate": partial(round, ndigits=2)})
@@ -74,12 +74,12 @@ def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
 
 
 def restore(description: Any) -> Any:
-    """The value that was described, if it is plain or one of :func:`restorable`.
+    """Return the described value, if it is plain or made of :func:`restorable` parts.
 
-    A checkpoint comes from anywhere, so nothing else that it names is looked up, imported or called.
+    Checkpoints are untrusted, so no other name is looked up, imported or called.
 
     Raises:
-        ValueError: naming what has to be given again.
+        ValueError: If the description names anything else; the message lists the names.
     """
     if isinstance(description, list):
         return [restore(item) for item in description]
@@ -90,14 +90,15 @@ def restore(description: Any) -> Any:
     try:
         return _rebuild(description)
     except (KeyError, TypeError, AttributeError) as wrong:
-        raise ValueError(f"a description in another form than ours ({type(wrong).__name__}: {wrong})") from wrong
+        raise ValueError(f"a description in an unknown format ({type(wrong).__name__}: {wrong})") from wrong
 
 
 @cache
 def restorable() -> Mapping[str, Any]:
-    """What a checkpoint may name, by where it lies: parts that compute, out of this library and ``torch.optim``.
+    """Return the functions and classes that a checkpoint may name, by import path.
 
-    Left out is what starts processes, opens connections or loads models: who uses it passes it again.
+    They are parts of this library and of ``torch.optim`` that start no processes, open no connections and load no
+    models.
     """
     found = [getattr(room, name) for room in _rooms() for name in _names_in(room) if name not in NEVER]
     found += [kind for kind in vars(torch.optim).values() if _is_kind(kind, torch.optim.Optimizer)]
@@ -107,7 +108,7 @@ def restorable() -> Mapping[str, Any]:
 
 
 def is_import_path(value: Any) -> bool:
-    """Whether a value reads like the dotted name of something to import, and no folder has that name.
+    """Return True if a value is a string that looks like a dotted import path, and no file has that name.
 
     Example:
         >>> [is_import_path(name) for name in ("my_package.policy", "Qwen/Qwen2.5-0.5B", "gpt2", len)]
@@ -117,15 +118,15 @@ def is_import_path(value: Any) -> bool:
 
 
 def import_by_name(**given: Any) -> Any:
-    """What a dotted name such as ``"my_package.policy"`` stands for; anything else as it came.
+    """Import a dotted name such as ``"my_package.policy"``; return other values unchanged.
 
-    Configuration files say functions by name, and what reads them takes an unannotated one for a text.
+    Configuration files contain functions by name, which jsonargparse passes as strings.
 
     Args:
-        given: one argument by its name.
+        given: One argument, by name.
 
     Raises:
-        ValueError: naming argument and name, and whether there is no such module, or nothing of that name in it.
+        ValueError: If the module cannot be imported, or lacks the attribute.
     """
     ((option, name),) = given.items()
     if not is_import_path(name):
@@ -148,12 +149,12 @@ def import_by_name(**given: Any) -> Any:
 
 
 def path_of(value: Any) -> str:
-    """Where a class or function is imported from, such as ``lightning_rl.losses.cispo.CISPO``."""
+    """Return the import path of a class or function, such as ``lightning_rl.losses.cispo.CISPO``."""
     return f"{value.__module__}.{value.__qualname__}"
 
 
 def _losses(description: Any) -> Iterator[str]:
-    """What a description names that is not restored."""
+    """Yield the names in a description that are not restorable."""
     if isinstance(description, list):
         for item in description:
             yield from _losses(item)
@@ -202,7 +203,7 @@ def _make(kind: Any, arguments: Any) -> Any:
     try:
         return kind(**{key: restore(item) for key, item in arguments.items()})
     except (TypeError, ArithmeticError) as refused:
-        raise ValueError(f"{path_of(kind)} with other options than it takes ({refused})") from refused
+        raise ValueError(f"{path_of(kind)} with unknown options ({refused})") from refused
 
 
 def _describe_mapping(value: Mapping[Any, Any], around: tuple[int, ...]) -> Plain:
@@ -217,7 +218,7 @@ def _describe_items(value: Any, around: tuple[int, ...]) -> Plain:
 
 
 def _describe_partial(value: "partial[Any]", around: tuple[int, ...]) -> Plain:
-    if value.func.__module__.startswith("jsonargparse."):  # what a configuration file's class_path becomes
+    if value.func.__module__.startswith("jsonargparse."):  # jsonargparse wraps a class_path in its own function
         value = partial(*value.args[1:], **value.keywords)
     function = describe(value.func, around)
     name = function[NAME] if isinstance(function, dict) and set(function) == {NAME} else function
@@ -259,10 +260,10 @@ def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
 
 
 def _describe_object(value: Any, around: tuple[int, ...]) -> Plain:
-    """A class's object by what its constructor took, as far as the object keeps it under the same name."""
-    if (name := getattr(value, "name_or_path", None)) is not None:  # a tokenizer, whose options are its files
+    """Describe an object by its constructor arguments that it stores under the same names."""
+    if (name := getattr(value, "name_or_path", None)) is not None:  # a tokenizer; its files hold its options
         return {CLASS: path_of(type(value)), "size": len(value), "path": str(name)}
-    if type(value).__module__.startswith("datasets."):  # whose constructors take tables
+    if type(value).__module__.startswith("datasets."):  # their constructors take tables
         return {CLASS: path_of(type(value)), "size": len(value) if isinstance(value, Sized) else None}
     options, unknown = {}, []
     for parameter in _parameters(type(value)):
@@ -276,7 +277,7 @@ def _describe_object(value: Any, around: tuple[int, ...]) -> Plain:
         ):
             unknown.append(parameter.name)
     described: dict[str, Any] = {CLASS: path_of(type(value)), ARGUMENTS: _describe_mapping(options, around)}
-    if isinstance(fingerprint := getattr(value, "fingerprint", None), str):  # data says so which rows it has
+    if isinstance(fingerprint := getattr(value, "fingerprint", None), str):  # identifies the rows of data
         described["fingerprint"] = fingerprint
     return {**described, **({"unknown": unknown} if unknown else {})}
 

@@ -1,4 +1,4 @@
-"""Edits: who wrote to the fields of a value that was only shown, or to their gradients, by whatever way it was done."""
+"""Detection of in-place edits: callbacks that write to read-only tensors, or hook their gradients."""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,18 +19,18 @@ WORD = 8  # bytes
 ATOMS = frozenset({str, int, float, bool, type(None), bytes, complex})
 COMPARED = ATOMS | {set}
 MIXER = -7046029254386353131  # odd, half of its bits set: 2**64 over the golden ratio, as a signed number
-NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of the size of a dtype that numpy lacks
+NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size, for dtypes numpy lacks
 
 
 class FieldSeal(NamedTuple):
-    """One field at a time; on an accelerator the checksum is kept with those of the other fields.
+    """State of one tensor; :attr:`Seal.device` holds the checksums of tensors on an accelerator.
 
     Attributes:
-        tensor: that the field was.
-        version: its count of writes in place, other than through `.data`, `.numpy()` or a pointer.
-        form: where and how its elements lie in memory.
-        bytes: those elements, to be read again; None if they do not lie side by side, or on an accelerator.
-        sum: their checksum; 0 on an accelerator.
+        tensor: The tensor.
+        version: Its version counter, which `.data`, `.numpy()` and pointers bypass.
+        form: Data pointer, shape and strides.
+        bytes: Buffer of its elements; None if the tensor is not contiguous, or on an accelerator.
+        sum: Checksum of its elements; 0 on an accelerator.
     """
 
     tensor: Tensor
@@ -42,11 +42,11 @@ class FieldSeal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What some tensors held at a time: two seals of the same tensors differ if anybody wrote in between.
+    """State of some tensors; two seals of the same tensors differ if one was written to in between.
 
     Attributes:
-        fields: by name.
-        device: names of the fields of each other device, with their checksums [N] int64, which nobody has waited for.
+        fields: State of each tensor by name.
+        device: Names and checksums [N] int64 of the tensors of each accelerator, computed asynchronously.
     """
 
     fields: dict[str, FieldSeal]
@@ -54,11 +54,11 @@ class Seal:
 
     @staticmethod
     def of(fields: Fields, last: "Seal | None" = None) -> "Seal":
-        """The seal of some fields as they are now; fields of an accelerator are read there, without waiting.
+        """Return a seal of the current values; does not wait for an accelerator.
 
         Args:
-            fields: tensors with their names; a tensor that has two names is read once.
-            last: of the same fields at an earlier time, which saves some work.
+            fields: Names and tensors; a tensor with two names is read once.
+            last: Earlier seal of the same fields, which saves some work.
         """
         known = {} if last is None else last.fields
         sealed, places = dict[str, FieldSeal](), dict[int, FieldSeal]()
@@ -74,7 +74,7 @@ class Seal:
         return Seal(sealed, tuple(device))
 
     def holds(self, fields: Fields) -> bool:
-        """Whether the same fields on the CPU surely are as they were; where it cannot tell in haste, it says no."""
+        """Return True if the fields are unchanged; False also if that needs a full comparison (:meth:`compare`)."""
         if self.device or len(fields) != len(self.fields):
             return False
         for (name, tensor), (known, sealed) in zip(fields, self.fields.items(), strict=True):
@@ -87,7 +87,7 @@ class Seal:
         return True
 
     def compare(self, later: "Seal") -> "Comparison":
-        """What a later seal of the fields says beside this one; an accelerator is not waited for."""
+        """Compare with a later seal of the fields; does not wait for an accelerator."""
         here, there = _device_sums(self), _device_sums(later)
         changed, sums = dict[str, bool](), dict[str, tuple[Tensor, Tensor]]()
         for name in {**self.fields, **later.fields}:
@@ -98,26 +98,24 @@ class Seal:
         return Comparison(changed, sums)
 
     def changes(self, later: "Seal") -> list[str]:
-        """The fields that were written, replaced, added or taken away until a later seal, in their order; waits for an
-        accelerator.
-        """
+        """Return the fields that were written, replaced, added or removed since; waits for an accelerator."""
         return self.compare(later).changes()
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two seals of the same tensors beside each other, without the tensors.
+    """Differences between two seals of the same fields, without the tensors.
 
     Attributes:
-        changed: whether a field surely is another one, by name.
-        sums: checksums [] int64 of the others on an accelerator, before and after.
+        changed: True by name for each field that is known to differ.
+        sums: Checksums [] int64 before and after, of the other fields on an accelerator.
     """
 
     changed: dict[str, bool]
     sums: dict[str, tuple[Tensor, Tensor]]
 
     def flags(self) -> list[Tensor]:
-        """Whether there is any change, as flags [] bool that nobody has waited for."""
+        """Return flags [] bool, of which one is True if a field differs; does not wait for an accelerator."""
         sure = [torch.tensor(data=True)] if any(self.changed.values()) else []
         pairs = list(self.sums.values())
         if pairs:
@@ -126,7 +124,7 @@ class Comparison:
         return sure
 
     def changes(self) -> list[str]:
-        """The fields that were changed, in their order; waits for an accelerator."""
+        """Return the names of changed fields, in order; waits for an accelerator."""
         differ = {name: bool(before != after) for name, (before, after) in self.sums.items()}
         return [name for name, changed in self.changed.items() if changed or differ.get(name, False)]
 
@@ -147,24 +145,24 @@ def _device_sums(seal: Seal) -> dict[str, Tensor]:
 
 
 def _same_field(before: FieldSeal, after: FieldSeal) -> bool:
-    """Whether a field with the same checksum is the same tensor, of the same shape, that nobody wrote to."""
+    """Return True if both are the same tensor with the same version and shape."""
     same = before.tensor is after.tensor and before.version == after.version
     return same and before.form[1] == after.form[1]
 
 
 def buffer_of(tensor: Tensor) -> Any:
-    """The elements of a tensor on the CPU as what :func:`zlib.crc32` reads; a copy if they do not lie side by side."""
+    """Return the elements of a CPU tensor as a buffer for :func:`zlib.crc32`; a copy if it is not contiguous."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     try:
         return tensor.numpy()
-    except TypeError:  # bfloat16 and what else numpy does not have
+    except TypeError:  # bfloat16 and other dtypes that numpy lacks
         return tensor.view(NUMBERS[tensor.element_size()]).numpy()
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of the elements of a tensor on the CPU, which every change of up to 32 neighbouring bits changes.
+    """Return the CRC-32 of the elements of a CPU tensor; detects every change of up to 32 neighboring bits.
 
     Example:
         >>> rewards = torch.tensor([1.0, 0.0])
@@ -177,10 +175,10 @@ def checksum(tensor: Tensor) -> int:
 
 
 def device_checksums(fields: Fields) -> Tensor:
-    """A checksum of each of some tensors of one device, [N] int64, in a few kernels and without synchronization.
+    """Return a checksum of each of N tensors of one device, [N] int64, in a few kernels and without synchronization.
 
-    The bytes are read as 64-bit words x_i; the checksum is the sum of w_i mix(x_i) modulo 2^64 with odd weights w_i
-    that depend on the place, so that a change of any one word changes it, and one of the order does.
+    The bytes are read as 64-bit words x_i. The checksum is the sum of w_i mix(x_i) modulo 2^64 with odd weights w_i
+    that depend on the position i, so it detects a change of any single word and of the order.
     """
     pieces, ends, number = list[Tensor](), list[int](), 0
     for _, tensor in fields:
@@ -192,19 +190,19 @@ def device_checksums(fields: Fields) -> Tensor:
     words ^= words >> 32
     weights = (torch.arange(number, device=words.device) * MIXER) | 1
     sums = (words * weights).cumsum(0)
-    totals = torch.stack([sums[end] for end in ends])  # a list as index would be copied to the device, and waited for
+    totals = torch.stack([sums[end] for end in ends])  # indexing with a list would synchronize
     return torch.diff(totals, prepend=totals.new_zeros(1))
 
 
 class _Link(NamedTuple):
-    """How one field hangs in the graph of the backward.
+    """Autograd state of one tensor.
 
     Attributes:
-        tensor: that the field is.
-        required: whether it has a gradient.
-        node: that made it; None for a leaf.
-        hooks: of the node, before and after it; empty, unless somebody hangs one there.
-        own: how many hooks the tensor has.
+        tensor: The tensor.
+        required: Its ``requires_grad``.
+        node: Its ``grad_fn``; None for a leaf.
+        hooks: Hooks and pre-hooks of the node.
+        own: Number of hooks of the tensor.
     """
 
     tensor: Tensor
@@ -215,28 +213,24 @@ class _Link(NamedTuple):
 
 
 class GradientSeal:
-    """Whose gradients nobody has hung anything on: hooks of tensors and of the nodes that made them, and the nodes.
+    """Autograd state of some tensors, to detect added hooks and detached graphs.
 
-    A hook sees the gradient of everybody's loss, and what it returns trains in its place: no value that is shown is
-    another one, so no checksum notices. ``retain_grad`` keeps a copy and is nobody's concern.
+    A hook can replace the gradient of the whole loss without a change of any value, so checksums do not detect it.
+    ``retain_grad`` only keeps a copy and is allowed.
 
     Args:
-        fields: tensors with their names.
+        fields: Names and tensors.
     """
 
     def __init__(self, fields: Fields) -> None:
         self._links = {name: _link(tensor) for name, tensor in fields}
 
     def refuse(self, who: str, cure: str) -> None:
-        """Raises if gradients go another way now, or could.
-
-        Raises:
-            EditError: naming who, and whose gradient.
-        """
+        """Raise EditError if a hook was added or a graph replaced since construction."""
         if names := " and of ".join(name for name, link in self._links.items() if _has_another_way(link)):
             raise EditError(
-                f"{who} hung a hook on the gradient of {names}, or cut it, which changes what everybody else's loss "
-                f"trains: {cure}"
+                f"{who} registered a hook on the gradient of {names}, or detached it, which changes the gradient of "
+                f"the whole loss: {cure}"
             )
 
 
@@ -249,7 +243,7 @@ def _link(tensor: Tensor) -> _Link:
 
 
 def _node_hooks(node: Any) -> tuple[Mapping[Any, Any], ...]:
-    """The hooks of a node, which torch shows to whoever has hung one there."""
+    """Return hooks and pre-hooks of a node; torch exposes them only through the handle of a registered hook."""
     found = []
     for hang in (node.register_hook, node.register_prehook):
         handle = hang(_nothing)
@@ -270,25 +264,25 @@ def _has_another_way(link: _Link) -> bool:
 
 
 class EditError(RuntimeError):
-    """Somebody wrote to what was only shown. Everything that follows would be of other numbers than its name says."""
+    """A callback modified a read-only tensor in place."""
 
 
 class WeightEditError(EditError):
-    """Somebody wrote to the policy's weights, so that a checkpoint of them would keep what was done."""
+    """A callback modified the policy's weights in place, so a checkpoint would contain the edit."""
 
 
 class EditWatch:
-    """Names whoever edits the fields of a value that is shown to one after the other.
+    """Checks fields for edits after each callback that reads them.
 
-    On the CPU whoever did it is refused at once, on an accelerator in :meth:`close`, where it is waited for once, or
-    at the end of :func:`comparing_later`.
+    Edits on the CPU raise immediately. Edits on an accelerator raise in :meth:`close` or at the end of
+    :func:`comparing_later`, after one synchronization.
 
     Args:
-        fields: gives the tensors with their names, as they are when it is called.
-        subject: what they are fields of.
+        fields: Function that returns names and current tensors.
+        subject: Object that the fields belong to.
 
     Attributes:
-        gradients: of the tensors, as they were in the beginning.
+        gradients: Autograd state of the tensors at construction.
     """
 
     def __init__(self, fields: Callable[[], Fields], subject: object = None) -> None:
@@ -298,14 +292,14 @@ class EditWatch:
         self._waiting: list[Suspicion] = []
 
     def after(self, who: str, cure: str) -> None:
-        """Compares with the last time.
+        """Compare the fields with the previous call.
 
         Args:
-            who: was shown the value since.
-            cure: what it should do instead.
+            who: Name of the callback that ran since.
+            cure: Advice for the message.
 
         Raises:
-            EditError: naming who, and what was edited.
+            EditError: If a field on the CPU or a gradient was edited.
         """
         fields = self._fields()
         self.gradients.refuse(who, cure)
@@ -318,11 +312,7 @@ class EditWatch:
             refuse_edits(who, before.changes(self._last), cure)
 
     def close(self) -> None:
-        """Compares what is still to be compared.
-
-        Raises:
-            EditError: naming who was the first, and what was edited.
-        """
+        """Raise EditError for the first edit on an accelerator, or defer that to :func:`comparing_later`."""
         waiting, self._waiting = self._waiting, []
         later = _later.get()
         if later is None:
@@ -332,7 +322,7 @@ class EditWatch:
 
 
 class Suspicion(NamedTuple):
-    """Somebody was shown something, and whether it was edited is known once an accelerator has come to it."""
+    """A possible edit on an accelerator, not synchronized yet."""
 
     who: str
     cure: str
@@ -344,10 +334,10 @@ _later: ContextVar[list[Suspicion] | None] = ContextVar("later", default=None)
 
 @contextmanager
 def comparing_later() -> Iterator[None]:
-    """Whatever watches inside have to wait for an accelerator for is compared at the end, in one wait.
+    """Defer the comparisons on an accelerator to the end of the block, for a single synchronization.
 
     Raises:
-        EditError: naming who was the first, and what was edited.
+        EditError: At the end, for the first edit.
     """
     later = list[Suspicion]()
     token = _later.set(later)
@@ -367,31 +357,23 @@ def _refuse_first(suspicions: Sequence[Suspicion]) -> None:
 
 
 def refuse_edits(who: str, fields: Iterable[str], cure: str) -> None:
-    """Raises if there are edits.
-
-    Raises:
-        EditError: naming who, and what was edited.
-    """
+    """Raise EditError if there are edited fields."""
     if names := ", ".join(fields):
         raise EditError(f"{who} wrote in place to {names}: {cure}")
 
 
 def refuse_grad_mode(who: str, *, enabled: bool) -> None:
-    """Raises if gradients are switched on or off otherwise than they were, and switches them back.
-
-    Raises:
-        EditError: naming who.
-    """
+    """Restore the gradient mode, and raise EditError if it was changed."""
     if torch.is_grad_enabled() != enabled:
         torch.set_grad_enabled(enabled)
         raise EditError(
-            f"{who} left gradients switched {'off' if enabled else 'on'} for everybody after it: write `with "
-            "torch.no_grad():` around its own lines alone"
+            f"{who} left gradients switched {'off' if enabled else 'on'} for the callbacks after it: use `with "
+            "torch.no_grad():` around its own lines"
         )
 
 
 def copy_plain(value: Any) -> Any:
-    """A copy of lists, dicts, tuples, sets, arrays and tensors, however deep; anything else is shared.
+    """Return a deep copy of lists, dicts, tuples, sets, arrays and tensors; other objects are shared.
 
     Example:
         >>> rows = [{"role": "user", "content": "2 + 2?"}]
@@ -412,7 +394,7 @@ def copy_plain(value: Any) -> Any:
 
 
 def same_plain(first: Any, second: Any) -> bool:
-    """Whether a value is still what :func:`copy_plain` copied; what that shares is compared by identity."""
+    """Return True if a value equals its copy by :func:`copy_plain`; shared objects are compared by identity."""
     if first is second:
         return True
     kind = type(first)
@@ -429,5 +411,5 @@ def same_plain(first: Any, second: Any) -> bool:
 
 
 def changed_entries(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The keys of a dict whose values are not what they were."""
+    """Return the keys of a dict whose values have changed."""
     return [key for key in {**before, **after} if not same_plain(before.get(key), after.get(key))]

@@ -1,4 +1,4 @@
-"""EventLoop: coroutines in a thread of their own, so that whoever calls may have a loop running or none."""
+"""EventLoop: coroutines in a background thread, for callers with or without a running loop."""
 
 import asyncio
 import os
@@ -11,31 +11,33 @@ Value = TypeVar("Value")
 
 
 class EventLoop:
-    """One loop for the whole process, from the first call on: a connection that was opened in it works until the end.
+    """One loop per process, started at the first call and never closed, so its connections stay usable.
 
     Args:
-        name: of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process; a forked one has no thread of its parent's
+        self._loops: dict[
+            int, asyncio.AbstractEventLoop
+        ] = {}  # by process id, because a fork has no threads of its parent
         self._lock = threading.Lock()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is in this loop, and so must not wait for it."""
+        """True in the thread of this loop, which must not wait for it."""
         return threading.current_thread().name == self._thread_name()
 
     def start(self, coroutine: Coroutine[Any, Any, Value]) -> "Future[Value]":
-        """Has a coroutine run; whoever asks goes on."""
+        """Schedule a coroutine, and return its future."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop())
 
     def run(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
-        """What a coroutine returns or raises; it is cancelled if whoever waits is interrupted.
+        """Return the result of a coroutine, or raise its error; an interrupt cancels it.
 
         Raises:
-            RuntimeError: in the loop itself, which would wait for itself.
+            RuntimeError: If called in the thread of the loop.
         """
         if self.is_current:
             coroutine.close()
@@ -47,7 +49,7 @@ class EventLoop:
             future.cancel()
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Has a function called in the loop."""
+        """Schedule a call of a function in the loop."""
         self._loop().call_soon_threadsafe(function)
 
     def _thread_name(self) -> str:
@@ -63,7 +65,7 @@ class EventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs a loop for good: a coroutine that exits has its own future told so, and ends nobody else's."""
+    """Run a loop without end; SystemExit of a coroutine reaches its future, and the loop continues."""
     while True:
         try:
             loop.run_forever()

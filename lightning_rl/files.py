@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whatever moment the machine dies at."""
+"""Atomic writes of files and folders."""
 
 import os
 import shutil
@@ -8,19 +8,17 @@ from pathlib import Path
 
 PART = ".part"
 PROBE = ".mode" + PART
-BEFORE = ".before" + PART  # what is being replaced, for a moment
+BEFORE = ".before" + PART  # the old version, until the new one is in place
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Has ``write`` make a file or a folder beside the target, puts it on the disk, and renames it.
+    """Write a file or folder beside the target, flush it to disk, and rename it.
 
-    Files have the mode that the umask gives, whatever ``write`` makes them with.
-
-    Whatever is raised on the way leaves the target as it was, and no part of the new one.
+    Files get the mode of the umask. An error leaves the target unchanged and no partial file.
 
     Args:
-        path: the target; a file is replaced, a folder has to be new.
-        write: makes what is written, at the path that it is given.
+        path: Target; an existing file is replaced, a folder must not exist.
+        write: Function that writes to the path that it is passed.
     """
     part = path.with_name(path.name + PART)
     try:
@@ -34,11 +32,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def move_over(part: Path, path: Path) -> None:
-    """Puts a file or a folder on the disk and in the place of another one, which goes away once the new one is there.
+    """Flush a file or folder to disk, and replace the target with it.
 
     Args:
-        part: what was written, in the folder of the target.
-        path: the target.
+        part: New file or folder, in the folder of the target.
+        path: Target.
     """
     flush(part)
     if not part.is_dir() and not path.is_dir():
@@ -58,13 +56,10 @@ def move_over(part: Path, path: Path) -> None:
 
 
 def apply_umask(path: Path) -> None:
-    """Gives a file, or every file of a folder, the mode of one that ``open`` makes beside it.
-
-    Safetensors writes files that only their owner may read.
-    """
+    """Apply the umask to a file, or every file of a folder; safetensors makes files readable by the owner only."""
     probe = path.with_name(path.name + PROBE)
     try:
-        probe.touch()  # asking for the umask itself would change it for every thread
+        probe.touch()  # os.umask would change it for every thread
         mode = stat.S_IMODE(probe.stat().st_mode)
     finally:
         probe.unlink(missing_ok=True)
@@ -74,17 +69,17 @@ def apply_umask(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Puts a file, or every file of a folder, on the disk."""
+    """Flush a file, or every file of a folder, to disk."""
     for file in files_of(path):
         with file.open("rb") as written:
             os.fsync(written.fileno())
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, or every file of a folder."""
+    """Return a file, or every file of a folder."""
     return [file for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there."""
+    """Remove a file or folder, if it exists."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

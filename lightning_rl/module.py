@@ -1,4 +1,4 @@
-"""RLLightningModule: the life of a rollout as hooks of a LightningModule, in their order."""
+"""RLLightningModule: the training loop over rollouts, as hooks of a LightningModule."""
 
 import copy
 import inspect
@@ -101,90 +101,86 @@ from lightning_rl.seeding import seed_everything
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumulate_gradient
 
-VALIDATION_BATCH_SIZE = 256  # without a data module, which says otherwise
+VALIDATION_BATCH_SIZE = 256  # without a data module
 
-# Lightning advises to save the weights from before the optimizer step, which is not what a checkpoint is for here.
+# Lightning advises to save the weights from before the optimizer step; a checkpoint here resumes after it.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
-# Lightning's default of one row per 50 steps is read as one per rollout, so there is nothing to set lower.
+# The default log_every_n_steps=50 logs one row per rollout here.
 warnings.filterwarnings("ignore", message=r"The number of training batches .* log_every_n_steps=50")
 
-# Figures of an evaluation are reduced before they are logged. vLLM makes a process group even for a single device.
+# Evaluation metrics are reduced before they are logged. vLLM creates a process group even on a single device.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test)/.*sync_dist=True")
 
 
 class RLLightningModule(LightningModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
-    A rollout is made in ``on_train_batch_start`` and serves ``steps_per_rollout`` = minibatches x epochs optimizer
-    steps. Corrections are callbacks of the Trainer; without any, what is left is the chosen loss with the chosen
-    estimator.
+    ``on_train_batch_start`` generates a rollout, which is used for ``steps_per_rollout`` = minibatches x epochs
+    optimizer steps. Corrections are callbacks of the Trainer.
 
     Args:
-        policy: name or path of a causal language model, or a callable that builds one.
-        rewards: ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, one or several,
-            or a mapping from names to them or to pairs ``(reward, weight)``; a weight of 0 logs only.
-        advantages: an Estimator, a function of (scores, groups, rewarded), or a known name.
-        loss: a PolicyLoss, a function of a LossView, or a known name.
-        reduction: how tokens are weighed: a function or a known name.
-        reference: the frozen policy that corrections compare with; by default a copy of the policy before its first
-            step, made only if something reads ``ref_logprobs``.
-        value_loss: what the critic minimizes, with its coefficient.
+        policy: Name or path of a causal language model, or a callable that builds one.
+        rewards: ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, a list of such
+            functions, or a mapping from name to function or ``(function, weight)``; a function of weight 0 is only
+            logged.
+        advantages: Advantage estimator: an Estimator, a function of (scores, groups, rewarded), or a known name.
+        loss: Policy loss: a PolicyLoss, a function of a LossView, or a known name.
+        reduction: Reduction of per-token losses: a function or a known name.
+        reference: Frozen policy for corrections that read ``ref_logprobs``. By default a copy of the initial policy,
+            created only if a correction reads it.
+        value_loss: Loss of the critic, with its coefficient.
         critic: None, ``"shared"`` for a value head on the policy's hidden states, or a model like ``policy``.
-        engine: generates; by default the policy itself through transformers.
-        sampling: how tokens are drawn for training; every log-probability is at its temperature, and with a filter
-            (top_k, top_p, min_p) of the distribution over the tokens that the engine kept.
-        tokenizer: by default the one that lies beside a policy given by name.
-        optimizer: from a list of parameter groups to an optimizer; fused AdamW with lr 1e-6 by default.
-        lr_scheduler: from the optimizer to a scheduler that counts optimizer steps, such as ``warmup_then_linear``.
-        environment: what every sample talks to over several turns: a class or function that makes an ``Environment``
-            for each conversation, or several by name, of which the column ``environment`` of the data names one.
-        tools: functions that the policy may call, instead of an environment; see :class:`ToolEnvironment`. None for
-            none.
-        tool_parser: what reads the policy's tool calls: a response template of transformers, the name of a renderer,
-            ``"hermes"``, or a function; None for one that reads what the chat template writes.
-        max_turns: most answers of a conversation, whose drawn tokens are together at most
-            ``sampling.max_new_tokens``.
-        max_turn_tokens: most tokens of one answer; None for no limit of its own.
-        environment_workers: how many conversations are open at a time, each in a process of its own that is killed when
-            its environment hangs; 0 for all of them in this process.
-        environment_timeout: seconds that an environment in such a process has for a reset or a step.
-        conversation_timeout: seconds that it has for a whole conversation, the second try included.
-        max_failed_environments: the share of a rollout's conversations that have to fail to end the run, with a
-            checkpoint; None for never.
-        evaluation: what a validation and a test measure besides the data module's validation prompts: one
-            ``Evaluation`` or several.
-        group_size: samples of each prompt.
-        minibatches: optimizer steps per pass over a rollout; a group is never split.
-        epochs: passes over a rollout.
-        token_budget: most tokens of a microbatch; changes memory and speed, never a result.
-        packing: whether microbatches go through the model without padding; False for a model whose layers cannot.
-        attention: the kernel in which packed sequences attend: ``"sdpa"``, ``"varlen_attn"``,
-            ``"flash_attention_2"`` or ``"flash_attention_3"``; by default the fastest that device, precision, packages
-            and model allow.
-        compile: whether ``torch.compile`` compiles the parts of each layer of policy, critic and reference; True for
-            ``"inductor"``, or ``"aot_eager"`` or ``"eager"`` to find an error.
-        liger: whether norms, rotary embeddings and gated feed-forwards are kernels of liger-kernel; on a GPU only.
-        activation_checkpointing: keep only the inputs of the layers and run them again in the backward.
-        max_staleness: how many rollouts are generated ahead, while the policy trains on an earlier one; 0 for none.
-        max_grad_norm: what the gradient norm is clipped to; None for no clipping.
-        reward_seconds: what one call of a reward function may take; None for no limit.
-        max_failed_rewards: the share of a rollout's rows that rewards have to fail on to end the run, with a
-            checkpoint; None for never.
-        max_idle_rollouts: how many rollouts in a row may go by without a gradient before the run ends, with a
-            checkpoint; None for any number.
-        skip_rollouts: rollouts that are left out, by number: one that fails at every resume.
-        checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` lets it go on; either
-            way the last one that is whole stays.
-        allow_changes: what may differ from the checkpoint that is resumed, such as ``["optimizer", "corrections"]``;
-            the error of a resume under another configuration names them.
-        seed: of the run; every random number follows from it.
+        engine: Engine that generates; by default the policy itself through transformers.
+        sampling: Sampling parameters for training. Log-probabilities are computed at its temperature. With a filter
+            (top_k, top_p, min_p) they are those of the distribution over the tokens that the engine kept.
+        tokenizer: Tokenizer; by default the one of ``policy``, if that is a name or path.
+        optimizer: Function from parameter groups to an optimizer; by default fused AdamW with lr 1e-6.
+        lr_scheduler: Function from the optimizer to a scheduler that counts optimizer steps, such as
+            ``warmup_then_linear``.
+        environment: Class or function that creates an ``Environment`` for each multi-turn conversation, or a mapping
+            from names to them; the data column ``environment`` then selects one.
+        tools: Functions that the policy may call, as an alternative to ``environment``; see :class:`ToolEnvironment`.
+        tool_parser: Parser of the policy's tool calls: a response template of transformers, the name of a renderer,
+            ``"hermes"``, or a function; None derives the parser from the chat template.
+        max_turns: Maximum number of answers per conversation. ``sampling.max_new_tokens`` limits their tokens in total.
+        max_turn_tokens: Maximum number of tokens per answer; None for no separate limit.
+        environment_workers: Number of concurrent conversations, each in a subprocess that is killed if its environment
+            hangs; 0 runs all conversations in this process.
+        environment_timeout: Time limit in seconds of a reset or step in a subprocess.
+        conversation_timeout: Time limit in seconds of a conversation in a subprocess, including its retry.
+        max_failed_environments: Fraction of failed conversations in a rollout at which the run ends with a checkpoint;
+            None for never.
+        evaluation: One or several ``Evaluation`` for validation and test, besides the data module's validation prompts.
+        group_size: Number of samples per prompt.
+        minibatches: Number of optimizer steps per pass over a rollout; a group is never split.
+        epochs: Number of passes over a rollout.
+        token_budget: Maximum number of tokens per microbatch; affects memory and speed, not results.
+        packing: If True, microbatches have no padding. Use False for a model whose layers do not support packing.
+        attention: Attention kernel for packed sequences: ``"sdpa"``, ``"varlen_attn"``, ``"flash_attention_2"`` or
+            ``"flash_attention_3"``; by default the fastest that device, precision, packages and model support.
+        compile: If True, compile the parts of each layer of policy, critic and reference with ``torch.compile`` and
+            ``"inductor"``; the backends ``"aot_eager"`` and ``"eager"`` help to find an error.
+        liger: If True, use liger-kernel for norms, rotary embeddings and gated feed-forwards; GPU only.
+        activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
+        max_staleness: Maximum number of rollouts generated ahead while the policy trains on an earlier one.
+        max_grad_norm: Maximum gradient norm; None for no clipping.
+        reward_seconds: Time limit in seconds of one call of a reward function; None for no limit.
+        max_failed_rewards: Fraction of a rollout's rows with failed rewards at which the run ends with a checkpoint;
+            None for never.
+        max_idle_rollouts: Number of consecutive rollouts without a gradient after which the run ends with a
+            checkpoint; None for no limit.
+        skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
+        checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
+            the last complete checkpoint.
+        allow_changes: Options that may differ from the resumed checkpoint, such as ``["optimizer", "corrections"]``.
+        seed: Seed of all random numbers of the run.
 
     Attributes:
-        options: every argument by its name, with names and defaults resolved.
+        options: Constructor arguments by name, with names and defaults resolved.
 
     Raises:
-        ValueError: at construction if an argument is out of range or a name unknown; at setup if arguments, callbacks
-            or data do not fit together. The message says what to change.
+        ValueError: At construction if an argument is out of range or a name unknown; at setup if arguments, callbacks
+            or data do not fit together.
     """
 
     def __init__(
@@ -306,16 +302,16 @@ class RLLightningModule(LightningModule):
         options |= self.sources
         self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
 
-    # What the parts of a run are.
+    # Parts of a run.
 
     @property
     def steps_per_rollout(self) -> int:
-        """K, the optimizer steps that a rollout serves."""
+        """Number of optimizer steps per rollout."""
         return self.minibatches * self.epochs
 
     @property
     def algorithm(self) -> Algorithm:
-        """What bends the signal, with the corrections among the trainer's callbacks."""
+        """Loss, estimator, reduction and corrections of the run."""
         return Algorithm(
             loss=self.loss,
             advantages=self.estimator,
@@ -326,7 +322,7 @@ class RLLightningModule(LightningModule):
 
     @property
     def parallel(self) -> Parallel:
-        """What the loop asks of the trainer's strategy; before there is a trainer, of a single device."""
+        """Parallelism of the trainer's strategy; without a trainer, that of a single device."""
         if self._trainer is None:
             return parallel_of(SingleDeviceStrategy(device=self.device))
         if self._parallel is None or self._parallel.strategy is not self.trainer.strategy:
@@ -335,28 +331,24 @@ class RLLightningModule(LightningModule):
 
     @property
     def prompt_stream(self) -> PromptDataModule:
-        """The trainer's data module."""
+        """Data module of the trainer."""
         return prompt_stream_of(self.trainer)
 
     @property
     def required_policy(self) -> PolicyModel:
-        """The policy.
-
-        Raises:
-            RuntimeError: if nothing has been built yet.
-        """
+        """Policy; raises RuntimeError if it has not been built."""
         if self.policy is None:
             raise RuntimeError("expected a policy, but configure_model has not run: fit or validate first")
         return self.policy
 
     @property
     def _folder(self) -> Path:
-        """Where a run writes what somebody should look at."""
+        """Log folder of the run."""
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
 
     @property
     def sampler(self) -> Sampler:
-        """What turns prompts into scored samples, with the options of this run."""
+        """Sampler that generates and scores samples, with the options of this run."""
         return Sampler(
             engine=self.engine,
             tokenizer=self.tokenizer,
@@ -379,7 +371,7 @@ class RLLightningModule(LightningModule):
 
     @property
     def _conversations(self) -> Environments | None:
-        """What samples talk to, with the options of this run."""
+        """Environments, with the options of this run; None if there are none."""
         if not self.environments:
             return None
         lengths = [max_prompt_length(self.required_policy.model, 0), self.engine.max_length]
@@ -401,7 +393,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Adds what ends a run in order. Lightning's own checks come later, so flags are refused by our names here."""
+        """Add the callback that saves a checkpoint on errors and signals, and check Trainer flags before Lightning."""
         stop_in_inspection(self)
         compatibility.check_flags(self.trainer)
         present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
@@ -412,7 +404,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Finds the corrections among the trainer's callbacks and checks that everything fits together."""
+        """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         self.parallel.check(self.max_grad_norm)
         compatibility.check_kernels(
             self.parallel, attention=self.attention, compiled=bool(self.backend), liger=self.liger
@@ -450,14 +442,14 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_model(self) -> None:
-        """Builds policy and reference once, split over the ranks, and checks that the prompts fit the policy."""
-        with torch.device("cpu"):  # Lightning has new tensors lie on the accelerator; the strategy moves what is built
+        """Build and shard policy and reference once, and check that the prompts fit the policy."""
+        with torch.device("cpu"):  # Lightning sets the accelerator as default device; the strategy moves the model
             self._build()
 
     def _build(self) -> None:
         parallel, alone = self.parallel, self.run.built_alone
         if alone:
-            self._end_stage(self.engine.end_stage)  # it may need a copy of the policy from now on
+            self._end_stage(self.engine.end_stage)  # under a trainer the engine may need a copy of the policy
             self.run.built_alone = False
         with parallel.building():
             built = (
@@ -508,7 +500,7 @@ class RLLightningModule(LightningModule):
             compatibility.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
 
     def _check_agreement(self, built: PolicyModel | None, reference: Scorer | None) -> None:
-        """All ranks begin alike: what they have built and not split yet, and their rows."""
+        """Check that all ranks have the same unsharded weights and the same data."""
         if process_count() == 1:
             return
         frozen = None if reference is None else cast(PolicyModel, reference.scoring)
@@ -532,7 +524,7 @@ class RLLightningModule(LightningModule):
         )
 
     def _use_kernels(self, *policies: PolicyModel | None) -> None:
-        """Has models that were just built run on the kernels that were asked for."""
+        """Apply the kernel options to new models."""
         device = self.parallel.strategy.root_device
         for policy in policies:
             if policy is None:
@@ -545,19 +537,19 @@ class RLLightningModule(LightningModule):
                 compile_layers(policy, policy.layers(), self.backend)
 
     def _add_replica(self, built: PolicyModel | None) -> None:
-        """Copy a new policy for an engine that cannot decode with the policy itself, in the dtype of the run."""
+        """Copy a new policy, in the compute dtype, for an engine that cannot decode with the policy itself."""
         if built is None or not self.engine.capabilities.shares_policy:
             return
         if self.parallel.sharded or self.max_staleness:
             whole = copy.deepcopy(built) if built.files is None else self._build_policy()
             replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(whole))
             dtype = self.parallel.compute_dtype(replica.model.dtype)
-            if dtype != torch.float16:  # in which sums would overflow
+            if dtype != torch.float16:  # sums would overflow
                 replica.to(dtype)
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
 
     def _build_reference(self, built: PolicyModel | None) -> Scorer | None:
-        """A frozen model, if somebody needs one and the policy without its adapters is none."""
+        """Build the reference; return None if nothing reads it or the policy without adapters is the reference."""
         source, policy = self.sources["reference"], built or self.required_policy
         present = self.run.reference is not None or (source is None and bool(adapters_of(policy.model)))
         if not self.run.needs.ref_logprobs or present:
@@ -575,7 +567,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        """One optimizer for policy and critic, one parameter group each."""
+        """Return one optimizer for policy and critic, with one parameter group each, and its scheduler."""
         groups = self.required_policy.parameter_groups()
         compatibility.check_trainable(groups)
         optimizer = compatibility.build_optimizer(self._optimizer, self.parallel.optimizer_groups(groups))
@@ -587,25 +579,24 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        """Continues a loaded rollout or drops a stale one."""
+        """Continue a loaded rollout or drop a stale one."""
         self._begin()
 
     @override
     def on_train_start(self) -> None:
-        """Checks that an epoch of tickets holds whole rollouts, and makes a scheduler's step that an error held up."""
+        """Check that an epoch holds whole rollouts, and make the scheduler step that an error prevented."""
         tickets = len(cast(TicketLoader, self.trainer.train_dataloader))
         compatibility.check_whole_rollouts(tickets, self.steps_per_rollout)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Detected call of `lr_scheduler.step"
-            )  # the optimizer stepped then
+            # the optimizer stepped before the error
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._catch_up_schedule()
 
     # A rollout: sync, sample, plan, log-probabilities, signal.
 
     @override
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
-        """Makes the rollout that the ticket belongs to, unless it is the current one."""
+        """Generate and score the rollout of the ticket, unless it is the current one."""
         self.run.times.start()
         if batch.rollout in self.skip_rollouts:
             self._skip_rollout(batch)
@@ -613,8 +604,10 @@ class RLLightningModule(LightningModule):
         if self.run.current is not None and self.run.current.number == batch.rollout:
             return
         if batch.step != 0:
-            where = f"step {batch.step} of rollout {batch.rollout}"
-            raise RuntimeError(f"{where} begins without its rollout: resume from a checkpoint, or start a new fit")
+            raise RuntimeError(
+                f"expected step 0 of rollout {batch.rollout} first, got step {batch.step}: resume from a checkpoint "
+                "or start a new fit"
+            )
         with self._undoing():
             self.run.idle.check(self.max_idle_rollouts)
             flying = self._flying(batch.rollout)
@@ -631,13 +624,13 @@ class RLLightningModule(LightningModule):
         self.run.prefetcher.drop(batch.rollout)
 
     def begin_ticket(self, ticket: Ticket) -> None:
-        """Notes where the run stands, before any hook of the batch, and keys the global generators to the ticket."""
+        """Record the state of the run before any hook of the batch, and seed the global generators by the ticket."""
         self.run.set_mark(ticket, self.prompt_stream.cursor)
         self.seed_generators(ticket)
 
     @contextmanager
     def _undoing(self) -> Iterator[None]:
-        """Whatever is raised inside, a checkpoint that is written from here on begins after the last optimizer step."""
+        """Restore the state after the last optimizer step if anything is raised inside."""
         try:
             yield
         except BaseException as error:
@@ -645,35 +638,35 @@ class RLLightningModule(LightningModule):
             raise
 
     def settle(self, error: BaseException) -> str | None:
-        """Puts the run back to its last optimizer step after an error; returns why it cannot be, or None."""
+        """Restore the state after the last optimizer step; return the reason if that is not possible, else None."""
         if self.policy is not None:
-            self.policy.zero_grad()  # or half a gradient would enter a later fit
+            self.policy.zero_grad()  # a partial gradient would enter a later fit
         return settle(self.run, error, self.prompt_stream, self.trainer, self.steps_per_rollout)
 
     def _skip_rollout(self, ticket: Ticket) -> None:
-        """Takes the prompts of a rollout that is left out, so that the others keep theirs."""
+        """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
         number, known = ticket.rollout, self.run.current is not None or ticket.rollout in self.run.prefetcher
         self.run.current = None
         self.run.prefetcher.drop(number)
         if ticket.step == 0:
-            rank_zero_info(f"rollout {number} is left out (skip_rollouts)")
+            rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
             if not known:
                 self._next_prompts()
 
     def _sample(self, ticket: Ticket, batch_idx: int) -> ScoredGroups:
-        """The samples of a rollout with their rewards, generated now or ahead."""
+        """Return the scored samples of a rollout, generated now or ahead."""
         sampler, number = self.sampler, ticket.rollout
         groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
         first = None if self._streams else self._take_ahead(number)
         with self._phase("sync"):
             self.sync(number)
-        if self._streams:  # first of all the engine is asked for what these weights admit
+        if self._streams:  # first submit every rollout that these weights admit
             self._prefetch(sampler, ticket, batch_idx)
             first = self._take_ahead(number)
         with self._phase("generate"):
             if not isinstance(first, Samples):
                 first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
-        if sampler.max_rounds == 1:  # nothing more is asked of the engine for this rollout
+        if sampler.max_rounds == 1:  # the engine has no more requests for this rollout
             self._prefetch(sampler, ticket, batch_idx)
         with self._phase("reward"):
             scored = sampler.fill_groups(self.prompt_stream.take, groups, number, rank=self.parallel.rank, first=first)
@@ -682,7 +675,7 @@ class RLLightningModule(LightningModule):
         return scored
 
     def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
-        """The rollout with its plan, log-probabilities and signal, shown to everyone who looks."""
+        """Add plan, log-probabilities and signal to a rollout, and pass it to the observers."""
         corrections, collectives = self.run.corrections, self.parallel.collectives
         with self._phase("score"), self.trainer.precision_plugin.forward_context():
             rollout, excluded = exclude_rows(rollout, corrections)
@@ -707,27 +700,27 @@ class RLLightningModule(LightningModule):
         return current, {**excluded, **signal, **staleness(rollout, number), **measured}
 
     def _next_prompts(self) -> list[Prompt]:
-        """This rank's share of the prompts of one rollout."""
+        """Return this rank's share of the prompts of one rollout."""
         ranks, stream = self.parallel.ranks, self.prompt_stream
         share = stream.prompts_per_rollout // ranks
         return deal(stream.take(share * ranks), [share] * ranks)[self.parallel.rank]
 
     @property
     def _streams(self) -> bool:
-        """Whether all rollouts that the bound admits are generated at once, through every sync: tokens mix versions."""
+        """True if all rollouts within ``max_staleness`` are generated concurrently and across weight syncs."""
         return self.max_staleness > 1 and self.engine.capabilities.concurrent
 
     def _take_ahead(self, number: int) -> Samples | Sequence[Prompt] | None:
-        """What was generated ahead for a rollout."""
+        """Return the samples or waiting prompts that the prefetcher holds for a rollout."""
         if not self.max_staleness:
             return None
         with self._phase("wait"):
             if self.run.corrections.contributors("keep_groups") and not self._streams:
-                self.run.prefetcher.drain()  # the engine has to be free to sample again what a filter drops
+                self.run.prefetcher.drain()  # the engine must be free to resample groups that a filter drops
             return self.run.prefetcher.take(number)
 
     def _flying(self, number: int) -> dict[str, Stat]:
-        """What is in flight when the trainer comes for a rollout."""
+        """Return metrics of the requests in flight."""
         if not self.max_staleness:
             return {}
         tokens, oldest = self.engine.in_flight.tokens(), self.engine.in_flight.oldest()
@@ -735,7 +728,7 @@ class RLLightningModule(LightningModule):
         return {"in_flight/tokens": Stat.single(tokens), "in_flight/staleness": age.maximum()}
 
     def _prefetch(self, sampler: Sampler, ticket: Ticket, batch_idx: int) -> None:
-        """Has the next rollouts generated in the background, as far as the run is sure to go, unless they are."""
+        """Submit the next rollouts to the prefetcher, up to the end of the run."""
         end = ticket.index + remaining_tickets(self.trainer, batch_idx)
         prefetcher, streams = self.run.prefetcher, self._streams
         at_once = 1 + self.max_staleness if streams else 1
@@ -749,17 +742,17 @@ class RLLightningModule(LightningModule):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Shows what the run does, and measures how long it takes."""
+        """Show a phase in the progress bar, and measure its duration."""
         if self._trainer is not None and self._trainer.training and self.run.mark is not None:
             show_phase(self._trainer, self.run.mark.ticket.rollout, name)
         with self.run.times.phase(name, self.device):
             yield
 
-    # An update: K optimizer steps for each rollout.
+    # An update: steps_per_rollout optimizer steps.
 
     @override
     def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:
-        """Makes exactly one optimizer step, or skips it on all ranks; returns what callbacks may want to know."""
+        """Make exactly one optimizer step, or skip it on all ranks; return its outputs for callbacks."""
         if batch.rollout in self.skip_rollouts:
             self._leave_out(batch)
             return {}
@@ -775,7 +768,7 @@ class RLLightningModule(LightningModule):
         return step.outputs()
 
     def _make_step(self, batch: Ticket) -> MadeStep:
-        """Makes the optimizer step of a ticket; there is no gradient without a token to train on."""
+        """Make the optimizer step of a ticket; skip it if no rank has a token to train on."""
         current = self.run.current
         if current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
@@ -794,11 +787,11 @@ class RLLightningModule(LightningModule):
         return MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
 
     def _show_step(self, batch: Ticket, step: MadeStep) -> None:
-        """Measures an optimizer step that was made and shows it to everyone who looks."""
+        """Log an optimizer step and pass it to the observers."""
         if step.gradient is not None:
             self.run.idle.note(step.norm, step.rates)
             self._measure(step.gradient, step.norm, step.rates[0], step.tokens, step.trace)
-            if batch.step == self.steps_per_rollout - 1:  # the start of the next step looks at the others
+            if batch.step == self.steps_per_rollout - 1:  # earlier steps are checked at the start of the next one
                 cast(CurrentRollout, self.run.current).check_edits("during its last optimizer step", self._writers)
         self.run.count(batch.rollout)
         if step.trace is not None:
@@ -809,13 +802,13 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Ticket, batch_idx: int) -> None:
-        """Raises what was raised after the optimizer step, now that all that belongs to the step is done."""
+        """Raise the error that was caught after the optimizer step."""
         error, self.run.late_error = self.run.late_error, None
         if error is not None:
             raise error
 
     def _leave_out(self, ticket: Ticket) -> None:
-        """Counts an optimizer step of a rollout that is left out."""
+        """Count an optimizer step of a skipped rollout."""
         self.run.mark = None
         self.run.skipped += 1
         self.run.count(ticket.rollout)
@@ -823,7 +816,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        """Logs the steps after the last row."""
+        """Log the steps after the last row."""
         if self._rows_every and self.run.ticket is not None:
             log_rest(self.trainer, self.run.metrics, self.run.ticket)
 
@@ -832,14 +825,14 @@ class RLLightningModule(LightningModule):
         return rows_every(self.trainer.log_every_n_steps, self.steps_per_rollout)  # pyright: ignore[reportAttributeAccessIssue]
 
     def seed_generators(self, ticket: Ticket) -> None:
-        """Seeds every global generator from (run seed, rank, ticket), so that nobody else's draws change anything."""
+        """Seed every global generator from (run seed, rank, ticket), so that results do not depend on earlier draws."""
         seed_everything(request_seed(self.seed, self.parallel.rank, ticket.index), self.device)
 
     def _writers(self) -> list[str]:
         return writers_among(callbacks_of(self.trainer))
 
     def _trace(self, ticket: Ticket, *, with_parameters: bool) -> StepTrace | None:
-        """What keeps this optimizer step for those who observe it; parameters only of a step that will be made."""
+        """Return the trace of this optimizer step for observers, or None; ``with_parameters`` adds the parameters."""
         corrections, parallel = self.run.corrections, self.parallel
         if not corrections.traces_step(ticket.rollout, ticket.step):
             return None
@@ -855,7 +848,7 @@ class RLLightningModule(LightningModule):
         return trace
 
     def _gradient(self, ticket: Ticket, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
-        """The gradient of a step; if memory runs out on any rank, anew and in microbatches of half the size."""
+        """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
         repeats = self.parallel.repeats_steps
         gradient = self._accumulate(ticket, trace, notices_exhaustion=repeats)
         if not repeats or not process_maximum(int(gradient.exhausted)):
@@ -870,8 +863,8 @@ class RLLightningModule(LightningModule):
         budget = self.run.halve(self.token_budget)
         self.run.current = current.divide(budget, packed=self.packing, max_over_ranks=self._max_over_ranks)
         rank_zero_warn(
-            f"memory ran out in step {ticket.step} of rollout {ticket.rollout}, which is made again; from now on the "
-            f"token budget is {budget}: pass token_budget={budget} to RLLightningModule"
+            f"out of memory in step {ticket.step} of rollout {ticket.rollout}: the step is repeated, and the token "
+            f"budget is {budget} from now on; pass token_budget={budget} to RLLightningModule"
         )
         self.seed_generators(ticket)
         trace = self._trace(ticket, with_parameters=True)
@@ -884,9 +877,7 @@ class RLLightningModule(LightningModule):
             current.plan.step(ticket.step),
             lambda microbatch: policy(microbatch.layout),
             self.algorithm,
-            backward=lambda loss: self.manual_backward(
-                loss * parallel.ranks
-            ),  # cancels the mean over ranks, here alone
+            backward=lambda loss: self.manual_backward(loss * parallel.ranks),  # cancels the mean over ranks
             around=lambda last: parallel.accumulating(policy, last=last),
             collectives=parallel.collectives,
             trace=trace,
@@ -898,17 +889,17 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes that weights move from here on, and shows the gradient to whoever follows the parameters."""
+        """Record that the weights are about to change, and pass the gradient to the parameter tracer."""
         if self.run.mark is not None:
             self.run.mark.stepping = True
         if self.run.tracer is not None:
             self.run.tracer.before_step(optimizer)
 
     def _optimizer_step(self, gradient: StepGradient, ticket: Ticket) -> tuple[Tensor, list[float]]:
-        """Steps optimizer and scheduler, or neither if the gradient is not finite.
+        """Step optimizer and scheduler, or neither if the gradient is not finite.
 
         Returns:
-            The norm before clipping, and the learning rate of each parameter group at the step.
+            Gradient norm before clipping, and learning rate of each parameter group.
         """
         optimizer = cast(LightningOptimizer, self.optimizers())
         rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -929,13 +920,13 @@ class RLLightningModule(LightningModule):
         return norm, rates
 
     def _catch_up_schedule(self) -> None:
-        """Makes the step of the scheduler that belongs to the last one of the optimizer, unless it was made."""
+        """Step the scheduler if it is behind the optimizer."""
         if self.run.schedule_behind:
             step_or_leave(cast(LRScheduler, self.lr_schedulers()))
             self.run.schedule_behind = False
 
     def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
-        """Logs a step, and completes its trace."""
+        """Log a step and complete its trace."""
         step = gradient.metrics(
             self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.seconds()
         )
@@ -953,10 +944,9 @@ class RLLightningModule(LightningModule):
     # The engine and its weights.
 
     def sync(self, version: int) -> None:
-        """Gives the engine the policy's weights under a version number. Every rank takes part.
+        """Send the policy's weights to the engine under a version number; collective over all ranks.
 
-        Rollouts that are being generated are waited for, or their tokens would come from other weights than their
-        version says.
+        Waits for rollouts in progress, unless the engine can receive weights while it generates.
         """
         if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
             self.run.prefetcher.drain()
@@ -977,7 +967,7 @@ class RLLightningModule(LightningModule):
         if process_count() != world_size:
             raise RuntimeError(
                 f"expected the trainer's process group of {world_size} ranks, got one of "
-                f"{process_count()}: something made a group first, such as an engine built by hand"
+                f"{process_count()}: start no engine and create no process group before the trainer"
             )
         if self.run.replica is not None:
             nn.Module.to(self.run.replica, self.device)
@@ -1008,24 +998,24 @@ class RLLightningModule(LightningModule):
         for name, weight in self.parallel.full_parameters(self.required_policy, dtype=dtype):
             if name.startswith("model."):
                 yield name.removeprefix("model."), weight
-            del weight  # or it would be held while the next one is gathered
+            del weight  # frees it before the next one is gathered
         yield from persistent_buffers(self.required_policy.model)
 
     def rest(self) -> None:
-        """Lets an engine that shares the device with the trainer give its memory back until the next sync."""
+        """Put an engine that shares the trainer's device to sleep until the next sync, to free its memory."""
         if self.engine.capabilities.sleeps:
             self.engine.sleep()
 
     def close_engine(self) -> None:
-        """End the engine and the workers of rewards and environments, and free their memory; a sync starts them again.
+        """Shut down the engine and the workers of rewards and environments; the next sync restarts them.
 
-        Stages of a Trainer leave a :class:`VLLMEngine` asleep, which keeps what it takes long to build.
+        After a stage of a Trainer a :class:`VLLMEngine` only sleeps, because it takes long to build.
         """
         self._end_stage(self.engine.close)
 
     def _end_stage(self, end_engine: Callable[[], None]) -> None:
         if self.engine.capabilities.concurrent:
-            self.engine.close()  # cuts short what nobody will train on
+            self.engine.close()  # cancels rollouts that will not be trained on
         self.run.prefetcher.close()
         for questions in self._questions:
             questions.rewards.close()
@@ -1037,7 +1027,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        """End the stage of the engine, and give the Trainer its limit of validation batches back."""
+        """End the stage of the engine, and restore the Trainer's ``limit_val_batches``."""
         self._end_stage(self.engine.end_stage)
         if self._val_limit is not None:
             self.trainer.limit_val_batches, self._val_limit = self._val_limit, None
@@ -1045,42 +1035,42 @@ class RLLightningModule(LightningModule):
     # Evaluation, answers, export.
 
     def _questions_for(self, stage: str) -> list[Questions]:
-        """What a stage evaluates: the validation prompts of the data module, then the evaluations."""
+        """Return the data module's validation prompts and the evaluations of a stage."""
         default = self._greedy(self.prompt_stream.validation_prompts() if self._has_data else ())
         further = [q for q in self._questions if q.evaluation is not None and stage in q.evaluation.stages]
         return [*([default] if default.prompts else []), *further]
 
     def _greedy(self, prompts: Sequence[Prompt]) -> Questions:
-        """Prompts of the data module with a greedy answer to each."""
+        """Return questions that sample one greedy answer per prompt."""
         sampling = replace(self.run.sampling, temperature=0.0)
         return Questions(evaluation=None, prompts=tuple(prompts), sampling=sampling, rewards=self.rewards)
 
     @property
     def _has_data(self) -> bool:
-        """Whether there is a data module; only a fit needs one, if there are evaluations."""
+        """True if there is a data module or a fit, which needs one."""
         if self._trainer is None:
             return False
         return self.trainer.datamodule is not None or self.trainer.state.fn == TrainerFn.FITTING  # pyright: ignore[reportAttributeAccessIssue]
 
     def _limit_validation(self) -> None:
-        """Switches validation off in a fit with nothing to evaluate; Lightning would warn of an empty loader."""
+        """Disable validation in a fit with nothing to evaluate; Lightning would warn about an empty loader."""
         evaluates = self.prompt_stream.validation is not None or any("val" in e.stages for e in self.evaluations)
         if not evaluates:
             self._val_limit, self.trainer.limit_val_batches = self.trainer.limit_val_batches, 0
 
     @override
     def val_dataloader(self) -> EvaluationLoader:
-        """The prompts of a validation; the data module's method of this name asks for them."""
+        """Return the validation loader; the data module's method of this name calls it."""
         return self._evaluation_loader("val")
 
     @override
     def test_dataloader(self) -> EvaluationLoader:
-        """The prompts of a test."""
+        """Return the test loader."""
         return self._evaluation_loader("test")
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
-        """The prompts that are answered by ``trainer.predict``: those of the data module, in their order."""
+        """Return a loader of the data module's prompts, in order."""
         return EvaluationLoader([self.prompt_stream.prediction_prompts()], self.prompt_stream.validation_batch_size)
 
     def _evaluation_loader(self, stage: str) -> EvaluationLoader:
@@ -1095,34 +1085,34 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        """Gives the engine the weights that are evaluated: a callback that averages has put its own in place by now."""
+        """Send the weights to the engine, after callbacks such as WeightAveraging have swapped theirs in."""
         self._begin_evaluation("val")
 
     @override
     @torch.no_grad()
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Draws and scores the samples of a batch of prompts."""
+        """Generate and score samples for a batch of prompts."""
         self._evaluation_run.answer(batch, self.sampler)
 
     @override
     def on_validation_epoch_end(self) -> None:
-        """Logs what the validation measured, over all ranks, and keeps the samples."""
+        """Log validation metrics over all ranks, and write the samples."""
         self._end_evaluation()
 
     @override
     def on_test_epoch_start(self) -> None:
-        """The same as for a validation, under ``test/``."""
+        """Send the weights to the engine."""
         self._begin_evaluation("test")
 
     @override
     @torch.no_grad()
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Draws and scores the samples of a batch of prompts."""
+        """Generate and score samples for a batch of prompts."""
         self._evaluation_run.answer(batch, self.sampler)
 
     @override
     def on_test_epoch_end(self) -> None:
-        """Logs what the test measured, over all ranks, and keeps the samples."""
+        """Log test metrics over all ranks, and write the samples."""
         self._end_evaluation()
 
     @property
@@ -1159,21 +1149,21 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_predict_epoch_start(self) -> None:
-        """Gives the engine the weights that answer."""
+        """Send the weights to the engine."""
         self._predictions = []
         self.sync(max(self.engine.version, 0))
 
     @override
     @torch.no_grad()
     def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
-        """A greedy completion of each prompt of the batch, on every rank."""
+        """Return a greedy completion of each prompt of the batch, on every rank."""
         records = predict(self._greedy(()), batch, self.sampler, rank=self.parallel.rank, seed=self.seed)
         self._predictions += records
         return records
 
     @override
     def on_predict_epoch_end(self) -> None:
-        """Writes ``completions.jsonl`` into the folder of the logger, or into ``default_root_dir`` without one."""
+        """Write ``completions.jsonl`` to the logger's folder, or to ``default_root_dir`` without a logger."""
         folder = self._folder
         if self.trainer.is_global_zero:
             write_records(folder / "completions.jsonl", self._predictions)
@@ -1188,21 +1178,22 @@ class RLLightningModule(LightningModule):
         sampling: Sampling | None = None,
         temperature: float | None = None,
     ) -> Any:
-        """The policy's answer to a prompt or to each of several, also before there is a Trainer.
+        """Generate answers to one or several prompts; works without a Trainer.
+
+        Seeds depend on the run's seed, the index of the prompt and the index of the sample, so equal calls return
+        equal texts.
 
         Args:
-            prompts: one prompt (a text, chat messages, token ids, or a row with ``"prompt"``), or a sequence of them.
-            samples: answers to each prompt; None for one.
-            sampling: how they are drawn; by default as for training, but greedily.
-            temperature: instead, that of the default. The seed follows from the run's, the place of the prompt and the
-                number of the sample, so the same call gives the same texts; ``samples=`` gives different ones.
+            prompts: One prompt (a text, chat messages, token ids, or a row with ``"prompt"``), or a sequence of them.
+            samples: Number of answers per prompt; None for one.
+            sampling: Sampling parameters; by default those of training with temperature 0.
+            temperature: Temperature that replaces the default 0; not together with ``sampling``.
 
         Returns:
-            A text for one prompt, a list of them for several; in the place of each text a list of ``samples`` texts if
-            ``samples`` is given.
+            Text for one prompt, list of texts for several; with ``samples``, a list of texts per prompt.
 
         Raises:
-            ValueError: if a prompt does not fit, or several greedy samples are asked for.
+            ValueError: If a prompt does not fit, or ``samples`` > 1 is greedy.
         """
         if self.policy is None and self._trainer is None:
             self.policy, self.run.built_alone = self._build_policy(), True
@@ -1236,10 +1227,10 @@ class RLLightningModule(LightningModule):
         return answers[0] if single else answers
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the policy to a Hugging Face folder, and a critic of its own to ``folder/critic``, from any strategy.
+        """Write policy and tokenizer to a Hugging Face folder, and a separate critic to ``folder/critic``.
 
-        Every rank calls it; rank 0 writes. Adapters are merged into the weights, and the tokenizer lies beside them.
-        The value head, which no Hugging Face class has, is ``folder/critic/value_head.safetensors``.
+        Every rank calls it; rank 0 writes. Adapters are merged into the weights. The value head is written to
+        ``folder/critic/value_head.safetensors``.
         """
         weights = self.parallel.full_parameters(self.required_policy)
         write_pretrained(Path(folder), weights, self.sources, self.tokenizer, writing=self.global_rank == 0)
@@ -1259,19 +1250,19 @@ class RLLightningModule(LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> "RLLightningModule":
-        """A module with the weights of a checkpoint and the options of its run, to export, evaluate or train anew.
+        """Return a module with the weights and options of a checkpoint, for export, evaluation or a new run.
 
         Args:
-            checkpoint_path: name of one file, of any strategy; a sharded one has to be consolidated first.
-            map_location: where the weights are loaded to.
-            hparams_file: none is needed, since a checkpoint holds the options.
-            strict: whether every weight has to be there; by default it has to.
-            weights_only: always, whatever it says.
-            kwargs: arguments of the constructor that replace those of the run. Functions and classes of your own are
-                not in a checkpoint and have to be given again.
+            checkpoint_path: Path of a checkpoint file of any strategy; consolidate a sharded checkpoint first.
+            map_location: Device to load the weights to.
+            hparams_file: Must be None, because the checkpoint contains the options.
+            strict: If False, accept missing or unexpected weights.
+            weights_only: Ignored; the checkpoint is always loaded with ``weights_only=True``.
+            kwargs: Constructor arguments that replace those of the run. Required for your own functions and classes,
+                which a checkpoint does not contain.
 
         Raises:
-            ValueError: naming what has to be given again, or what the file is instead of a checkpoint.
+            ValueError: If an argument must be passed in ``kwargs``, or the file is not a checkpoint.
         """
         del weights_only
         if hparams_file is not None:
@@ -1286,12 +1277,12 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds every rank's rollout in progress, those generated ahead, counters and unlogged metrics."""
+        """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
         hurried = self.run.settled is not None or bool(CLOCK.stopped_by)
         if hurried or not self._streams:
             self.run.prefetcher.drain(hurried=hurried)
         reference = self.run.reference
-        hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # LightningCLI takes them for arguments
+        hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # LightningCLI would pass them as arguments
         for name in self.run.configuration.keys() & hparams.keys():
             del hparams[name]
         checkpoint["lightning_rl"] = {
@@ -1303,7 +1294,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes this rank's part, which comes to life when fit starts; elsewhere only the weights count."""
+        """Load this rank's state for a fit; other stages use the weights alone."""
         if self._trainer is None:
             return
         state = compatibility.check_checkpoint(checkpoint)
@@ -1314,10 +1305,10 @@ class RLLightningModule(LightningModule):
         check_resume(state["configuration"], self.run.configuration, self.allow_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
-            self._begin()  # on_fit_start has been
+            self._begin()  # on_fit_start was called before
 
     def _begin(self) -> None:
-        """Continues a loaded run or drops what an earlier fit left behind."""
+        """Continue a loaded run, or drop the state of an earlier fit."""
         self.run.begin(
             self.device,
             packed=self.packing,

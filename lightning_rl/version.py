@@ -1,3 +1,3 @@
-"""The version of the library; `pyproject.toml` says the same."""
+"""Version of the library; equal to the one in `pyproject.toml`."""
 
 __version__ = "0.2.0"

@@ -93,7 +93,7 @@ def test_reading_an_entry_that_nobody_provides_names_reader_entry_and_cure(field
 
 
 def test_two_who_provide_the_same_entry_are_refused_at_setup() -> None:
-    with pytest.raises(ValueError, match='expected "extras/x" from one place, but B provides it as well: give its'):
+    with pytest.raises(ValueError, match='expected one provider of "extras/x", got B too: rename its tensor'):
         reads(provider("extras/x", name="a"), provider("extras/x", name="b"))
 
 
@@ -116,9 +116,7 @@ def test_a_field_that_is_read_before_it_exists_is_refused_with_the_stage(method:
     if exists:
         reads(callback, estimator=GAE(), critic=True)
         return
-    with pytest.raises(
-        ValueError, match=f'Early reads "{field}" in {method}, which comes before {field} exist: read it'
-    ):
+    with pytest.raises(ValueError, match=f'Early reads "{field}" in {method}, before {field} exist: read it'):
         reads(callback, estimator=GAE(), critic=True)
 
 
@@ -179,9 +177,9 @@ def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step
 
 
 def test_a_correction_that_can_never_act_warns_and_names_the_other_setting() -> None:
-    with pytest.warns(UserWarning, match=r'OPSM can never act: use OPSM\(against="rollout"\), or take more steps'):
+    with pytest.warns(UserWarning, match=r'OPSM has no effect: use OPSM\(against="rollout"\), or take more steps'):
         reads(OPSM(), steps_per_rollout=1)
-    with pytest.warns(UserWarning, match=r"Reader can never act, or take more steps \(minibatches=, epochs=\)"):
+    with pytest.warns(UserWarning, match=r"Reader has no effect, or take more steps \(minibatches=, epochs=\)"):
         reads(reader(late=("old_logprobs",)), steps_per_rollout=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -233,15 +231,13 @@ def test_legal_chains_pass() -> None:
 @pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
 def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"ReferenceKL gives a reward .* advantages={estimator.name} .*ReferenceKL\(as_loss=True\)"
+        ValueError, match=rf"ReferenceKL returns a reward .* advantages={estimator.name} .*ReferenceKL\(as_loss=True\)"
     ):
         check_estimator(Corrections([ReferenceKL()]), estimator, critic=False)
     check_estimator(Corrections([ReferenceKL(as_loss=True)]), estimator, critic=False)
     check_estimator(Corrections([ReferenceKL()]), GAE(), critic=True)
     own = callback_of("own", token_reward=lambda rollout: rollout.values)
-    with pytest.raises(
-        ValueError, match=r"Own gives .* for each row: use an estimator that works per token such as GAE"
-    ):
+    with pytest.raises(ValueError, match=r"Own returns .* per row: use a per-token estimator such as GAE"):
         check_estimator(Corrections([own]), estimator, critic=False)
 
 
@@ -277,9 +273,7 @@ def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -
 
 
 def test_a_critic_that_nobody_reads_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="critic= trains for nothing, because advantages=GRPO reads no values: use GAE"
-    ):
+    with pytest.raises(ValueError, match="critic= has no effect, because advantages=GRPO reads no values: use GAE"):
         check_estimator(Corrections(), GRPO(), critic=True)
     check_estimator(Corrections(), GAE(), critic=True)
 
@@ -329,9 +323,9 @@ def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1,
         (
             {"collective": True},
             1,
-            r"an engine for each rank, .*: use FakeEngine\(tensor_parallel_size=1\), or max_stal",
+            r"one engine per rank, .*: use FakeEngine\(tensor_parallel_size=1\), or max_stal",
         ),
-        ({}, 2, "expected max_staleness=1 with FakeEngine, got 2: it cannot take weights while it .* use 1, or an"),
+        ({}, 2, "expected max_staleness=1 with FakeEngine, got 2: it cannot receive weights while it .* use 1, or an"),
     ],
     ids=["waits", "sleeps", "is-shared", "cannot-sync-meanwhile"],
 )

@@ -382,7 +382,7 @@ def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
         ({"loss": "ppx"}, "expected a loss out of ppo, reinforce"),
         ({"advantages": "ppo"}, "expected advantages out of grpo"),
         ({"reduction": "mean"}, "expected a reduction out of token_mean"),
-        ({"temperature": 0.0}, "expected a temperature > 0 to train with, got 0"),
+        ({"temperature": 0.0}, "expected a temperature > 0 for training, got 0"),
         ({"temperature": float("inf")}, "expected temperature >= 0 and finite, got inf"),
         ({"group_size": 0}, "expected group_size to be a whole number above 0, got 0"),
         ({"group_size": 1.5}, "expected group_size to be a whole number above 0, got 1.5"),
@@ -399,7 +399,7 @@ def test_a_wrong_argument_is_an_error_at_construction(options: dict[str, Any], m
 
 
 def test_a_critic_that_nothing_reads_is_refused() -> None:
-    with pytest.raises(ValueError, match="critic= trains for nothing"):
+    with pytest.raises(ValueError, match="critic= has no effect"):
         fit(tiny_module(critic="shared"))
 
 

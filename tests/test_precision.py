@@ -74,7 +74,7 @@ def test_a_step_moves_the_weights_in_every_precision(precision: Any) -> None:
         ({"accumulate_grad_batches": 2}, "without accumulate_grad_batches, got 2: token_budget="),
         (
             {"precision": "16-true"},
-            r'expected a precision that can train, got Trainer\(precision="16-true"\).*use "bf16-mixed"',
+            r'expected a precision for training, got Trainer\(precision="16-true"\).*use "bf16-mixed"',
         ),
         ({"callbacks": [LearningRateFinder()]}, "expected a fit, got lr_find .*choose lr= of the optimizer"),
         ({"callbacks": [BatchSizeFinder()]}, "expected a fit, got scale_batch_size .*token_budget= of RLLightning"),

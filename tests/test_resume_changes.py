@@ -85,7 +85,7 @@ def resume(checkpoint: Path, *, callbacks: Any = None, data: PromptDataModule | 
 def test_each_difference_is_named_and_accepted_only_by_name(
     checkpoint: Path, options: dict[str, Any], name: str, difference: str
 ) -> None:
-    with pytest.raises(ValueError, match="expected the configuration that the checkpoint was written under") as refused:
+    with pytest.raises(ValueError, match="expected the configuration of the checkpoint, got another") as refused:
         resume(checkpoint, **options)
     message = str(refused.value)
     assert difference in message
@@ -131,7 +131,9 @@ def test_several_differences_are_named_at_once(checkpoint: Path) -> None:
 
 
 def test_steps_per_rollout_cannot_change_within_a_run(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="begin anew from its weights, since minibatches cannot change within a run"):
+    with pytest.raises(
+        ValueError, match="start a new run from its weights, since minibatches cannot change within a run"
+    ):
         resume(checkpoint, minibatches=2, allow_changes=["minibatches"])
 
 

@@ -119,7 +119,7 @@ MODELS: dict[str, Case] = {
         made(policy=Qwen2ForCausalLM),
         "expected policy .* got the class Qwen2ForCausalLM: pass a name, or",
     ),
-    "policy-built": (made(policy=tiny_policy()), "expected policy .* got a Qwen2ForCausalLM that is built already"),
+    "policy-built": (made(policy=tiny_policy()), "expected policy .* got a Qwen2ForCausalLM instance"),
     "policy-missing": (
         made(policy="./nowhere"),
         "policy= to be an existing folder, .* got './nowhere'",
@@ -140,10 +140,10 @@ MODELS: dict[str, Case] = {
         fitted(policy=lambda: None),
         "a function that builds a model of transformers, got NoneType",
     ),
-    "reference-built": (made(reference=tiny_policy()), "expected reference .* that is built already: pass a name, or"),
+    "reference-built": (made(reference=tiny_policy()), "expected reference .* instance: pass a name, or"),
     "critic-built": (
         made(critic=tiny_policy()),
-        "expected critic .* that is built already: pass a name, or a function",
+        "expected critic .* instance: pass a name, or a function",
     ),
     "critic-word": (
         fitted(critic="./share", advantages="gae", group_size=1),
@@ -154,7 +154,7 @@ MODELS: dict[str, Case] = {
     "engine-class": (made(engine=TransformersEngine), "expected engine .* got the class TransformersEngine"),
     "engine-without-super": (
         made(engine=type("Mine", (TransformersEngine,), {"__init__": lambda _: None})()),
-        r"engine to know its state and version, got a Mine .*: call super\(\).__init__\(\) in Mine.__init__",
+        r"an engine with state and version, got an uninitialized Mine: call super\(\).__init__\(\) in Mine.__init__",
     ),
     "sampling-dict": (
         lambda: RLLightningModule(tiny_policy, parity_reward, sampling={"top_k": 1}),  # pyright: ignore[reportArgumentType]
@@ -167,7 +167,7 @@ MODELS: dict[str, Case] = {
 }
 
 DRAWING: dict[str, Case] = {
-    "greedy": (made(temperature=0.0), "a temperature > 0 to train with, got 0: greedy answers .* are all alike"),
+    "greedy": (made(temperature=0.0), "a temperature > 0 for training, got 0: greedy answers .* are identical"),
     "temperature-text": (made(temperature="1"), "expected temperature >= 0, got '1'"),
     "temperature-nan": (made(temperature=math.nan), "expected temperature >= 0, got nan"),
     "temperature-infinite": (made(temperature=math.inf), "expected temperature >= 0 and finite, got inf"),
@@ -183,7 +183,7 @@ DRAWING: dict[str, Case] = {
     "eos-negative": (made(eos_token_ids=[-1]), r"eos_token_ids to be token ids of at least 0, .* got \[-1\]"),
     "eos-outside": (
         fitted(eos_token_ids=[99]),
-        r"expected eos_token_ids in \[0, 16\), .* got \[99\]: no response could",
+        r"expected eos_token_ids in \[0, 16\), .* got \[99\]: pass eos_token_ids=",
     ),
     "eos-empty": (fitted(eos_token_ids=[]), "an end of responses, but eos_token_ids is empty: pass eos_token_ids= or"),
 }
@@ -226,7 +226,7 @@ NUMBERS: dict[str, Case] = {
     "conversation_timeout": (made(conversation_timeout=9), "expected conversation_timeout >= 60, got 9"),
     "EnvironmentReward alone": (
         made(rewards=EnvironmentReward()),
-        "expected environment= or tools= for EnvironmentReward, got neither: pass what the policy talks to",
+        "expected environment= or tools= for EnvironmentReward, got neither: pass one of them",
     ),
     "GymEnvironment make": (
         lambda: GymEnvironment("game"),  # pyright: ignore[reportArgumentType]
@@ -248,11 +248,11 @@ NUMBERS: dict[str, Case] = {
     "max_turn_tokens": (made(max_turn_tokens=0), "max_turn_tokens to be a whole number above 0 or None, got 0"),
     "max_turn_tokens above all": (
         made(environment=Echo, max_turn_tokens=9),
-        "expected max_turn_tokens of at most 8, the max_new_tokens of sampling, .*, got 9: raise max_new_tokens, or",
+        "expected max_turn_tokens of at most 8, the max_new_tokens of sampling .*, got 9: raise max_new_tokens, or",
     ),
     "max_turn_tokens alone": (
         made(max_turn_tokens=4),
-        "expected environment= or tools= for max_turn_tokens=4, got neither: pass .*, or leave max_turn_tokens out",
+        "expected environment= or tools= for max_turn_tokens=4, got neither: pass .*, or remove max_turn_tokens",
     ),
     "tool_parser alone": (made(tool_parser="hermes"), "expected environment= or tools= for tool_parser='hermes', got"),
     "environment_workers alone": (
@@ -285,7 +285,7 @@ NUMBERS: dict[str, Case] = {
     ),
     "turn_rewards-elsewhere": (
         fitted(advantages=ReinforcePlusPlus(turn_rewards=True)),
-        r"one EnvironmentReward\(\) of weight 1 for ReinforcePlusPlus\(turn_rewards=True\), .*, got none: add it",
+        r"one EnvironmentReward\(\) of weight 1 for ReinforcePlusPlus\(turn_rewards=True\), got none: add it",
     ),
     "turn_rewards-weight": (
         fitted(
@@ -302,10 +302,10 @@ NUMBERS: dict[str, Case] = {
             environment=Echo,
             rewards=EnvironmentReward(),
         ),
-        "expected rewards that are trained as they are for .*, got RewardNormalization, which scales those of rows",
+        "expected unscaled rewards for .*, got RewardNormalization, which scales rewards of rows",
     ),
     "no tools": (made(tools=[]), r"expected tools to be a list of at least one function, got \[\]: leave tools out"),
-    "max_turns alone": (made(max_turns=3), "expected environment= or tools= for max_turns=3, got neither: pass what"),
+    "max_turns alone": (made(max_turns=3), "expected environment= or tools= for max_turns=3, got neither: pass one"),
     "max_failed_environments alone": (
         made(max_failed_environments=None),
         "expected environment= or tools= for max_failed_environments=None, got neither",
@@ -330,9 +330,12 @@ NUMBERS: dict[str, Case] = {
     ),
     "optimizer-rate-text": (
         fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),  # pyright: ignore[reportArgumentType]
-        "but it raised TypeError: .*options have to be numbers, and YAML takes 1e-6 for a text: write 1.0e-6",
+        "but it raised TypeError: .*options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6",
     ),
-    "allow_changes-unknown": (made(allow_changes=["sede"]), "names out of policy, .*seed, corrections, .* got 'sede'"),
+    "allow_changes-unknown": (
+        made(allow_changes=["sede"]),
+        "to contain only policy, .*seed, corrections, .* got 'sede'",
+    ),
     "loss-module": (made(loss=torch.nn.CrossEntropyLoss()), "a function of a LossView .* the module CrossEntropyLoss"),
     "loss-number": (made(loss=[3]), r"expected a loss out of ppo, .* got \[3\]"),
     "advantages-preset": (made(advantages=presets.grpo()), "expected advantages out of grpo, .* got Preset"),
@@ -348,7 +351,7 @@ NUMBERS: dict[str, Case] = {
     "lr_scheduler-none": (fitted(lr_scheduler=lambda _: None), "expected lr_scheduler to build .* got NoneType"),
     "policy-frozen": (
         fitted(policy=lambda: tiny_policy().requires_grad_(requires_grad=False)),
-        "a policy with parameters to train, got one whose parameters all have requires_grad=False: leave some",
+        "a policy with trainable parameters, got requires_grad=False for all of them: enable some",
     ),
     "lr_scheduler-name": (made(lr_scheduler="cosine"), "expected lr_scheduler to be a function .* got 'cosine'"),
     "lr_scheduler-number": (made(lr_scheduler=0.1), "expected lr_scheduler to be a function .* got 0.1"),
@@ -385,7 +388,7 @@ ALGORITHMS: dict[str, Case] = {
     "value_loss": (made(value_loss=0.5), r"value_loss to be an object such as ValueLoss\(coef=0.5\), got 0.5"),
     "critic-unread": (
         fitted(critic="shared"),
-        'critic= trains for nothing, because advantages="grpo" reads no values: use',
+        'critic= has no effect, because advantages="grpo" reads no values: use',
     ),
     "gae-without-critic": (
         fitted(advantages="gae", group_size=1),
@@ -404,14 +407,14 @@ CORRECTIONS: dict[str, Case] = {
     "dppo-truncated": (fitted(TruncatedIS(), loss="dppo"), "count twice as denominator: leave TruncatedIS out; a mask"),
     "two-kl": (
         fitted(ReferenceKL(as_loss=True), AdaptiveKL(as_loss=True)),
-        "expected AdaptiveKL instead of ReferenceKL, got both, .*: leave ReferenceKL out",
+        "expected AdaptiveKL instead of ReferenceKL, got both, .*: remove ReferenceKL",
     ),
     "too-long": (fitted(OverlongPenalty(100, 10)), "at most max_new_tokens=8, got 100: .* use OverlongPenalty"),
     "class": (fitted(OPSM), "expected callbacks to be objects, got the class OPSM: call it"),
     "twice": (fitted(OPSM(), OPSM()), r'expected unique names, got "opsm" twice: use .with_name'),
     "token-reward": (
         fitted(ReferenceKL()),
-        r"ReferenceKL gives a reward to each token, .*: use ReferenceKL\(as_loss=True",
+        r"ReferenceKL returns a reward per token, .*: use ReferenceKL\(as_loss=True",
     ),
     "infinite": (lambda: RolloutKL(math.inf), "expected coef >= 0 and finite, got inf"),
     "text": (lambda: EntropyBonus("0.1"), "expected coef >= 0, got '0.1'"),  # pyright: ignore[reportArgumentType]
@@ -430,7 +433,7 @@ CORRECTIONS: dict[str, Case] = {
     "stop-reward": (lambda: StopProperly(reward=math.inf), "expected reward .* or None and finite, got inf"),
     "stop-and-mask": (
         fitted(StopProperly(), NoEOSMask()),
-        "expected StopProperly or NoEOSMask, got both: NoEOSMask leaves nothing that StopProperly could change; leave",
+        "expected StopProperly or NoEOSMask, got both: StopProperly has no effect beside NoEOSMask; remove",
     ),
     "length-cost": (lambda: LinearLengthPenalty(turns=-1), "expected turns >= 0, got -1"),
     "length-alone": (
@@ -604,7 +607,7 @@ RUNS: dict[str, Case] = {
     ),
     "precision": (
         fitted(flags={"precision": "16-true"}),
-        r'precision that can train, got .*16-true.*: use "bf16-mixed"',
+        r'precision for training, got .*16-true.*: use "bf16-mixed"',
     ),
     "loader": (
         lambda: bare().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
@@ -707,7 +710,7 @@ def test_a_preset_is_no_list_of_callbacks() -> None:
 
 @pytest.mark.parametrize("name", ["environment_timeout", "conversation_timeout"])
 def test_a_limit_of_time_without_workers_is_told_to_bound_nothing(name: str) -> None:
-    with pytest.warns(UserWarning, match=f"{name}=90 bounds nothing, .*: pass environment_workers=, or leave {name}"):
+    with pytest.warns(UserWarning, match=f"{name}=90 has no effect, .*: pass environment_workers=, or remove {name}"):
         tiny_module(environment=Echo, **{name: 90.0})
 
 

@@ -211,7 +211,7 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     ]
     fit(tiny_module(minibatches=2), callbacks=saving, enable_checkpointing=True, default_root_dir=tmp_path)
     assert latest_checkpoint(tmp_path) == tmp_path / "whole-step=6.ckpt", "of step 6; the weights are of step 8"
-    with pytest.raises(ValueError, match="expected a checkpoint that a run can go on from, got weights alone"):
+    with pytest.raises(ValueError, match="expected a checkpoint to resume from, got weights alone"):
         fit(tiny_module(minibatches=2), ckpt_path=tmp_path / "weights.ckpt", default_root_dir=tmp_path)
     for path in tmp_path.glob("whole*"):
         path.unlink()

@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         "follow the message",
     ),
     "dead_knob": (
-        lambda: found(trainer=trainer_of(OPSM())), "warning", "setup", "OPSM can never act", "follow the message",
+        lambda: found(trainer=trainer_of(OPSM())), "warning", "setup", "OPSM has no effect", "follow the message",
     ),
     "ranks": (
         lambda: found(trainer=trainer_of(devices=2, strategy="ddp")), "warning", "setup", "would start 2 ranks",

@@ -81,7 +81,7 @@ def test_sampling_is_taken_as_it_is_and_ends_at_eos() -> None:
         ([2], {"samples": 2}, "expected a temperature above 0, because samples=2 greedy answers would all be the same"),
         ([2], {"samples": 0}, "expected samples to be a whole number above 0, got 0"),
         ([2], {"sampling": Sampling(), "temperature": 1.0}, r"expected sampling= or temperature=1.0, got both"),
-        ([2], {"sampling": Sampling(top_k=2)}, "expected an engine that keeps to top_k=2"),
+        ([2], {"sampling": Sampling(top_k=2)}, "expected an engine that supports top_k=2"),
         ([], {}, "expected at least one prompt, got none"),
         ([[2], []], {}, "expected prompt 1 to have at least one token"),
         ([2] * 60, {}, "expected prompts of at most 56 tokens"),

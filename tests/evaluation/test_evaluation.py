@@ -87,7 +87,9 @@ def test_an_evaluation_without_a_filter_is_refused_where_sampling_masks_are_list
         capabilities = replace(TransformersEngine.capabilities, lists_masks=True)
 
     plain = Evaluation("a", [[2]], samples=2, sampling=Sampling(temperature=0.7, max_new_tokens=4))
-    with pytest.raises(ValueError, match=r"greedy or filters, as training does, got temperature=0.7 alone: Listing"):
+    with pytest.raises(
+        ValueError, match=r"greedy or filtered evaluation, because training filters, got temperature=0.7 alone: Listing"
+    ):
         fit(tiny_module(evaluation=plain, engine=Listing(), top_p=0.9), max_steps=1)
     filtered = replace(plain, sampling=Sampling(min_p=0.1, max_new_tokens=4))
     for evaluation in (filtered, Evaluation("a", [[2]])):

@@ -210,6 +210,6 @@ class Splitting(Parallel):
 
 def test_a_strategy_that_splits_the_parts_of_a_layer_is_refused() -> None:
     parallel = Splitting(fit(tiny_module(), data=tiny_prompts(4), max_steps=1).strategy)
-    with pytest.raises(ValueError, match=r"under which layers can be compiled.*or leave it out"):
+    with pytest.raises(ValueError, match=r"that supports compile=.*or remove it"):
         check_kernels(parallel, attention="auto", compiled=True, liger=False)
     check_kernels(parallel, attention="auto", compiled=False, liger=False)

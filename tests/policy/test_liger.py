@@ -109,7 +109,7 @@ def test_a_family_that_the_package_does_not_know_is_refused(calls: Calls) -> Non
 
 def test_it_is_refused_on_a_cpu_before_the_model_is_built() -> None:
     built: list[Callable[[], object]] = []
-    with pytest.raises(ValueError, match=r"expected a GPU, which the kernels of liger=True are for, got cpu"):
+    with pytest.raises(ValueError, match=r"expected a GPU for liger=True, got cpu"):
         fit(tiny_module(policy=lambda: built.append(tiny_module), liger=True))
     assert not built
 
@@ -117,7 +117,7 @@ def test_it_is_refused_on_a_cpu_before_the_model_is_built() -> None:
 def test_it_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compatibility, "has_liger", lambda: False)
     gpu = cast(Parallel, SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda"))))
-    with pytest.raises(ValueError, match=r'pip install "lightning-rl\[liger\]", or leave it out'):
+    with pytest.raises(ValueError, match=r'pip install "lightning-rl\[liger\]", or remove it'):
         check_kernels(gpu, attention="auto", compiled=False, liger=True)
 
 
