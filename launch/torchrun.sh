@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A training run on several nodes that begins anew from its last checkpoint when a rank dies. On each node, the same:
+# Train on several nodes, and restart from the last checkpoint when a rank dies. Run the same command on each node:
 #
 #     launch/torchrun.sh HOST0 NODES DEVICES train.py [argument ...]
 #
-# The script says Trainer(num_nodes=NODES, devices=DEVICES) and fit(..., ckpt_path=latest_checkpoint(folder)), with a folder
-# that all nodes share. PORT, RUN_ID and MAX_RESTARTS are variables. Where the name of a node leads to 127.0.0.1, LOCAL_ADDR is
-# its address: without it the first node does not know that it is HOST0.
+# The script calls Trainer(num_nodes=NODES, devices=DEVICES) and fit(..., ckpt_path=latest_checkpoint(folder)), with a folder
+# that all nodes share. PORT, RUN_ID and MAX_RESTARTS are variables. Set LOCAL_ADDR to the
+# address of a node whose name resolves to 127.0.0.1; otherwise the first node cannot detect that it is HOST0.
 set -euo pipefail
 if (($# < 4)); then
 	sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
@@ -13,7 +13,7 @@ if (($# < 4)); then
 fi
 host=$1 nodes=$2 devices=$3
 shift 3
-# Without it ranks that start again read the addresses of those that died out of a store that both share.
+# Restarted ranks would read the addresses of dead ranks from a shared store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 place=()
 if [[ -n ${LOCAL_ADDR:-} ]]; then
