@@ -4,10 +4,10 @@
     python benchmarks/against_trl.py
     python benchmarks/against_trl.py --quick true
 
-Each side is a process of its own with one thread, and makes a step when it is told to, so that they take turns step by
-step. Both train the same model on the same prompts in float32, and draw as many tokens for each row as a script says;
-tokens that were drawn and that trained are counted, and have to be the same. Phases: generation; scoring, all else that
-makes a rollout of it; update, loss, gradient and optimizer step; other, what is left of the step.
+Each side is a process with one thread; they alternate step by step. Both train the same model on the same prompts in
+float32, and sample a scripted number of tokens per row; the numbers of sampled and trained tokens must be equal.
+Phases: generation; scoring, the rest of the rollout; update, loss, gradient and optimizer step; other, the rest of
+the step.
 """
 
 import json
@@ -30,7 +30,7 @@ VERSIONS = 'import json, importlib.metadata as m; print(json.dumps({f"{n} of TRL
 
 
 class Bar(NamedTuple):
-    """How many times as long as the library TRL has to take for a cell, and whether four corrections take part."""
+    """Lower bound on the time of TRL relative to the library for a cell, and the use of four corrections."""
 
     at_least: float
     cell: Cell
@@ -52,7 +52,7 @@ QUICK = tuple(Bar(1.0, Cell("1M", kind, 4, 16), corrections=True) for kind in ("
 
 
 def compare(report: Report, bar: Bar, python: Path, rounds: int) -> None:
-    """Adds the tables and bounds of a cell."""
+    """Add the tables and bounds of a cell."""
     cell = bar.cell
     with ExitStack() as stack:
         sides = {TRL: stack.enter_context(side(python, "side_of_trl.py", cell))}
@@ -83,7 +83,7 @@ def _spread(ratios: Seconds) -> Iterator[Sequence[str]]:
 
 
 def versions(python: Path) -> dict[str, str]:
-    """What TRL's environment holds.
+    """Return the packages in TRL's environment.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -97,7 +97,7 @@ def versions(python: Path) -> dict[str, str]:
 def main(
     *, rounds: int = MIN_ROUNDS, quick: bool = False, cells: str = "", trl_python: Path = ROOT / ".venv-trl/bin/python"
 ) -> None:
-    """Compares all cells, or those whose title contains a text."""
+    """Compare all cells, or those whose title contains a text."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if rounds < MIN_ROUNDS:

@@ -1,12 +1,11 @@
-"""What those who watch a run cost on the quickstart's model, and what corrections do: audit, ledger, recorder.
+"""Cost of audit, ledger, recorder and corrections on the quickstart's model.
 
     python benchmarks/audit.py
     python benchmarks/audit.py --neighbours true
 
-Runs of ten rollouts take turns; corrections are compared with none, all else with the corrections of a GRPO recipe.
-They learn slowly, so that they draw about the same tokens. Measured is CPU time of one thread. Other processes on the
-machine change it by their use of caches, from minute to minute: so the rollouts of a run that audits every second one
-are compared with their neighbours as well, and ``--neighbours`` compares those alone.
+Runs of ten rollouts alternate. Corrections are compared with a run without, the others with the corrections of a GRPO
+recipe. A low learning rate keeps the number of sampled tokens similar. Measures CPU time of one thread. It varies with
+the cache use of other processes, so ``--neighbours`` compares audited rollouts with unaudited ones of the same run.
 """
 
 import logging
@@ -41,7 +40,7 @@ Kind = Callable[[str], list[RLCallback]]
 
 
 def recipe(folder: str) -> list[RLCallback]:
-    """The corrections of a GRPO recipe."""
+    """Return the corrections of a GRPO recipe."""
     del folder
     return [NoEOSMask(), ReferenceKL(0.01, as_loss=True)]
 
@@ -96,7 +95,7 @@ def pairs(folder: str) -> list[tuple[float, float]]:
 
 
 def fit(callbacks: Sequence[RLCallback], folder: str, rollouts: int) -> Drawn:
-    """Trains for some rollouts of 256 answers."""
+    """Train for some rollouts of 256 answers."""
     module = RLLightningModule(
         policy=partial(task.untrained_policy, 0),
         tokenizer=task.sorting_tokenizer(),
@@ -123,7 +122,7 @@ def fit(callbacks: Sequence[RLCallback], folder: str, rollouts: int) -> Drawn:
 
 
 def main(*, rounds: int = MIN_ROUNDS, neighbours: bool = False, quick: bool = False) -> None:
-    """Prints the tables."""
+    """Print the tables."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -134,7 +133,7 @@ def main(*, rounds: int = MIN_ROUNDS, neighbours: bool = False, quick: bool = Fa
 
 
 def compare_neighbours() -> None:
-    """Prints what an audited rollout takes more than the one before it."""
+    """Print what an audited rollout takes more than the one before it."""
     with tempfile.TemporaryDirectory() as folder:
         both = [pair for _ in range(RUNS) for pair in pairs(folder)]
     bare, more = median(off for off, _ in both), [on - off for off, on in both]
@@ -144,7 +143,7 @@ def compare_neighbours() -> None:
 
 
 def compare_runs(rounds: int, rollouts: int) -> None:
-    """Prints what runs take, and holds them to their bounds."""
+    """Print what runs take, and holds them to their bounds."""
     report, tokens = Report("audit"), {name: set[int]() for name in KINDS}
 
     def run(name: str, folder: str) -> int:

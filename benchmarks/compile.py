@@ -1,11 +1,10 @@
-"""What compile=True changes: seconds of an update with and without it, and after how many updates it has paid.
+"""Effect of compile=True: seconds of an update with and without it, and the number of updates to break even.
 
     python benchmarks/compile.py
     python benchmarks/compile.py --size 10M --threads 2
 
-The update of benchmarks/update.py as it is and with the parts of the policy's layers compiled by inductor. What the
-first update takes longer is tracing, code and the C++ compiler, from an empty cache; divided by what later updates
-save, it is the number of updates from which compilation pays.
+The update of benchmarks/update.py as it is and with the parts of the policy's layers compiled by inductor. The
+break-even point is the compilation time of the first update, from an empty cache, divided by the savings per update.
 """
 
 import os
@@ -30,7 +29,7 @@ PLAIN, COMPILED = "as it is", "compiled"
 
 
 def main(*, size: str = "1M", rounds: int = 7, threads: int = 1, quick: bool = False) -> None:
-    """Compares the two at each distribution of lengths.
+    """Compare the two at each distribution of lengths.
 
     Args:
         size: of the model, by its name in workload.py.
@@ -73,8 +72,8 @@ def main(*, size: str = "1M", rounds: int = 7, threads: int = 1, quick: bool = F
         )
         ratio = median(seconds[COMPILED].of_all(seconds[PLAIN]).cpu)
         report.bound(f"{kind}: compiled, of as it is", ratio, at_most=1.05)
-        anew = counters["stats"]["unique_graphs"] - graphs
-        report.bound(f"{kind}: graphs compiled after the first update", anew, at_most=0)
+        recompiled = counters["stats"]["unique_graphs"] - graphs
+        report.bound(f"{kind}: graphs compiled after the first update", recompiled, at_most=0)
     report.finish()
 
 
@@ -84,7 +83,7 @@ def cpu_seconds() -> float:
 
 
 def policy_of(size: str) -> PolicyModel:
-    """A policy with random weights, the same each time."""
+    """Return a policy with random weights, the same each time."""
     torch.manual_seed(0)
     return PolicyModel(Qwen2ForCausalLM(qwen2(SIZES[size])), None, temperature=1.0, packed=True)
 

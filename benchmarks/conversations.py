@@ -2,19 +2,16 @@
 
     python benchmarks/conversations.py
 
-200 conversations of 8 turns, in which a tool sleeps for a random time of up to 200 ms after each. Answers end by
-themselves after 8 tokens in the mean, 64 at most. Tools run in threads, all at the same time, whatever the driver:
+200 conversations of 8 turns, with a tool that sleeps for a random time of up to 200 ms after each. Answers have 8
+tokens on average, 64 at most. Tools run concurrently in threads with every driver:
 
-* lockstep: a turn of all conversations is drawn at once, and the next one when the slowest tool has answered;
-* rounds: whoever is ready draws together, and who comes too late joins the next round (what engines without a way of
-  their own do);
-* continuous: no conversation waits for another (what ``VLLMEngine`` does).
+* lockstep: a turn of all conversations is sampled together, and the next one after the slowest tool;
+* rounds: ready conversations are sampled together, late ones join the next round (the default of engines);
+* continuous: no conversation waits for another (``VLLMEngine``).
 
-They interleave, so that another load on the machine meets all of them, and medians count. They draw the same tokens,
-which is checked. The bound is for continuous scheduling, 0.6 of the time of lockstep. Scheduling changes two columns of
-the table: how long the engine waited for tools while it had nothing to draw, and in how many steps it drew, since
-lockstep ends each turn with a few long answers alone. It cannot change the work of drawing a token, which is most of
-the time on a CPU, where a step of many rows takes longer than one of few: the ratio depends on the machine.
+The drivers alternate and medians are compared. They must sample the same tokens. Continuous scheduling must take at
+most 0.6 of the time of lockstep. Scheduling affects the idle time of the engine and the number of its steps, but not
+the work per token, which dominates on a CPU: the ratio depends on the machine.
 """
 
 import math
@@ -46,21 +43,21 @@ class Sleeping(TokenEnvironment):
 
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Begins with the row's own prompt."""
+        """Begin with the row's own prompt."""
         del row
         self._random = random.Random(seed)
         return ()
 
     @override
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-        """Goes on for ever."""
+        """Continue without end."""
         del token_ids, finish
         time.sleep(self._random.uniform(0, SLEEP))
         return TokenStep(token_ids=[self._random.randrange(VOCABULARY) for _ in range(REPLY)])
 
     @override
     def close(self) -> None:
-        """Holds nothing."""
+        """Hold nothing."""
 
 
 class Timed(Exchange):
@@ -71,7 +68,7 @@ class Timed(Exchange):
 
     @override
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """Counts."""
+        """Count."""
         begin = time.perf_counter()
         try:
             return self.inner.take(wait=wait, linger=linger)
@@ -107,7 +104,7 @@ class Driven(VLLMEngine):
         self.waited = timed.waited
 
     def count_steps(self) -> None:
-        """Counts from now on."""
+        """Count from now on."""
         engine = self._llm.llm_engine
         step = engine.step
 
@@ -119,7 +116,7 @@ class Driven(VLLMEngine):
 
 
 class Run(NamedTuple):
-    """What one driver took.
+    """Measurements of one driver.
 
     Attributes:
         seconds: on the wall.
@@ -135,7 +132,7 @@ class Run(NamedTuple):
 
 
 def a_model() -> PreTrainedModel:
-    """A Llama of 1.7 M parameters in four layers, which nobody has trained."""
+    """Return a Llama of 1.7 M parameters in four layers, untrained."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -152,7 +149,7 @@ def a_model() -> PreTrainedModel:
 
 
 def the_openings() -> list[Opening]:
-    """Each with a prompt of its own; one of :data:`MEAN_TOKENS` ids ends an answer."""
+    """Return conversations with distinct prompts; one of :data:`MEAN_TOKENS` ids ends an answer."""
     draw = torch.Generator().manual_seed(1)
     sampling = Sampling(max_new_tokens=TURNS * TURN_TOKENS, eos_token_ids=range(VOCABULARY // MEAN_TOKENS))
     limits = Limits(turns=TURNS, turn_tokens=TURN_TOKENS)
@@ -164,12 +161,12 @@ def the_openings() -> list[Opening]:
 
 
 def tokens_of(transcripts: Sequence[Transcript]) -> list[tuple[int, ...]]:
-    """What was said in each conversation, behind its prompt."""
+    """Return the tokens of each conversation after its prompt."""
     return [transcript.row.response_ids for transcript in transcripts]
 
 
 def run(engine: Driven, executor: ThreadPoolExecutor) -> tuple[Run, list[tuple[int, ...]]]:
-    """Holds all conversations; what that took, and what was said."""
+    """Hold all conversations; what that took, and what was said."""
     openings, steps, begin, work = the_openings(), engine.steps, time.perf_counter(), time.process_time()
     transcripts = converse(openings, engine, logprobs=True, executor=executor)
     seconds, work = time.perf_counter() - begin, time.process_time() - work
@@ -177,7 +174,7 @@ def run(engine: Driven, executor: ThreadPoolExecutor) -> tuple[Run, list[tuple[i
 
 
 def main() -> int:
-    """Prints a table; 1 if the bound does not hold."""
+    """Print a table; 1 if the bound does not hold."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(1)
     model = a_model()

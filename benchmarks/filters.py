@@ -1,4 +1,4 @@
-"""Sampling filters at a large vocabulary: seconds to say which tokens may be drawn, beside the head that scores them.
+"""Sampling filters at a large vocabulary: seconds to select the allowed tokens, relative to the vocabulary head.
 
     python benchmarks/filters.py
 
@@ -34,7 +34,7 @@ LIMITS = {
 
 
 def by_sorting(logprobs: Tensor) -> Tensor:
-    """What all three filters leave, by one sort of each row."""
+    """Apply all three filters by one sort of each row."""
     scores, order = logprobs.sort(-1, descending=True)
     kept = scores >= scores[:, :1] + torch.tensor(MIN_P).log()
     kept[:, TOP_K:] = False
@@ -44,12 +44,12 @@ def by_sorting(logprobs: Tensor) -> Tensor:
 
 
 def work(run: Callable[[], Tensor]) -> int:
-    """Runs it; returns the rows that have a token left."""
+    """Run it; returns the rows that have a token left."""
     return int(run().any(-1).sum())
 
 
 def compare(report: Report, name: str, scores: Tensor, head: Callable[[], Tensor], rounds: int) -> None:
-    """Adds the tables and bounds of some log-probabilities."""
+    """Add the tables and bounds of some log-probabilities."""
     rows = len(scores)
     masks = {
         which: partial(RowFilters([sampling] * rows, scores.device).mask, scores, torch.arange(rows))
@@ -70,7 +70,7 @@ def compare(report: Report, name: str, scores: Tensor, head: Callable[[], Tensor
 def main(
     *, vocabulary: int = 151_936, width: int = 896, rows: int = 16, rounds: int = MIN_ROUNDS, quick: bool = False
 ) -> None:
-    """Compares each filter with the head, for peaked rows and for flat ones."""
+    """Compare each filter with the head, for peaked rows and for flat ones."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     report, draw = Report("filters"), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a run costs besides its model: per optimizer step, and per rollout.
+"""Overhead of a run without its model: per optimizer step, and per rollout.
 
     python benchmarks/fixed_costs.py
 
@@ -43,12 +43,12 @@ def tiniest_model() -> Qwen2ForCausalLM:
 
 
 def by_text(completions: Sequence[str], **_: Any) -> list[float]:
-    """Reads every text."""
+    """Read every text."""
     return [float(len(text) % 2 + place % 2) for place, text in enumerate(completions)]
 
 
 def by_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Reads no text."""
+    """Read no text."""
     return [float(place % 2) for place, _ in enumerate(completion_ids)]
 
 
@@ -61,7 +61,7 @@ class StepSeconds(Callback):
 
     @override
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-        """Notes a step."""
+        """Record a step."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.seconds.add(wall - self._wall, cpu - self._cpu)
         self._wall, self._cpu = wall, cpu
@@ -89,7 +89,7 @@ class RolloutSeconds(RLLightningModule):
 
     @override
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
-        """Makes a rollout."""
+        """Make a rollout."""
         wall, cpu = time.perf_counter(), time.process_time()
         super().on_train_batch_start(batch, batch_idx)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -172,7 +172,7 @@ def rollout_seconds(reward: Callable[..., list[float]]) -> Seconds:
 
 
 def in_turn(variants: dict[str, Callable[[], Seconds]], rounds: int) -> dict[str, Seconds]:
-    """The medians of each round of every variant, in turn."""
+    """Measure the medians of each round of every variant, in turn."""
     seconds = {name: Seconds([], []) for name in variants}
     for _ in range(rounds):
         for name, run in variants.items():
@@ -182,7 +182,7 @@ def in_turn(variants: dict[str, Callable[[], Seconds]], rounds: int) -> dict[str
 
 
 def main(*, rounds: int = MIN_ROUNDS, threads: int = 1, quick: bool = False) -> None:
-    """Prints both tables."""
+    """Print both tables."""
     rounds = 1 if quick else rounds
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")

@@ -48,7 +48,7 @@ def llama() -> PreTrainedModel:
 
 
 def requests_of(lengths: Sequence[int]) -> list[Request]:
-    """One request for each length, with prompts of their own; nothing ends them but the length."""
+    """Return one request per length, with distinct prompts and no EOS."""
     prompts = torch.randint(2, VOCABULARY, (len(lengths), PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
     base = Sampling(eos_token_ids=())
     return [
@@ -87,7 +87,7 @@ def by_generate(model: PreTrainedModel, requests: Sequence[Request]) -> int:
 
 @torch.no_grad()
 def forward_alone(model: PreTrainedModel, requests: Sequence[Request]) -> int:
-    """The forwards of a decode that drops rows as the embedded engine does; returns the tokens."""
+    """Run the forwards of a decode that drops rows as the embedded engine does; return the number of tokens."""
     left = torch.tensor([request.sampling.max_new_tokens for request in requests])
     cache = KVCache(model.config, PROMPT + int(left.max()))
     ids = torch.tensor([request.prefix_ids for request in requests])
@@ -106,7 +106,7 @@ def forward_alone(model: PreTrainedModel, requests: Sequence[Request]) -> int:
 
 
 def main(*, rows: int = 64, rounds: int = MIN_ROUNDS, quick: bool = False) -> None:
-    """Prints a table for each kind of lengths."""
+    """Print a table for each kind of lengths."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

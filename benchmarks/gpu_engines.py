@@ -41,7 +41,7 @@ def a_model(findings: Findings, dtype: torch.dtype = torch.bfloat16, *, longest:
 
 
 def started(engine: VLLMEngine, model: PreTrainedModel, version: int = 0) -> VLLMEngine:
-    """An engine with a model's weights."""
+    """Sync a model's weights to an engine, and return it."""
     engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.expect(model.named_parameters())
     give(engine, model, version)
@@ -49,7 +49,7 @@ def started(engine: VLLMEngine, model: PreTrainedModel, version: int = 0) -> VLL
 
 
 def give(engine: Engine, model: PreTrainedModel, version: int) -> None:
-    """Gives an engine the weights of a model."""
+    """Sync the weights of a model to an engine."""
     engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), version)
 
 
@@ -179,7 +179,7 @@ def _move(model: PreTrainedModel, step: float) -> None:
 
 
 def server(findings: Findings) -> None:
-    """A served model takes weights through a file, and scores as the trainer does."""
+    """Check that a server loads weights from a file, and scores as the trainer does."""
     needs("vllm", "psutil")
     sys.path.insert(0, str(ROOT / "tests"))  # whose are servers on loopback
     from kit.served import Served

@@ -1,6 +1,6 @@
-"""The checks of `gpu_smoke.py` by number, and what one of them finds; run as a script it is one check.
+"""Checks of `gpu_smoke.py` by number, and their findings; runs one check as a script.
 
-A line of JSON is written for each finding at once, so that nothing is lost when the process ends early.
+Each finding is written immediately as a line of JSON, so a crash loses none.
 """
 
 import json
@@ -55,7 +55,7 @@ class SkipError(Exception):
 
 
 class Findings:
-    """What a check says.
+    """Findings of a check.
 
     Args:
         path: of the file, a line for each finding.
@@ -67,34 +67,34 @@ class Findings:
 
     @property
     def device(self) -> str:
-        """Where the check runs."""
+        """Device of the check."""
         return "cpu" if self.tiny else "cuda"
 
     def figure(self, what: str, value: Any) -> None:
-        """A number or a word that is held to nothing."""
+        """Record a figure without a bound."""
         text = f"{value:.4g}" if isinstance(value, float) else value
         self._write({"kind": "figure", "what": what, "value": text})
 
     def at_most(self, what: str, value: float, bound: float) -> None:
-        """A number that has to stay at or below something."""
+        """Record a figure with an upper bound."""
         self._write_bound(what, value, {"at_most": bound}, holds=value <= bound)
 
     def at_least(self, what: str, value: float, bound: float) -> None:
-        """A number that has to stay at or above something."""
+        """Record a figure with a lower bound."""
         self._write_bound(what, value, {"at_least": bound}, holds=value >= bound)
 
     def skip(self, why: str) -> None:
-        """Says why there is nothing to check."""
+        """Report why there is nothing to check."""
         self._write({"kind": "skip", "why": why})
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of a check that may fail, or be skipped, without ending the others."""
+        """Run a part of a check; an error or skip does not affect the others."""
         try:
             yield
         except SkipError as reason:
             self.figure(name, f"SKIPPED: {reason}")
-        except Exception as error:  # noqa: BLE001  whatever it is, the next part begins
+        except Exception as error:  # noqa: BLE001  the next part runs after any error
             traceback.print_exc()
             self.figure(f"{name}, error", f"{type(error).__name__}: {str(error)[:200]}")
             self.at_most(f"{name}, errors", 1.0, 0.0)
@@ -108,7 +108,7 @@ class Findings:
 
 
 def needs(*packages: str) -> None:
-    """Skips a check whose packages are missing."""
+    """Skip a check whose packages are missing."""
     for package in packages:
         if find_spec(package) is None:
             raise SkipError(f"{package} is not installed")
@@ -122,7 +122,7 @@ def _needs_cuda() -> None:
 
 
 def needs_gpu(findings: Findings, gibibytes: float = 0.0) -> None:
-    """Skips a check on the CPU, or on a GPU with less memory."""
+    """Skip a check on the CPU, or on a GPU with less memory."""
     if findings.tiny:
         raise SkipError("needs CUDA")
     import torch
@@ -133,7 +133,7 @@ def needs_gpu(findings: Findings, gibibytes: float = 0.0) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Makes one check: the function of a script, a file for what it finds, and whether it is a tiny one."""
+    """Make one check: the function of a script, a file for what it finds, and whether it is a tiny one."""
     script, function, path, tiny = arguments
     warnings.simplefilter("ignore")
     findings = Findings(Path(path), tiny=tiny == "True")

@@ -35,7 +35,7 @@ QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": F
 
 
 def fits(findings: Findings) -> None:
-    """The quickstart's task with vLLM: accuracy rises, with a rollout ahead and without; what waits for the device."""
+    """Train the quickstart's task with vLLM, without and with a rollout ahead; check accuracy and idle time."""
     for staleness in (0, 1):
         with findings.part(f"max_staleness={staleness}"):
             _sort(findings, staleness)
@@ -98,7 +98,7 @@ def _note_waits(findings: Findings, mode: str) -> None:
 
 
 def a_run() -> RLLightningModule:
-    """A small policy with random weights, drawn by the embedded engine."""
+    """Return a module with a small random policy and the embedded engine."""
 
     def policy() -> Qwen2ForCausalLM:
         torch.manual_seed(0)
@@ -122,7 +122,7 @@ def a_run() -> RLLightningModule:
 def _fit(
     findings: Findings, folder: str, steps: int, strategy: Any, resumed: Path | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """The weights after a fit, with a checkpoint at its end; every rank calls it."""
+    """Fit and save a checkpoint; return the weights. Collective over all ranks."""
     module = a_run()
     keeper = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = Trainer(
@@ -181,7 +181,7 @@ def _start_rank(findings: Findings, name: str, rank: int, port: int, folder: str
 
 
 def one_rank(name: str, findings: Findings, folder: str) -> None:
-    """Trains, and writes down what its weights add up to."""
+    """Train, and writes down what its weights add up to."""
     strategy = DDPStrategy if name == "ddp" else partial(FSDP2Strategy, save_distributed_checkpoint=False)
     weights = _fit(findings, folder, 3, strategy(process_group_backend="gloo"), num_nodes=2)
     total = sum(float(weight.double().sum()) for weight in weights.values())

@@ -1,4 +1,4 @@
-"""Checks of `gpu_smoke.py` on what every run stands on: the machine, versions, the head, attention."""
+"""Checks of `gpu_smoke.py` on the basics: the machine, versions, the head, attention."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ PACKAGES = ("vllm", "flash-attn", "flash-attn-3", "triton", "liger-kernel", "tra
 
 
 def seconds_of(work: Callable[[], object], device: str, rounds: int = 5) -> float:
-    """The fastest round, after one that warms up."""
+    """Return the seconds of the fastest round, after a warm-up."""
     best = float("inf")
     for number in range(rounds + 1):
         begin = time.perf_counter()
@@ -40,7 +40,7 @@ def matmul_rate(device: str, size: int) -> float:
 
 
 def ceilings(findings: Findings) -> None:
-    """What a share of the peak is a share of."""
+    """Measure the ceilings of the device, which shares of the peak refer to."""
     device, size, length = findings.device, 512 if findings.tiny else 8192, 2**20 if findings.tiny else 2**28
     if device == "cuda":
         clocks = subprocess.run(
@@ -89,7 +89,7 @@ def branches(findings: Findings) -> None:
 
 
 def same_numbers(findings: Findings) -> None:
-    """The tests that a stand-in for a GPU takes where there is none, on the GPU itself."""
+    """Run the tests that use a simulated GPU on a real one."""
     needs_gpu(findings)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_other_device.py"]
     findings.at_most("status of pytest", subprocess.run(command, cwd=ROOT, check=False).returncode, 0)
@@ -174,7 +174,7 @@ def packed_attention(findings: Findings) -> None:
 
 
 def _results(attention: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """What [1, N, H, D] comes out, and the gradients of query, key and value."""
+    """Return the output [1, N, H, D] and the gradients of query, key and value."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     result = attention(*leaves)
     place = torch.arange(result.shape[-1], device=result.device, dtype=result.dtype)
@@ -182,7 +182,7 @@ def _results(attention: Callable[..., Tensor], tensors: list[Tensor]) -> list[Te
 
 
 def _plain(tensors: list[Tensor], lengths: tuple[int, ...], window: int | None) -> list[Tensor]:
-    """The same in float64, by a softmax of all scores, a sequence after the other."""
+    """Return the same in float64, by a full softmax, one sequence at a time."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         place = torch.arange(query.shape[2], device=query.device)

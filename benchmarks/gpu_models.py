@@ -38,7 +38,7 @@ CONVENTIONS = ("causal attention", "full attention")
 def random_model(
     name: str, device: str, dtype: torch.dtype = torch.bfloat16, *, longest: int = 8192
 ) -> Qwen2ForCausalLM:
-    """A model of a size, made where it is to lie; its weights are large enough that it is far from uniform."""
+    """Return a model of a size on its device; its weights are large enough for a distribution far from uniform."""
     shape = SHAPES[name]
     config = Qwen2Config(
         vocab_size=shape.vocabulary,

@@ -1,13 +1,13 @@
-"""First contact with a GPU: 19 checks in one command of at most ten minutes, of which none stops the others.
+"""First contact with a GPU: 19 checks in one command of at most ten minutes, independent of each other.
 
     python benchmarks/gpu_smoke.py
     python benchmarks/gpu_smoke.py --only 4,5,10
     python benchmarks/gpu_smoke.py --tiny true
 
-Made for one GPU of 140 GB with vLLM installed; a check whose hardware or package is missing says SKIPPED and why. Each
-runs in a process of its own with a time limit, so that a crash, a hang or an exhausted memory costs that check alone;
-what it printed is in ``build/bench/gpu_smoke/<number>.txt``. ``--tiny true`` runs on the CPU, with models of a few
-thousand parameters, what has a meaning there: it shows that the checks work, and nothing about a GPU.
+Made for one GPU of 140 GB with vLLM installed; a check without its hardware or package prints SKIPPED and the reason.
+Each runs in a process with a time limit, so that a crash, a hang or running out of memory fails only that check; its
+output is in ``build/bench/gpu_smoke/<number>.txt``. ``--tiny true`` runs the possible checks on the CPU with models
+of a few thousand parameters, to test the checks themselves.
 """
 
 import json
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     why: str = ""
 
     def lines(self) -> list[str]:
-        """What is said of it."""
+        """Summary of the result."""
         head = f"{self.verdict:8}{self.check.number:2} {self.check.title} ({self.seconds:.0f} s)"
         bounds = [
             f"{verdict(bound)} {what}: {bound['value']:.4g} ({limit(bound)})" for what, bound in self.bounds.items()
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def run(check: Check, *, tiny: bool, seconds: float) -> Outcome:
-    """Runs a check in a process of its own, and ends whatever it has started."""
+    """Run a check in a process, and kill the process group at the end."""
     findings, said = (FOLDER / f"{check.number}.{kind}" for kind in ("jsonl", "txt"))
     findings.unlink(missing_ok=True)
     script = Path(__file__).with_name("gpu_findings.py")
@@ -86,7 +86,7 @@ def _read(findings: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 
 def main(*, only: str = "", tiny: bool = False, minutes: float = 10.0) -> None:
-    """Runs the checks in turn.
+    """Run the checks in turn.
 
     Args:
         only: numbers of those to run, with commas between them.

@@ -1,9 +1,9 @@
-"""Check of `gpu_smoke.py` against TRL: the same model, prompts, lengths and vLLM, each side in a process of its own.
+"""Check of `gpu_smoke.py` against TRL: the same model, prompts, lengths and vLLM, each side in a process.
 
     python benchmarks/gpu_trl.py library
     python benchmarks/gpu_trl.py trl
 
-A side makes some GRPO steps and prints the seconds of each.
+Each side makes some GRPO steps and prints their seconds.
 """
 
 import json
@@ -49,7 +49,7 @@ def by_library() -> list[float]:
     from lightning_rl import PromptDataModule, RLLightningModule, Sampling, VLLMEngine
 
     class Clock(Callback):
-        """Notes when steps end."""
+        """Records the end times of steps."""
 
         def __init__(self) -> None:
             self.ends = list[float]()
@@ -85,13 +85,13 @@ def by_library() -> list[float]:
 
 
 def by_trl() -> list[float]:
-    """The other side."""
+    """Make the steps with TRL."""
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     class Clock(TrainerCallback):
-        """Notes when steps end."""
+        """Records the end times of steps."""
 
         def __init__(self) -> None:
             self.ends = list[float]()
@@ -137,7 +137,7 @@ def by_trl() -> list[float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs one side."""
+    """Run one side."""
     warnings.simplefilter("ignore")
     seconds = by_library() if arguments[0] == "library" else by_trl()
     print(json.dumps({"seconds": seconds}), flush=True)

@@ -153,7 +153,7 @@ def _update(
 
 
 def profile(findings: Findings) -> None:
-    """Writes a trace of one optimizer step, and names what takes the most time."""
+    """Write a trace of one optimizer step, and names what takes the most time."""
     update = Update("tiny" if findings.tiny else "1.5B", findings.device)
     update.step()
     kinds = [torch.profiler.ProfilerActivity.CPU]

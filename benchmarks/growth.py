@@ -1,11 +1,11 @@
-"""How step time and peak memory grow with samples, response length and parameters: fitted exponents.
+"""Growth of step time and peak memory with samples, response length and parameters: fitted exponents.
 
     python benchmarks/growth.py
 
-Steps of GRPO through ``Trainer.fit`` with every metric, each size in a process of its own, lengths equal. An exponent
-is the slope of log seconds over log size, by least squares: 1 means twice as long for twice as much, and less that a
-fixed part is left. Attention grows with the square of the length. Memory is the peak of the process; it has to stay
-flat in samples from 512 on, which decode together.
+Steps of GRPO through ``Trainer.fit`` with every metric, each size in a process, lengths equal. An exponent
+is the slope of log seconds over log size, by least squares: 1 means linear growth, less a fixed
+part. Attention grows with the square of the length. Peak memory of the process must be constant from 512 samples on,
+which decode together.
 """
 
 import sys
@@ -47,7 +47,7 @@ def exponent(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 def table(report: Report, what: str, sides: Mapping[int, Side], rounds: int) -> dict[str, float]:
-    """Adds CPU seconds and memory of each size; returns the exponents of the seconds."""
+    """Add CPU seconds and memory of each size; returns the exponents of the seconds."""
     sizes = list(sides)
     cpu = {name: [median(each.tail(name, rounds).cpu) for each in sides.values()] for name in NAMES}
     exponents = {name: exponent(sizes, values) for name, values in cpu.items()}
@@ -67,7 +67,7 @@ def parameters(name: str) -> int:
 
 
 def main(*, rounds: int = MIN_ROUNDS, quick: bool = False) -> None:
-    """Prints a table for each."""
+    """Print a table for each."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     report, part = Report("growth"), slice(2) if quick else slice(None)

@@ -2,10 +2,9 @@
 
     python benchmarks/head.py
 
-Naive: logits, ``log_softmax``, what is gathered of it, and the entropy without gradient. Both get the gradient of the
-log-probabilities of the same tokens; their values and gradients are compared first. Memory is the growth of the peak in
-a process of its own over a baseline that holds weight, hidden states and the gradients that both return. Frozen: the
-weight gets no gradient, as under adapters.
+Naive: logits, ``log_softmax``, gather, and the entropy without gradient. Both compute the gradient of the
+log-probabilities of the same tokens; values and gradients are compared first. Memory is the growth of the peak of a
+process over weight, hidden states and the returned gradients. Frozen: the weight has no gradient, as under adapters.
 """
 
 import subprocess
@@ -72,7 +71,7 @@ def largest_difference(hidden: Tensor, weight: Tensor, targets: Tensor) -> float
 
 
 def growth(name: str, vocabulary: int, width: int, tokens: int) -> None:
-    """Prints the bytes by which the peak of this process grows, beyond the gradients that are returned."""
+    """Print the bytes by which the peak of this process grows, beyond the gradients that are returned."""
     hidden, weight, targets = inputs(vocabulary, width, tokens)
     baseline = [tensor.detach().clone() for tensor in (hidden, weight)]  # of the size of the gradients
     before = peak_memory()
@@ -91,7 +90,7 @@ def main(
     memory_of: str = "",
     quick: bool = False,
 ) -> None:
-    """Compares the two, or says what memory one of them takes."""
+    """Compare the two, or says what memory one of them takes."""
     vocabulary = vocabulary // 20 if quick else vocabulary
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")

@@ -2,9 +2,9 @@
 
     python benchmarks/loading.py
 
-A folder is read by each rank in its own parts, what a function returns is whole on each before it is split. Most
-pages that a process has held, above those it held before; gloo, float32, on this machine. Whatever is freed goes back
-to the system at once (``GIVES_BACK``), or the heap of the C library would be measured, which keeps most of it.
+From a folder each rank reads its own parts; a function returns the whole model on each rank. Measures the growth of
+peak resident memory; gloo, float32, on this machine. Freed memory returns to the system immediately (``GIVES_BACK``),
+so that the heap of the C library is not measured.
 """
 
 import json
@@ -32,7 +32,7 @@ GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6553
 
 
 def main(vocabulary: int = 4096, width: int = 512, layers: int = 20, inner: int = 1536, *, quick: bool = False) -> None:
-    """Measures a model of 250 MB, or with ``quick`` a small one, whose figures mean little."""
+    """Measure a model of 250 MB, or with ``quick`` a small one, whose figures mean little."""
     vocabulary, width, inner = (512, 64, 128) if quick else (vocabulary, width, inner)
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -64,12 +64,12 @@ def main(vocabulary: int = 4096, width: int = 512, layers: int = 20, inner: int 
 
 
 def load(folder: str) -> PreTrainedModel:
-    """The whole model."""
+    """Return the whole model."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def rank(source: str, folder: str) -> None:
-    """Builds policy and reference on one of two ranks, and notes its peak."""
+    """Build policy and reference on one of two ranks, and record the peak memory."""
     before = peak_memory()
     policy = folder if source == "folder" else partial(load, folder)
     module = tiny_module(policy=policy, tokenizer=tiny_tokenizer(), engine=FakeEngine(lambda _: [2, 1]))

@@ -1,7 +1,7 @@
-"""What the benchmarks share: variants that take turns in one process, tables, bounds that can fail, and JSON.
+"""Benchmark tools: alternating variants in one process, tables, bounds that can fail, and JSON.
 
-A benchmark counts the tokens that each variant says it has worked on, so that none wins by doing less. CPU seconds do
-not see what else the machine does, wall-clock seconds do; medians of at least five rounds follow one that warms up.
+A benchmark compares the number of tokens that each variant processes. CPU seconds exclude other load on the machine,
+wall-clock seconds include it. Results are medians of at least five rounds after a warm-up.
 """
 
 import json
@@ -34,7 +34,7 @@ class Seconds(NamedTuple):
     cpu: list[float]
 
     def add(self, wall: float, cpu: float) -> None:
-        """Adds a round."""
+        """Add a round."""
         self.wall.append(wall)
         self.cpu.append(cpu)
 
@@ -43,12 +43,12 @@ class Seconds(NamedTuple):
         return Seconds(*([a / b for a, b in zip(*both, strict=True)] for both in zip(self, other, strict=True)))
 
     def tail(self, number: int) -> "Seconds":
-        """The last rounds."""
+        """Return the last rounds."""
         return Seconds(self.wall[-number:], self.cpu[-number:])
 
 
 def take_turns(variants: Mapping[str, Variant], rounds: int, *, tokens: int) -> dict[str, Seconds]:
-    """The seconds of every variant, in turn.
+    """Return the seconds of every variant, in turn.
 
     Args:
         variants: by name.
@@ -74,7 +74,7 @@ def take_turns(variants: Mapping[str, Variant], rounds: int, *, tokens: int) -> 
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has held so far; it never falls, so a variant needs a process of its own."""
+    """Return the peak memory of this process in bytes; it never falls, so each variant needs a new process."""
     status = Path("/proc/self/status")  # what getrusage says begins with the peak of the parent
     if not status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -83,7 +83,7 @@ def peak_memory() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on, and with what."""
+    """Return machine and versions."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.processor(),
@@ -102,7 +102,7 @@ def _cpuinfo() -> list[str]:
 
 
 class Report:
-    """What a benchmark prints, and writes to ``build/bench/<name>.json``.
+    """Results that a benchmark prints, and writes to ``build/bench/<name>.json``.
 
     Args:
         name: of the benchmark.
@@ -131,7 +131,7 @@ class Report:
         self.tables[title] = {name: both._asdict() for name, both in seconds.items()}
 
     def rows(self, title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of anything."""
+        """Add a table."""
         texts = [[str(cell) for cell in row] for row in (head, *rows)]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         print(f"\n{title}")
@@ -140,15 +140,15 @@ class Report:
         self.tables[title] = [dict(zip(head, row, strict=True)) for row in rows]
 
     def bound(self, what: str, value: float, *, at_most: float) -> None:
-        """A figure that has to stay at or below something."""
+        """Record a figure with an upper bound."""
         self.bounds[what] = {"value": value, "at_most": at_most, "holds": value <= at_most}
 
     def floor(self, what: str, value: float, *, at_least: float) -> None:
-        """A figure that has to stay at or above something."""
+        """Record a figure with a lower bound."""
         self.bounds[what] = {"value": value, "at_least": at_least, "holds": value >= at_least}
 
     def finish(self) -> None:
-        """Prints the bounds, writes the file, and ends the process with status 1 if a bound does not hold."""
+        """Print the bounds, writes the file, and ends the process with status 1 if a bound does not hold."""
         print()
         for what, bound in self.bounds.items():
             print(f"{verdict(bound)}  {what}: {bound['value']:.4g} ({limit(bound)})")

@@ -23,11 +23,11 @@ class Clock(Protocol):
     """A source of time."""
 
     def now(self) -> float:
-        """Returns the time in seconds."""
+        """Return the time in seconds."""
         ...
 
     def wait(self, changed: threading.Condition, until: float) -> None:
-        """Waits until a time, or until the condition is notified."""
+        """Wait until a time, or until the condition is notified."""
         ...
 
 
@@ -35,11 +35,11 @@ class WallClock:
     """The time of the machine."""
 
     def now(self) -> float:
-        """Returns the time in seconds."""
+        """Return the time in seconds."""
         return time.monotonic()
 
     def wait(self, changed: threading.Condition, until: float) -> None:
-        """Waits until a time, or until the condition is notified."""
+        """Wait until a time, or until the condition is notified."""
         changed.wait(None if math.isinf(until) else max(until - self.now(), 0.0))
 
 
@@ -54,13 +54,13 @@ class _Answer:
     done: bool = False
 
     def versions(self) -> tuple[int, ...]:
-        """Returns the version of each token."""
+        """Return the version of each token."""
         ends = [*self.cuts, (self.tokens, 0)]
         return tuple(version for (place, version), (end, _) in pairwise(ends) for _ in range(place, end))
 
 
 class PacedEngine(FakeEngine):
-    """Draws a token of every answer in flight in each step, and takes weights between two steps.
+    """Engine that samples one token of every answer in flight per step, and receives weights between steps.
 
     Args:
         script: Returns the token ids of a request.
@@ -91,12 +91,12 @@ class PacedEngine(FakeEngine):
         self._paused, self._syncing, self._closed, self._loaded = 0.0, False, False, -1
 
     def next_end(self) -> float:
-        """Returns the time at which the next answer ends; infinity if none is in flight."""
+        """Return the time at which the next answer ends; infinity if none is in flight."""
         ends = [answer.begin + answer.tokens for answer in self._answers()]
         return math.inf if self._syncing or not ends else self._paused + min(ends) * self.seconds
 
     def advance(self) -> None:
-        """Takes the answers that have ended out of flight."""
+        """Take the answers that have ended out of flight."""
         for answer in () if self._syncing else self._answers():
             if answer.begin + answer.tokens <= self._step() + ROUNDING:
                 answer.done = True
@@ -156,7 +156,7 @@ class PacedEngine(FakeEngine):
 
 
 def lognormal_lengths(samples: int, rollouts: int, *, mean: float, sigma: float, limit: int) -> list[list[int]]:
-    """Returns lengths of answers from a lognormal distribution.
+    """Return lengths of answers from a lognormal distribution.
 
     Args:
         samples: Answers of a rollout.

@@ -1,15 +1,15 @@
-"""Generating ahead: on devices of its own, where it pays, and on the cores that train, where it does not.
+"""Generation ahead on separate devices, and on the cores of the trainer.
 
     python benchmarks/pipelining.py
     python benchmarks/pipelining.py --where cores --width 256
     python benchmarks/pipelining.py --where cores --engine vllm
 
-``devices``: real fits with answers of skewed lengths from devices that are not there (``PacedEngine``, which sleeps),
-and a trainer that sleeps too: synchronous, ahead, and four ahead one rollout after the other, as an engine that draws
-one rollout at a time does. Fails if four ahead at once are not twice as fast as one after the other.
+``devices``: real fits with skewed response lengths, simulated devices (``PacedEngine``, which sleeps) and a trainer
+that sleeps: synchronous, ahead, and four ahead sequentially. Fails if four ahead concurrently are not twice as fast
+as sequentially.
 
 ``cores``: synchronous and one ahead, in interleaved fits, each with one and with two torch threads. One ahead, the
-engine's thread has as many again.
+engine's thread has the same number.
 """
 
 import sys
@@ -76,13 +76,13 @@ class Seconds(RLCallback):
             seconds.append(row.get(f"time/{name}", 0.0))
 
     def mean_seconds(self, first: int, last: int) -> dict[str, float]:
-        """The mean over some rollouts, of all and of each phase."""
+        """Return the mean over some rollouts, of all and of each phase."""
         total = (self.ends[last] - self.ends[first - 1]) / (last - first + 1)
         return {"total": total} | {name: fmean(each[first : last + 1]) for name, each in self.phases.items()}
 
 
 def policy_of(width: int, layers: int) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 that knows the words of the sorting task."""
+    """Return a randomly initialized Qwen2 with the vocabulary of the sorting task."""
     config = Qwen2Config(
         vocab_size=len(task.WORDS),
         hidden_size=width,
@@ -128,7 +128,7 @@ def run_fit(
 
 
 def on_devices(report: Report, rollouts: int, step: float, sigma: float) -> None:
-    """Adds fits on devices that only generate."""
+    """Add fits on devices that only generate."""
     lengths = lognormal_lengths(PROMPTS * ANSWERS, rollouts, mean=24, sigma=sigma, limit=192)
 
     def script(request: Request) -> list[int]:
@@ -162,7 +162,7 @@ def on_cores(
     tokens: int,
     threads: tuple[int, ...] = (1, 2),
 ) -> None:
-    """Adds medians over rounds of fits on the cores that train as well."""
+    """Add medians over rounds of fits on the cores that train as well."""
     found: dict[tuple[int, int], list[float]] = {(s, number): [] for number in threads for s in (0, 1)}
     generating = list[float]()
     for _ in range(rounds):
@@ -202,7 +202,7 @@ def main(
     step: float = 0.5,
     sigma: float = 1.2,
 ) -> None:
-    """Prints both tables."""
+    """Print both tables."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     report = Report("pipelining")

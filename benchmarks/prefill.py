@@ -1,11 +1,10 @@
-"""What reading prefixes again costs conversations on the embedded engine, and whether a kept KV cache gives their bits.
+"""Cost of repeated prefills of conversations on the embedded engine, and bitwise comparison with a kept KV cache.
 
     python benchmarks/prefill.py
 
-The embedded engine reads the whole prefix of a turn before it draws. The table says what share of the CPU time of 64
-conversations of 8 turns that is, 8 to a prompt, each with 8 tokens drawn and 8 said in a turn, and the same of the
-trails of `recipes/agent.py`. Below it: how many rows have the same log-probabilities, bit for bit, if their last tokens
-are read behind a cache that was kept from the turn before, rather than with their prefix.
+The embedded engine prefills the whole prefix of each turn. The table shows its share of CPU time for 64 conversations
+of 8 turns, 8 per prompt, each turn with 8 sampled and 8 environment tokens, and for the trails of `recipes/agent.py`.
+Below it: the number of rows with bitwise equal log-probabilities if the cache of the previous turn is reused.
 """
 
 import sys
@@ -31,21 +30,21 @@ PREFIXES, ROWS, PROMPTS, TURNS, TOKENS, RUNS = (64, 128, 256, 512), 64, 8, 8, 8,
 
 
 class Saying(TokenEnvironment):
-    """Says as much as it was told, for ever."""
+    """Return the scripted number of tokens in every turn."""
 
     @override
     def reset(self, row: Any, seed: int) -> Sequence[int]:
-        """Begins with the row's own prompt."""
+        """Begin with the row's own prompt."""
         return ()
 
     @override
     def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
-        """Says the same each time."""
+        """Report the same each time."""
         return TokenStep(token_ids=[6] * TOKENS)
 
     @override
     def close(self) -> None:
-        """Holds nothing."""
+        """Hold nothing."""
 
 
 @contextmanager
@@ -78,7 +77,7 @@ def openings(length: int) -> list[Opening]:
 
 
 def trails() -> list[Opening]:
-    """A rollout of the recipe."""
+    """Return a rollout of the recipe."""
     sampling = Sampling(max_new_tokens=40, eos_token_ids=trail_task.ENDS)
     made: list[Opening] = []
     for number, row in enumerate(row for row in trail_task.trails(16, seed=0) for _ in range(16)):
@@ -89,7 +88,7 @@ def trails() -> list[Opening]:
 
 
 def measure(name: str, model: PreTrainedModel, make: Any) -> None:
-    """Prints the median of a few runs."""
+    """Print the median of a few runs."""
     engine = TransformersEngine(canary=False)
     engine.start(model, None, device=model.device, dtype=model.dtype)
     engine.load_weights(model.named_parameters(), 0)
@@ -118,7 +117,7 @@ def bits(model: PreTrainedModel, length: int, rows: int = 16) -> tuple[int, floa
 
 
 def main() -> None:
-    """Prints both."""
+    """Print both."""
     torch.set_num_threads(1)
     model = trail_task.untrained_policy(0).eval()
     print(f"{ROWS} conversations of {TURNS} turns, {PROMPTS} prompts; one thread, float32, median of {RUNS} runs")

@@ -1,12 +1,12 @@
-"""Runs every benchmark in turn and ends with one table of all bounds.
+"""Run every benchmark in turn and print one table of all bounds.
 
     python benchmarks/run.py
     python benchmarks/run.py --only head,filters
     python benchmarks/run.py --quick true
 
-None stops those after it. Tables, machine and versions of each are in ``build/bench/<name>.json``, what it printed in
-``build/bench/<name>.txt``, and the process ends with status 1 if a bound does not hold or a benchmark ends early. With
-``--quick true`` they run at sizes that show that they work, and their figures mean little.
+A failure does not stop the others. Tables, machine and versions are in ``build/bench/<name>.json``, output in
+``build/bench/<name>.txt``. Exits with status 1 if a bound does not hold or a benchmark fails. ``--quick true`` uses
+small sizes to test the benchmarks; the figures are not meaningful.
 """
 
 import json
@@ -55,7 +55,7 @@ BENCHMARKS = (
 
 
 def rows_of(benchmark: Benchmark, *, quick: bool) -> Iterator[Row]:
-    """Runs it, and says what became of each of its bounds, or of itself if it has none."""
+    """Run it, and says what became of each of its bounds, or of itself if it has none."""
     name, _, python, needs = benchmark
     if not needs.exists():
         yield name, f"needs {needs.relative_to(ROOT)}", "", "", "SKIP"
@@ -74,7 +74,7 @@ def rows_of(benchmark: Benchmark, *, quick: bool) -> Iterator[Row]:
 
 
 def main(*, only: str = "", quick: bool = False) -> None:
-    """Runs all, or those that are named, with commas between them."""
+    """Run all, or those that are named, with commas between them."""
     chosen = only.split(",") if only else [benchmark.name for benchmark in BENCHMARKS]
     unknown = set(chosen) - {benchmark.name for benchmark in BENCHMARKS}
     if unknown:

@@ -1,4 +1,4 @@
-"""Whether the number and the math reward tell the gold answers of GSM8K from wrong ones, and how fast.
+"""Accuracy and speed of the number and the math reward on gold and perturbed answers of GSM8K.
 
     python benchmarks/score_gsm8k.py                 # the rows that come with the repository
     python benchmarks/score_gsm8k.py FOLDER          # train.jsonl and test.jsonl of the whole set, 8792 rows
@@ -21,13 +21,13 @@ SAMPLES = 10_000
 
 
 def gold_answers(folder: Path) -> list[str]:
-    """The answers of train.jsonl and test.jsonl, solutions included."""
+    """Return the answers of train.jsonl and test.jsonl, solutions included."""
     files = [folder / "train.jsonl", folder / "test.jsonl"]
     return [json.loads(line)["answer"] for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def number_of(answer: str) -> Decimal:
-    """The number behind the marker, by other code than the rewards'."""
+    """Return the number after the marker, independently of the rewards' code."""
     return Decimal(answer.rpartition("####")[2].strip().replace(",", ""))
 
 
@@ -50,13 +50,13 @@ PERTURBED: dict[str, Callable[[Decimal], Decimal]] = {
 
 
 def perturbed(answer: str, change: Callable[[Decimal], Decimal], *, boxed: bool) -> str:
-    """The answer with another number, behind its marker or in a box."""
+    """Return the answer with another number, after its marker or in a box."""
     number = change(number_of(answer))
     return rf"So we get \boxed{{{number}}}." if boxed else f"{answer.rpartition('####')[0]}#### {number}"
 
 
 def share(reward: Reward, completions: Sequence[str], answers: Sequence[str], wanted: float) -> tuple[int, float]:
-    """How many completions get the wanted value, and the seconds it took."""
+    """Return the number of completions with the expected value, and the seconds."""
     begin = time.perf_counter()
     ids: list[Any] = [[]] * len(answers)
     values = reward([""] * len(answers), completions, completion_ids=ids, answer=answers)
@@ -64,7 +64,7 @@ def share(reward: Reward, completions: Sequence[str], answers: Sequence[str], wa
 
 
 def report(name: str, reward: Reward, answers: Sequence[str]) -> bool:
-    """Prints what a reward says; whether all of it is right."""
+    """Print what a reward says; whether all of it is right."""
     cases = [("gold", kind, [write(answer) for answer in answers], 1.0) for kind, write in GOLD.items()]
     for kind, change in PERTURBED.items():
         for boxed in (False, True):
@@ -80,7 +80,7 @@ def report(name: str, reward: Reward, answers: Sequence[str]) -> bool:
 
 
 def main(folder: str = str(BUNDLED)) -> None:
-    """Prints the table; exits with 1 if anything in it is wrong."""
+    """Print the table; exits with 1 if anything in it is wrong."""
     answers = gold_answers(Path(folder))
     right = [report("number", NumberMatch(), answers), report("math", MathMatch(), answers)]
     sys.exit(0 if all(right) else 1)

@@ -35,7 +35,7 @@ for server in servers:
 
 
 def main(number: int = 1000, servers: int = 4, group_size: int = 8, tokens: int = 32, rounds: int = 7) -> None:
-    """Prints the seconds of each round after the first.
+    """Print the seconds of each round after the first.
 
     Args:
         number: of requests, all sent together.

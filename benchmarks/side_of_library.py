@@ -1,6 +1,6 @@
 """The library's side of `against_trl.py`: GRPO through ``Trainer.fit`` with every metric and a CSV row for each step.
 
-It makes a step for each line that it reads, and writes what the step took as a line of JSON.
+Makes a step for each input line, and writes its measurements as a line of JSON.
 """
 
 import json
@@ -60,13 +60,13 @@ class TimedModule(RLLightningModule):
 
     @override
     def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
-        """Makes a rollout."""
+        """Make a rollout."""
         with self.phases.of("rollout"):
             super().on_train_batch_start(batch, batch_idx)
 
     @override
     def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:
-        """Makes an optimizer step."""
+        """Make an optimizer step."""
         with self.phases.of("update"):
             return super().training_step(batch, batch_idx)
 
@@ -81,7 +81,7 @@ class Steps(RLCallback):
         self.begin()
 
     def begin(self) -> None:
-        """Waits for a line; without one the run is over."""
+        """Wait for a line; without one the run is over."""
         if not sys.stdin.readline():
             raise SystemExit
         self.phases.take()
@@ -93,7 +93,7 @@ class Steps(RLCallback):
 
     @override
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-        """Writes what the step took."""
+        """Write what the step took."""
         whole = time.perf_counter() - self.wall, time.process_time() - self.cpu
         seconds = self.phases.take()
         rollout, generation = seconds.pop("rollout"), seconds["generation"]
@@ -104,7 +104,7 @@ class Steps(RLCallback):
 
 
 def main(cell: dict[str, Any]) -> None:
-    """Trains for as long as there are lines."""
+    """Train for as long as there are lines."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

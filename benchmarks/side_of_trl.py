@@ -1,7 +1,7 @@
 """TRL's side of `against_trl.py`: its GRPOTrainer, tuned, in an environment that has TRL and nothing of the library.
 
-It makes a step for each line that it reads, and writes what the step took as a line of JSON. Tuned means: the rollout
-in one batch that trains at once, float32, no activation checkpointing, nothing written.
+Makes a step for each input line, and writes its measurements as a line of JSON. Tuned means: one batch for the whole
+rollout, float32, no activation checkpointing, no logs.
 """
 
 import json
@@ -46,7 +46,7 @@ class TimedTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Makes a rollout and its gradient."""
+        """Make a rollout and its gradient."""
         with self.phases.of("training step"):
             return super().training_step(*arguments, **keywords)
 
@@ -65,30 +65,30 @@ class Steps(TrainerCallback):
         self.begin()
 
     def begin(self) -> None:
-        """Waits for a line; without one the run is over."""
+        """Wait for a line; without one the run is over."""
         if not sys.stdin.readline():
             raise SystemExit
         self.phases.take()
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def rewards(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        """The rewards; counts what was drawn."""
+        """Return the rewards, and count the sampled tokens."""
         self.drawn = sum(map(len, completion_ids))
         return rewards_by_place(completions)
 
     @override
     def on_pre_optimizer_step(self, *arguments: Any, **keywords: Any) -> None:
-        """Begins the optimizer's part of the update."""
+        """Begin the optimizer's part of the update."""
         self.before = time.perf_counter(), time.process_time()
 
     @override
     def on_optimizer_step(self, *arguments: Any, **keywords: Any) -> None:
-        """Ends it."""
+        """End it."""
         self.optimizer = time.perf_counter() - self.before[0], time.process_time() - self.before[1]
 
     @override
     def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
-        """Writes what the step took."""
+        """Write what the step took."""
         whole = time.perf_counter() - self.wall, time.process_time() - self.cpu
         seconds = self.phases.take()
         step, rollout, generation = (seconds[name] for name in ("training step", "rollout", "generation"))
@@ -102,7 +102,7 @@ class Steps(TrainerCallback):
 
 
 def main(cell: dict[str, Any]) -> None:
-    """Trains for as long as there are lines."""
+    """Train for as long as there are lines."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Sides of a comparison: processes that make a GRPO step each time they are told to, and say what it took."""
+"""Sides of a comparison: processes that make a GRPO step per request, and report its time."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ PHASES, WARM = ("generation", "scoring", "update", "other"), 2
 
 
 class Cell(NamedTuple):
-    """What a side does in a step."""
+    """Work of a step."""
 
     size: str
     lengths: Lengths
@@ -38,7 +38,7 @@ class Side:
         self.seconds = {name: Seconds([], []) for name in ("whole", *PHASES)}
 
     def step(self) -> None:
-        """Makes one and notes its seconds.
+        """Make one and notes its seconds.
 
         Raises:
             RuntimeError: if it ended, or worked on other tokens than it was to.
@@ -61,13 +61,13 @@ class Side:
             seconds.add(*(left if name == "other" else step[name]))
 
     def tail(self, name: str, rounds: int) -> Seconds:
-        """The last steps of a phase."""
+        """Return the last steps of a phase."""
         return self.seconds[name].tail(rounds)
 
 
 @contextmanager
 def side(python: Path, script: str, cell: Cell, *, corrections: bool = False) -> Iterator[Side]:
-    """Runs a side of a cell."""
+    """Run a side of a cell."""
     lengths = lengths_of(cell.lengths, cell.prompts * cell.group, cell.longest)
     options = json.dumps({**cell._asdict(), "corrections": corrections})
     command = [str(python), str(Path(__file__).with_name(script)), options]

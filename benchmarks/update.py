@@ -4,7 +4,7 @@
 
 256 rows of 16 prompt tokens and at most 64 of the response, in microbatches of 2,560 tokens: all of full length, of
 geometric lengths, or nine short ones to a full one. The bare loop reads the same layouts and measures nothing. A last
-variant has a prompt of its own for each row, in the place of one for the eight of a group. The model is that of the
+variant has a prompt per row instead of one per group of eight. The model is that of the
 quickstart: Qwen2, hidden 128, 4 layers, 0.86 M parameters, float32.
 """
 
@@ -36,7 +36,7 @@ Microbatches = tuple[Microbatch, ...]
 
 
 def model_1m() -> Qwen2ForCausalLM:
-    """The quickstart's architecture with random weights."""
+    """Return the quickstart's architecture with random weights."""
     torch.manual_seed(0)
     return Qwen2ForCausalLM(qwen2(SIZES["1M"]))
 
@@ -54,7 +54,7 @@ def random_rollout(kind: Lengths, rows: int, prompt: int = PROMPT) -> Rollout:
 
 
 def bare_update(model: Qwen2ForCausalLM, optimizer: AdamW, rollout: Rollout, microbatches: Microbatches) -> int:
-    """What a careful script does: PPO's clip, token mean, clipped norm, one fused step; returns the tokens."""
+    """Make an optimized plain step (PPO clip, token mean, clipped norm, fused step); return the number of tokens."""
     total, worked = int(rollout.valid_tokens.sum()), 0
     old, advantages = rollout.require("old_logprobs"), rollout.require("advantages")
     for microbatch in microbatches:
@@ -76,7 +76,7 @@ def bare_update(model: Qwen2ForCausalLM, optimizer: AdamW, rollout: Rollout, mic
 def stage_update(
     policy: PolicyModel, optimizer: AdamW, rollout: Rollout, microbatches: Microbatches, callbacks: list[RLCallback]
 ) -> int:
-    """The library's own update stage, every metric included; returns the tokens."""
+    """Run the library's update stage with every metric; return the number of tokens."""
     algorithm = Algorithm(
         loss=ClippedSurrogate(), advantages=GRPO(), reduction=token_mean, corrections=Corrections(callbacks)
     )
@@ -101,7 +101,7 @@ def _step(model: torch.nn.Module, optimizer: AdamW) -> None:
 
 
 def main(*, rounds: int = 7, threads: int = 1, quick: bool = False, prompt: int = PROMPT) -> None:
-    """Compares the three at each distribution of lengths."""
+    """Compare the three at each distribution of lengths."""
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     report = Report("update")
@@ -112,7 +112,7 @@ def main(*, rounds: int = 7, threads: int = 1, quick: bool = False, prompt: int 
     four: list[RLCallback] = [NoEOSMask(), OPSM(), RolloutKL(), TruncatedIS()]
     for kind in KINDS:
         rollout = random_rollout(kind, ROWS // 8 if quick else ROWS, prompt)
-        single = rollout.replace(groups=torch.arange(len(rollout)))  # a group of its own for each row
+        single = rollout.replace(groups=torch.arange(len(rollout)))  # one group per row
         apart = make_plan(single, minibatches=1, token_budget=BUDGET).step(0)
         microbatches = make_plan(rollout, minibatches=1, token_budget=BUDGET).step(0)
         variants = {

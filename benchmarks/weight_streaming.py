@@ -19,7 +19,7 @@ HEAD = ("strategy", "model", "own shard", "parameter", "fused", "FSDP unit", "st
 
 
 def main(vocabulary: int = 8192, width: int = 768, layers: int = 4, inner: int = 3072, ranks: int = 2) -> None:
-    """Prints one row for each strategy in MB, and fails if a bound is broken; by default a model of 200 MB."""
+    """Print one row for each strategy in MB, and fails if a bound is broken; by default a model of 200 MB."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from kit import streaming_memory  # ranks on loopback are the tests'
     from kit.ranks import run_ranks

@@ -20,7 +20,7 @@ from lightning_rl import TransformersEngine
 
 
 def sync(engine: TransformersEngine, policy: PreTrainedModel, copy: PreTrainedModel) -> int:
-    """A sync of all weights after the policy has moved; returns the bytes that have arrived."""
+    """Change the policy and sync all weights; return the number of received bytes."""
     engine.load_weights(((name, weight.detach()) for name, weight in policy.named_parameters()), 0)
     pairs = zip(policy.parameters(), copy.parameters(), strict=True)
     return sum(new.nbytes for new, old in pairs if old.flatten()[-1] == new.flatten()[-1])
@@ -34,7 +34,7 @@ def bare(source: torch.Tensor, target: torch.Tensor) -> int:
 def main(
     *, width: int = 1024, layers: int = 12, vocabulary: int = 32_768, rounds: int = MIN_ROUNDS, quick: bool = False
 ) -> None:
-    """Compares the two; by default 0.75 GB in float32."""
+    """Compare the two; by default 0.75 GB in float32."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     width, layers = (64, 2) if quick else (width, layers)

@@ -2,7 +2,7 @@
 
     .venv-vllm/bin/python benchmarks/weight_transfer.py
 
-Both take turns on the same server (``lightning-rl serve``, on a CPU), each with a client of its own for every push. The
+Both take turns on the same server (``lightning-rl serve``, on a CPU), with a new client for every push. The
 first push of a client makes the group, or warms the page cache; the second one is measured, from the trainer's first
 tensor to the server's last call. CPU seconds are those of the trainer and of all processes of the server. The scores of
 a row are compared with the trainer's after each push. Where vLLM is not installed nothing is measured.
@@ -33,7 +33,7 @@ TRANSFERS = ("file", "broadcast")
 def main(
     pushes: int = 4, width: int = 512, layers: int = 8, vocabulary: int = 8192, storage: Path | None = None
 ) -> None:
-    """Prints medians and the ratio to the file.
+    """Print medians and the ratio to the file.
 
     Args:
         pushes: that are measured, by each way.

@@ -1,6 +1,6 @@
-"""What benchmarks work on: models with random weights, prompts, lengths of responses; and a clock for phases.
+"""Workloads of benchmarks: models with random weights, prompts, response lengths; and a clock for phases.
 
-It imports torch and transformers alone, so that it says the same in an environment of another trainer.
+Imports only torch and transformers, so that it runs in the environment of another trainer.
 """
 
 import time
@@ -38,7 +38,7 @@ SIZES = {
 
 
 def qwen2(size: Size, vocabulary: int = VOCABULARY) -> Qwen2Config:
-    """The architecture of the quickstart at a size; with ``1M`` and 16 words it has 0.86 M parameters."""
+    """Return the architecture of the quickstart at a size; with ``1M`` and 16 words it has 0.86 M parameters."""
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=size.width,
@@ -54,7 +54,7 @@ def qwen2(size: Size, vocabulary: int = VOCABULARY) -> Qwen2Config:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """A tokenizer with a word for each id."""
+    """Return a tokenizer with one word per id."""
     names = ["<pad>", "<eos>", *"abcdefghijklmn"]
     tokenizer = Tokenizer(WordLevel({name: place for place, name in enumerate(names)}))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -95,7 +95,7 @@ class ScriptedLengths(LogitsProcessor):
         self.lengths, self.prompt = torch.tensor(lengths), prompt
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores of the next token."""
+        """Score of the next token."""
         ends = self.lengths == input_ids.shape[1] - self.prompt + 1
         scores = scores.masked_fill(ends[:, None], -torch.inf)
         scores[:, EOS] = torch.where(ends, 0.0, -torch.inf)
@@ -110,7 +110,7 @@ class Phases:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Adds what runs within to a phase."""
+        """Add what runs within to a phase."""
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
@@ -119,6 +119,6 @@ class Phases:
             self.seconds[name] = before[0] + time.perf_counter() - wall, before[1] + time.process_time() - cpu
 
     def take(self) -> dict[str, tuple[float, float]]:
-        """What has come together since the last call."""
+        """Return wall and CPU seconds per phase since the last call."""
         seconds, self.seconds = self.seconds, {}
         return seconds

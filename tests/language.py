@@ -13,9 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # fmt: off
 CHECKED = (
+    "CONTRIBUTING.md",
     "README.md",
     "docs",
+    "SECURITY.md",
+    "benchmarks",
     "callbacks",
+    "launch",
     "lightning_rl/__init__.py",
     "lightning_rl/__main__.py",
     "lightning_rl/advantages",
