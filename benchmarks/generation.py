@@ -24,7 +24,7 @@ from workload import EOS, PAD, PROMPT, ScriptedLengths
 
 from lightning_rl import Engine, Sampling, TransformersEngine, VLLMEngine
 from lightning_rl.generation import Request
-from lightning_rl.generation.cache import KVCache
+from lightning_rl.generation.cache import KVCache, cache_argument
 
 LONGEST, VOCABULARY, COMPACT_BELOW = 512, 512, 0.75
 Generate = Callable[[Sequence[Request]], int]
@@ -89,11 +89,11 @@ def by_generate(model: PreTrainedModel, requests: Sequence[Request]) -> int:
 def forward_alone(model: PreTrainedModel, requests: Sequence[Request]) -> int:
     """Run the forwards of a decode that drops rows as the embedded engine does; return the number of tokens."""
     left = torch.tensor([request.sampling.max_new_tokens for request in requests])
-    cache = KVCache(model.config, PROMPT + int(left.max()))
+    cache, name = KVCache(model.config, PROMPT + int(left.max())), cache_argument(model)
     ids = torch.tensor([request.prefix_ids for request in requests])
     places, tokens = torch.arange(PROMPT).expand_as(ids), 0
     while True:
-        model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, position_ids=places, use_cache=True, logits_to_keep=1, **{name: cache})
         tokens, left = tokens + int((left > 0).sum()), left - 1
         alive = left > 0
         if not alive.any():

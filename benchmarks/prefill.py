@@ -25,6 +25,7 @@ import trail_task
 from lightning_rl import Finish, Sampling, TransformersEngine
 from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, converse
 from lightning_rl.generation import Request
+from lightning_rl.generation.cache import cache_argument
 
 PREFIXES, ROWS, PROMPTS, TURNS, TOKENS, RUNS = (64, 128, 256, 512), 64, 8, 8, 8, 3
 
@@ -106,13 +107,13 @@ def measure(name: str, model: PreTrainedModel, make: Any) -> None:
 def bits(model: PreTrainedModel, length: int, rows: int = 16) -> tuple[int, float]:
     """Of how many rows a kept cache gives the same log-probabilities, and by how much they differ at most."""
     ids = torch.randint(2, len(trail_task.WORDS), (rows, length), generator=torch.Generator().manual_seed(0))
-    kept, fresh = (DynamicCache(config=model.config) for _ in range(2))
+    kept, fresh = ({cache_argument(model): DynamicCache(config=model.config), "use_cache": True} for _ in range(2))
     last = 2 * TOKENS + 1  # what was drawn in the turn before, token by token, and what was said
-    model(input_ids=ids[:, :-last], past_key_values=kept, use_cache=True)
+    model(input_ids=ids[:, :-last], **kept)
     for place in range(length - last, length - TOKENS - 1):
-        model(input_ids=ids[:, place : place + 1], past_key_values=kept, use_cache=True)
-    behind = model(input_ids=ids[:, -TOKENS - 1 :], past_key_values=kept, use_cache=True).logits[:, -1].log_softmax(-1)
-    whole = model(input_ids=ids, past_key_values=fresh, use_cache=True, logits_to_keep=1).logits[:, -1].log_softmax(-1)
+        model(input_ids=ids[:, place : place + 1], **kept)
+    behind = model(input_ids=ids[:, -TOKENS - 1 :], **kept).logits[:, -1].log_softmax(-1)
+    whole = model(input_ids=ids, logits_to_keep=1, **fresh).logits[:, -1].log_softmax(-1)
     return int((behind == whole).all(-1).sum()), float((behind - whole).abs().max())
 
 

@@ -1,14 +1,31 @@
 """KV cache in preallocated memory, so that appending a token copies only that token."""
 
+import inspect
 from typing import Any, cast
 
 from jaxtyping import Float, Int
 from torch import LongTensor, Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from typing_extensions import override
 
 GROWTH = 1.5  # factor of a full buffer's next size, so that n tokens cost O(n) copies
+ARGUMENTS = ("cache", "past_key_values")  # transformers 5.24 renamed the second to the first
+VLLM_DRAWS = "pass engine=VLLMEngine()"
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name under which the forward of a model takes its cache.
+
+    Raises:
+        ValueError: If it takes none.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    for name in ARGUMENTS:
+        if name in parameters:
+            return name
+    names = " or ".join(ARGUMENTS)
+    raise ValueError(f"expected a model whose forward takes {names}, got {type(model).__name__}: {VLLM_DRAWS}")
 
 
 class KVCache(DynamicCache):

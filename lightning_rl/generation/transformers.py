@@ -4,7 +4,6 @@ Each distinct prompt is prefilled once, finished rows leave the batch, and each 
 own generator (inverse CDF), so a sample does not depend on its batch.
 """
 
-import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.arguments import check_counts
-from lightning_rl.generation.cache import KVCache
+from lightning_rl.generation.cache import VLLM_DRAWS, KVCache, cache_argument
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.extras import DecodeExtras
 from lightning_rl.generation.sampling import RowFilters, Sampling, in_units
@@ -28,7 +27,6 @@ from lightning_rl.policy.model import carries_state
 from lightning_rl.policy.text_model import has_towers
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
 
-VLLM_DRAWS = "pass engine=VLLMEngine()"
 COMPACT_BELOW = 0.75  # share of live rows below which finished rows are dropped; 0.5 to 0.9 measure the same
 
 
@@ -68,8 +66,7 @@ class TransformersEngine(Engine):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
-            raise ValueError(f"expected a model with past_key_values, got {type(model).__name__}: {VLLM_DRAWS}")
+        cache_argument(model)  # or it cannot decode
         self._model, self._tokenizer, self.dtype = model, tokenizer, model.dtype
         self._unproven = carries_state(model) or has_towers(model.config)
 
@@ -214,6 +211,7 @@ class _Decode:
     ) -> None:
         self.model, self.tokenizer, self.requests, self.version = model, tokenizer, requests, version
         self.extras = extras
+        self.cache_argument = cache_argument(model)
         samplings = [request.sampling for request in requests]
         device, max_tokens = model.device, extras.shape[1]
         self.tokens = torch.zeros(extras.shape, dtype=torch.int64, device=device)
@@ -281,9 +279,9 @@ class _Decode:
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self.cache_argument: cache},
         )
         return output.logits[:, -1]
 

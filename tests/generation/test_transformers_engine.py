@@ -1,5 +1,6 @@
 """The embedded engine: what it samples, with which probability, in which batches, and when it stops."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl import Finish, TransformersEngine
 from lightning_rl.generation import Completion, Request, transformers
+from lightning_rl.generation.cache import cache_argument
 from lightning_rl.policy import PolicyModel
 
 PROMPTS = [(2,), (3, 4, 5, 6, 7), (8, 9), (3, 4, 5, 6, 7), (2,), (10, 11, 12)]
@@ -108,8 +110,25 @@ def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw() -> Non
 
 
 def test_a_model_with_a_cache_of_another_kind_is_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match="expected a model with past_key_values, got MambaForCausalLM: draw with"):
-        start_engine(tiny_model("mamba", dtype=torch.float32))
+    expected = "expected a model whose forward takes cache or past_key_values, got RwkvForCausalLM: draw with"
+    with pytest.raises(ValueError, match=expected):
+        start_engine(tiny_model("rwkv", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_forward_gets_the_cache_under_the_name_that_it_takes(name: str) -> None:
+    """The argument was renamed in transformers 5.24: models outside of it may keep the old name."""
+    model = tiny_policy()
+    family, native = type(model), cache_argument(model)
+
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        return family.forward(self, *args, **{native if key == name else key: value for key, value in given.items()})
+
+    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    forward.__signature__ = inspect.Signature([parameter])  # pyright: ignore[reportFunctionMemberAccess]
+    expected = draw(model, requests_for(PROMPTS))
+    model.__class__ = type("Renamed", (family,), {"forward": forward})
+    assert what(draw(model, requests_for(PROMPTS))) == what(expected)
 
 
 def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_max_rows() -> None:
