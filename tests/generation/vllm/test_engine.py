@@ -64,11 +64,11 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     for name, value in versions.ENVIRONMENT.items():  # which stay
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(import_module("torch._inductor.config"), "compile_threads", 7)
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(2)
-    yield
+    with import_module("torch._inductor.config").patch(compile_threads=7):  # monkeypatch would delete it
+        yield
     torch.set_float32_matmul_precision(before[0])
     torch.set_num_threads(before[1])
 

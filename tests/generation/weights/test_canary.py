@@ -156,7 +156,7 @@ AttentionInterface.register("tf32", attend_in_tf32)
 AttentionMaskInterface.register("tf32", sdpa_mask)
 
 
-def rounded_run(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Watched:
+def rounded_run(kind: str, seed: int, request: pytest.FixtureRequest) -> Watched:
     """A policy far from uniform, and an engine whose products are rounded, by itself or by PyTorch's setting."""
     run = Watched(tiny_model("qwen2", seed, dtype=torch.float32, initializer_range=0.15))
     model: Any = run.engine._model  # noqa: SLF001
@@ -164,19 +164,22 @@ def rounded_run(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> Watche
     if kind == "vllm on a gpu":
         run.engine.allows_tf32 = True
         return run
-    products: Any = torch.backends.mkldnn
-    monkeypatch.setattr(products.matmul, "fp32_precision", "tf32")
+    matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    request.addfinalizer(
+        partial(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+    )  # monkeypatch would delete it
+    matmul.fp32_precision = "tf32"
     for linear in model.modules():
         if isinstance(linear, nn.Linear):
             rounded = partial(lambda linear, x: nn.functional.linear(tf32(x), tf32(linear.weight), linear.bias), linear)
-            monkeypatch.setattr(linear, "forward", rounded)
+            linear.forward = rounded  # pyright: ignore[reportAttributeAccessIssue]
     return run
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["vllm on a gpu", "set_float32_matmul_precision"])
-def test_tf32_is_rounding_and_faults_are_still_found(kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = rounded_run(kind, seed, monkeypatch)
+def test_tf32_is_rounding_and_faults_are_still_found(kind: str, seed: int, request: pytest.FixtureRequest) -> None:
+    run = rounded_run(kind, seed, request)
     name = f"model.layers.1.{'self_attn.q' if seed % 2 else 'mlp.down'}_proj.weight"
     wrong = {name: torch.zeros_like(run.model.get_parameter(name))}
     with pytest.raises(
