@@ -83,6 +83,7 @@ NAMES = {
         "LLMEngine.remove_lora(lora_id)",
     ),
     "v1/executor/uniproc_executor.py": ("ExecutorWithExternalLauncher",),
+    "v1/worker/gpu/model_runner.py": ("GPUModelRunner.reload_weights(weights_iterator)", "GPUModelRunner.get_model()"),
     "v1/worker/gpu_model_runner.py": ("GPUModelRunner.reload_weights(weights_iterator)", "GPUModelRunner.get_model()"),
     "v1/worker/gpu_worker.py": ("Worker.reload_weights()",),
     "v1/worker/worker_base.py": ("WorkerWrapperBase",),
