@@ -264,8 +264,8 @@ def test_what_no_message_can_follow_is_said_with_the_reason() -> None:
     ]
     assert facts(found(module_of(tokenizer=templated(FORGETFUL))), "template")[:2] == [
         "messages that can follow an answer: none",
-        "user messages cannot follow an answer: the template does not write the text of an answer: it has to write each "
-        "message's content",
+        "user messages cannot follow an answer: the template does not write the text of an answer: it has to write "
+        "each message's content",
     ]
     assert facts(found(module_of(tokenizer=tiny_tokenizer())), "template") == []
 
