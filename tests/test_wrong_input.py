@@ -544,12 +544,12 @@ DATA: dict[str, Case] = {
     ),
     "question": (
         prompts([{"question": "a"}]),
-        r'got none in prompt 0, which has "question": say .*columns=\{"prompt": ',
+        r'got none in prompt 0, which has "question": name .*columns=\{"prompt": ',
     ),
     "empty": (prompts([]), "expected at least one prompt, got none"),
     "column-number": (
         prompts([{"prompt": [2], 3: "x"}]),
-        r"expected names of columns to be strings, .* got \[3\] in prompt 0: rename it in the data",
+        r"expected column names to be strings, .* got \[3\] in prompt 0: rename them in the data",
     ),
     "column-reserved": (
         prompts([{"prompt": [2], "completion_ids": [7]}]),
@@ -720,7 +720,7 @@ def test_a_reference_that_nothing_reads_is_said() -> None:
 
 
 WRONG_ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "number-as-column": ([{"prompt": [2], 3: "x"}], {}, "names of columns to be strings, .* got .3. in prompt 0"),
+    "number-as-column": ([{"prompt": [2], 3: "x"}], {}, "column names to be strings, .* got .3. in prompt 0"),
     "prompt-and-messages": (
         [{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}],
         {},
@@ -735,7 +735,7 @@ WRONG_ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "column-for-column": (
         [{"prompt": "a", "answer": "b"}],
         {"columns": {"answer": "prompt"}},
-        'got none in .*, which has "answer": say',
+        'got none in .*, which has "answer": name',
     ),
 }
 
