@@ -143,7 +143,8 @@ def test_1_08_values_are_never_divided_by_the_temperature() -> None:
     model = tiny_policy()
     policy = PolicyModel(model, model, temperature=0.5, packed=True)
     assert policy.value_head is not None
-    policy.critic = Counting()
+    stub: Any = Counting()
+    policy.critic = stub
     policy.value_head.weight.data = torch.eye(32)[:1]
     rows = rollout_of([0.0], [[1, 1]], prompt_ids=[[2, 3]], prompt_lengths=[2])
     assert policy(pack(rows)).values.tolist() == [[2.0, 3.0]]
