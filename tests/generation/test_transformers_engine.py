@@ -101,11 +101,18 @@ def test_layers_that_carry_a_state_draw_as_teacher_forcing(family: str) -> None:
     check_log_probabilities(model)
 
 
-def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw() -> None:
+def test_rounding_of_mixed_precision_is_not_taken_for_a_wrong_state() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 4096}
+    model = tiny_model("qwen3_5_text", dtype=torch.float32, initializer_range=0.1, **sizes)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(draw(model, requests_for(PROMPTS))) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bf16-mixed"])
+def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw(mixed: bool) -> None:
     model = tiny_model("recurrent_gemma", dtype=torch.float32)
-    with pytest.raises(
-        ValueError, match="RecurrentGemmaForCausalLM to give the same log-probabilities with a KV cache"
-    ):
+    refusal = "RecurrentGemmaForCausalLM to give the same log-probabilities with a KV cache"
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed), pytest.raises(ValueError, match=refusal):
         draw(model, requests_for(PROMPTS))
 
 
