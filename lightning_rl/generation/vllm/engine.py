@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
+from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.distributed import process_count
 from lightning_rl.generation.engine import (
     Capabilities,
@@ -95,7 +95,15 @@ class VLLMEngine(Engine):
             raise ValueError(f"expected no {refused[0]}, because VLLMEngine sets it itself")
         if lora not in ("merged", "adapter"):
             raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
-        check_numbers(above=0, at_most=1, optional=True, gpu_memory_utilization=options.get("gpu_memory_utilization"))
+        if "enable_sleep_mode" in options:
+            raise ValueError(f"expected no enable_sleep_mode: pass sleeps={options['enable_sleep_mode']!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"expected dtype to be a floating dtype of torch, such as torch.bfloat16, got {dtype!r}")
+        check_numbers(above=0, at_most=1, gpu_memory_utilization=options.get("gpu_memory_utilization", GPU_SHARE))
+        check_counts(1, optional=True, max_model_len=max_model_len)
+        check_counts(1, tensor_parallel_size=options.get("tensor_parallel_size", 1))
+        if sleeps is not None:
+            check_bools(sleeps=sleeps)
         self.options = options
         self.max_model_len = max_model_len
         self.dtype = self._dtype = dtype

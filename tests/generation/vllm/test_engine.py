@@ -57,6 +57,25 @@ def test_a_dtype_of_the_user_s_own_stands(gpu: FakeVLLM) -> None:
     assert [built.dtype for built in gpu.built] == [torch.float32]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"gpu_memory_utilization": None}, r"gpu_memory_utilization in \(0, 1\], got None"),
+        ({"enable_sleep_mode": False}, "no enable_sleep_mode: pass sleeps=False"),
+        ({"dtype": "float16"}, "dtype to be a floating dtype of torch, such as torch.bfloat16, got 'float16'"),
+        ({"dtype": torch.int8}, "dtype to be a floating dtype of torch, such as torch.bfloat16, got torch.int8"),
+        ({"max_model_len": 0}, "max_model_len to be a whole number above 0 or None, got 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size to be a whole number above 0, got 0"),
+        ({"sleeps": "yes"}, "sleeps to be True or False, got 'yes'"),
+    ],
+)
+def test_options_that_would_fail_at_the_first_sync_or_mean_nothing_are_refused(
+    options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^expected {expected}"):
+        VLLMEngine(**options)
+
+
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A trainer's process that differs in everything from the one that vLLM leaves behind."""
