@@ -18,6 +18,14 @@ CONTEXT = GIB  # CUDA context, workspaces, NCCL buffers; an allowance, not measu
 ENGINE_CONTEXT = GIB  # profile run and CUDA graphs of vLLM, which stay in sleep; an allowance, not measured
 IN_FLIGHT = 0.25  # gradients inside a layer in the backward, as a share of its saved activations; measured
 
+FEED_FORWARD_NAMES = (
+    "intermediate_size",
+    "n_inner",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "decoder_ffn_dim",
+)  # in transformers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSizes:
@@ -59,7 +67,7 @@ class LayerSizes:
             hidden=hidden,
             query=query,
             key_value=key_value,
-            feed_forward=expert_size or config.intermediate_size,
+            feed_forward=expert_size or _feed_forward_size(config) or 4 * hidden,
             norms=norms * hidden + head_norms * (query + key_value),
             head=head,
             experts=experts,
@@ -95,6 +103,13 @@ class LayerSizes:
     def cache(self, *, layers: int, itemsize: float) -> float:
         """Count the bytes per token of the keys and values of all layers."""
         return 2 * layers * self.key_value * itemsize
+
+
+def _feed_forward_size(config: Any) -> int | None:
+    """Return the largest size between the matrices of a feed-forward; None if it is four times the hidden size."""
+    sizes = [getattr(config, name, None) for name in FEED_FORWARD_NAMES]
+    size = next((size for size in sizes if size), None)
+    return max(size) if isinstance(size, list | tuple) else size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

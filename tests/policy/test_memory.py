@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,15 @@ from kit.streaming_memory import peaks
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    GPT2Config,
+    MambaConfig,
+    OPTConfig,
+)
 
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.logprobs import chunk_elements
@@ -183,6 +192,22 @@ def test_a_layer_in_numbers() -> None:
 def test_a_model_without_attention_has_sizes() -> None:
     """Mamba's configuration knows no heads."""
     assert LayerSizes.of(MambaConfig(hidden_size=8, expand=2)).feed_forward == 16
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (GPT2Config(n_embd=64), 256),
+        (GPT2Config(n_embd=64, n_inner=96), 96),
+        (OPTConfig(hidden_size=64, num_attention_heads=4, ffn_dim=160), 160),
+        (BloomConfig(hidden_size=64, n_head=4), 256),
+        (FalconConfig(hidden_size=64, num_attention_heads=4), 256),
+        (SimpleNamespace(hidden_size=64, num_attention_heads=4, intermediate_size=[96, 128]), 128),
+    ],
+)
+def test_every_name_of_the_size_of_a_feed_forward_is_known(config: Any, size: int) -> None:
+    sizes = LayerSizes.of(config)
+    assert sizes.feed_forward == size and sizes.activations(compute=2, residual=4) > 0
 
 
 def test_the_head_in_numbers() -> None:
