@@ -5,7 +5,7 @@ Activations are those that autograd saves in the layers of transformers; tests c
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from torch import Tensor
@@ -58,6 +58,10 @@ class LayerSizes:
             norms: number of norms of hidden states in a layer.
             head_norms: True if queries and keys have norms too.
         """
+        if getattr(config, "is_heterogeneous", False):  # Gemma 4: the mean of its layers
+            layers = [config.per_layer_config[number] for number in range(config.num_hidden_layers)]
+            sizes = [asdict(cls.of(layer, norms=norms, head_norms=head_norms)) for layer in layers]
+            return cls(**{name: round(sum(layer[name] for layer in sizes) / len(sizes)) for name in sizes[0]})
         heads, hidden = getattr(config, "num_attention_heads", None) or 1, config.hidden_size  # Mamba has no heads
         head = getattr(config, "head_dim", None) or hidden // heads
         query, key_value = head * heads, head * (getattr(config, "num_key_value_heads", None) or heads)

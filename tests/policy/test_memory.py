@@ -210,6 +210,13 @@ def test_every_name_of_the_size_of_a_feed_forward_is_known(config: Any, size: in
     assert sizes.feed_forward == size and sizes.activations(compute=2, residual=4) > 0
 
 
+def test_layers_of_several_sizes_have_the_mean_of_them() -> None:
+    kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    config = AutoConfig.for_model("gemma4_text", num_hidden_layers=4, layer_types=kinds)
+    layer = LayerSizes.of(config)
+    assert layer.head == (3 * 256 + 512) / 4 and layer.query == 8 * layer.head and layer.key_value == 4 * layer.head
+
+
 def test_the_head_in_numbers() -> None:
     """Logits and their half-precision copy; sum, product and cast of the gradient; a copy of the matrix."""
     assert head_bytes(entries=100, chunk=7, operand=4, weight=4) == 7 * 4 + 100 * 4
