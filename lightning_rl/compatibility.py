@@ -119,22 +119,22 @@ def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per
         _warn_of_dead_knobs(algorithm.corrections)
 
 
-def extras_to_select(corrections: Corrections, engine: Engine, sampling: Sampling) -> frozenset[str]:
-    """Return the extras that the engine has to record per token.
-
-    Raises:
-        ValueError: If the engine cannot record one of them.
-    """
+def needed_extras(corrections: Corrections, sampling: Sampling) -> dict[str, str]:
+    """Return the extras that a run needs of each token, with the name of the user of each."""
     needed = {name: type(callback).__name__ for callback in corrections.callbacks for name in callback.records}
     if sampling.filters:
         needed[SAMPLING_MASK] = f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}"
-    for name, who in needed.items():
+    return needed
+
+
+def check_extras(corrections: Corrections, engine: Engine, sampling: Sampling) -> None:
+    """Raise ValueError if the engine cannot record an extra that training needs."""
+    for name, who in needed_extras(corrections, sampling).items():
         if name not in engine.capabilities.extras:
             raise ValueError(
                 f'{who} needs "{name}" of every token, which {type(engine).__name__} does not record: use '
                 f"engine=TransformersEngine(), or remove it"
             )
-    return frozenset(needed)
 
 
 def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:

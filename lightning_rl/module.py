@@ -422,12 +422,13 @@ class RLLightningModule(LightningModule):
         steps, engine = self.steps_per_rollout, self.engine
         compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
         self.run.needs = compatibility.needs(self.algorithm, steps_per_rollout=steps)
-        engine.select_extras(frozenset())
+        needed = compatibility.needed_extras(corrections, self.sampling)
+        engine.select_extras(engine.capabilities.extras & needed.keys())  # in each stage, so that stages share a vLLM
         if stage == "fit":
             self.rewards.check_weights()
             self._limit_validation()
             compatibility.check_reference(self.sources["reference"], self.run.needs)
-            engine.select_extras(compatibility.extras_to_select(corrections, engine, self.sampling))
+            compatibility.check_extras(corrections, engine, self.sampling)
             staleness = self.max_staleness
             compatibility.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
             compatibility.check_sizes(

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch.optim import AdamW
 from typing_extensions import override
 
-from lightning_rl import Rollout, VLLMEngine
+from lightning_rl import Rollout, Sampling, VLLMEngine
 from lightning_rl.generation import EngineState
 from lightning_rl.generation.vllm import versions
 from lightning_rl.policy import memory
@@ -140,8 +140,11 @@ def test_a_gpu_that_vllm_would_not_take_is_refused_with_the_cure(monkeypatch: py
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")  # Lightning sees vLLM's group
-def test_stages_of_trainers_share_an_engine_which_sleeps_between_them(gpu: FakeVLLM) -> None:
-    module, data = tiny_module(engine=VLLMEngine()), tiny_prompts(8, 4, validation=[[2, 3], [5]])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filtered"])
+def test_stages_of_trainers_share_an_engine_which_sleeps_between_them(filters: dict[str, Any], gpu: FakeVLLM) -> None:
+    sampling = Sampling(max_new_tokens=4, **filters)
+    module = tiny_module(engine=VLLMEngine(), sampling=sampling)
+    data = tiny_prompts(8, 4, validation=[[2, 3], [5]])
     described: list[Any] = []
     for _ in range(2):
         trainer = a_trainer()
