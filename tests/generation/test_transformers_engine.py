@@ -117,7 +117,7 @@ def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw(mixed: b
 
 
 def test_a_model_with_a_cache_of_another_kind_is_refused_at_the_start() -> None:
-    expected = "expected a model whose forward takes cache or past_key_values, got RwkvForCausalLM: draw with"
+    expected = "expected a model whose forward takes cache or past_key_values, got RwkvForCausalLM: pass engine="
     with pytest.raises(ValueError, match=expected):
         start_engine(tiny_model("rwkv", dtype=torch.float32))
 
