@@ -273,7 +273,7 @@ def test_the_command_writes_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr()
     assert said.out == recipe.read_text()
     assert said.err == f"{recipe}: 1 notes in its docstring; check with: lightning-rl doctor {recipe}\n"
-    with pytest.raises(SystemExit, match="expected another file"):
+    with pytest.raises(SystemExit, match="expected a file to write to"):
         main(["from-trl", str(path), "--output", str(path)])
 
 
