@@ -256,7 +256,7 @@ def test_weights_that_come_between_two_turns_are_refused_by_an_engine_that_takes
         @override
         def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
             with pytest.raises(
-                RuntimeError, match=r"conversations to have ended before FakeEngine .* got version 1 in"
+                RuntimeError, match=r"conversations to have ended before FakeEngine .* got version 1 during"
             ):
                 engine.load_weights([], 1)
             return super().step(token_ids, finish)
@@ -338,7 +338,7 @@ def test_a_turn_that_cannot_be_believed_aborts_its_sample_and_no_other(order: in
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_many_turns_that_cannot_be_believed_are_the_engine_whatever_the_order(order: int) -> None:
-    message = r"got a log-probability of nan at position 1 for sample 2 \(turn 1, .* and 6 of 21 like it"
+    message = r"got a log-probability of nan at position 1 for sample 2 \(turn 1, .* and 6 of 21 samples are faulty"
     with pytest.raises(EngineError, match=message):
         answered(nan_for(2, 3, 6, 7, 10, 11), openings()[::order])
 
