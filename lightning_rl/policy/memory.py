@@ -240,7 +240,7 @@ class EngineRoom:
         if self.smallest <= self.largest:
             return f"pass gpu_memory_utilization={self.largest:g} to VLLMEngine"
         return (
-            f"vLLM starts with gpu_memory_utilization={self.smallest:g}, and {max(self.largest, 0):g} is left: take "
+            f"vLLM needs {self.smallest:.0%} of the device, and {max(self.largest, 0):.0%} is left: take "
             'more devices and strategy="fsdp2", LoRA, a smaller max_model_len, or VLLMServerEngine on other devices'
         )
 

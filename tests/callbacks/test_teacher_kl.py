@@ -198,7 +198,9 @@ def test_two_sources_of_log_probabilities_are_refused() -> None:
     rollout = rollout_of([0.0], [[1]])
     twice = TeacherKL(tiny_policy, as_loss=True)
     fit(tiny_module(), callbacks=[twice], max_steps=1)
-    with pytest.raises(ValueError, match='"token_extras/teacher_logprobs" from one callback, got a second one from teacher_kl'):
+    with pytest.raises(
+        ValueError, match='"token_extras/teacher_logprobs" from one callback, got a second one from teacher_kl'
+    ):
         Corrections([server, twice]).provide(rollout)
 
 
@@ -234,7 +236,9 @@ def test_options_out_of_range_are_refused(options: dict[str, Any], message: str)
 
 
 def test_scalar_estimators_are_sent_to_the_loss_form() -> None:
-    with pytest.raises(ValueError, match=r'TeacherKL returns .* advantages="grpo" .* use TeacherKL\(as_loss=True\), or'):
+    with pytest.raises(
+        ValueError, match=r'TeacherKL returns .* advantages="grpo" .* use TeacherKL\(as_loss=True\), or'
+    ):
         fit(tiny_module(rewards=parity_reward), callbacks=[TeacherKL(tiny_policy)])
 
 

@@ -329,7 +329,7 @@ def test_memory_follows_the_options() -> None:
     assert plain.optimizer == 0
     assert plan_of(callbacks=[ReferenceKL(as_loss=True)]).reference == plain.weights
     assert plan_of(activation_checkpointing=True).activations < plain.activations
-    assert plan_of(token_budget=8192).activations > plain.activations
+    assert plan_of(token_budget=64).activations < plain.activations
     mixed = plan_of(precision="bf16-mixed")
     assert mixed.weights == plain.weights
     assert mixed.engine == 3 / 4 * plain.engine  # rotary embeddings make float32 of keys
@@ -338,6 +338,13 @@ def test_memory_follows_the_options() -> None:
 
 def test_a_row_beyond_the_token_budget_counts() -> None:
     assert plan_of(token_budget=1).activations == plan_of(token_budget=35).activations < plan_of().activations
+
+
+def test_a_token_budget_beyond_the_minibatch_counts_the_minibatch() -> None:
+    rows = 16
+    assert plan_of(token_budget=rows * 35).activations == plan_of(token_budget=10**6).activations
+    assert plan_of(token_budget=rows * 35 - 1).activations < plan_of(token_budget=10**6).activations
+    assert plan_of(token_budget=10**6, minibatches=2).activations == plan_of(token_budget=rows * 35 // 2).activations
 
 
 def test_a_rollout_that_is_generated_meanwhile_lies_beside_the_update() -> None:

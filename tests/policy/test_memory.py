@@ -238,7 +238,7 @@ def test_the_share_of_an_engine_is_what_the_trainer_leaves() -> None:
 def test_a_device_without_room_for_an_engine_gets_other_advice() -> None:
     room = EngineRoom(total=80e9, resident=12 * 7.6e9, weights=2 * 7.6e9, cache=2e9)
     assert room.largest < 0 < room.smallest
-    assert room.cure.startswith("vLLM starts with gpu_memory_utilization=0.23, and 0 is left: take more devices")
+    assert room.cure.startswith("vLLM needs 23% of the device, and 0% is left: take more devices")
 
 
 def test_phases_add_up_what_lies_there_together() -> None:

@@ -130,7 +130,10 @@ def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None)
 
 def _activations(module: RLLightningModule, max_prompt_length: int) -> Activations:
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
-    tokens = max(module.token_budget, max_prompt_length + module.sampling.max_new_tokens)
+    longest = max_prompt_length + module.sampling.max_new_tokens
+    rows = module.prompt_stream.prompts_per_rollout * module.group_size // (module.minibatches * module.parallel.ranks)
+    most = module.token_budget if module.environments else min(module.token_budget, rows * longest)
+    tokens = max(longest, most)  # conversations may begin with more tokens than the prompts of the data
     text: Any = policy.model.config.get_text_config()
     itemsize, adapted = min(policy.model.dtype.itemsize, residual), bool(adapters_of(policy.model))
     head = head_bytes(
