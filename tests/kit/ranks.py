@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
 from typing_extensions import override
 
+from kit.forks import PATH, Fork
 from lightning_rl import FSDP2Strategy
 
 TIMEOUT = timedelta(seconds=120)
@@ -83,19 +82,16 @@ def run_ranks(script: str | Path, ranks: int, *arguments: str | Path, timeout: f
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "tests", "DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0",
-        "PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parents[2]}",
+        "PYTHONPATH": PATH,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [open(Path(folder) / str(rank), "w+") for rank in range(ranks)]  # noqa: PTH123, SIM115
-        processes = [
-            subprocess.Popen(
-                [sys.executable, script, *map(str, arguments)],
-                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=output, stderr=subprocess.STDOUT,
-            )
-            for rank, output in enumerate(outputs)
-        ]  # fmt: skip
+        outputs = [Path(folder) / str(rank) for rank in range(ranks)]
+        processes = list[Fork]()
         try:
+            for rank, output in enumerate(outputs):
+                output.touch()
+                environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(Fork(rank, [str(script), *map(str, arguments)], environment, output))
             end = time.monotonic() + timeout
             while any(process.poll() is None for process in processes) and time.monotonic() < end:
                 if any(process.poll() for process in processes):
@@ -106,9 +102,7 @@ def run_ranks(script: str | Path, ranks: int, *arguments: str | Path, timeout: f
             for process in processes:
                 process.kill()
                 process.wait()
-        for output in outputs:
-            output.close()
-        said = [Path(output.name).read_text() for output in outputs]
+        said = [output.read_text() for output in outputs]
     if any(codes) or None in codes:
         first = next((rank for rank, code in enumerate(codes) if code), codes.index(None) if None in codes else 0)
         pytest.fail(f"rank {first} of {ranks} ended with {codes[first]}:\n{said[first][-6000:]}", pytrace=False)
