@@ -81,6 +81,6 @@ def test_a_checkpoint_that_names_an_unpickler_is_asked_for_the_policy(tmp_path: 
         "keywords": {},
     }
     torch.save(checkpoint, tmp_path / "a.ckpt")
-    with pytest.raises(ValueError, match="expected policy= to be given again"):
+    with pytest.raises(ValueError, match="expected policy= to be passed"):
         RLLightningModule.load_from_checkpoint(tmp_path / "a.ckpt", rewards=parity_reward)
     assert not (tmp_path / "left").exists()

@@ -141,7 +141,9 @@ def test_both_forms_measure_on_the_old_policy() -> None:
 
 
 def test_an_estimator_of_scalars_is_sent_to_the_loss_form() -> None:
-    with pytest.raises(ValueError, match=r"AdaptiveKL gives .* advantages=GRPO .* use AdaptiveKL\(as_loss=True\), or"):
+    with pytest.raises(
+        ValueError, match=r"AdaptiveKL returns .* advantages=GRPO .* use AdaptiveKL\(as_loss=True\), or"
+    ):
         check_estimator(Corrections([AdaptiveKL()]), GRPO(), critic=False)
     check_estimator(Corrections([AdaptiveKL(as_loss=True)]), GRPO(), critic=False)
     check_estimator(Corrections([AdaptiveKL()]), GAE(), critic=True)

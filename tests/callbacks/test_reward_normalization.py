@@ -136,7 +136,7 @@ def test_a_critic_learns_the_normalised_reward() -> None:
 
 
 def test_a_greedy_baseline_is_refused_by_both_names() -> None:
-    with pytest.raises(ValueError, match=r'advantages="remax" .* which RewardNormalization cannot normalise'):
+    with pytest.raises(ValueError, match=r'advantages="remax" .* which RewardNormalization cannot normalize'):
         fit(tiny_module(advantages="remax"), callbacks=[RewardNormalization()])
 
 

@@ -138,7 +138,7 @@ def test_a_model_without_a_language_model_of_its_own_is_not_served(tmp_path: Pat
     tiny_multimodal("qwen3_vl").config.save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as ending:
         main.main(["serve", str(tmp_path)])
-    assert "a model of text alone for a server, got Qwen3VLForConditionalGeneration: draw with" in str(ending.value)
+    assert "a model of text alone for a server, got Qwen3VLForConditionalGeneration: pass engine=" in str(ending.value)
 
 
 def test_the_guard_comes_last_so_that_it_sees_every_call_first(folder: Path, ran: Ran) -> None:

@@ -75,5 +75,5 @@ def test_a_pipelined_run_resumes_exactly(step: int, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_sleeps_is_refused_with_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"stays awake while .* got VLLMEngine .* use VLLMEngine\(sleeps=False\)"):
+    with pytest.raises(ValueError, match=r"stays awake while .* got VLLMEngine, .* use VLLMEngine\(sleeps=False\)"):
         fit(ahead(engine=an_engine(sleeps=True)), callbacks=[TruncatedIS()])

@@ -123,7 +123,9 @@ def test_it_listens_on_loopback_alone_and_its_sockets_are_its_users(server: Serv
 
 def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLLMServerEngine) -> None:
     synced(engine, MODEL(), 3)
-    with pytest.raises(RuntimeError, match=f"said: expected a folder of weights on {tempfile.gettempdir()}, got /etc"):
+    with pytest.raises(
+        RuntimeError, match=f"it failed: expected a folder of weights on {tempfile.gettempdir()}, got /etc"
+    ):
         Endpoint(server.url, SECRET, 60).load(Path("/etc"), Label("mine", 0, 0))
     assert Endpoint(server.url, SECRET, 60).label() is None, "and the label is gone"
 
