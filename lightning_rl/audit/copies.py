@@ -37,7 +37,7 @@ def copy_state(thing: Thing) -> Thing:
     """A copy that shares no state; one level deep if it holds what cannot be copied, such as a lock or a socket."""
     try:
         return cast(Thing, _Copier().copy(thing))
-    except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
+    except Exception:  # noqa: BLE001  pickling runs code of the object
         return copy.copy(thing)
 
 
@@ -46,7 +46,7 @@ def copy_apart(thing: Any) -> Any:
     copier = _Copier()
     try:
         twin = copier.copy(thing)
-    except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
+    except Exception:  # noqa: BLE001  pickling runs code of the object
         return None
     return None if copier.shares else twin
 
@@ -152,7 +152,7 @@ class _Copier:
             return value
         try:
             return self.copy(value)
-        except Exception:  # noqa: BLE001  whatever a foreign object raises when it is pickled
+        except Exception:  # noqa: BLE001  pickling runs code of the object
             self.shares = True
             return value
 

@@ -1,4 +1,4 @@
-"""Outside: refuses what user code would do outside of this process while the audit asks it again."""
+"""Guard that keeps user code within the process while the audit calls it again."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ REACHING = (
     *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime", "os.kill"),
     *("os.chmod", "os.chown", "os.setxattr"),
 )
-"""Beginnings of the events of ``sys.addaudithook`` that leave the process."""
+"""Prefixes of the events of ``sys.addaudithook`` that leave the process."""
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 _thread = threading.local()
@@ -20,18 +20,18 @@ _installed = list[bool]()
 
 
 class OutsideError(Exception):
-    """User code reaches out of the process, so it is not asked again."""
+    """User code left the process, so it is not called again."""
 
 
 @contextmanager
 def refuse_outside() -> Iterator[None]:
-    """Refuses files that this thread would write, connections that it would open and programs that it would start.
+    """Block writes of files, connections and programs in this thread.
 
     Raises:
-        OutsideError: at the end if there was one, whatever the code made of the first error.
+        OutsideError: At the end, if one was blocked, even if the code caught the first error.
     """
     if not _installed:
-        sys.addaudithook(_refuse)  # which stays until the process ends
+        sys.addaudithook(_refuse)  # cannot be removed
         _installed.append(True)
     _thread.reached = reached = list[str]()
     try:

@@ -114,8 +114,8 @@ def replay_of(conversations: Environments, name: str, talks: Sequence[Talk]) -> 
         else:
             with keep_generators(CPU), refuse_outside():
                 return hold_all(conversations, factory, talks)
-    except Exception as error:  # noqa: BLE001  user code
-        reason = f"could not be asked again: {error}"
+    except (Exception, SystemExit) as error:  # noqa: BLE001  user code
+        reason = f"could not be asked again: {type(error).__name__}: {error}"
     return Replay(name, f"environment {name} {reason}: lightning_rl.testing.check_environment holds it again")
 
 

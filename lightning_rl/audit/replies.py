@@ -109,7 +109,7 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
             if not equal_values(alone, recorded):
                 everything = _values(call, call.rows)
                 repeated = [everything[row] for row in rows]
-    except Exception as error:  # noqa: BLE001  user code
+    except (Exception, SystemExit) as error:  # noqa: BLE001  user code
         return RewardReply(call.name, f"reward {call.name} could not be asked again: {type(error).__name__}: {error}")
     return RewardReply(
         call.name, "", rows, [known[row] for row in rows] if known else [], recorded, alone, repeated, edited, after

@@ -1,5 +1,6 @@
 """Replays: conversations that are held again say who mixes them up."""
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -78,7 +79,7 @@ def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
 def replay(
     factory: Callable[[], Any], change: Callable[[list[Talk]], list[Talk]] = list, **options: Any
 ) -> Replay | str:
-    """What replays say of conversations with an environment, or why they say nothing."""
+    """Return the replay of conversations with an environment, or the reason for which there is none."""
     made = environments(factory, **options)
     said = replay_of(made, "environment", change(talks_with(made)))
     return said.reason or said
@@ -235,12 +236,24 @@ def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeyp
     assert Path("log").read_text() == "of the run"
     Path("log").write_text("is open again")
     assert "is not replayable" in str(replay(Once))
-    assert "holds state that cannot be copied" in str(replay(partial(locked, threading.Lock())))
+    assert "holds state that cannot be copied" in str(replay(partial(partner_beside, threading.Lock())))
 
 
-def locked(lock: object) -> Partner:
+def partner_beside(lock: object) -> Partner:
     del lock
     return Partner()
+
+
+class Exiting(Partner):
+    """Ends the program at an answer that the run has not seen."""
+
+    @override
+    def step(self, answer: Answer) -> Step:
+        return sys.exit(3) if "unheard" in answer.text else super().step(answer)
+
+
+def test_an_environment_that_ends_the_program_is_skipped_with_the_reason() -> None:
+    assert "could not be asked again: SystemExit: 3" in str(replay(Exiting))
 
 
 def test_what_a_factory_keeps_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[RLCallback]]] = {
 
 
 @pytest.fixture(scope="module")
-def logged() -> set[str]:
+def names_of_a_fit() -> set[str]:
     """Every name that fits log, as those of one run: any of their parts may be in it together."""
     names = Names()
     for options, callbacks in RUNS.values():
@@ -78,11 +78,11 @@ def logged() -> set[str]:
     return names.seen
 
 
-def test_no_name_that_fits_log_is_the_folder_of_another(logged: set[str]) -> None:
-    assert folders(logged) == set()
+def test_no_name_that_fits_log_is_the_folder_of_another(names_of_a_fit: set[str]) -> None:
+    assert folders(names_of_a_fit) == set()
     assert {
         *("reward/noting", "reward_failed/noting", "reward_metric/noting/failed", "reward_metric/noting/judge/cost"),
         *("val/sums/pass@2", "val/sums/pass@2_low", "val/sums/maj@2", "val/env/reward/parity", "val/env/failed"),
         *("rollout", "engine/aborted", "env/turns", "env/echo/turns", "ledger/tokens/used", "value/error"),
         *("opsm_of_the_rollout/rejected", "reward/greedy", "time/wait", "signal_audit/findings"),
-    } <= logged
+    } <= names_of_a_fit

@@ -1,4 +1,4 @@
-"""Checks of rewards: each row has what the functions said of its own completion, whoever stood beside it."""
+"""Checks of rewards: each row has the values of its own completion, with any other rows in its batch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[i
     return []
 
 
-@check(expected="the same value for a completion, whoever stands beside it", cure="score each row by itself")
+@check(expected="the same value for a completion in every batch", cure="score each row by itself")
 def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The reward of a completion depends on neither the order of the rows nor on its neighbours: a copy of the function
     is asked again, where it is deterministic and quick.
@@ -106,7 +106,7 @@ def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    expected="the same value for a completion, whatever was scored before",
+    expected="the same value for a completion after every other call",
     observed="other values after a call about other rows",
     cure="keep nothing from call to call but what depends on no row, or say that it is meant: reward.remembers = True",
 )

@@ -110,7 +110,7 @@ def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
     return [*changes(rollout), *further]
 
 
-class _Unknown(Exception):  # noqa: N818
+class _UnknownValuesError(Exception):
     """Stops a contribution at a collective whose values are not known yet."""
 
 
@@ -131,7 +131,7 @@ class _Rank(Collectives):
     def gather(self, values: Tensor) -> list[Tensor]:
         if (known := next(self._gathered, None)) is None:
             self.offered = values
-            raise _Unknown
+            raise _UnknownValuesError
         return known
 
 
@@ -149,7 +149,7 @@ def _contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) ->
             callback.collectives = rank
             try:
                 results.append(contribution._replace(callback=callback)(part))
-            except _Unknown:
+            except _UnknownValuesError:
                 shares.append(cast(Tensor, rank.offered))
         if not shares:
             return results

@@ -143,8 +143,9 @@ def told_rewards(evidence: Evidence) -> Iterator[Finding]:
     "of reset; where it is meant: replayable = False",
 )
 def environment_replays(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What an environment says follows from its row, its seed and the answers: held again,
-    conversations are the same alone and beside others in another order, and what was recorded is what they are then.
+    """Messages of an environment follow from row, seed and answers alone.
+
+    Conversations that are held again are the recorded ones, alone and beside others in another order.
     """
     for replay in evidence.replays:
         if replay.reason:

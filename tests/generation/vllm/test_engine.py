@@ -239,7 +239,7 @@ class Holding(Callback):
 
 
 @pytest.fixture
-def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVLLM]:
+def full_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVLLM]:
     """Fake of a small GPU: 0.4 of it has room beside the weights, and only 0.28 beside the states as well."""
     monkeypatch.setattr(memory, "CONTEXT", 0)
     monkeypatch.setattr(memory, "ENGINE_CONTEXT", 0)
@@ -260,26 +260,26 @@ def validate_and_fit(gpu: FakeVLLM, **options: Any) -> int:
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")  # Lightning sees vLLM's group
 @pytest.mark.parametrize("options", [{}, {"gpu_memory_utilization": 0.29}], ids=["default", "option"])
 def test_a_share_without_room_beside_the_optimizer_is_refused_before_the_first_rollout(
-    options: dict[str, float], crowded: FakeVLLM
+    options: dict[str, float], full_gpu: FakeVLLM
 ) -> None:
     with pytest.raises(ValueError, match=r"beside weights and optimizer states .*: pass gpu_memory_utilization=0.28"):
-        validate_and_fit(crowded, **options)
+        validate_and_fit(full_gpu, **options)
 
 
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
-def test_the_share_that_the_refusal_names_has_room_at_the_second_rollout(crowded: FakeVLLM) -> None:
-    assert validate_and_fit(crowded, gpu_memory_utilization=0.28) == 1
+def test_the_share_that_the_refusal_names_has_room_at_the_second_rollout(full_gpu: FakeVLLM) -> None:
+    assert validate_and_fit(full_gpu, gpu_memory_utilization=0.28) == 1
 
 
-def test_a_gpu_without_room_beside_the_weights_gets_other_advice(crowded: FakeVLLM) -> None:
-    crowded.cuda.total = WEIGHTS
+def test_a_gpu_without_room_beside_the_weights_gets_other_advice(full_gpu: FakeVLLM) -> None:
+    full_gpu.cuda.total = WEIGHTS
     with pytest.raises(ValueError, match="and 0 is left: take more devices"):
         tiny_module(engine=VLLMEngine(canary=False)).complete([2, 3])
-    assert crowded.built == []
+    assert full_gpu.built == []
 
 
-def test_a_cache_of_some_bytes_takes_no_share(crowded: FakeVLLM) -> None:
-    crowded.cuda.total = 2 * WEIGHTS
+def test_a_cache_of_some_bytes_takes_no_share(full_gpu: FakeVLLM) -> None:
+    full_gpu.cuda.total = 2 * WEIGHTS
     sizes: list[tuple[dict[str, Any], bool]] = [({}, True), ({"kv_cache_memory_bytes": WEIGHTS // 2}, False)]
     for cache, refused in sizes:
         module = tiny_module(engine=VLLMEngine(canary=False, gpu_memory_utilization=0.6, **cache))
