@@ -342,7 +342,7 @@ NUMBERS: dict[str, Case] = {
     "reduction-preset": (made(reduction=presets.grpo()), "expected a reduction out of token_mean, .* got Preset"),
     "gpu_memory_utilization": (
         lambda: VLLMEngine(gpu_memory_utilization=5),
-        r"expected gpu_memory_utilization in \(0, 1\] or None, got 5",
+        r"expected gpu_memory_utilization in \(0, 1\], got 5",
     ),
     "lr_scheduler-metric": (
         fitted(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),

@@ -273,7 +273,7 @@ def test_the_share_that_the_refusal_names_has_room_at_the_second_rollout(full_gp
 
 def test_a_gpu_without_room_beside_the_weights_gets_other_advice(full_gpu: FakeVLLM) -> None:
     full_gpu.cuda.total = WEIGHTS
-    with pytest.raises(ValueError, match="and 0 is left: take more devices"):
+    with pytest.raises(ValueError, match="and 0% is left: take more devices"):
         tiny_module(engine=VLLMEngine(canary=False)).complete([2, 3])
     assert full_gpu.built == []
 
