@@ -20,7 +20,7 @@ VLLM_INSTALLED := .venv-vllm/.installed
 VERIFIERS ?= verifiers==0.4.0
 VERIFIERS_BIN := .venv-verifiers/bin
 VERIFIERS_INSTALLED := .venv-verifiers/.installed
-VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters/test_endpoint.py \
+VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters/test_completion_server.py \
 	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
 	tests/test_docs_blocks.py -k 'not docs_blocks or environments.md'
 LOGGERS ?= tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic comet-ml==3.58.8
@@ -37,7 +37,7 @@ LAUNCH_BIN := .venv-launch/bin
 LAUNCH_INSTALLED := .venv-launch/.installed
 SCALE_TESTS = tests/test_restarts.py tests/test_slurm.py tests/strategies/test_nodes.py tests/strategies/test_agreement.py \
 	tests/strategies/test_broadcast_ranks.py tests/strategies/test_served_ranks.py tests/distributed/test_network.py \
-	tests/rewards/test_sandbox_service.py tests/generation/vllm/test_members.py
+	tests/rewards/test_sandbox_service.py tests/generation/vllm/test_discovery.py
 TRL ?= trl==1.16.*
 TRL_BIN := .venv-trl/bin
 TRL_INSTALLED := .venv-trl/.installed

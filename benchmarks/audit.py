@@ -29,10 +29,10 @@ from typing_extensions import override
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import sorting_task as task
 
-from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Rollout, Sampling
+from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, TruncatedIS
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.recording import RolloutRecorder
 
 ROLLOUTS, PROMPTS, GROUP, RUNS, PAIRED = 10, 32, 8, 3, 34
@@ -80,7 +80,7 @@ class TimedAudit(SignalAudit):
         self.begins: list[float] = []
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Ticket, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: StepIndex, batch_idx: int) -> None:
         if batch.step == 0:
             self.begins.append(time.process_time())
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -102,8 +102,8 @@ def fit(callbacks: Sequence[RLCallback], folder: str, rollouts: int) -> Drawn:
         rewards=task.exactly_sorted,
         advantages=GRPO(),
         group_size=GROUP,
-        sampling=Sampling(max_new_tokens=12),
-        minibatches=2,
+        sampling=SamplingParams(max_new_tokens=12),
+        minibatches_per_rollout=2,
         optimizer=partial(AdamW, lr=1e-5),
     )
     data, drawn = PromptDataModule(task.sorting_prompts(rollouts * PROMPTS, seed=0, exclude=[]), PROMPTS), Drawn()

@@ -50,7 +50,7 @@ def main(*, size: str = "1M", rounds: int = 7, threads: int = 1, quick: bool = F
     first, graphs, cost = dict[str, float](), 0, 0.0
     for kind in KINDS:
         rollout = random_rollout(kind, ROWS // 8 if quick else ROWS)
-        microbatches = make_plan(rollout, minibatches=1, token_budget=2560).step(0)
+        microbatches = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=2560).step(0)
         variants = {
             name: partial(stage_update, policy, optimizers[name], rollout, microbatches, [])
             for name, policy in policies.items()

@@ -28,8 +28,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typing_extensions import override
 
-from lightning_rl import Finish, Sampling, VLLMEngine
-from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, Transcript, converse
+from lightning_rl import FinishReason, SamplingParams, VLLMEngine
+from lightning_rl.environments import (
+    Conversation,
+    ConversationLimits,
+    Opening,
+    TokenEnvironment,
+    TokenStep,
+    Transcript,
+    converse,
+)
 from lightning_rl.generation import Completion, Engine, Request
 from lightning_rl.generation.engine import Exchange, give_all
 
@@ -49,7 +57,7 @@ class Sleeping(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Continue without end."""
         del token_ids, finish
         time.sleep(self._random.uniform(0, SLEEP))
@@ -151,8 +159,8 @@ def a_model() -> PreTrainedModel:
 def the_openings() -> list[Opening]:
     """Return conversations with distinct prompts; one of :data:`MEAN_TOKENS` ids ends an answer."""
     draw = torch.Generator().manual_seed(1)
-    sampling = Sampling(max_new_tokens=TURNS * TURN_TOKENS, eos_token_ids=range(VOCABULARY // MEAN_TOKENS))
-    limits = Limits(turns=TURNS, turn_tokens=TURN_TOKENS)
+    sampling = SamplingParams(max_new_tokens=TURNS * TURN_TOKENS, eos_token_ids=range(VOCABULARY // MEAN_TOKENS))
+    limits = ConversationLimits(turns=TURNS, turn_tokens=TURN_TOKENS)
     openings: list[Opening] = []
     for number, ids in enumerate(torch.randint(VOCABULARY, (CONVERSATIONS, PROMPT), generator=draw).tolist()):
         request = Request(prefix_ids=tuple(ids), sample_id=number, seed=number, sampling=sampling)

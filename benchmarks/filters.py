@@ -17,15 +17,15 @@ from jsonargparse import auto_cli
 from measure import MIN_ROUNDS, Report, take_turns
 from torch import Tensor
 
-from lightning_rl import Sampling
-from lightning_rl.generation.sampling import RowFilters
+from lightning_rl import SamplingParams
+from lightning_rl.generation.sampling_params import RowFilters
 
 TOP_K, TOP_P, MIN_P = 50, 0.95, 0.05
 FILTERS = {
-    "top_k": Sampling(top_k=TOP_K),
-    "top_p": Sampling(top_p=TOP_P),
-    "min_p": Sampling(min_p=MIN_P),
-    "all three": Sampling(top_k=TOP_K, top_p=TOP_P, min_p=MIN_P),
+    "top_k": SamplingParams(top_k=TOP_K),
+    "top_p": SamplingParams(top_p=TOP_P),
+    "min_p": SamplingParams(min_p=MIN_P),
+    "all three": SamplingParams(top_k=TOP_K, top_p=TOP_P, min_p=MIN_P),
 }
 LIMITS = {
     "peaked": {"top_k": 0.5, "top_p": 0.5, "min_p": 0.1, "all three": 0.5},

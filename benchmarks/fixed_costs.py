@@ -27,9 +27,9 @@ from transformers import Qwen2ForCausalLM
 from typing_extensions import override
 from workload import SIZES, qwen2, words
 
-from lightning_rl import FakeEngine, PromptDataModule, RLCallback, RLLightningModule, Sampling
+from lightning_rl import FakeEngine, PromptDataModule, RLCallback, RLLightningModule, SamplingParams
 from lightning_rl.callbacks import OPSM, NoEOSMask, RolloutKL, TruncatedIS
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.generation import Completion, Request
 
 PROMPT, RESPONSE, GROUP, STEPS = (2, 3, 4, 5), (5, 6, 7, 8, 9, 10, 11, 1), 8, 60
@@ -88,7 +88,7 @@ class RolloutSeconds(RLLightningModule):
     seconds: Seconds
 
     @override
-    def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
         """Make a rollout."""
         wall, cpu = time.perf_counter(), time.process_time()
         super().on_train_batch_start(batch, batch_idx)
@@ -120,8 +120,8 @@ def step_seconds(corrections: Sequence[RLCallback]) -> Seconds:
         by_tokens,
         engine=FakeEngine(lambda _: RESPONSE),
         group_size=GROUP,
-        epochs=2 * STEPS,
-        sampling=Sampling(max_new_tokens=len(RESPONSE)),
+        epochs_per_rollout=2 * STEPS,
+        sampling=SamplingParams(max_new_tokens=len(RESPONSE)),
         optimizer=partial(AdamW, lr=1e-5, fused=True),
     )
     trainer_with([times, *corrections]).fit(module, PromptDataModule([list(PROMPT)], 1))
@@ -160,7 +160,7 @@ def rollout_seconds(reward: Callable[..., list[float]]) -> Seconds:
         engine=ScriptedEngine(lambda _: script),
         tokenizer=words(),
         group_size=GROUP,
-        sampling=Sampling(max_new_tokens=TOKENS),
+        sampling=SamplingParams(max_new_tokens=TOKENS),
         optimizer=partial(AdamW, lr=1e-5, fused=True),
     )
     module.seconds = Seconds([], [])

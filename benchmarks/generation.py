@@ -22,7 +22,7 @@ from measure import MIN_ROUNDS, Report, take_turns
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 from workload import EOS, PAD, PROMPT, ScriptedLengths
 
-from lightning_rl import Engine, Sampling, TransformersEngine, VLLMEngine
+from lightning_rl import Engine, SamplingParams, TransformersEngine, VLLMEngine
 from lightning_rl.generation import Request
 from lightning_rl.generation.cache import KVCache, cache_argument
 
@@ -50,7 +50,7 @@ def llama() -> PreTrainedModel:
 def requests_of(lengths: Sequence[int]) -> list[Request]:
     """Return one request per length, with distinct prompts and no EOS."""
     prompts = torch.randint(2, VOCABULARY, (len(lengths), PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
-    base = Sampling(eos_token_ids=())
+    base = SamplingParams(eos_token_ids=())
     return [
         Request(prefix_ids=tuple(ids), sample_id=n, seed=n, sampling=replace(base, max_new_tokens=length))
         for n, (ids, length) in enumerate(zip(prompts, lengths, strict=True))

@@ -25,7 +25,7 @@ from lightning_rl import (
     RLCallback,
     RLLightningModule,
     Rollout,
-    Sampling,
+    SamplingParams,
     TransformersEngine,
     VLLMEngine,
 )
@@ -84,10 +84,10 @@ def _run(
         rewards,
         engine=engine,
         group_size=8,
-        sampling=options.pop("sampling", Sampling(max_new_tokens=longest, eos_token_ids=(1,))),
-        token_budget=16_384,
+        sampling=options.pop("sampling", SamplingParams(max_new_tokens=longest, eos_token_ids=(1,))),
+        max_tokens_per_microbatch=16_384,
         optimizer=partial(AdamW, lr=1e-6, fused=True),
-        **{"minibatches": 1, **options},
+        **{"minibatches_per_rollout": 1, **options},
     )
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(2, VOCABULARY, (3 * rows // 8, PROMPT), generator=draw).tolist()
@@ -176,8 +176,8 @@ def requests(findings: Findings) -> None:
     """One rollout of each kind of request on a GPU: filters, adapters alone, expert routes, an external launcher."""
     needs("vllm")
     cases: dict[str, tuple[VLLMEngine, dict[str, Any]]] = {
-        "top_p": (VLLMEngine(**SHORT), {"sampling": Sampling(max_new_tokens=16, top_p=0.9, eos_token_ids=(1,))}),
-        "top_k": (VLLMEngine(**SHORT), {"sampling": Sampling(max_new_tokens=16, top_k=20, eos_token_ids=(1,))}),
+        "top_p": (VLLMEngine(**SHORT), {"sampling": SamplingParams(max_new_tokens=16, top_p=0.9, eos_token_ids=(1,))}),
+        "top_k": (VLLMEngine(**SHORT), {"sampling": SamplingParams(max_new_tokens=16, top_k=20, eos_token_ids=(1,))}),
         "adapters alone": (VLLMEngine(lora="adapter", **SHORT), {"kind": "lora"}),
         "expert routes": (VLLMEngine(**SHORT), {"kind": "mixture"}),
         "external launcher": (VLLMEngine(distributed_executor_backend="external_launcher", **SHORT), {}),

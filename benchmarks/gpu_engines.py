@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_rl import Engine, Rollout, Sampling, VLLMEngine
+from lightning_rl import Engine, Rollout, SamplingParams, VLLMEngine
 from lightning_rl.corrections import Corrections
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.weights.canary import CanaryError
-from lightning_rl.generation.weights.stream import Stream
 from lightning_rl.generation.weights.sync import synchronize
+from lightning_rl.generation.weights.weight_stream import Stream
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import make_plan
-from lightning_rl.rollouts.logprobs import add_logprobs
+from lightning_rl.rollouts.logprob_passes import add_logprobs
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 PROMPT, SYNCS, CYCLES = 16, 20, 3
@@ -56,7 +56,7 @@ def give(engine: Engine, model: PreTrainedModel, version: int) -> None:
 def requests_of(number: int, longest: int, vocabulary: int) -> list[Request]:
     """Requests that nothing ends but the length."""
     prompts = torch.randint(2, vocabulary, (number, PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
-    sampling = Sampling(max_new_tokens=longest, eos_token_ids=())
+    sampling = SamplingParams(max_new_tokens=longest, eos_token_ids=())
     return [Request(prefix_ids=tuple(ids), sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
 
 
@@ -87,7 +87,7 @@ def generation(findings: Findings) -> None:
 def _difference(model: PreTrainedModel, requests: list[Request], drawn: list[Completion]) -> Tensor:
     prompts, responses = [list(one.prefix_ids) for one in requests], [list(one.token_ids) for one in drawn]
     rollout = Rollout.of_samples(prompts, responses, groups=range(len(prompts)))
-    plan = make_plan(rollout, minibatches=1, token_budget=16_384).to(model.device)
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=16_384).to(model.device)
     policy = PolicyModel(model, None, temperature=1.0, packed=True)
     scored = add_logprobs(rollout.to(model.device), plan, policy, None, Corrections(), old=True)
     theirs = torch.stack([one.logprobs for one in drawn if one.logprobs is not None])

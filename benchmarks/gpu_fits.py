@@ -27,7 +27,7 @@ from torch.optim import AdamW
 from transformers import Qwen2ForCausalLM
 from workload import SIZES, prompt_texts, qwen2, words
 
-from lightning_rl import FSDP2Strategy, PromptDataModule, RLLightningModule, Sampling, VLLMEngine
+from lightning_rl import FSDP2Strategy, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine
 from lightning_rl.callbacks import TruncatedIS
 
 STEPS, ROLLOUTS = 4, 25
@@ -54,7 +54,7 @@ def _sort(findings: Findings, staleness: int) -> None:
         engine=engine,
         tokenizer=task.sorting_tokenizer(),
         group_size=8,
-        sampling=Sampling(max_new_tokens=12),
+        sampling=SamplingParams(max_new_tokens=12),
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
         max_staleness=staleness,
     )
@@ -112,7 +112,7 @@ def a_run() -> RLLightningModule:
         rewards,
         tokenizer=words(),
         group_size=4,
-        sampling=Sampling(max_new_tokens=16),
+        sampling=SamplingParams(max_new_tokens=16),
         optimizer=partial(AdamW, lr=1e-3, fused=True),
         max_grad_norm=0.5,
         max_idle_rollouts=None,

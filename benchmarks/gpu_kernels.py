@@ -82,7 +82,7 @@ def branches(findings: Findings) -> None:
     if find_spec("vllm") is None:
         raise SkipError("vllm is not installed, whose version this checks")
     with findings.part("vLLM's version and import"):
-        from lightning_rl.generation.vllm.versions import load_vllm
+        from lightning_rl.generation.vllm.vllm_version import load_vllm
 
         load_vllm()
         findings.at_most("vLLM outside of the window of versions", 0, 0)

@@ -46,7 +46,7 @@ def by_library() -> list[float]:
     from lightning.pytorch import Callback, Trainer
     from torch.optim import AdamW
 
-    from lightning_rl import PromptDataModule, RLLightningModule, Sampling, VLLMEngine
+    from lightning_rl import PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine
 
     class Clock(Callback):
         """Records the end times of steps."""
@@ -66,7 +66,7 @@ def by_library() -> list[float]:
         engine=VLLMEngine(max_model_len=1024, gpu_memory_utilization=SHARE, canary=False),
         tokenizer=words(),
         group_size=GROUP,
-        sampling=Sampling(max_new_tokens=LONGEST, eos_token_ids=()),
+        sampling=SamplingParams(max_new_tokens=LONGEST, eos_token_ids=()),
         optimizer=partial(AdamW, lr=RATE, weight_decay=0.0, fused=True),
     )
     trainer = Trainer(

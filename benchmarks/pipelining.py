@@ -37,7 +37,7 @@ from lightning_rl import (
     PromptDataModule,
     RLCallback,
     RLLightningModule,
-    Sampling,
+    SamplingParams,
     TransformersEngine,
     VLLMEngine,
 )
@@ -108,7 +108,7 @@ def run_fit(
         rewards=task.exactly_sorted,
         group_size=ANSWERS,
         engine=engine,
-        sampling=Sampling(max_new_tokens=tokens),
+        sampling=SamplingParams(max_new_tokens=tokens),
         max_staleness=max_staleness,
         max_idle_rollouts=None,
         optimizer=partial(AdamW, lr=1e-5),

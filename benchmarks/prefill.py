@@ -22,8 +22,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
 
 import trail_task
 
-from lightning_rl import Finish, Sampling, TransformersEngine
-from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, converse
+from lightning_rl import FinishReason, SamplingParams, TransformersEngine
+from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenEnvironment, TokenStep, converse
 from lightning_rl.generation import Request
 from lightning_rl.generation.cache import cache_argument
 
@@ -39,7 +39,7 @@ class Saying(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Report the same each time."""
         return TokenStep(token_ids=[6] * TOKENS)
 
@@ -71,20 +71,25 @@ def openings(length: int) -> list[Opening]:
     """Conversations with prompts of a length."""
     draw = torch.Generator().manual_seed(length)
     prompts = torch.randint(2, len(trail_task.WORDS), (PROMPTS, length), generator=draw).tolist()
-    sampling = Sampling(max_new_tokens=TURNS * TOKENS, eos_token_ids=())
+    sampling = SamplingParams(max_new_tokens=TURNS * TOKENS, eos_token_ids=())
     prefixes = [tuple(prompts[number * PROMPTS // ROWS]) for number in range(ROWS)]
     firsts = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prefixes)]
-    return [Opening(Conversation(Saying(), first, Limits(turns=TURNS, turn_tokens=TOKENS)), {}, 0) for first in firsts]
+    return [
+        Opening(Conversation(Saying(), first, ConversationLimits(turns=TURNS, turn_tokens=TOKENS)), {}, 0)
+        for first in firsts
+    ]
 
 
 def trails() -> list[Opening]:
     """Return a rollout of the recipe."""
-    sampling = Sampling(max_new_tokens=40, eos_token_ids=trail_task.ENDS)
+    sampling = SamplingParams(max_new_tokens=40, eos_token_ids=trail_task.ENDS)
     made: list[Opening] = []
     for number, row in enumerate(row for row in trail_task.trails(16, seed=0) for _ in range(16)):
         ids = tuple(trail_task.IDS[word] for word in row["prompt"].split())
         first = Request(prefix_ids=ids, sample_id=number, seed=number, sampling=sampling)
-        made.append(Opening(Conversation(trail_task.Trail(), first, Limits(turns=7, turn_tokens=6)), row, 0))
+        made.append(
+            Opening(Conversation(trail_task.Trail(), first, ConversationLimits(turns=7, turn_tokens=6)), row, 0)
+        )
     return made
 
 

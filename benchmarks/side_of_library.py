@@ -24,11 +24,11 @@ from transformers import Qwen2ForCausalLM
 from typing_extensions import override
 from workload import EOS, SIZES, Phases, lengths_of, prompt_texts, qwen2, rewards_by_place, words
 
-from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, Sampling, TransformersEngine
+from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams, TransformersEngine
 from lightning_rl.callbacks import OPSM, NoEOSMask, RolloutKL, TruncatedIS
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.generation import Completion, Request
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import FinishReason
 
 
 class ScriptedLengths(TransformersEngine):
@@ -37,7 +37,7 @@ class ScriptedLengths(TransformersEngine):
     def __init__(self, lengths: Sequence[int], phases: Phases) -> None:
         super().__init__()
         self.phases = phases
-        self.samplings = [Sampling(max_new_tokens=length, eos_token_ids=()) for length in lengths]
+        self.samplings = [SamplingParams(max_new_tokens=length, eos_token_ids=()) for length in lengths]
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -46,7 +46,7 @@ class ScriptedLengths(TransformersEngine):
         ]
         with self.phases.of("generation"):
             drawn = super()._draw(scripted, logprobs=logprobs)
-        return [replace(each, token_ids=_with_eos(each.token_ids), finish=Finish.STOP) for each in drawn]
+        return [replace(each, token_ids=_with_eos(each.token_ids), finish=FinishReason.STOP) for each in drawn]
 
 
 def _with_eos(ids: Sequence[int]) -> tuple[int, ...]:
@@ -59,13 +59,13 @@ class TimedModule(RLLightningModule):
     phases: Phases
 
     @override
-    def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
         """Make a rollout."""
         with self.phases.of("rollout"):
             super().on_train_batch_start(batch, batch_idx)
 
     @override
-    def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make an optimizer step."""
         with self.phases.of("update"):
             return super().training_step(batch, batch_idx)
@@ -117,7 +117,7 @@ def main(cell: dict[str, Any]) -> None:
         engine=ScriptedLengths(lengths_of(cell["lengths"], prompts * group, longest), phases),
         tokenizer=words(),
         group_size=group,
-        sampling=Sampling(max_new_tokens=longest),
+        sampling=SamplingParams(max_new_tokens=longest),
         optimizer=partial(AdamW, lr=1e-6, weight_decay=0.0, fused=True),
     )
     module.phases = phases

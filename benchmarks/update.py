@@ -113,8 +113,8 @@ def main(*, rounds: int = 7, threads: int = 1, quick: bool = False, prompt: int 
     for kind in KINDS:
         rollout = random_rollout(kind, ROWS // 8 if quick else ROWS, prompt)
         single = rollout.replace(groups=torch.arange(len(rollout)))  # one group per row
-        apart = make_plan(single, minibatches=1, token_budget=BUDGET).step(0)
-        microbatches = make_plan(rollout, minibatches=1, token_budget=BUDGET).step(0)
+        apart = make_plan(single, minibatches=1, max_tokens_per_microbatch=BUDGET).step(0)
+        microbatches = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=BUDGET).step(0)
         variants = {
             "bare loop": partial(bare_update, bare, optimizers[0], rollout, microbatches),
             PLAIN: partial(stage_update, policy, optimizers[1], rollout, microbatches, []),

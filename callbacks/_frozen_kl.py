@@ -7,10 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_bools, check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.kl import KL_ESTIMATORS, KLEstimator, importance, kl_estimator
+from lightning_rl.utils.arguments import check_bools, check_numbers
 
 WARN_AS_LOSS = {
     "k1": "its expected gradient is zero, so it trains nothing",

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.kl import KLEstimator
 from lightning_rl.signal.masked import row_mean
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 
 class AdaptiveKL(ReferenceKL):

@@ -22,10 +22,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.kl import binary_kl, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
+from lightning_rl.utils.arguments import check_choices, check_numbers
 
 
 def _larger_binary_kl(logprobs: Tensor, other: Tensor) -> Tensor:

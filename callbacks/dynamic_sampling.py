@@ -14,10 +14,10 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.corrections import RLCallback
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.statistics import group_statistics
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 
 class DynamicSampling(RLCallback):

@@ -18,9 +18,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import merge_moments
+from lightning_rl.utils.arguments import check_numbers
 
 
 class EntropyBonus(RLCallback):

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import check_band, policy_ratio, within_band
+from lightning_rl.signal.importance_ratios import check_band, policy_ratio, within_band
 
 
 class IcePop(RLCallback):

@@ -18,10 +18,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import group_index, masked_fill_invalid
+from lightning_rl.utils.arguments import check_numbers
 
 
 class LinearLengthPenalty(RLCallback):

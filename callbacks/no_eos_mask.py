@@ -16,9 +16,9 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
+from lightning_rl.utils.arguments import check_choices
 
 Action = Literal["zero_reward", "drop_tokens"]
 

@@ -16,9 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import clipped_weight, policy_ratio
+from lightning_rl.signal.importance_ratios import clipped_weight, policy_ratio
+from lightning_rl.utils.arguments import check_numbers
 
 
 class OffPolicyIS(RLCallback):

@@ -16,9 +16,9 @@ from jaxtyping import Bool
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.signal.masked import row_mean
+from lightning_rl.utils.arguments import check_choices, check_numbers
 
 Anchor = Literal["old", "rollout"]
 

@@ -17,10 +17,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 
 class OverlongPenalty(RLCallback):

@@ -20,11 +20,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum, local_sum
+from lightning_rl.utils.arguments import check_numbers
 
 
 def token_sum(valid_tokens: Tensor, trained: Tensor, groups: Tensor, global_sum: GlobalSum = local_sum) -> Tensor:

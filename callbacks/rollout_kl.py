@@ -14,9 +14,9 @@ import warnings
 
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.signal.kl import KLEstimator, absolute, k1, kl_estimator
+from lightning_rl.utils.arguments import check_numbers
 
 DRIFTED_BEYOND = 1e-3  # nats; above rounding, so that the fraction does not depend on microbatches
 

@@ -23,9 +23,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.signal.ratios import check_band, policy_ratio, sequence_log_ratio, within_band
+from lightning_rl.signal.importance_ratios import check_band, policy_ratio, sequence_log_ratio, within_band
+from lightning_rl.utils.arguments import check_choices
 
 BANDS = {"geometric": (0.99, 1.01), "product": (0.5, 2.0), "max": (0.0, 5.0)}
 

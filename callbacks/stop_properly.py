@@ -17,10 +17,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import masked_fill_invalid
+from lightning_rl.utils.arguments import check_numbers
 
 
 class StopProperly(RLCallback):

@@ -92,7 +92,7 @@ class TeacherKL(FrozenKL):
             self._teacher = Teacher(
                 self.teacher,
                 temperature=pl_module.sampling.temperature,
-                token_budget=pl_module.token_budget,
+                max_tokens_per_microbatch=pl_module.max_tokens_per_microbatch,
                 packed=pl_module.packing,
                 precise=precision.forward_context,
             )

@@ -23,11 +23,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_bools, check_choices, check_numbers
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.rollout import Rollout
+from lightning_rl.signal.importance_ratios import policy_ratio, sequence_ratio
 from lightning_rl.signal.masked import last_true, masked_fill_invalid
-from lightning_rl.signal.ratios import policy_ratio, sequence_ratio
+from lightning_rl.utils.arguments import check_bools, check_choices, check_numbers
 
 CAPS = {"token": 2.0, "sequence": 5.0, "geometric": 2.0}
 KEY = "truncated_is_scale"

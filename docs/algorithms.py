@@ -151,7 +151,7 @@ def _of_room(
 def _bent(kind: type[RLCallback]) -> list[str]:
     """Return the parts of the signal that a correction changes, from the table of contributions."""
     methods = [name for name in CONTRIBUTIONS if getattr(kind, name) is not getattr(RLCallback, name)]
-    return list(dict.fromkeys(CONTRIBUTIONS[name].bends for name in methods if CONTRIBUTIONS[name].bends))
+    return list(dict.fromkeys(CONTRIBUTIONS[name].affects for name in methods if CONTRIBUTIONS[name].affects))
 
 
 def recorded_peers() -> dict[str, set[str]]:

@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
 import sorting_task as task
 
-from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, Sampling, losses
+from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams, losses
 from lightning_rl import advantages as estimators
 from lightning_rl import callbacks as corrections
 from lightning_rl.corrections import Corrections, LossView, StepTrace
-from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.masked import local_sum, row_mean
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction, SequenceSumNorm
@@ -123,9 +123,9 @@ def fit(
         policy=policy,
         tokenizer=task.sorting_tokenizer(),
         rewards=rewards,
-        sampling=Sampling(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
         optimizer=partial(AdamW, lr=1e-4, weight_decay=0.0, fused=True),
-        minibatches=MINIBATCHES,
+        minibatches_per_rollout=MINIBATCHES,
         max_staleness=max_staleness,
         group_size=group_size,
         seed=0,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lightning_rl.generation.vllm.engine import GPU_SHARE
+from lightning_rl.generation.vllm.vllm_engine import GPU_SHARE
 from lightning_rl.policy.logprobs import chunk_of
 from lightning_rl.policy.memory import (
     ENGINE_CONTEXT,
@@ -41,7 +41,13 @@ MODELS = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary, 
 }
 DEVICES = {"24": int(23.5 * GIB), "80": int(79.1 * GIB), "141": int(139.8 * GIB)}  # names in GB, bytes as CUDA says
 NUMBERS = (1, 8)
-ORDER = ((16_384, False), (8192, False), (16_384, True), (8192, True), (4096, True))  # token_budget, checkpointing
+ORDER = (
+    (16_384, False),
+    (8192, False),
+    (16_384, True),
+    (8192, True),
+    (4096, True),
+)  # max_tokens_per_microbatch, checkpointing
 
 
 class Model(NamedTuple):
@@ -71,7 +77,7 @@ class Fit(NamedTuple):
 
     Attributes:
         strategy: of the Trainer.
-        budget: ``token_budget``.
+        budget: ``max_tokens_per_microbatch``.
         checkpointing: ``activation_checkpointing``.
         share: ``gpu_memory_utilization``.
         split: ``tensor_parallel_size`` of the engine.

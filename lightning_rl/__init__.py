@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         Engine,
         EngineError,
         FakeEngine,
-        Sampling,
+        SamplingParams,
         TransformersEngine,
         VLLMEngine,
         VLLMServerEngine,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     from lightning_rl.module import RLLightningModule
     from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
-    from lightning_rl.rollout import Finish, Rollout
+    from lightning_rl.rollout import FinishReason, Rollout
     from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 ROOMS = {
@@ -99,7 +99,7 @@ __all__ = [
     "Evaluation",
     "FSDP2Strategy",
     "FakeEngine",
-    "Finish",
+    "FinishReason",
     "GAEOverTurns",
     "KLCov",
     "LossTerm",
@@ -116,7 +116,7 @@ __all__ = [
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "Rollout",
-    "Sampling",
+    "SamplingParams",
     "SequenceSumNorm",
     "Stat",
     "TransformersEngine",

@@ -12,12 +12,12 @@ from torch import Tensor
 from lightning_rl.advantages import Estimator
 from lightning_rl.corrections import Corrections, LossView, Stat
 from lightning_rl.corrections.stat import disjoint
-from lightning_rl.edits import EditWatch, GradientSeal, refuse_grad_mode
 from lightning_rl.losses import PolicyLoss, ValueLoss
+from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
-from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import Reduction
+from lightning_rl.utils.mutation_guard import EditWatch, GradientSeal, refuse_grad_mode
 
 WeightsOf = Callable[[Reduction], Tensor]
 """Weight of each token of a microbatch under a reduction of the whole optimizer step, shape [b, T]."""

@@ -15,16 +15,25 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_rl.checkpointing import FirstToHear, Interrupts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
-from lightning_rl.description import ARGUMENTS, CLASS, Plain, describe, path_of
 from lightning_rl.metrics import callbacks_of
+from lightning_rl.serialization import ARGUMENTS, CLASS, Plain, describe, path_of
 from lightning_rl.version import __version__
 
 ABSENT = "nothing"
-FIXED = ("minibatches", "epochs")  # a checkpoint counts tickets in their product
-FREE = {"engine", "evaluation", "token_budget", "packing", "activation_checkpointing", "attention", "compile", "liger"}
-FREE |= {"reward_seconds", "max_failed_rewards", "max_idle_rollouts", "allow_changes"}
+FIXED = ("minibatches_per_rollout", "epochs_per_rollout")  # a checkpoint counts step indices in their product
+FREE = {
+    "engine",
+    "evaluation",
+    "max_tokens_per_microbatch",
+    "packing",
+    "activation_checkpointing",
+    "attention",
+    "compile",
+    "liger",
+}
+FREE |= {"reward_timeout", "max_reward_failure_rate", "max_idle_rollouts", "allow_config_changes"}
 FREE |= {"skip_rollouts", "checkpoint_errors"}
-FREE |= {"environment_workers", "environment_timeout", "conversation_timeout", "max_failed_environments"}
+FREE |= {"environment_workers", "environment_timeout", "conversation_timeout", "max_environment_failure_rate"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module
 SHOWN = (FirstToHear, Interrupts, ModelSummary, ProgressBar)  # do not affect a run
@@ -55,7 +64,7 @@ def configuration(module: Configurable, trainer: Trainer) -> dict[str, Any]:
     """
     callbacks = callbacks_of(trainer)
     datamodule = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    corrections = [callback for callback in callbacks if isinstance(callback, RLCallback) and callback.bends]
+    corrections = [callback for callback in callbacks if isinstance(callback, RLCallback) and callback.affects]
     others = [callback for callback in callbacks if callback not in corrections and not isinstance(callback, SHOWN)]
     return {
         "module": {name: describe(value) for name, value in module.options.items()},
@@ -118,7 +127,7 @@ def _describe_prompts(prompts: PromptDataset | PromptStream, fingerprint: str) -
 def check_resume(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
-    allow_changes: Collection[str] = (),
+    allow_config_changes: Collection[str] = (),
     states: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> None:
     """Compare the configuration of a resumed run with the checkpoint; warn of other package versions.
@@ -128,7 +137,7 @@ def check_resume(
     Args:
         before: Configuration in the checkpoint.
         now: Configuration of the resumed run.
-        allow_changes: Names of options that may differ.
+        allow_config_changes: Names of options that may differ.
         states: Options of each correction that change during a run, so the checkpoint restores them.
 
     Raises:
@@ -137,11 +146,11 @@ def check_resume(
     moving = {f"corrections.{name}.{option}" for name, options in states.items() for option in options}
     changes = [change for change in _changes(_essence(before), _essence(now)) if change[0] not in moving]
     names = dict.fromkeys(path.split(".")[0] for path, _, _ in changes)
-    refused = [name for name in names if name not in allow_changes or name in FIXED]
+    refused = [name for name in names if name not in allow_config_changes or name in FIXED]
     if refused:
         lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in changes]
         fixed = [name for name in refused if name in FIXED]
-        cure = f"or accept them with RLLightningModule(allow_changes={refused!r})"
+        cure = f"or accept them with RLLightningModule(allow_config_changes={refused!r})"
         if fixed:
             cure = f"or start a new run from its weights, since {' and '.join(fixed)} cannot change within a run"
         raise ValueError(
@@ -155,7 +164,7 @@ def check_resume(
 
 
 def _essence(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that must not change on resume, by the names in ``allow_changes``."""
+    """Return the options that must not change on resume, by the names in ``allow_config_changes``."""
     module = {name: value for name, value in configuration["module"].items() if name not in FREE}
     data = {name: value for name, value in configuration["data"].items() if name not in FREE_OF_DATA}
     precision = configuration["trainer"]["precision"]

@@ -259,7 +259,7 @@ def rows_every(log_every_n_steps: int, steps_per_rollout: int) -> int:
     return min(log_every_n_steps, steps_per_rollout) if default else log_every_n_steps
 
 
-def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int) -> None:
+def log_row(module: LightningModule, metrics: MetricLog, step_index: int, every: int) -> None:
     """Log a row every ``every`` steps to every logger; pass monitored keys and the bar's metric to Lightning.
 
     ``self.log`` would cost half a millisecond per key and call.
@@ -268,19 +268,19 @@ def log_row(module: LightningModule, metrics: MetricLog, ticket: int, every: int
     if monitored_keys(module.trainer) - known:
         values = metrics.values()
         log_for_monitors(module, {name: value for name, value in values.items() if name not in known})
-    if every and (ticket + 1) % every == 0:
+    if every and (step_index + 1) % every == 0:
         row = metrics.row()
-        _write(module.trainer, row, ticket)
+        _write(module.trainer, row, step_index)
         shown = module.current_epoch, {ON_THE_BAR: row[ON_THE_BAR]} if ON_THE_BAR in row else {}
         if shown != metrics.shown:  # Lightning keeps the last value for an epoch
             module.log_dict(shown[1], prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
             metrics.shown = shown
 
 
-def log_rest(trainer: Trainer, metrics: MetricLog, ticket: int) -> None:
-    """Log metrics added since the last row of a fit that ends at ``ticket``."""
+def log_rest(trainer: Trainer, metrics: MetricLog, step_index: int) -> None:
+    """Log metrics added since the last row of a fit that ends at ``step_index``."""
     if metrics.pending:
-        _write(trainer, metrics.row(), ticket)
+        _write(trainer, metrics.row(), step_index)
 
 
 def log_for_monitors(module: LightningModule, values: Mapping[str, float]) -> None:
@@ -290,6 +290,6 @@ def log_for_monitors(module: LightningModule, values: Mapping[str, float]) -> No
         module.log_dict(chosen, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
 
-def _write(trainer: Trainer, row: dict[str, float], ticket: int) -> None:
+def _write(trainer: Trainer, row: dict[str, float], step_index: int) -> None:
     for logger in trainer.loggers:
-        logger.log_metrics(row, step=ticket)
+        logger.log_metrics(row, step=step_index)

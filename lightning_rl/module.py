@@ -21,45 +21,42 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
-from lightning_rl import compatibility
+from lightning_rl import setup_checks
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.arguments import check_bools, check_choices, check_counts, check_numbers
 from lightning_rl.checkpointing import (
     Interrupts,
     check_agreement,
+    hash_weights,
     protect_checkpoints,
     protect_loops,
     protect_resume,
     read_checkpoint,
     restore_options,
-    weights_at_a_glance,
     write_pretrained,
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.corrections.hooks import writers_among
-from lightning_rl.corrections.weights import WeightWatch
-from lightning_rl.data import Prompt, PromptDataModule, Ticket, TicketLoader, prompt_stream_of
-from lightning_rl.description import import_by_name
+from lightning_rl.corrections.overrides import writers_among
+from lightning_rl.corrections.weight_watch import WeightWatch
+from lightning_rl.data import Prompt, PromptDataModule, StepIndex, StepLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
-from lightning_rl.environments import Limits
-from lightning_rl.environments.environments import Environments, EnvironmentSource, RowCheck, factories_of
-from lightning_rl.environments.failures import report_environments
+from lightning_rl.environments import ConversationLimits
+from lightning_rl.environments.environment_failures import report_environments
 from lightning_rl.environments.parsing import AnswerParser, ParserSource, check_source
+from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck, factories_of
 from lightning_rl.environments.tools import Tool
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
-from lightning_rl.evaluation.prompts import encode_prompts, is_single
+from lightning_rl.evaluation.prompt_encoding import encode_prompts, is_single
 from lightning_rl.evaluation.questions import Questions, questions_of, with_eos
 from lightning_rl.evaluation.records import Record, write_records
 from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
-from lightning_rl.generation import Engine, Sampling, TransformersEngine, request_seed
-from lightning_rl.generation.weights.stream import persistent_buffers
+from lightning_rl.generation import Engine, SamplingParams, TransformersEngine, request_seed
 from lightning_rl.generation.weights.sync import synchronize
-from lightning_rl.inspection import stop_in_inspection
+from lightning_rl.generation.weights.weight_stream import persistent_buffers
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
 from lightning_rl.metrics import (
     callbacks_of,
@@ -83,23 +80,26 @@ from lightning_rl.policy.compilation import BACKENDS, compile_layers
 from lightning_rl.policy.liger import apply_liger
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.policy.memory import local_bytes, optimizer_weights, states_per_weight
-from lightning_rl.progress import show_phase
 from lightning_rl.rewards import Rewards, RewardSource
-from lightning_rl.rewards.failures import FOLDER
-from lightning_rl.rewards.limit import CLOCK
+from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
+from lightning_rl.rewards.timeouts import CLOCK
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.idle import census
-from lightning_rl.rollouts.logprobs import add_logprobs, environment_logprob
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
 from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
+from lightning_rl.rollouts.rollback import settle
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
-from lightning_rl.rollouts.undo import settle
-from lightning_rl.seeding import seed_everything
+from lightning_rl.rollouts.zero_gradient import census
+from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumulate_gradient
+from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers
+from lightning_rl.utils.inspection import stop_in_inspection
+from lightning_rl.utils.progress import show_phase
+from lightning_rl.utils.seeding import seed_everything
 
 VALIDATION_BATCH_SIZE = 256  # without a data module
 
@@ -148,13 +148,13 @@ class RLLightningModule(LightningModule):
             hangs; 0 runs all conversations in this process.
         environment_timeout: Time limit in seconds of a reset or step in a subprocess.
         conversation_timeout: Time limit in seconds of a conversation in a subprocess, including its retry.
-        max_failed_environments: Fraction of failed conversations in a rollout at which the run ends with a checkpoint;
+        max_environment_failure_rate: Fraction of failed conversations in a rollout at which the run ends with a checkpoint;
             None for never.
         evaluation: One or several ``Evaluation`` for validation and test, besides the data module's validation prompts.
         group_size: Number of samples per prompt.
-        minibatches: Number of optimizer steps per pass over a rollout; a group is never split.
-        epochs: Number of passes over a rollout.
-        token_budget: Maximum number of tokens per microbatch; affects memory and speed, not results.
+        minibatches_per_rollout: Number of optimizer steps per pass over a rollout; a group is never split.
+        epochs_per_rollout: Number of passes over a rollout.
+        max_tokens_per_microbatch: Maximum number of tokens per microbatch; affects memory and speed, not results.
         packing: If True, microbatches have no padding. Use False for a model whose layers do not support packing.
         attention: Attention kernel for packed sequences: ``"sdpa"``, ``"varlen_attn"``, ``"flash_attention_2"`` or
             ``"flash_attention_3"``; by default the fastest that device, precision, packages and model support.
@@ -164,15 +164,15 @@ class RLLightningModule(LightningModule):
         activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
         max_staleness: Maximum number of rollouts generated ahead while the policy trains on an earlier one.
         max_grad_norm: Maximum gradient norm; None for no clipping.
-        reward_seconds: Time limit in seconds of one call of a reward function; None for no limit.
-        max_failed_rewards: Fraction of a rollout's rows with failed rewards at which the run ends with a checkpoint;
+        reward_timeout: Time limit in seconds of one call of a reward function; None for no limit.
+        max_reward_failure_rate: Fraction of a rollout's rows with failed rewards at which the run ends with a checkpoint;
             None for never.
         max_idle_rollouts: Number of consecutive rollouts without a gradient after which the run ends with a
             checkpoint; None for no limit.
         skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
         checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
             the last complete checkpoint.
-        allow_changes: Options that may differ from the resumed checkpoint, such as ``["optimizer", "corrections"]``.
+        allow_config_changes: Options that may differ from the resumed checkpoint, such as ``["optimizer", "corrections"]``.
         seed: Seed of all random numbers of the run.
 
     Attributes:
@@ -196,7 +196,7 @@ class RLLightningModule(LightningModule):
         critic: ModelSource | None = None,
         tokenizer: TokenizerSource | None = None,
         engine: Engine | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008  frozen
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         environment: EnvironmentSource | None = None,
         tools: Sequence[Tool] | None = None,
         tool_parser: ParserSource | None = None,
@@ -205,52 +205,58 @@ class RLLightningModule(LightningModule):
         environment_workers: int = 0,
         environment_timeout: float = 60.0,
         conversation_timeout: float = 600.0,
-        max_failed_environments: float | None = 0.5,
+        max_environment_failure_rate: float | None = 0.5,
         evaluation: Evaluation | Sequence[Evaluation] = (),
         group_size: int = 8,
-        minibatches: int = 1,
-        epochs: int = 1,
+        minibatches_per_rollout: int = 1,
+        epochs_per_rollout: int = 1,
         max_staleness: int = 0,
         optimizer: OptimizerBuilder = fused_adamw,
         lr_scheduler: SchedulerBuilder | None = None,
         max_grad_norm: float | None = 1.0,
-        token_budget: int = 4096,
+        max_tokens_per_microbatch: int = 4096,
         packing: bool = True,
         attention: str = "auto",
         compile: bool | str = False,  # noqa: A002  as Lightning and PyTorch call it
         liger: bool = False,
         activation_checkpointing: bool = False,
-        reward_seconds: float | None = REWARD_SECONDS,
-        max_failed_rewards: float | None = 1.0,
+        reward_timeout: float | None = REWARD_SECONDS,
+        max_reward_failure_rate: float | None = 1.0,
         max_idle_rollouts: int | None = 10,
         skip_rollouts: Sequence[int] = (),
         checkpoint_errors: str = "raise",
-        allow_changes: Sequence[str] = (),
+        allow_config_changes: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # the arguments alone: the first statement of the constructor
         super().__init__()
         self.automatic_optimization = False
-        check_counts(1, group_size=group_size, minibatches=minibatches, epochs=epochs, token_budget=token_budget)
+        check_counts(
+            1,
+            group_size=group_size,
+            minibatches_per_rollout=minibatches_per_rollout,
+            epochs_per_rollout=epochs_per_rollout,
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+        )
         check_counts(0, max_staleness=max_staleness, seed=seed)
         check_numbers(above=0, finite=True, optional=True, max_grad_norm=max_grad_norm)
         check_bools(packing=packing, activation_checkpointing=activation_checkpointing, liger=liger)
-        compatibility.check_kernel_options(attention=attention, backend=compile, liger=liger, packing=packing)
+        setup_checks.check_kernel_options(attention=attention, backend=compile, liger=liger, packing=packing)
         self.sources = {
             "policy": import_by_name(policy=policy),
             "reference": import_by_name(reference=reference),
             "critic": import_by_name(critic=critic),
         }
-        compatibility.check_sources(**self.sources)
-        compatibility.check_parts(engine=engine, sampling=sampling, value_loss=value_loss)
-        compatibility.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
-        check_numbers(above=0, finite=True, optional=True, reward_seconds=reward_seconds)
-        check_numbers(above=0, at_most=1, optional=True, max_failed_rewards=max_failed_rewards)
-        check_numbers(above=0, at_most=1, optional=True, max_failed_environments=max_failed_environments)
+        setup_checks.check_sources(**self.sources)
+        setup_checks.check_parts(engine=engine, sampling=sampling, value_loss=value_loss)
+        setup_checks.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
+        check_numbers(above=0, finite=True, optional=True, reward_timeout=reward_timeout)
+        check_numbers(above=0, at_most=1, optional=True, max_reward_failure_rate=max_reward_failure_rate)
+        check_numbers(above=0, at_most=1, optional=True, max_environment_failure_rate=max_environment_failure_rate)
         check_counts(1, optional=True, max_turn_tokens=max_turn_tokens)
         check_counts(1, max_turns=max_turns)
         self.environments = factories_of(import_by_name(environment=environment), tools)
-        self.limits = Limits(turns=max_turns, turn_tokens=max_turn_tokens)
+        self.limits = ConversationLimits(turns=max_turns, turn_tokens=max_turn_tokens)
         self.tool_parser = check_source(import_by_name(tool_parser=tool_parser))
         self._parse: AnswerParser | None = None
         self._schemas: Mapping[str, Sequence[Mapping[str, Any]]] = {}
@@ -260,15 +266,15 @@ class RLLightningModule(LightningModule):
             environment_timeout=environment_timeout,
             conversation_timeout=conversation_timeout,
         )
-        self.max_failed_environments = max_failed_environments
+        self.max_environment_failure_rate = max_environment_failure_rate
         check_counts(1, optional=True, max_idle_rollouts=max_idle_rollouts)
         self.max_idle_rollouts = max_idle_rollouts
-        self.reward_seconds, self.max_failed_rewards = reward_seconds, max_failed_rewards
-        self.rewards = Rewards(rewards, seconds=reward_seconds)
+        self.reward_timeout, self.max_reward_failure_rate = reward_timeout, max_reward_failure_rate
+        self.rewards = Rewards(rewards, seconds=reward_timeout)
         signature = inspect.signature(RLLightningModule.__init__).parameters
         defaults = {name: parameter.default for name, parameter in signature.items()}
-        compatibility.check_conversations(options, defaults, environments=bool(self.environments))
-        compatibility.check_rewards(self.rewards.functions.values(), environments=bool(self.environments))
+        setup_checks.check_conversations(options, defaults, environments=bool(self.environments))
+        setup_checks.check_rewards(self.rewards.functions.values(), environments=bool(self.environments))
         self.estimator, self.loss = (
             resolve_advantages(import_by_name(advantages=advantages)),
             resolve_loss(import_by_name(loss=loss)),
@@ -278,17 +284,25 @@ class RLLightningModule(LightningModule):
             value_loss,
         )
         self._optimizer, self._lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
-        self.group_size, self.minibatches, self.epochs = group_size, minibatches, epochs
+        self.group_size, self.minibatches_per_rollout, self.epochs_per_rollout = (
+            group_size,
+            minibatches_per_rollout,
+            epochs_per_rollout,
+        )
         self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
-        self.token_budget, self.packing, self.activation_checkpointing = token_budget, packing, activation_checkpointing
+        self.max_tokens_per_microbatch, self.packing, self.activation_checkpointing = (
+            max_tokens_per_microbatch,
+            packing,
+            activation_checkpointing,
+        )
         self.attention, self.liger = attention, liger
         self.backend = BACKENDS[0] if compile is True else compile or None
         self.evaluations = evaluations_of(evaluation)
-        self.skip_rollouts = compatibility.check_rollouts(skip_rollouts=skip_rollouts)
+        self.skip_rollouts = setup_checks.check_rollouts(skip_rollouts=skip_rollouts)
         check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)
         self.checkpoint_errors = checkpoint_errors
         known = (*(name for name in options if name not in ("self", "__class__")), *BESIDE)
-        self.allow_changes = compatibility.check_names(known, allow_changes=allow_changes)
+        self.allow_config_changes = setup_checks.check_names(known, allow_config_changes=allow_config_changes)
         self.tokenizer = build_tokenizer(tokenizer, self.sources["policy"])
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
@@ -307,7 +321,7 @@ class RLLightningModule(LightningModule):
     @property
     def steps_per_rollout(self) -> int:
         """Number of optimizer steps per rollout."""
-        return self.minibatches * self.epochs
+        return self.minibatches_per_rollout * self.epochs_per_rollout
 
     @property
     def algorithm(self) -> Algorithm:
@@ -361,12 +375,12 @@ class RLLightningModule(LightningModule):
             forward_context=self.parallel.strategy.precision_plugin.forward_context,
             greedy_baseline=self.estimator.needs_greedy,
             collectives=self.parallel.collectives,
-            max_failed_rewards=self.max_failed_rewards,
+            max_reward_failure_rate=self.max_reward_failure_rate,
             failed_folder=self.run.failed_folder,
             trainer_state=None if self._trainer is None else trainer_state(self.trainer),
             vocabulary=self.required_policy.model.config.get_text_config().vocab_size,
             environments=self._conversations,
-            max_failed_environments=self.max_failed_environments,
+            max_environment_failure_rate=self.max_environment_failure_rate,
         )
 
     @property
@@ -395,7 +409,7 @@ class RLLightningModule(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Add the callback that saves a checkpoint on errors and signals, and check Trainer flags before Lightning."""
         stop_in_inspection(self)
-        compatibility.check_flags(self.trainer)
+        setup_checks.check_flags(self.trainer)
         present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
         close, settle = RLLightningModule.close_engine, RLLightningModule.settle
         added = [] if present else [Interrupts(settle=settle, close=close, run=lambda module: module.run.name)]
@@ -406,7 +420,7 @@ class RLLightningModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         self.parallel.check(self.max_grad_norm)
-        compatibility.check_kernels(
+        setup_checks.check_kernels(
             self.parallel, attention=self.attention, compiled=bool(self.backend), liger=self.liger
         )
         protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
@@ -415,28 +429,28 @@ class RLLightningModule(LightningModule):
         critic = self.sources["critic"] is not None
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
-        compatibility.check_ratios(corrections, self.loss)
-        compatibility.check_pairs(corrections)
-        compatibility.check_estimator(corrections, self.estimator, critic=critic, group_size=self.group_size)
-        compatibility.check_turn_rewards(self.rewards.sources, corrections, self.estimator)
+        setup_checks.check_ratios(corrections, self.loss)
+        setup_checks.check_pairs(corrections)
+        setup_checks.check_estimator(corrections, self.estimator, critic=critic, group_size=self.group_size)
+        setup_checks.check_turn_rewards(self.rewards.sources, corrections, self.estimator)
         steps, engine = self.steps_per_rollout, self.engine
-        compatibility.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
-        self.run.needs = compatibility.needs(self.algorithm, steps_per_rollout=steps)
-        needed = compatibility.needed_extras(corrections, self.sampling)
+        setup_checks.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
+        self.run.needs = setup_checks.needs(self.algorithm, steps_per_rollout=steps)
+        needed = setup_checks.needed_extras(corrections, self.sampling)
         engine.select_extras(engine.capabilities.extras & needed.keys())  # in each stage, so that stages share a vLLM
         if stage == "fit":
             self.rewards.check_weights()
             self._limit_validation()
-            compatibility.check_reference(self.sources["reference"], self.run.needs)
-            compatibility.check_extras(corrections, engine, self.sampling)
+            setup_checks.check_reference(self.sources["reference"], self.run.needs)
+            setup_checks.check_extras(corrections, engine, self.sampling)
             staleness = self.max_staleness
-            compatibility.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
-            compatibility.check_sizes(
+            setup_checks.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
+            setup_checks.check_sizes(
                 prompts_per_rollout=self.prompt_stream.prompts_per_rollout,
-                minibatches=self.minibatches,
+                minibatches=self.minibatches_per_rollout,
                 world_size=self.parallel.ranks,
             )
-        compatibility.check_filters([evaluation.sampling for evaluation in self.evaluations], engine)
+        setup_checks.check_filters([evaluation.sampling for evaluation in self.evaluations], engine)
         self.run.failed_folder = self._folder / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         self.save_hyperparameters(self.run.configuration)
@@ -498,7 +512,7 @@ class RLLightningModule(LightningModule):
             checked = environments.check(self.tool_parser, first)
             self._parse, self._schemas = checked.parse, checked.schemas
         for sampling in (self.run.sampling, *(questions.sampling for questions in self._questions)):
-            compatibility.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
+            setup_checks.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
 
     def _check_agreement(self, built: PolicyModel | None, reference: Scorer | None) -> None:
         """Check that all ranks have the same unsharded weights and the same data."""
@@ -506,7 +520,7 @@ class RLLightningModule(LightningModule):
             return
         frozen = None if reference is None else cast(PolicyModel, reference.scoring)
         weights = {
-            name: weights_at_a_glance(model.named_parameters() if model.files is None else model.files.parameters())
+            name: hash_weights(model.named_parameters() if model.files is None else model.files.parameters())
             for name, model in {"policy": built, "reference": frozen}.items()
             if model is not None
         }
@@ -531,7 +545,7 @@ class RLLightningModule(LightningModule):
             if policy is None:
                 continue
             dtype = self.parallel.compute_dtype(policy.model.dtype)
-            compatibility.check_attention(self.attention, policy, device, dtype)
+            setup_checks.check_attention(self.attention, policy, device, dtype)
             for model in policy.models() if self.liger else ():
                 apply_liger(model)
             if self.backend:
@@ -570,12 +584,12 @@ class RLLightningModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Return one optimizer for policy and critic, with one parameter group each, and its scheduler."""
         groups = self.required_policy.parameter_groups()
-        compatibility.check_trainable(groups)
-        optimizer = compatibility.build_optimizer(self._optimizer, self.parallel.optimizer_groups(groups))
+        setup_checks.check_trainable(groups)
+        optimizer = setup_checks.build_optimizer(self._optimizer, self.parallel.optimizer_groups(groups))
         if self._lr_scheduler is None:
             return optimizer
         scheduler = self._lr_scheduler(optimizer)
-        compatibility.check_scheduler(scheduler)
+        setup_checks.check_scheduler(scheduler)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     @override
@@ -586,8 +600,8 @@ class RLLightningModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         """Check that an epoch holds whole rollouts, and make the scheduler step that an error prevented."""
-        tickets = len(cast(TicketLoader, self.trainer.train_dataloader))
-        compatibility.check_whole_rollouts(tickets, self.steps_per_rollout)
+        step_indices = len(cast(StepLoader, self.trainer.train_dataloader))
+        setup_checks.check_whole_rollouts(step_indices, self.steps_per_rollout)
         with warnings.catch_warnings():
             # the optimizer stepped before the error
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -596,8 +610,8 @@ class RLLightningModule(LightningModule):
     # A rollout: sync, sample, plan, log-probabilities, signal.
 
     @override
-    def on_train_batch_start(self, batch: Ticket, batch_idx: int) -> None:
-        """Generate and score the rollout of the ticket, unless it is the current one."""
+    def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
+        """Generate and score the rollout of the step index, unless it is the current one."""
         self.run.times.start()
         if batch.rollout in self.skip_rollouts:
             self._skip_rollout(batch)
@@ -624,10 +638,10 @@ class RLLightningModule(LightningModule):
         self.run.metrics.add("noted", noted)
         self.run.prefetcher.drop(batch.rollout)
 
-    def begin_ticket(self, ticket: Ticket) -> None:
-        """Record the state of the run before any hook of the batch, and seed the global generators by the ticket."""
-        self.run.set_mark(ticket, self.prompt_stream.cursor)
-        self.seed_generators(ticket)
+    def begin_step(self, step_index: StepIndex) -> None:
+        """Record the state of the run before any hook of the batch, and seed the global generators by the step index."""
+        self.run.set_mark(step_index, self.prompt_stream.cursor)
+        self.seed_generators(step_index)
 
     @contextmanager
     def _undoing(self) -> Iterator[None]:
@@ -644,34 +658,34 @@ class RLLightningModule(LightningModule):
             self.policy.zero_grad()  # a partial gradient would enter a later fit
         return settle(self.run, error, self.prompt_stream, self.trainer, self.steps_per_rollout)
 
-    def _skip_rollout(self, ticket: Ticket) -> None:
+    def _skip_rollout(self, step_index: StepIndex) -> None:
         """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
-        number, known = ticket.rollout, self.run.current is not None or ticket.rollout in self.run.prefetcher
+        number, known = step_index.rollout, self.run.current is not None or step_index.rollout in self.run.prefetcher
         self.run.current = None
         self.run.prefetcher.drop(number)
-        if ticket.step == 0:
+        if step_index.step == 0:
             rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
             if not known:
                 self._next_prompts()
 
-    def _sample(self, ticket: Ticket, batch_idx: int) -> ScoredGroups:
+    def _sample(self, step_index: StepIndex, batch_idx: int) -> ScoredGroups:
         """Return the scored samples of a rollout, generated now or ahead."""
-        sampler, number = self.sampler, ticket.rollout
+        sampler, number = self.sampler, step_index.rollout
         groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
         first = None if self._streams else self._take_ahead(number)
         with self._phase("sync"):
             self.sync(number)
         if self._streams:  # first submit every rollout that these weights admit
-            self._prefetch(sampler, ticket, batch_idx)
+            self._prefetch(sampler, step_index, batch_idx)
             first = self._take_ahead(number)
         with self._phase("generate"):
             if not isinstance(first, Samples):
                 first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
         if sampler.max_rounds == 1:  # the engine has no more requests for this rollout
-            self._prefetch(sampler, ticket, batch_idx)
+            self._prefetch(sampler, step_index, batch_idx)
         with self._phase("reward"):
             scored = sampler.fill_groups(self.prompt_stream.take, groups, number, rank=self.parallel.rank, first=first)
-        self._prefetch(sampler, ticket, batch_idx)
+        self._prefetch(sampler, step_index, batch_idx)
         check_staleness(scored.rollout, number, self.max_staleness)
         return scored
 
@@ -682,11 +696,11 @@ class RLLightningModule(LightningModule):
             rollout, excluded = exclude_rows(rollout, corrections)
             plan_of = partial(
                 make_plan,
-                token_budget=self.run.token_budget(self.token_budget),
+                max_tokens_per_microbatch=self.run.max_tokens_per_microbatch(self.max_tokens_per_microbatch),
                 packed=self.packing,
                 max_over_ranks=self._max_over_ranks,
             )
-            plan = plan_of(rollout, minibatches=self.minibatches)
+            plan = plan_of(rollout, minibatches=self.minibatches_per_rollout)
             if self.environments:
                 excluded |= {"env/logprob": environment_logprob(rollout, self.required_policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)
@@ -728,13 +742,13 @@ class RLLightningModule(LightningModule):
         age = Stat.single(0 if oldest is None else number - oldest)
         return {"in_flight/tokens": Stat.single(tokens), "in_flight/staleness": age.maximum()}
 
-    def _prefetch(self, sampler: Sampler, ticket: Ticket, batch_idx: int) -> None:
+    def _prefetch(self, sampler: Sampler, step_index: StepIndex, batch_idx: int) -> None:
         """Submit the next rollouts to the prefetcher, up to the end of the run."""
-        end = ticket.index + remaining_tickets(self.trainer, batch_idx)
+        end = step_index.index + remaining_tickets(self.trainer, batch_idx)
         prefetcher, streams = self.run.prefetcher, self._streams
         at_once = 1 + self.max_staleness if streams else 1
         submit = partial(prefetcher.submit, sampler=sampler, device=self.device, at_once=at_once)
-        for number in range(ticket.rollout + (not streams), ticket.rollout + 1 + self.max_staleness):
+        for number in range(step_index.rollout + (not streams), step_index.rollout + 1 + self.max_staleness):
             skipped, held = number in self.skip_rollouts, prefetcher.waiting_prompts(number)
             if held is not None and streams and not skipped:
                 submit(number, held)
@@ -745,14 +759,14 @@ class RLLightningModule(LightningModule):
     def _phase(self, name: str) -> Iterator[None]:
         """Show a phase in the progress bar, and measure its duration."""
         if self._trainer is not None and self._trainer.training and self.run.mark is not None:
-            show_phase(self._trainer, self.run.mark.ticket.rollout, name)
+            show_phase(self._trainer, self.run.mark.step_index.rollout, name)
         with self.run.times.phase(name, self.device):
             yield
 
     # An update: steps_per_rollout optimizer steps.
 
     @override
-    def training_step(self, batch: Ticket, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make exactly one optimizer step, or skip it on all ranks; return its outputs for callbacks."""
         if batch.rollout in self.skip_rollouts:
             self._leave_out(batch)
@@ -768,8 +782,8 @@ class RLLightningModule(LightningModule):
                 self.run.end_step(batch, last=batch.step == self.steps_per_rollout - 1)
         return step.outputs()
 
-    def _make_step(self, batch: Ticket) -> MadeStep:
-        """Make the optimizer step of a ticket; skip it if no rank has a token to train on."""
+    def _make_step(self, batch: StepIndex) -> MadeStep:
+        """Make the optimizer step of a step index; skip it if no rank has a token to train on."""
         current = self.run.current
         if current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
@@ -787,7 +801,7 @@ class RLLightningModule(LightningModule):
             norm, rates = self._optimizer_step(gradient, batch)
         return MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
 
-    def _show_step(self, batch: Ticket, step: MadeStep) -> None:
+    def _show_step(self, batch: StepIndex, step: MadeStep) -> None:
         """Log an optimizer step and pass it to the observers."""
         if step.gradient is not None:
             self.run.idle.note(step.norm, step.rates)
@@ -802,56 +816,56 @@ class RLLightningModule(LightningModule):
         log_row(self, self.run.metrics, batch.index, self._rows_every)
 
     @override
-    def on_train_batch_end(self, outputs: Any, batch: Ticket, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: StepIndex, batch_idx: int) -> None:
         """Raise the error that was caught after the optimizer step."""
         error, self.run.late_error = self.run.late_error, None
         if error is not None:
             raise error
 
-    def _leave_out(self, ticket: Ticket) -> None:
+    def _leave_out(self, step_index: StepIndex) -> None:
         """Count an optimizer step of a skipped rollout."""
         self.run.mark = None
         self.run.skipped += 1
-        self.run.count(ticket.rollout)
-        self.run.ticket = ticket.index
+        self.run.count(step_index.rollout)
+        self.run.step_index = step_index.index
 
     @override
     def on_train_end(self) -> None:
         """Log the steps after the last row."""
-        if self._rows_every and self.run.ticket is not None:
-            log_rest(self.trainer, self.run.metrics, self.run.ticket)
+        if self._rows_every and self.run.step_index is not None:
+            log_rest(self.trainer, self.run.metrics, self.run.step_index)
 
     @property
     def _rows_every(self) -> int:
         return rows_every(self.trainer.log_every_n_steps, self.steps_per_rollout)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def seed_generators(self, ticket: Ticket) -> None:
-        """Seed every global generator from (run seed, rank, ticket), so that results do not depend on earlier draws."""
-        seed_everything(request_seed(self.seed, self.parallel.rank, ticket.index), self.device)
+    def seed_generators(self, step_index: StepIndex) -> None:
+        """Seed every global generator from (run seed, rank, step index), so that results do not depend on earlier draws."""
+        seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
 
     def _writers(self) -> list[str]:
         return writers_among(callbacks_of(self.trainer))
 
-    def _trace(self, ticket: Ticket, *, with_parameters: bool) -> StepTrace | None:
+    def _trace(self, step_index: StepIndex, *, with_parameters: bool) -> StepTrace | None:
         """Return the trace of this optimizer step for observers, or None; ``with_parameters`` adds the parameters."""
         corrections, parallel = self.run.corrections, self.parallel
-        if not corrections.traces_step(ticket.rollout, ticket.step):
+        if not corrections.traces_step(step_index.rollout, step_index.step):
             return None
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # under 16-mixed
         scale = parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
-        trace = StepTrace(rollout_number=ticket.rollout, step=ticket.step, scale=scale)
+        trace = StepTrace(rollout_number=step_index.rollout, step=step_index.step, scale=scale)
         trace.log(self.run.rollout_stats)
         watchers = [callback for callback in corrections.contributors("observe_step") if callback.traces_parameters]
-        watching = any(callback.traces_step(ticket.rollout, ticket.step) for callback in watchers)
+        watching = any(callback.traces_step(step_index.rollout, step_index.step) for callback in watchers)
         if with_parameters and watching and parallel.ranks == 1 and not parallel.sharded:
             optimizer = cast(LightningOptimizer, self.optimizers()).optimizer
             self.run.tracer = ParameterTracer(self.required_policy, trace, optimizer)
         return trace
 
-    def _gradient(self, ticket: Ticket, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
+    def _gradient(self, step_index: StepIndex, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
         """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
         repeats = self.parallel.repeats_steps
-        gradient = self._accumulate(ticket, trace, notices_exhaustion=repeats)
+        gradient = self._accumulate(step_index, trace, notices_exhaustion=repeats)
         if not repeats or not process_maximum(int(gradient.exhausted)):
             return gradient, trace
         current = cast(CurrentRollout, self.run.current)
@@ -861,21 +875,23 @@ class RLLightningModule(LightningModule):
             torch.cuda.empty_cache()
         if self.run.mark is not None:
             self.run.mark.restore_corrections(self.run)
-        budget = self.run.halve(self.token_budget)
+        budget = self.run.halve(self.max_tokens_per_microbatch)
         self.run.current = current.divide(budget, packed=self.packing, max_over_ranks=self._max_over_ranks)
         rank_zero_warn(
-            f"out of memory in step {ticket.step} of rollout {ticket.rollout}: the step is repeated, and the token "
-            f"budget is {budget} from now on; pass token_budget={budget} to RLLightningModule"
+            f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated, and the token "
+            f"budget is {budget} from now on; pass max_tokens_per_microbatch={budget} to RLLightningModule"
         )
-        self.seed_generators(ticket)
-        trace = self._trace(ticket, with_parameters=True)
-        return self._accumulate(ticket, trace), trace
+        self.seed_generators(step_index)
+        trace = self._trace(step_index, with_parameters=True)
+        return self._accumulate(step_index, trace), trace
 
-    def _accumulate(self, ticket: Ticket, trace: StepTrace | None, *, notices_exhaustion: bool = False) -> StepGradient:
+    def _accumulate(
+        self, step_index: StepIndex, trace: StepTrace | None, *, notices_exhaustion: bool = False
+    ) -> StepGradient:
         parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.current)
         return accumulate_gradient(
             current.rollout,
-            current.plan.step(ticket.step),
+            current.plan.step(step_index.step),
             lambda microbatch: policy(microbatch.layout),
             self.algorithm,
             backward=lambda loss: self.manual_backward(loss * parallel.ranks),  # cancels the mean over ranks
@@ -896,7 +912,7 @@ class RLLightningModule(LightningModule):
         if self.run.tracer is not None:
             self.run.tracer.before_step(optimizer)
 
-    def _optimizer_step(self, gradient: StepGradient, ticket: Ticket) -> tuple[Tensor, list[float]]:
+    def _optimizer_step(self, gradient: StepGradient, step_index: StepIndex) -> tuple[Tensor, list[float]]:
         """Step optimizer and scheduler, or neither if the gradient is not finite.
 
         Returns:
@@ -909,7 +925,7 @@ class RLLightningModule(LightningModule):
             norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
         except FloatingPointError as stop:
             current = cast(CurrentRollout, self.run.current)
-            where = record_nonfinite(self._folder / NONFINITE, current, ticket.step, gradient, self.parallel.rank)
+            where = record_nonfinite(self._folder / NONFINITE, current, step_index.step, gradient, self.parallel.rank)
             raise FloatingPointError(f"{stop}; {where}") from stop
         self.run.note_step()
         self.run.schedule_behind = self._lr_scheduler is not None and skipped == self.run.skipped
@@ -1171,12 +1187,12 @@ class RLLightningModule(LightningModule):
         self._predictions = []
         self.rest()
 
-    def complete(
+    def generate(
         self,
         prompts: Any,
         *,
         samples: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         temperature: float | None = None,
     ) -> Any:
         """Generate answers to one or several prompts; works without a Trainer.
@@ -1202,10 +1218,10 @@ class RLLightningModule(LightningModule):
             sampling = replace(self.sampling, temperature=temperature or 0.0)
         elif temperature is not None:
             raise ValueError(
-                f"expected sampling= or temperature={temperature}, got both: write Sampling(temperature={temperature})"
+                f"expected sampling= or temperature={temperature}, got both: write SamplingParams(temperature={temperature})"
             )
         check_counts(1, samples=1 if samples is None else samples)
-        compatibility.check_filters([sampling], self.engine)
+        setup_checks.check_filters([sampling], self.engine)
         if samples is not None and samples > 1 and sampling.temperature == 0:
             raise ValueError(
                 f"expected a temperature above 0, because samples={samples} greedy answers would all be the same, got "
@@ -1298,12 +1314,12 @@ class RLLightningModule(LightningModule):
         """Load this rank's state for a fit; other stages use the weights alone."""
         if self._trainer is None:
             return
-        state = compatibility.check_checkpoint(checkpoint)
+        state = setup_checks.check_checkpoint(checkpoint)
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
-        compatibility.check_whole_checkpoint(checkpoint)
+        setup_checks.check_whole_checkpoint(checkpoint)
         states = {callback.name: callback.state_dict() for callback in self.run.corrections.callbacks}
-        check_resume(state["configuration"], self.run.configuration, self.allow_changes, states)
+        check_resume(state["configuration"], self.run.configuration, self.allow_config_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
             self._begin()  # on_fit_start was called before

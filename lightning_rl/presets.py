@@ -31,10 +31,9 @@ from lightning_rl.advantages import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from lightning_rl.arguments import check_counts
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, PositiveNLL, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import RLCallback
-from lightning_rl.generation import Sampling
+from lightning_rl.generation import SamplingParams
 from lightning_rl.losses import (
     CISPO,
     DPPO,
@@ -50,6 +49,7 @@ from lightning_rl.losses import (
     ValueLoss,
 )
 from lightning_rl.signal.reductions import SequenceSumNorm, sequence_mean, token_mean
+from lightning_rl.utils.arguments import check_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,11 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    options = {"advantages": DrGRPO(), "loss": ClippedSurrogate(), "sampling": Sampling(max_new_tokens=max_new_tokens)}
+    options = {
+        "advantages": DrGRPO(),
+        "loss": ClippedSurrogate(),
+        "sampling": SamplingParams(max_new_tokens=max_new_tokens),
+    }
     return Preset({**options, "reduction": SequenceSumNorm(max_new_tokens)})
 
 
@@ -115,7 +119,7 @@ def dapo(*, max_new_tokens: int = 256) -> Preset:
     check_counts(1, max_new_tokens=max_new_tokens)
     options = {"advantages": GRPO(), "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
     callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
-    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, callbacks)
+    return Preset({**options, "sampling": SamplingParams(max_new_tokens=max_new_tokens)}, callbacks)
 
 
 def gspo() -> Preset:
@@ -159,7 +163,7 @@ def rloo(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     """
     options = {"advantages": RLOO(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
     callbacks = (ReferenceKL(beta, as_loss=True, estimator="k2"),)
-    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, callbacks)
+    return Preset({**options, "sampling": SamplingParams(max_new_tokens=max_new_tokens)}, callbacks)
 
 
 def reinforce_plus_plus(*, beta: float = 0.01) -> Preset:
@@ -186,7 +190,7 @@ def remax(*, beta: float = 0.05, max_new_tokens: int = 256) -> Preset:
     Source: Li et al. 2023, arXiv:2310.10505.
     """
     options = {"advantages": ReMax(), "loss": Reinforce(), "reduction": SequenceSumNorm(max_new_tokens)}
-    return Preset({**options, "sampling": Sampling(max_new_tokens=max_new_tokens)}, (ReferenceKL(beta),))
+    return Preset({**options, "sampling": SamplingParams(max_new_tokens=max_new_tokens)}, (ReferenceKL(beta),))
 
 
 def opo() -> Preset:
@@ -194,7 +198,15 @@ def opo() -> Preset:
 
     Source: Hao et al. 2025, arXiv:2505.23585.
     """
-    return Preset({"advantages": OPO(), "loss": Reinforce(), "reduction": token_mean, "minibatches": 1, "epochs": 1})
+    return Preset(
+        {
+            "advantages": OPO(),
+            "loss": Reinforce(),
+            "reduction": token_mean,
+            "minibatches_per_rollout": 1,
+            "epochs_per_rollout": 1,
+        }
+    )
 
 
 def maxrl() -> Preset:
@@ -291,7 +303,7 @@ def optimal_token_baseline() -> Preset:
     Source: Li et al. 2026, arXiv:2602.07078.
     """
     options = {"advantages": OptimalTokenBaseline(), "loss": Reinforce(), "reduction": token_mean}
-    return Preset({**options, "minibatches": 1, "epochs": 1})
+    return Preset({**options, "minibatches_per_rollout": 1, "epochs_per_rollout": 1})
 
 
 PRESETS: dict[str, Callable[..., Preset]] = {

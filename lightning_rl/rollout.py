@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
-from lightning_rl.transfer import to_device
+from lightning_rl.utils.device import to_device
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
 
@@ -27,7 +27,7 @@ TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of a turn at its la
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 
-class Finish(IntEnum):
+class FinishReason(IntEnum):
     """Reason why a response ended, from the engine or the environment."""
 
     STOP = 0
@@ -61,7 +61,7 @@ class Rollout:
     action_mask: Bool[Tensor, "B T"] = field(metadata=along(TOKEN, pad=False))
     groups: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
     sample_ids: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
-    finish: UInt8[Tensor, " B"] = field(metadata=along(ROW, pad=Finish.STOP))
+    finish: UInt8[Tensor, " B"] = field(metadata=along(ROW, pad=FinishReason.STOP))
     policy_version: Int[Tensor, "B T"] = field(metadata=along(TOKEN, pad=-1))
     trained: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
     rewarded: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
@@ -111,7 +111,7 @@ class Rollout:
             responses: Token ids of each row's response, including EOS if it was sampled.
             groups: Prompt index of each row.
             sample_ids: Id of each row; 0, 1, 2, ... by default.
-            finish: Finish reason of each response; :attr:`Finish.STOP` by default.
+            finish: Finish reason of each response; :attr:`FinishReason.STOP` by default.
             versions: Weight version that sampled each token; 0 by default.
             actions: Mask of tokens that the policy sampled; all by default.
             dtype: Dtype of the rewards.
@@ -123,8 +123,8 @@ class Rollout:
         version = torch.zeros_like(response_ids)
         if versions is not None:
             version, _ = pad_lists(versions, torch.int64)
-        ends = torch.tensor([Finish.STOP] * len(lengths) if finish is None else list(finish), dtype=torch.uint8)
-        trained = (ends != Finish.ABORT) & (ends != Finish.FAILED)
+        ends = torch.tensor([FinishReason.STOP] * len(lengths) if finish is None else list(finish), dtype=torch.uint8)
+        trained = (ends != FinishReason.ABORT) & (ends != FinishReason.FAILED)
         return cls(
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
@@ -165,12 +165,12 @@ class Rollout:
     @property
     def cut_off(self) -> Bool[Tensor, " B"]:
         """Rows that a limit of tokens or turns ended, shape [B]."""
-        return (self.finish == Finish.LENGTH) | (self.finish == Finish.TURNS)
+        return (self.finish == FinishReason.LENGTH) | (self.finish == FinishReason.TURNS)
 
     @property
     def failures(self) -> Bool[Tensor, " B"]:
         """Rows that the engine or the environment failed to finish, which do not train, shape [B]."""
-        return (self.finish == Finish.ABORT) | (self.finish == Finish.FAILED)
+        return (self.finish == FinishReason.ABORT) | (self.finish == FinishReason.FAILED)
 
     def require(self, name: str) -> Tensor:
         """Return a field that must not be None.

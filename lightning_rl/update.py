@@ -13,13 +13,13 @@ from lightning_rl.algorithm import NEW_TENSOR, Algorithm, LossParts
 from lightning_rl.corrections import LossView, ParameterTrace, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
-from lightning_rl.edits import EditWatch, comparing_later
 from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.policy.model import FiniteOutputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
+from lightning_rl.utils.mutation_guard import EditWatch, comparing_later
 
 Forward = Callable[[Microbatch], Outputs]
 """Maps a microbatch to the outputs of a policy or of a table, with gradient."""

@@ -46,7 +46,7 @@ def main(
     from lightning.pytorch.loggers import CSVLogger
     from torch.optim import AdamW
 
-    from lightning_rl import PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
+    from lightning_rl import PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine, warmup_then_linear
     from lightning_rl.callbacks import TruncatedIS
     from lightning_rl.environments import EnvironmentReward
 
@@ -54,7 +54,7 @@ def main(
         policy=partial(task.warm_started_policy, seed, warm_start), tokenizer=task.trail_tokenizer(),
         environment=task.Trail, rewards=EnvironmentReward(), max_turns=7, max_turn_tokens=6,
         engine=VLLMEngine() if engine == "vllm" else None, group_size=16, advantages="grpo",
-        sampling=Sampling(max_new_tokens=40, eos_token_ids=task.ENDS),
+        sampling=SamplingParams(max_new_tokens=40, eos_token_ids=task.ENDS),
         optimizer=partial(AdamW, lr=5e-4 / (1 + max_staleness), weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(min(5, rollouts // 2), rollouts), max_staleness=max_staleness, seed=seed,
     )  # fmt: skip

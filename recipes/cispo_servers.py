@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import CISPO, GRPO, PromptDataModule, RLLightningModule, Sampling, VLLMServerEngine
+from lightning_rl import CISPO, GRPO, PromptDataModule, RLLightningModule, SamplingParams, VLLMServerEngine
 from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.rewards import NumberMatch
 
@@ -48,10 +48,10 @@ def main(
         advantages=GRPO(),
         loss=CISPO(),
         reduction="token_mean",
-        sampling=Sampling(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
-        minibatches=minibatches,
-        token_budget=8192,
+        minibatches_per_rollout=minibatches,
+        max_tokens_per_microbatch=8192,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from jsonargparse import auto_cli
 
-from lightning_rl.arguments import check_counts, check_numbers
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 MINIMUM = {"max_staleness": 0, "seed": 0, "warm_start": 0}  # 1 for any other integer
 TINY = "--tiny: use a small model and small data, on a CPU and offline; other options override its settings"

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import ClippedSurrogate, DrGRPO, PromptDataModule, RLLightningModule, Sampling, SequenceSumNorm
+from lightning_rl import ClippedSurrogate, DrGRPO, PromptDataModule, RLLightningModule, SamplingParams, SequenceSumNorm
 from lightning_rl.rewards import NumberMatch
 
 
@@ -40,9 +40,9 @@ def main(
         advantages=DrGRPO(),
         loss=ClippedSurrogate(clip_low=0.2, clip_high=0.2),
         reduction=SequenceSumNorm(max_new_tokens),
-        sampling=Sampling(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
-        token_budget=8192,
+        max_tokens_per_microbatch=8192,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -15,7 +15,7 @@ import tiny
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl import Evaluation, RLLightningModule, Sampling, VLLMEngine
+from lightning_rl import Evaluation, RLLightningModule, SamplingParams, VLLMEngine
 from lightning_rl.data import PromptDataset
 from lightning_rl.rewards import NumberMatch
 
@@ -37,7 +37,7 @@ def main(
         policy=model,
         rewards=NumberMatch(),
         engine=VLLMEngine() if engine == "vllm" else None,
-        sampling=Sampling(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
         evaluation=[
             Evaluation("greedy", questions),
             Evaluation("sampled", questions, samples=samples),

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GAE, ClippedSurrogate, PromptDataModule, RLLightningModule, Sampling, ValueLoss
+from lightning_rl import GAE, ClippedSurrogate, PromptDataModule, RLLightningModule, SamplingParams, ValueLoss
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.rewards import NumberMatch
 
@@ -44,10 +44,10 @@ def main(
         loss=ClippedSurrogate(clip_low=0.2, clip_high=0.2),
         value_loss=ValueLoss(coef=0.1),
         reduction="token_mean",
-        sampling=Sampling(max_new_tokens=max_new_tokens),
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=1,
-        minibatches=minibatches,
-        token_budget=8192,
+        minibatches_per_rollout=minibatches,
+        max_tokens_per_microbatch=8192,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

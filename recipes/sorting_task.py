@@ -230,15 +230,15 @@ def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) 
     """
     if missing := [package for package in REPORT if find_spec(package) is None]:
         raise SystemExit(f"expected {' and '.join(missing)} for the report: pip install 'lightning-rl[report]'")
-    prompts, parts = data.prompts_per_rollout, module.minibatches * trainer.world_size
+    prompts, parts = data.prompts_per_rollout, module.minibatches_per_rollout * trainer.world_size
     if prompts % parts:
         shares = [str(number) for number in range(1, prompts + 1) if prompts % number == 0]
         raise SystemExit(f"expected --updates x --devices to be one of {', '.join(shares)}, got {parts}")
     rows = held_out_prompts()
     prompts, answers = [row["prompt"] for row in rows[:8]], [row["answer"] for row in rows[:8]]
-    before, first = _accuracy(trainer, module, data), module.complete(prompts)
+    before, first = _accuracy(trainer, module, data), module.generate(prompts)
     yield
-    after, last = _accuracy(trainer, module, data), module.complete(prompts)
+    after, last = _accuracy(trainer, module, data), module.generate(prompts)
     folder = Path(trainer.log_dir or ".")  # a collective
     if not trainer.is_global_zero:
         return

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import AdamW
 
-from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, Sampling, VLLMEngine, warmup_then_linear
+from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine, warmup_then_linear
 from lightning_rl.data import PromptDataset
 from lightning_rl.reporting import SampleTable
 from lightning_rl.rewards import NumberMatch
@@ -57,7 +57,7 @@ def main(
     module = RLLightningModule(
         policy=policy, tokenizer=tokenizer, rewards=NumberMatch(strict=True), tools=[calculate],
         evaluation=Evaluation("greedy", test), engine=VLLMEngine() if engine == "vllm" else None,
-        sampling=Sampling(max_new_tokens=max_new_tokens), group_size=8, token_budget=16_384,
+        sampling=SamplingParams(max_new_tokens=max_new_tokens), group_size=8, max_tokens_per_microbatch=16_384,
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(rollouts // 10, rollouts), seed=seed,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lightning_rl import Finish
+from lightning_rl import FinishReason
 from lightning_rl.data import PromptDataset
 from lightning_rl.environments import TokenStep
 
@@ -50,10 +50,16 @@ class Trail:
         self.goal = str(row["goal"])
         return ()
 
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Return the place after a place, or end the conversation with the reward of an answer."""
         words = [WORDS[token] for token in token_ids]
-        if finish == Finish.STOP and len(words) == 3 and words[0] == "look" and words[2] == ";" and words[1] in PLACES:
+        if (
+            finish == FinishReason.STOP
+            and len(words) == 3
+            and words[0] == "look"
+            and words[2] == ";"
+            and words[1] in PLACES
+        ):
             return TokenStep(token_ids=[IDS[self.following[words[1]]]])
         return TokenStep(done=True, reward=float(words == ["answer", self.goal, "<eos>"]))
 

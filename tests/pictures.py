@@ -19,12 +19,12 @@ from PIL import Image  # noqa: E402
 from torch.optim import AdamW  # noqa: E402
 from typing_extensions import override  # noqa: E402
 
-from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Rollout, Sampling  # noqa: E402
+from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams  # noqa: E402
 from lightning_rl.audit import SignalLedger  # noqa: E402
 from lightning_rl.callbacks import OPSM, NoEOSMask  # noqa: E402
 from lightning_rl.reporting import RolloutSummary, RunReport  # noqa: E402
 from lightning_rl.reporting.picture import rollout_picture  # noqa: E402
-from lightning_rl.reporting.samples import choose_rows  # noqa: E402
+from lightning_rl.reporting.sample_table import choose_rows  # noqa: E402
 
 ROLLOUTS, SINCE, COLOURS = 24, 12, 160
 
@@ -47,7 +47,7 @@ def stale_run(folder: Path, picture: Path) -> Path:
     """Trains; returns the report."""
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, 0), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        engine=StaleEngine(SINCE), sampling=Sampling(max_new_tokens=12), group_size=8, advantages=GRPO(),
+        engine=StaleEngine(SINCE), sampling=SamplingParams(max_new_tokens=12), group_size=8, advantages=GRPO(),
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
     )  # fmt: skip
     data = PromptDataModule(task.sorting_prompts(64, seed=0, exclude=task.held_out_prompts()), 32)

@@ -12,12 +12,12 @@ from lightning_rl import FakeEngine, Reinforce, RLCallback, Rollout, Stat, token
 from lightning_rl.advantages import resolve_advantages
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merge_moments, reduce_moments
-from lightning_rl.generation import Sampling
+from lightning_rl.generation import SamplingParams
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.rollouts.sample import Sampler
-from lightning_rl.rollouts.signal import estimate_signal
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.update import accumulate_gradient
 
@@ -81,6 +81,6 @@ def sampler_of(*callbacks: RLCallback, script: Callable[..., Any] | None = None,
     known: dict[str, Any] = {
         "engine": engine, "tokenizer": None, "rewards": Rewards([parity_reward]),
         "corrections": Corrections(callbacks), "group_size": G, "seed": 11,
-        "sampling": Sampling(max_new_tokens=6, eos_token_ids=[1]),
+        "sampling": SamplingParams(max_new_tokens=6, eos_token_ids=[1]),
     }  # fmt: skip
     return Sampler(**{**known, **options})

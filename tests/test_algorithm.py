@@ -236,8 +236,8 @@ def test_measures_come_from_untouched_log_probabilities_of_valid_tokens() -> Non
             "kl/old": (ratio[0] - 1.5 + ratio[1] - 1 + 1) / 2,
             "kl/rollout": (math.e - 2) / 2,
             "kl/ref": (1.0 - 1.0) / 2,
-            "policy/clip_low": 0.0,
-            "policy/clip_high": 0.5,
+            "policy/clip_fraction_low": 0.0,
+            "policy/clip_fraction_high": 0.5,
         }
     )
 

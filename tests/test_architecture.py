@@ -103,7 +103,7 @@ def test_every_room_is_described() -> None:
 
 def test_the_table_of_contributions_is_the_codes() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| ([^|]*) \| ([^|]*) \|", PAGES[0].read_text(), re.MULTILINE)
-    entries = [(name, e.when, e.returns, e.combined_by, e.bends) for name, e in CONTRIBUTIONS.items()]
+    entries = [(name, e.when, e.returns, e.combined_by, e.affects) for name, e in CONTRIBUTIONS.items()]
     assert [tuple(cell.strip() for cell in row) for row in rows] == entries
 
 

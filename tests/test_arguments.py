@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.arguments import check_bools, check_choices, check_counts, check_numbers
+from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import lightning_rl
 from lightning_rl import DPPO, PromptDataModule, RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.configuration import configuration
-from lightning_rl.description import describe
+from lightning_rl.serialization import describe
 
 
 def written(module: RLLightningModule, data: PromptDataModule | None = None, **options: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_it_and_loads_without_pickles(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "place"),
     [
-        ({"seed": 1}, "seed"), ({"group_size": 2}, "group_size"), ({"minibatches": 2}, "minibatches"),
+        ({"seed": 1}, "seed"), ({"group_size": 2}, "group_size"), ({"minibatches_per_rollout": 2}, "minibatches_per_rollout"),
         ({"loss": "reinforce"}, "loss"), ({"advantages": "rloo"}, "advantages"), ({"top_p": 0.9}, "sampling"),
         ({"optimizer": partial(SGD, lr=1e-2)}, "optimizer"),
         ({"lr_scheduler": warmup_then_linear(1, 5)}, "lr_scheduler"),

@@ -94,7 +94,9 @@ def test_a_value_loss_that_writes_in_place_is_refused_by_its_name() -> None:
 
 
 def trained(**options: Any) -> RLLightningModule:
-    module = tiny_module(**{"advantages": "gae", "critic": "shared", "group_size": 1, "epochs": 2, **options})
+    module = tiny_module(
+        **{"advantages": "gae", "critic": "shared", "group_size": 1, "epochs_per_rollout": 2, **options}
+    )
     fit(module)
     return module
 

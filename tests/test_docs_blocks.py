@@ -30,7 +30,7 @@ SUBSTITUTIONS = {
     'accelerator="gpu"': 'accelerator="cpu"',
     "devices=8": 'accelerator="cpu", devices=2',
     "max_steps=500": "max_steps=1, logger=False, enable_checkpointing=False",
-    "sampling=Sampling(max_new_tokens=512)": "sampling=Sampling(max_new_tokens=4), group_size=2",
+    "sampling=SamplingParams(max_new_tokens=512)": "sampling=SamplingParams(max_new_tokens=4), group_size=2",
     "max_turn_tokens=64": "max_turn_tokens=2",
     "max_turn_tokens=128": "max_turn_tokens=2",
     "prompts_per_rollout=32))": "prompts_per_rollout=2))",

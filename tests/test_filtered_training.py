@@ -11,17 +11,22 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, Rollout, Sampling, TransformersEngine
+from lightning_rl import FakeEngine, Rollout, SamplingParams, TransformersEngine
 from lightning_rl.callbacks import EntropyBonus, ReferenceKL, TeacherKL
 from lightning_rl.generation import Request
-from lightning_rl.generation.sampling import RowFilters
+from lightning_rl.generation.sampling_params import RowFilters
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.packing import pack
 from lightning_rl.policy.sampling_mask import from_bits, holds, to_bits
 from lightning_rl.rollout import SAMPLING_MASK
 
 VOCABULARY = 16
-FILTERS = [Sampling(top_k=4), Sampling(top_p=0.9), Sampling(min_p=0.1), Sampling(top_k=6, top_p=0.8)]
+FILTERS = [
+    SamplingParams(top_k=4),
+    SamplingParams(top_p=0.9),
+    SamplingParams(min_p=0.1),
+    SamplingParams(top_k=6, top_p=0.8),
+]
 each = pytest.mark.parametrize("keep", FILTERS, ids=str)
 
 
@@ -36,7 +41,7 @@ class Figures(Callback):
         self.rows.append(pl_module.run.metrics.values())
 
 
-def options_of(keep: Sampling) -> dict[str, Any]:
+def options_of(keep: SamplingParams) -> dict[str, Any]:
     return {"top_k": keep.top_k, "top_p": keep.top_p, "min_p": keep.min_p}
 
 
@@ -48,13 +53,13 @@ def synced(model: Any, *names: str) -> TransformersEngine:
     return engine
 
 
-def requests_of(number: int, keep: Sampling, **options: Any) -> list[Request]:
+def requests_of(number: int, keep: SamplingParams, **options: Any) -> list[Request]:
     known = {"max_new_tokens": 6, "temperature": 0.8, "eos_token_ids": [1], **options_of(keep), **options}
     return [request_of(range(2, 3 + n % 4), n, n, **known) for n in range(number)]
 
 
 @each
-def test_the_engine_draws_from_what_it_says_it_kept(keep: Sampling) -> None:
+def test_the_engine_draws_from_what_it_says_it_kept(keep: SamplingParams) -> None:
     model = tiny_policy(dtype=torch.float64)
     requests = requests_of(20, keep)
     for request, completion in zip(
@@ -72,21 +77,21 @@ def test_the_engine_draws_from_what_it_says_it_kept(keep: Sampling) -> None:
 
 def test_a_filter_is_of_one_request_alone() -> None:
     model = tiny_policy(dtype=torch.float64)
-    plain, filtered = requests_of(6, Sampling()), requests_of(6, Sampling(top_k=2))
-    greedy = requests_of(6, Sampling(top_k=2), temperature=0.0)
+    plain, filtered = requests_of(6, SamplingParams()), requests_of(6, SamplingParams(top_k=2))
+    greedy = requests_of(6, SamplingParams(top_k=2), temperature=0.0)
     mixed = synced(model).generate([*plain, *filtered, *greedy], logprobs=True)
     alone = [*synced(model).generate(plain, logprobs=True), *synced(model).generate(filtered, logprobs=True)]
-    alone += synced(model).generate(requests_of(6, Sampling(), temperature=0.0), logprobs=True)
+    alone += synced(model).generate(requests_of(6, SamplingParams(), temperature=0.0), logprobs=True)
     for one, other in zip(mixed, alone, strict=True):
         assert one.token_ids == other.token_ids and one.logprobs is not None and other.logprobs is not None
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-12)
 
 
 @each
-def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
+def test_four_steps_over_a_filtered_rollout_stay_finite(keep: SamplingParams) -> None:
     seen: list[Rollout] = []
     figures = Figures()
-    module = tiny_module(minibatches=2, epochs=2, **options_of(keep))
+    module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, **options_of(keep))
     terms = [ReferenceKL(0.1, as_loss=True), TeacherKL(tiny_policy, 0.1, as_loss=True), EntropyBonus(0.01)]
     fit(module, callbacks=[*terms, recorder(seen)("seen"), figures])
     assert module.global_step == len(figures.rows) == 16
@@ -104,13 +109,13 @@ def test_four_steps_over_a_filtered_rollout_stay_finite(keep: Sampling) -> None:
 
 def test_what_would_be_kept_now_leaves_drawn_tokens_out() -> None:
     seen: list[Rollout] = []
-    module = tiny_module(minibatches=2, epochs=2, top_p=0.9)
+    module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, top_p=0.9)
     fit(module, callbacks=[recorder(seen)("seen")], max_steps=4)
     rollout, model = seen[0], module.required_policy.model
     layout = pack(rollout, packed=False)
     with torch.no_grad():
         logits = model(input_ids=layout.input_ids).logits.flatten(0, 1)[layout.source]
-    now = RowFilters([Sampling(top_p=0.9)], logits.device).mask(
+    now = RowFilters([SamplingParams(top_p=0.9)], logits.device).mask(
         logits.log_softmax(-1), torch.zeros(len(logits), dtype=torch.int64)
     )
     assert not now.gather(1, layout.targets[:, None]).all()  # so the kept set had to be recorded
@@ -164,7 +169,7 @@ def test_a_filter_with_an_engine_that_cannot_say_what_it_kept_is_an_error_at_set
         fit(tiny_module(engine=engine, top_p=0.9))
     engine.load_weights([], 0)
     with pytest.raises(ValueError, match="which FakeEngine ignores"):
-        engine.generate(requests_of(1, Sampling(top_p=0.9)))
+        engine.generate(requests_of(1, SamplingParams(top_p=0.9)))
 
 
 def test_an_engine_that_draws_what_it_did_not_keep_is_found_out() -> None:
@@ -185,4 +190,4 @@ def test_greedy_evaluation_is_not_filtered() -> None:
     module = tiny_module(top_k=2, advantages="remax", group_size=1)
     fit(module, data=data, callbacks=[figures])
     assert all(math.isfinite(value) for row in figures.rows for value in row.values())
-    assert len(module.complete([[2, 3], [4]], temperature=0.7)) == 2
+    assert len(module.generate([[2, 3], [4]], temperature=0.7)) == 2

@@ -61,7 +61,7 @@ def equal_weights(one: RLLightningModule, other: RLLightningModule) -> bool:
 
 
 def trained(callbacks: Sequence[Any], **options: Any) -> RLLightningModule:
-    module = tiny_module(minibatches=2, epochs=2, **options)
+    module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, **options)
     fit(module, callbacks=callbacks)
     return module
 
@@ -145,7 +145,7 @@ def test_a_correction_at_its_off_value_is_bitwise_absent(correction: RLCallback)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
 def test_the_first_step_of_a_rollout_has_ratio_one_and_no_kl_to_old(precision: str) -> None:
     watch = Watch()
-    module = tiny_module(temperature=0.7, minibatches=1, epochs=4)
+    module = tiny_module(temperature=0.7, minibatches_per_rollout=1, epochs_per_rollout=4)
     fit(module, callbacks=[watch, ReferenceKL(0.0, as_loss=True)], precision=precision, max_steps=8)
     per_step = len(watch.views) // 8
     for number, view in enumerate(watch.views):
@@ -158,7 +158,7 @@ def test_the_first_step_of_a_rollout_has_ratio_one_and_no_kl_to_old(precision: s
 
 def test_the_engines_log_probabilities_are_the_trainers() -> None:
     watch = Watch()
-    module = tiny_module(temperature=0.7, epochs=2, max_new_tokens=16)
+    module = tiny_module(temperature=0.7, epochs_per_rollout=2, max_new_tokens=16)
     fit(module, callbacks=[watch])
     for rollout in watch.rollouts:
         gap = (rollout.require("rollout_logprobs") - rollout.require("old_logprobs"))[rollout.valid_tokens]
@@ -168,7 +168,7 @@ def test_the_engines_log_probabilities_are_the_trainers() -> None:
 def test_the_token_budget_changes_nothing_but_rounding() -> None:
     # AdamW would make whole steps of the rounding of a gradient of 0
     exact: Any = {"policy": partial(tiny_policy, dtype=torch.float64), "optimizer": partial(SGD, lr=0.05)}
-    large, small = (trained(all_corrections(), token_budget=budget, **exact) for budget in (4096, 12))
+    large, small = (trained(all_corrections(), max_tokens_per_microbatch=budget, **exact) for budget in (4096, 12))
     first, second = weights_of(large), weights_of(small)
     assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-9
     moves = [first[f"policy.model.{name}"] - weight.detach() for name, weight in tiny_policy().named_parameters()]
@@ -207,7 +207,7 @@ def test_a_callback_that_writes_in_place_is_named() -> None:
 
 def test_a_held_rollout_that_was_edited_is_refused_at_the_next_step() -> None:
     with pytest.raises(RuntimeError, match=r"between optimizer steps: advantages"):
-        fit(tiny_module(epochs=2), callbacks=[KeepsAndEdits()])
+        fit(tiny_module(epochs_per_rollout=2), callbacks=[KeepsAndEdits()])
 
 
 def test_engine_log_probabilities_are_recorded_wherever_the_engine_gives_them() -> None:
@@ -231,20 +231,20 @@ def test_a_ratio_that_counts_the_current_policy_twice_is_refused_at_setup() -> N
 
 
 def test_off_policy_weights_train_on_a_loss_without_a_ratio() -> None:
-    module = tiny_module(loss="reinforce", epochs=2)
+    module = tiny_module(loss="reinforce", epochs_per_rollout=2)
     fit(module, callbacks=[OffPolicyIS()])
     assert not equal_weights(module, trained_without_weights())
 
 
 def trained_without_weights() -> RLLightningModule:
-    module = tiny_module(loss="reinforce", epochs=2)
+    module = tiny_module(loss="reinforce", epochs_per_rollout=2)
     fit(module)
     return module
 
 
 @pytest.mark.filterwarnings("ignore:rollout 0 taught the policy nothing")
 def test_an_optimizer_step_without_a_valid_token_is_skipped_and_counted() -> None:
-    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs=2)
+    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs_per_rollout=2)
     trainer = fit(module, callbacks=[NoEOSMask("drop_tokens")])
     assert trainer.global_step == 0
     assert module.run.skipped == 8
@@ -327,7 +327,7 @@ def nan_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> 
 @pytest.mark.parametrize("reward", [failing_reward, nan_reward])
 def test_a_reward_that_fails_takes_its_rows_out_and_nothing_becomes_nan(reward: Any, tmp_path: Path) -> None:
     watch = Watch()
-    module = tiny_module(rewards=reward, epochs=2, max_failed_rewards=None)
+    module = tiny_module(rewards=reward, epochs_per_rollout=2, max_reward_failure_rate=None)
     fit(module, callbacks=[watch], default_root_dir=tmp_path)
     for rollout in watch.rollouts:
         assert torch.isfinite(rollout.require("advantages")).all()
@@ -349,7 +349,7 @@ def test_a_group_without_spread_teaches_nothing(advantages: str) -> None:
 @pytest.mark.filterwarnings("ignore:rollout 0 taught the policy nothing")
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
 def test_a_rollout_of_truncated_rows_is_harmless(action: Any) -> None:
-    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs=2)
+    module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs_per_rollout=2)
     fit(module, callbacks=[NoEOSMask(action), ReferenceKL(0.1, as_loss=True)])
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
 
@@ -405,11 +405,11 @@ def test_a_critic_that_nothing_reads_is_refused() -> None:
 
 def test_an_unequal_split_into_minibatches_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of minibatches x ranks, got 4 for 3 x 1"):
-        fit(tiny_module(minibatches=3))
+        fit(tiny_module(minibatches_per_rollout=3))
 
 
 def test_ppo_with_a_critic_trains_both() -> None:
-    module = tiny_module(advantages="gae", critic="shared", group_size=1, minibatches=2)
+    module = tiny_module(advantages="gae", critic="shared", group_size=1, minibatches_per_rollout=2)
     fit(module, callbacks=[ReferenceKL(0.05)])
     head = module.policy.value_head  # pyright: ignore[reportOptionalMemberAccess]
     assert head is not None and head.weight.any()
@@ -424,7 +424,7 @@ def test_a_separate_critic_leaves_the_policy_backbone_alone() -> None:
 
 
 def test_a_second_fit_begins_with_a_new_rollout_of_new_prompts() -> None:
-    watch, module, data = Watch(), tiny_module(epochs=3), tiny_prompts()
+    watch, module, data = Watch(), tiny_module(epochs_per_rollout=3), tiny_prompts()
     fit(module, callbacks=[watch], data=data, max_steps=4)
     fit(module, callbacks=[watch], data=data, max_steps=3)
     ids = [int(place) for rollout in watch.rollouts for place in rollout.sample_ids]

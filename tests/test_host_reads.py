@@ -14,13 +14,13 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.losses import LOSSES
-from lightning_rl.naming import name_of
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.model import Scorer
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.rollouts.logprobs import add_logprobs
+from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
 from lightning_rl.update import Forward
+from lightning_rl.utils.naming import name_of
 
 
 def a_rollout() -> Rollout:

@@ -46,7 +46,7 @@ class Fails(RLCallback):
 
 
 def module_of(**options: Any) -> RLLightningModule:
-    return tiny_module(minibatches=2, epochs=2, **options)
+    return tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, **options)
 
 
 @pytest.mark.parametrize(

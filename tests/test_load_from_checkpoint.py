@@ -9,9 +9,9 @@ import torch
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rl import GAE, GSPO, PromptDataModule, RLLightningModule, Sampling
+from lightning_rl import GAE, GSPO, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.cli.main import main
-from lightning_rl.description import describe
+from lightning_rl.serialization import describe
 
 AGAIN: dict[str, Any] = {"policy": tiny_policy, "rewards": parity_reward}
 
@@ -39,7 +39,7 @@ def test_weights_and_options_come_back(tmp_path: Path) -> None:
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
     assert equal(weights_of(loaded), weights_of(module))
     assert describe(loaded.options) == describe(module.options)
-    assert loaded.sampling == Sampling(max_new_tokens=8, temperature=0.7)
+    assert loaded.sampling == SamplingParams(max_new_tokens=8, temperature=0.7)
 
 
 def test_only_code_has_to_be_given_again(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None
     assert equal(weights_of(loaded), weights_of(module))
     assert describe(loaded.options) == describe(module.options)
     assert loaded.tokenizer is not None and loaded.tokenizer.name_or_path == str(tmp_path / "policy")
-    assert loaded.complete(["a b", "c"]) == module.complete(["a b", "c"])
+    assert loaded.generate(["a b", "c"]) == module.generate(["a b", "c"])
 
 
 def test_options_replace_those_of_the_run(tmp_path: Path) -> None:

@@ -15,25 +15,25 @@ LOADS = re.compile(
 KNOWN = {
     "lightning_rl/__init__.py": "import_module(",  # names of this package
     "lightning_rl/audit/saved.py": "torch.load(",  # weights_only, as every other one
-    "lightning_rl/checkpointing/export.py": "torch.load(",
-    "lightning_rl/checkpointing/folder.py": "torch.load(",
+    "lightning_rl/checkpointing/pretrained.py": "torch.load(",
+    "lightning_rl/checkpointing/checkpoint_folder.py": "torch.load(",
     "lightning_rl/cli/export.py": "import_module(",  # of --policy module:function
     "lightning_rl/cli/main.py": "import_module(",  # of a command
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
-    "lightning_rl/description.py": "import_module(",  # of rooms by their fixed names
+    "lightning_rl/serialization.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/distributed/zero.py": "import_module(",
-    "lightning_rl/environments/server.py": "cloudpickle.loads(",
-    "lightning_rl/generation/vllm/engine.py": "import_module(",
+    "lightning_rl/environments/fork_server.py": "cloudpickle.loads(",
+    "lightning_rl/generation/vllm/vllm_engine.py": "import_module(",
     "lightning_rl/generation/vllm/internals.py": "import_module(",
-    "lightning_rl/generation/vllm/lora.py": "import_module(",
-    "lightning_rl/generation/vllm/versions.py": "import_module(",
+    "lightning_rl/generation/vllm/lora_adapter.py": "import_module(",
+    "lightning_rl/generation/vllm/vllm_version.py": "import_module(",
     "lightning_rl/optimizers.py": "import_module(",
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
-    "lightning_rl/reporting/folder.py": "torch.load(",
+    "lightning_rl/reporting/run_files.py": "torch.load(",
     "lightning_rl/rewards/executors.py": "cloudpickle.loads(",
-    "lightning_rl/rewards/pool.py": "cloudpickle.loads(",
-    "lightning_rl/rewards/worker.py": "cloudpickle.loads(",
-    "lightning_rl/testing/environments.py": "cloudpickle.loads(",  # of what it has just pickled
+    "lightning_rl/rewards/process_pool.py": "cloudpickle.loads(",
+    "lightning_rl/rewards/process_worker.py": "cloudpickle.loads(",
+    "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }
 
 

@@ -19,7 +19,7 @@ def test_clip_fractions_count_tokens_that_lost_their_gradient(
 ) -> None:
     view = view_of([math.log(ratio)], old_logprobs=[0.0], advantages=[advantage])
     step = run_step(view)
-    assert (step.metrics["policy/clip_low"], step.metrics["policy/clip_high"]) == (low, high)
+    assert (step.metrics["policy/clip_fraction_low"], step.metrics["policy/clip_fraction_high"]) == (low, high)
     assert (step.gradient == 0).all() == bool(low or high or advantage == 0)
 
 

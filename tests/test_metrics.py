@@ -25,7 +25,7 @@ from lightning_rl.metrics import LIGHTNINGS_DEFAULT, MetricLog, RunningStats, gl
 
 CORE = {
     "reward/task", "reward/parity_reward", "reward/shaped", "kl/ref", "kl/rollout", "kl/penalty", "optim/grad_norm",
-    "optim/skipped", "policy/entropy", "policy/ratio_max", "policy/clip_low", "policy/clip_high", "length/mean",
+    "optim/skipped", "policy/entropy", "policy/ratio_max", "policy/clip_fraction_low", "policy/clip_fraction_high", "length/mean",
     "length/truncated", "groups/zero_variance", "time/generate", "time/reward", "time/score", "time/signal",
     "time/sync", "time/update", "trainer/idle",
     "tokens_per_second", "staleness/mean", "staleness/max", "loss/total", "loss/policy",
@@ -64,7 +64,7 @@ def population(values: Sequence[float]) -> Stat:
 def logged(**options: Any) -> list[tuple[int | None, dict[str, float]]]:
     """The rows of a fit of four rollouts with two optimizer steps each."""
     logger = Keeping()
-    fit(tiny_module(minibatches=2), **{"logger": logger, **options})
+    fit(tiny_module(minibatches_per_rollout=2), **{"logger": logger, **options})
     return logger.rows
 
 
@@ -150,7 +150,12 @@ def test_lightning_is_given_a_value_again_only_if_it_has_changed(monkeypatch: py
         log_dict(self, dictionary, **options)
 
     monkeypatch.setattr(LightningModule, "log_dict", noted)
-    fit(tiny_module(minibatches=2, epochs=2), callbacks=[watched], logger=Keeping(), log_every_n_steps=1)
+    fit(
+        tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2),
+        callbacks=[watched],
+        logger=Keeping(),
+        log_every_n_steps=1,
+    )
     rewards = [known["reward/task"] for known in watched.known]
     assert len(rewards) > 4 and all("reward/task" in values for values in given)
     changes = [value for place, value in enumerate(rewards) if place == 0 or value != rewards[place - 1]]
@@ -164,7 +169,7 @@ def test_global_values_are_the_figures_of_statistics() -> None:
 
 def test_every_metric_of_the_design_reaches_every_logger(tmp_path: Path) -> None:
     first, second, file = Keeping(), Keeping(), CSVLogger(tmp_path, name="", version="")
-    module = tiny_module(minibatches=2, advantages=GAE(), critic="shared")
+    module = tiny_module(minibatches_per_rollout=2, advantages=GAE(), critic="shared")
     fit(module, callbacks=[ReferenceKL(0.1)], logger=[first, file, second])
     assert first.rows == second.rows and len(first.rows) == 8
     assert [step for step, _ in first.rows] == list(range(8))
@@ -178,7 +183,7 @@ def test_every_metric_of_the_design_reaches_every_logger(tmp_path: Path) -> None
 
 def test_corrections_log_under_their_names() -> None:
     logger = Keeping()
-    module = tiny_module(minibatches=2, loss="reinforce")
+    module = tiny_module(minibatches_per_rollout=2, loss="reinforce")
     fit(module, callbacks=[OPSM(), NoEOSMask(), OffPolicyIS()], logger=logger)
     for _, row in logger.rows:
         assert {"opsm/rejected", "off_policy_is/weight_mean", "off_policy_is/ess"} <= set(row)
@@ -246,7 +251,7 @@ def test_early_stopping_may_watch_any_metric(every: int) -> None:
 def test_what_is_monitored_is_known_to_lightning_as_soon_as_it_is_measured() -> None:
     watched, logger = Watched(), Keeping()
     monitors = [EarlyStopping(name, patience=100) for name in ("policy/entropy", "optim/grad_norm", "reward/shaped")]
-    fit(tiny_module(minibatches=2), callbacks=[watched, *monitors], logger=logger)
+    fit(tiny_module(minibatches_per_rollout=2), callbacks=[watched, *monitors], logger=logger)
     for known, (_, row) in zip(watched.known, logger.rows, strict=True):
         assert set(known) >= {"policy/entropy", "optim/grad_norm", "reward/shaped", "reward/task"}
         assert known == pytest.approx({name: row[name] for name in known}, rel=1e-6)

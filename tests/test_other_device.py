@@ -50,10 +50,10 @@ from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import RolloutSummary, RunReport, SampleTable
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS
-from lightning_rl.rollouts.logprobs import add_logprobs
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
-from lightning_rl.transfer import to_device
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.update import accumulate_gradient, from_table
+from lightning_rl.utils.device import to_device
 
 CUT = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
 pytestmark = pytest.mark.slow
@@ -223,13 +223,13 @@ def test_a_fit_with_its_watchers_is_the_same_on_another_device(tmp_path: Path) -
         watchers = [SignalLedger(), RolloutRecorder(tmp_path, 1), SampleTable(1), RolloutSummary(), RunReport(1)]
         return [*everyday(), *watchers, audit]
 
-    fit_there(lambda: tiny_module(minibatches=2), callbacks, 8, logger=CSVLogger(tmp_path))
+    fit_there(lambda: tiny_module(minibatches_per_rollout=2), callbacks, 8, logger=CSVLogger(tmp_path))
     assert audit.findings == []
 
 
 def test_a_fit_with_a_critic_is_the_same_on_another_device() -> None:
     fit_there(
-        lambda: tiny_module(critic="shared", advantages="gae", minibatches=2),
+        lambda: tiny_module(critic="shared", advantages="gae", minibatches_per_rollout=2),
         lambda: [EntropyBonus(0.01), SignalAudit(1, "raise")],
     )
 

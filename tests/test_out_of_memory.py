@@ -68,7 +68,7 @@ class Exhausts(RLCallback):
 def a_module() -> RLLightningModule:
     """In float64: of a gradient near 0, rounding alone says which way AdamW goes."""
     policy = partial(tiny_policy, dtype=torch.float64)
-    return tiny_module(policy=policy, minibatches=2, token_budget=BUDGET, max_grad_norm=None)
+    return tiny_module(policy=policy, minibatches_per_rollout=2, max_tokens_per_microbatch=BUDGET, max_grad_norm=None)
 
 
 def run(where: str = "", limit: float = 1e9, **options: Any) -> tuple[RLLightningModule, Exhausts, Trainer]:

@@ -76,7 +76,7 @@ def test_a_checkpoint_that_names_an_unpickler_is_asked_for_the_policy(tmp_path: 
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     task = pickle.dumps(((), {}, Payload(tmp_path / "left"), 1))
     checkpoint["lightning_rl"]["configuration"]["module"]["policy"] = {
-        "partial": "lightning_rl.rewards.worker.answer",
+        "partial": "lightning_rl.rewards.process_worker.answer",
         "args": [None, task],
         "keywords": {},
     }

@@ -49,7 +49,7 @@ def test_activation_checkpointing_changes_no_bit(critic: str | None) -> None:
     found = []
     for saving in (False, True):
         options: dict[str, Any] = {"advantages": "gae", "critic": critic} if critic else {}
-        module = tiny_module(minibatches=2, activation_checkpointing=saving, **options)
+        module = tiny_module(minibatches_per_rollout=2, activation_checkpointing=saving, **options)
         fit(module, callbacks=[] if critic else [ReferenceKL(0.1, as_loss=True)])
         assert module.policy is not None
         assert any(getattr(part, "gradient_checkpointing", False) for part in module.policy.model.modules()) == saving
@@ -71,13 +71,16 @@ def test_a_step_moves_the_weights_in_every_precision(precision: Any) -> None:
     ("flag", "message"),
     [
         ({"gradient_clip_val": 0.5}, "without gradient_clip_val, got 0.5: pass max_grad_norm="),
-        ({"accumulate_grad_batches": 2}, "without accumulate_grad_batches, got 2: token_budget="),
+        ({"accumulate_grad_batches": 2}, "without accumulate_grad_batches, got 2: max_tokens_per_microbatch="),
         (
             {"precision": "16-true"},
             r'expected a precision for training, got Trainer\(precision="16-true"\).*use "bf16-mixed"',
         ),
         ({"callbacks": [LearningRateFinder()]}, "expected a fit, got lr_find .*choose lr= of the optimizer"),
-        ({"callbacks": [BatchSizeFinder()]}, "expected a fit, got scale_batch_size .*token_budget= of RLLightning"),
+        (
+            {"callbacks": [BatchSizeFinder()]},
+            "expected a fit, got scale_batch_size .*max_tokens_per_microbatch= of RLLightning",
+        ),
     ],
 )
 def test_flags_that_manual_optimization_refuses_name_our_option(flag: dict[str, Any], message: str) -> None:

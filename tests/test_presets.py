@@ -13,7 +13,7 @@ import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_policy, weights_of
 
-from lightning_rl import RLLightningModule, Sampling, presets
+from lightning_rl import RLLightningModule, SamplingParams, presets
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
 from lightning_rl.presets import PRESETS, Preset
 from lightning_rl.signal.reductions import SequenceSumNorm, sequence_mean
@@ -48,7 +48,7 @@ def test_it_fits_and_warns_of_nothing(name: str, epochs: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "`isinstance|Found .* in eval mode|The .* does not have many workers")
-        module = run(small(name), epochs=epochs)
+        module = run(small(name), epochs_per_rollout=epochs)
     assert [str(warning.message) for warning in caught] == []
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
 
@@ -99,10 +99,10 @@ def test_a_preset_keeps_its_own_copy_of_the_options() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if small(name).callbacks])
 def test_without_its_callbacks_it_is_its_options_bit_for_bit(name: str) -> None:
     def bare() -> RLLightningModule:
-        return run(small(name), callbacks=False, minibatches=2, rollouts=2)
+        return run(small(name), callbacks=False, minibatches_per_rollout=2, rollouts=2)
 
     before = bare()
-    acted = run(small(name), minibatches=2, rollouts=2)
+    acted = run(small(name), minibatches_per_rollout=2, rollouts=2)
     assert equal(bare(), before)
     if name != "m2po":  # whose weight is 1 as long as engine and trainer agree
         assert not equal(acted, before)
@@ -125,11 +125,11 @@ def test_beta_is_that_of_the_reference_kl(name: str) -> None:
 def test_the_longest_response_reaches_everything_that_depends_on_it() -> None:
     (sampling, penalty), options = presets.dapo(max_new_tokens=50).callbacks, presets.dapo(max_new_tokens=50).options
     assert isinstance(sampling, DynamicSampling) and isinstance(penalty, OverlongPenalty)
-    assert (penalty.max_length, penalty.cache, options["sampling"]) == (50, 10, Sampling(max_new_tokens=50))
+    assert (penalty.max_length, penalty.cache, options["sampling"]) == (50, 10, SamplingParams(max_new_tokens=50))
     shortest = presets.dapo(max_new_tokens=3).callbacks[1]
     assert isinstance(shortest, OverlongPenalty) and shortest.cache == 1
     dr_grpo = presets.dr_grpo(max_new_tokens=50).options
-    assert (dr_grpo["reduction"], dr_grpo["sampling"]) == (SequenceSumNorm(50), Sampling(max_new_tokens=50))
+    assert (dr_grpo["reduction"], dr_grpo["sampling"]) == (SequenceSumNorm(50), SamplingParams(max_new_tokens=50))
 
 
 def test_the_page_is_what_the_presets_say() -> None:

@@ -16,7 +16,7 @@ from lightning_rl.generation import Request
 
 def trained(*callbacks: RLCallback, **options: Any) -> tuple[RLLightningModule, list[Rollout]]:
     seen: list[Rollout] = []
-    module = tiny_module(**{"advantages": "remax", "group_size": 1, "epochs": 2, **options})
+    module = tiny_module(**{"advantages": "remax", "group_size": 1, "epochs_per_rollout": 2, **options})
     fit(module, callbacks=[*callbacks, recorder(seen)("recorder")])
     return module, seen
 
@@ -54,10 +54,15 @@ def test_the_baseline_is_the_score_of_the_policys_own_greedy_answer() -> None:
         @override
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch.step == 0:
-                own = pl_module.complete(rows[batch.rollout * 4 :][:4])
+                own = pl_module.generate(rows[batch.rollout * 4 :][:4])
                 expected.extend(number_of_words([], own))
 
-    options: dict[str, Any] = {"advantages": "remax", "group_size": 1, "epochs": 2, "rewards": number_of_words}
+    options: dict[str, Any] = {
+        "advantages": "remax",
+        "group_size": 1,
+        "epochs_per_rollout": 2,
+        "rewards": number_of_words,
+    }
     module = tiny_module(tokenizer=tiny_tokenizer(), **options)
     fit(module, callbacks=[Asks(), recorder(seen)("recorder")], data=PromptDataModule(rows, 4, shuffle=False))
     assert [score for rollout in seen for score in rollout.extras["greedy_score"].tolist()] == expected
@@ -84,7 +89,7 @@ def test_neither_validation_nor_completions_draw_baselines() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False)
     trainer.validate(module, data, verbose=False)
     assert [request.sampling.temperature for request in engine.requests] == [0.0] * 3
-    module.complete([[2], [3]])
+    module.generate([[2], [3]])
     assert [request.sampling.temperature for request in engine.requests[3:]] == [0.0] * 2
 
 

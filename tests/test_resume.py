@@ -21,10 +21,21 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 STEPS = 10  # two epochs of two rollouts with K = 4, and half a rollout more
-GRPO: dict[str, Any] = {"minibatches": 2, "epochs": 2}
-PPO: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "gae", "critic": "shared", "group_size": 1}
-REMAX: dict[str, Any] = {"minibatches": 2, "epochs": 2, "advantages": "remax", "group_size": 1}
-REPLAYED: dict[str, Any] = {"minibatches": 2, "epochs": 2, "policy": partial(tiny_model, "qwen3_moe"), "top_p": 0.9}
+GRPO: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}
+PPO: dict[str, Any] = {
+    "minibatches_per_rollout": 2,
+    "epochs_per_rollout": 2,
+    "advantages": "gae",
+    "critic": "shared",
+    "group_size": 1,
+}
+REMAX: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2, "advantages": "remax", "group_size": 1}
+REPLAYED: dict[str, Any] = {
+    "minibatches_per_rollout": 2,
+    "epochs_per_rollout": 2,
+    "policy": partial(tiny_model, "qwen3_moe"),
+    "top_p": 0.9,
+}
 
 
 def corrections(options: dict[str, Any]) -> list[Callback]:
@@ -119,12 +130,12 @@ def test_evaluating_a_checkpoint_leaves_no_rollout_behind_for_a_later_fit(tmp_pa
 
 
 def test_a_checkpoint_that_leaves_nothing_to_train_says_so_and_more_epochs_go_on(tmp_path: Path) -> None:
-    fit(tiny_module(minibatches=2), max_steps=3).save_checkpoint(tmp_path / "ended.ckpt")
-    at_the_end = tiny_module(minibatches=2)
+    fit(tiny_module(minibatches_per_rollout=2), max_steps=3).save_checkpoint(tmp_path / "ended.ckpt")
+    at_the_end = tiny_module(minibatches_per_rollout=2)
     with pytest.warns(UserWarning, match="nothing is left to train: the checkpoint is at step 3 with max_steps=8"):
         fit(at_the_end, ckpt_path=tmp_path / "ended.ckpt", max_steps=8)
     assert at_the_end.global_step == 3
-    whole, longer = tiny_module(minibatches=2), tiny_module(minibatches=2)
+    whole, longer = tiny_module(minibatches_per_rollout=2), tiny_module(minibatches_per_rollout=2)
     fit(whole, max_steps=8)
     fit(longer, ckpt_path=tmp_path / "ended.ckpt", max_steps=8, max_epochs=2)
     assert longer.global_step == 8
@@ -150,6 +161,6 @@ def test_another_number_of_ranks_is_refused_with_both_numbers(tmp_path: Path) ->
 
 def test_another_reference_is_refused(tmp_path: Path) -> None:
     run(tmp_path, GRPO, max_steps=2)
-    options = {**GRPO, "reference": lambda: tiny_policy(7), "allow_changes": ["reference"]}
+    options = {**GRPO, "reference": lambda: tiny_policy(7), "allow_config_changes": ["reference"]}
     with pytest.raises(ValueError, match="expected the reference of the checkpoint"):
         run(tmp_path / "resumed", options, ckpt_path=tmp_path / "step=2.ckpt")

@@ -89,9 +89,9 @@ def test_each_difference_is_named_and_accepted_only_by_name(
         resume(checkpoint, **options)
     message = str(refused.value)
     assert difference in message
-    assert f"allow_changes=['{name}']" in message
+    assert f"allow_config_changes=['{name}']" in message
     check_only(message, difference)
-    assert resume(checkpoint, allow_changes=[name], **options).global_step >= 3
+    assert resume(checkpoint, allow_config_changes=[name], **options).global_step >= 3
 
 
 def check_only(message: str, difference: str) -> None:
@@ -119,26 +119,26 @@ def test_a_schedule_of_the_learning_rate_is_part_of_what_trains(now: Any, differ
     assert resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=warmup_then_linear(1, 9)).global_step == 4
     with pytest.raises(ValueError, match=difference):
         resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=now)
-    accepted = resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=now, allow_changes=["lr_scheduler"])
+    accepted = resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=now, allow_config_changes=["lr_scheduler"])
     assert accepted.global_step == 4
 
 
 def test_several_differences_are_named_at_once(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"allow_changes=\['seed', 'corrections'\]"):
+    with pytest.raises(ValueError, match=r"allow_config_changes=\['seed', 'corrections'\]"):
         resume(checkpoint, seed=1, callbacks=[])
-    with pytest.raises(ValueError, match=r"allow_changes=\['corrections'\]"):
-        resume(checkpoint, seed=1, callbacks=[], allow_changes=["seed"])
+    with pytest.raises(ValueError, match=r"allow_config_changes=\['corrections'\]"):
+        resume(checkpoint, seed=1, callbacks=[], allow_config_changes=["seed"])
 
 
 def test_steps_per_rollout_cannot_change_within_a_run(checkpoint: Path) -> None:
     with pytest.raises(
         ValueError, match="start a new run from its weights, since minibatches cannot change within a run"
     ):
-        resume(checkpoint, minibatches=2, allow_changes=["minibatches"])
+        resume(checkpoint, minibatches_per_rollout=2, allow_config_changes=["minibatches"])
 
 
 def test_what_bends_no_result_may_change(checkpoint: Path) -> None:
-    module = {"token_budget": 64, "packing": False}
+    module = {"max_tokens_per_microbatch": 64, "packing": False}
     assert resume(checkpoint, **module).global_step == 4
 
 
@@ -202,5 +202,5 @@ def test_other_versions_are_warned_of() -> None:
 
 
 def test_names_are_a_list() -> None:
-    with pytest.raises(ValueError, match="expected allow_changes to be a list of names"):
-        tiny_module(allow_changes="seed")
+    with pytest.raises(ValueError, match="expected allow_config_changes to be a list of names"):
+        tiny_module(allow_config_changes="seed")

@@ -13,7 +13,7 @@ from kit.support import ragged_rollout, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import Finish, LossView, Rollout
+from lightning_rl import FinishReason, LossView, Rollout
 from lightning_rl.rollout import PROMPT, ROW, TOKEN, concatenate, pad_lists, pad_rows
 
 
@@ -245,7 +245,7 @@ def test_samples_become_padded_rows_that_nobody_has_scored() -> None:
     assert rollout.action_mask.tolist() == rollout.valid_tokens.tolist() == sampled
     assert rollout.policy_version.tolist() == [[0, 0, 0], [0, -1, -1]]
     assert rollout.groups.tolist() == [3, 9] and rollout.sample_ids.tolist() == [0, 1]
-    assert rollout.finish.tolist() == [Finish.STOP] * 2
+    assert rollout.finish.tolist() == [FinishReason.STOP] * 2
     assert rollout.trained.all() and rollout.rewarded.all()
     assert rollout.rewards.tolist() == [0.0, 0.0] and rollout.rewards.dtype == torch.float64
     integers = ("prompt_ids", "prompt_lengths", "response_ids", "response_lengths", "groups", "sample_ids")
@@ -254,17 +254,20 @@ def test_samples_become_padded_rows_that_nobody_has_scored() -> None:
 
 def test_samples_keep_identities_versions_and_what_nobody_drew() -> None:
     rollout = Rollout.of_samples(
-        [[2], [3]], [[5, 6, 7, 1], [8, 9]], groups=[0, 0], sample_ids=[40, 41], finish=[Finish.STOP, Finish.LENGTH],
+        [[2], [3]], [[5, 6, 7, 1], [8, 9]], groups=[0, 0], sample_ids=[40, 41], finish=[FinishReason.STOP, FinishReason.LENGTH],
         versions=[[3, 3, 4, 4], [5, 5]], actions=[[True, False, False, True], [True, True]],
     )  # fmt: skip
     assert rollout.response_lengths.tolist() == [4, 2], "holes belong to the response"
     assert rollout.action_mask.tolist() == [[True, False, False, True], [True, True, False, False]]
     assert rollout.policy_version.tolist() == [[3, -1, -1, 4], [5, 5, -1, -1]]
-    assert rollout.sample_ids.tolist() == [40, 41] and rollout.finish.tolist() == [Finish.STOP, Finish.LENGTH]
+    assert rollout.sample_ids.tolist() == [40, 41] and rollout.finish.tolist() == [
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    ]
 
 
 def test_an_aborted_sample_does_not_train() -> None:
-    finish = [Finish.STOP, Finish.ABORT, Finish.LENGTH]
+    finish = [FinishReason.STOP, FinishReason.ABORT, FinishReason.LENGTH]
     rollout = Rollout.of_samples([[2]] * 3, [[5], [], [6]], groups=[0, 0, 0], finish=finish)
     assert rollout.trained.tolist() == rollout.rewarded.tolist() == [True, False, True]
     assert rollout.response_lengths.tolist() == [1, 0, 1] and rollout.response_ids.shape == (3, 1)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_rl.cli.doctor.memory import too_much
+from lightning_rl.cli.doctor.memory_estimate import too_much
 
 DOCS = Path(__file__).parents[1] / "docs"
 

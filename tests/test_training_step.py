@@ -45,7 +45,10 @@ class Entropies(RLCallback):
 @pytest.mark.parametrize("budget", [30, 4096])
 def test_the_entropy_is_that_of_all_valid_tokens_of_the_step(budget: int) -> None:
     outputs, entropies = Outputs(), Entropies()
-    fit(tiny_module(minibatches=2, epochs=2, token_budget=budget), callbacks=[outputs, entropies])
+    fit(
+        tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, max_tokens_per_microbatch=budget),
+        callbacks=[outputs, entropies],
+    )
     assert len(outputs.seen) == len(entropies.steps) == 16
     for given, parts in zip(outputs.seen, entropies.steps, strict=True):
         moments, joint = given["policy/entropy"], torch.cat(parts)

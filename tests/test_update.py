@@ -151,7 +151,9 @@ def sum_reward(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any)
 
 
 def train(*callbacks: RLCallback, **options: Any) -> RLLightningModule:
-    module = tiny_module(**{"minibatches": 2, "token_budget": 40, "rewards": sum_reward, **options})
+    module = tiny_module(
+        **{"minibatches_per_rollout": 2, "max_tokens_per_microbatch": 40, "rewards": sum_reward, **options}
+    )
     fit(module, callbacks=[ReferenceKL(0.1, as_loss=True), *callbacks])
     return module
 

@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from lightning_rl import TransformersEngine
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.compatibility import check_flags
 from lightning_rl.generation import Completion, Request
+from lightning_rl.setup_checks import check_flags
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback"),

@@ -29,7 +29,7 @@ from lightning_rl import (
     Evaluation,
     PromptDataModule,
     RLLightningModule,
-    Sampling,
+    SamplingParams,
     TransformersEngine,
     VLLMEngine,
     VLLMServerEngine,
@@ -66,7 +66,7 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.cli.serve import Address, check_options
-from lightning_rl.data.form import PromptForm
+from lightning_rl.data.row_schema import PromptForm
 from lightning_rl.environments import EnvironmentReward, ToolEnvironment
 from lightning_rl.environments.adapters import GymEnvironment, Verifiers
 from lightning_rl.losses import LOSSES
@@ -161,8 +161,8 @@ MODELS: dict[str, Case] = {
         r"expected sampling to be an object such as Sampling\(temperature=1.0, .* got \{'top_k': 1\}",
     ),
     "sampling-class": (
-        lambda: RLLightningModule(tiny_policy, parity_reward, sampling=Sampling),  # pyright: ignore[reportArgumentType]
-        "expected sampling to be an object .* got the class Sampling",
+        lambda: RLLightningModule(tiny_policy, parity_reward, sampling=SamplingParams),  # pyright: ignore[reportArgumentType]
+        "expected sampling to be an object .* got the class SamplingParams",
     ),
 }
 
@@ -207,17 +207,26 @@ NUMBERS: dict[str, Case] = {
         fitted(group_size=1),
         'advantages="grpo" compares the samples .* group_size=1 .*: use group_size=2',
     ),
-    "minibatches": (made(minibatches=0), "expected minibatches to be a whole number above 0, got 0"),
-    "minibatches-uneven": (fitted(minibatches=3), "prompts_per_rollout to be a multiple of minibatches x ranks, got 4"),
-    "epochs": (made(epochs=0), "expected epochs to be a whole number above 0, got 0"),
+    "minibatches_per_rollout": (
+        made(minibatches_per_rollout=0),
+        "expected minibatches to be a whole number above 0, got 0",
+    ),
+    "minibatches-uneven": (
+        fitted(minibatches_per_rollout=3),
+        "prompts_per_rollout to be a multiple of minibatches x ranks, got 4",
+    ),
+    "epochs_per_rollout": (made(epochs_per_rollout=0), "expected epochs to be a whole number above 0, got 0"),
     "max_staleness": (made(max_staleness=-1), "expected max_staleness to be a whole number of at least 0, got -1"),
-    "token_budget": (made(token_budget=0), "expected token_budget to be a whole number above 0, got 0"),
+    "max_tokens_per_microbatch": (
+        made(max_tokens_per_microbatch=0),
+        "expected max_tokens_per_microbatch to be a whole number above 0, got 0",
+    ),
     "packing": (made(packing="no"), "expected packing to be True or False, got 'no'"),
     "checkpointing": (made(activation_checkpointing=1), "activation_checkpointing to be True or False, got 1"),
     "seed-none": (made(seed=None), "expected seed to be a whole number of at least 0, got None"),
     "seed-text": (made(seed="x"), "expected seed to be a whole number of at least 0, got 'x'"),
     "seed-negative": (made(seed=-1), "expected seed to be a whole number of at least 0, got -1"),
-    "reward_seconds": (made(reward_seconds=-1), "expected reward_seconds > 0 or None, got -1"),
+    "reward_timeout": (made(reward_timeout=-1), "expected reward_timeout > 0 or None, got -1"),
     "environment_workers": (
         made(environment_workers=-1),
         "expected environment_workers to be a whole number of at least 0, got -1",
@@ -240,7 +249,10 @@ NUMBERS: dict[str, Case] = {
         made(environment=partial(print, Lock()), environment_workers=1),
         "expected a factory that can be sent to another process for environment environment, got functools.partial",
     ),
-    "max_failed_rewards": (made(max_failed_rewards=2), r"expected max_failed_rewards in \(0, 1\] or None, got 2"),
+    "max_reward_failure_rate": (
+        made(max_reward_failure_rate=2),
+        r"expected max_reward_failure_rate in \(0, 1\] or None, got 2",
+    ),
     "skip_rollouts alone": (made(skip_rollouts=7), r"skip_rollouts to be a list of numbers of rollouts, .*, got 7"),
     "skip_rollouts below": (made(skip_rollouts=[-1]), r"skip_rollouts to be a list of numbers of rollouts, .*\[-1\]"),
     "checkpoint_errors": (made(checkpoint_errors="stop"), "checkpoint_errors raise or warn, got 'stop'"),
@@ -259,9 +271,9 @@ NUMBERS: dict[str, Case] = {
         made(environment_workers=2),
         "expected environment= or tools= for environment_workers=2, got neither",
     ),
-    "max_failed_environments": (
-        made(max_failed_environments=2),
-        r"expected max_failed_environments in \(0, 1\] or None, got 2",
+    "max_environment_failure_rate": (
+        made(max_environment_failure_rate=2),
+        r"expected max_environment_failure_rate in \(0, 1\] or None, got 2",
     ),
     "environment that is a number": (
         made(environment=3),
@@ -306,9 +318,9 @@ NUMBERS: dict[str, Case] = {
     ),
     "no tools": (made(tools=[]), r"expected tools to be a list of at least one function, got \[\]: leave tools out"),
     "max_turns alone": (made(max_turns=3), "expected environment= or tools= for max_turns=3, got neither: pass one"),
-    "max_failed_environments alone": (
-        made(max_failed_environments=None),
-        "expected environment= or tools= for max_failed_environments=None, got neither",
+    "max_environment_failure_rate alone": (
+        made(max_environment_failure_rate=None),
+        "expected environment= or tools= for max_environment_failure_rate=None, got neither",
     ),
     "environment_timeout alone": (
         made(environment_timeout=5.0),
@@ -320,7 +332,10 @@ NUMBERS: dict[str, Case] = {
     "max_idle_rollouts": (made(max_idle_rollouts=0), "max_idle_rollouts to be a whole number above 0 or None, got 0"),
     "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm > 0 or None, got '1'"),
     "max_grad_norm-infinite": (made(max_grad_norm=math.inf), "expected max_grad_norm > 0 or None and finite, got inf"),
-    "allow_changes": (made(allow_changes="seed"), "expected allow_changes to be a list of names, .* got 'seed'"),
+    "allow_config_changes": (
+        made(allow_config_changes="seed"),
+        "expected allow_config_changes to be a list of names, .* got 'seed'",
+    ),
     "optimizer-name": (made(optimizer="adamw"), "expected optimizer to be a function .* got 'adamw'"),
     "optimizer-number": (made(optimizer=1e-6), "expected optimizer to be a function .* got 1e-06"),
     "optimizer-built": (made(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)), "expected optimizer to be a function"),
@@ -332,8 +347,8 @@ NUMBERS: dict[str, Case] = {
         fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),  # pyright: ignore[reportArgumentType]
         "but it raised TypeError: .*options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6",
     ),
-    "allow_changes-unknown": (
-        made(allow_changes=["sede"]),
+    "allow_config_changes-unknown": (
+        made(allow_config_changes=["sede"]),
         "to contain only policy, .*seed, corrections, .* got 'sede'",
     ),
     "loss-module": (made(loss=torch.nn.CrossEntropyLoss()), "a function of a LossView .* the module CrossEntropyLoss"),
@@ -588,7 +603,7 @@ RUNS: dict[str, Case] = {
     "evaluation-name": (lambda: Evaluation("a b", [[2]]), "expected a name of letters, .* got 'a b'"),
     "evaluation-samples": (lambda: Evaluation("a", [[2]], samples=0), "samples to be a whole number above 0, got 0"),
     "evaluation-greedy": (
-        lambda: Evaluation("a", [[2]], samples=8, sampling=Sampling(temperature=0)),
+        lambda: Evaluation("a", [[2]], samples=8, sampling=SamplingParams(temperature=0)),
         "expected a temperature above 0, because samples=8 greedy answers would all be the same",
     ),
     "evaluation-pass": (lambda: Evaluation("a", [[2]], samples=2, pass_at=8), "from 1 to samples=2, got 8"),
@@ -603,7 +618,7 @@ RUNS: dict[str, Case] = {
     "clipping": (fitted(flags={"gradient_clip_val": 1.0}), "without gradient_clip_val, got 1.0: pass max_grad_norm="),
     "accumulation": (
         fitted(flags={"accumulate_grad_batches": 2}),
-        "without accumulate_grad_batches, got 2: token_budget=",
+        "without accumulate_grad_batches, got 2: max_tokens_per_microbatch=",
     ),
     "precision": (
         fitted(flags={"precision": "16-true"}),
@@ -618,8 +633,8 @@ RUNS: dict[str, Case] = {
         lambda: bare().validate(tiny_module(), tiny_prompts()),
         r'expected prompts to evaluate in stage "val", got none: pass validation= to PromptDataModule, or',
     ),
-    "complete-untokenized": (lambda: tiny_module().complete("a"), "expected a tokenizer for prompt 0, got none: pass"),
-    "complete-nothing": (lambda: tiny_module(tokenizer=tiny_tokenizer()).complete([]), "at least one prompt, got none"),
+    "complete-untokenized": (lambda: tiny_module().generate("a"), "expected a tokenizer for prompt 0, got none: pass"),
+    "complete-nothing": (lambda: tiny_module(tokenizer=tiny_tokenizer()).generate([]), "at least one prompt, got none"),
     "export-unbuilt": (
         lambda: tiny_module().save_pretrained("x"),
         "expected a policy, but configure_model has not run",

@@ -1,6 +1,6 @@
 """Advantage estimators: small frozen objects, registered by name."""
 
-from lightning_rl.advantages.base import (
+from lightning_rl.advantages.estimator import (
     Advantages,
     Estimator,
     FunctionEstimator,

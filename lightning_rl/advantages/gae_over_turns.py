@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages.estimator import Advantages, Estimator, RewardSignal
 from lightning_rl.advantages.trace_decay import TraceDecay, check_trace_decay, decay_of
-from lightning_rl.arguments import check_bools
+from lightning_rl.signal.discounted_returns import TurnEstimates, check_decay, turn_gae, turn_starts
 from lightning_rl.signal.masked import whiten
-from lightning_rl.signal.returns import TurnEstimates, check_decay, turn_gae, turn_starts
+from lightning_rl.utils.arguments import check_bools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import Advantages, RewardSignal, RowEstimator
-from lightning_rl.arguments import check_choices
+from lightning_rl.advantages.estimator import Advantages, RewardSignal, RowEstimator
 from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid
 from lightning_rl.signal.statistics import group_statistics
+from lightning_rl.utils.arguments import check_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

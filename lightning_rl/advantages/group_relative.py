@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import RowEstimator
-from lightning_rl.arguments import check_bools, check_numbers
+from lightning_rl.advantages.estimator import RowEstimator
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.statistics import Population, group_statistics
+from lightning_rl.utils.arguments import check_bools, check_numbers
 
 
 class GroupRelative(RowEstimator):

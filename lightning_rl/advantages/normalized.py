@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import Advantages, RewardSignal, RowEstimator
+from lightning_rl.advantages.estimator import Advantages, RewardSignal, RowEstimator
 from lightning_rl.advantages.group_relative import check_epsilon
-from lightning_rl.arguments import check_bools
 from lightning_rl.signal.masked import GlobalSum, local_sum, masked_fill_invalid
 from lightning_rl.signal.statistics import batch_statistics, group_statistics
+from lightning_rl.utils.arguments import check_bools
 
 Level = Literal["batch", "group", "none"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages.estimator import Advantages, Estimator, RewardSignal
 from lightning_rl.signal.masked import group_index, masked_fill_invalid
 from lightning_rl.signal.statistics import group_statistics
 

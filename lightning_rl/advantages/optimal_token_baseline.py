@@ -8,13 +8,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
-from lightning_rl.arguments import check_bools, check_numbers
+from lightning_rl.advantages.estimator import Advantages, Estimator, RewardSignal
 from lightning_rl.rollout import SUM_PI_SQUARED
+from lightning_rl.signal.discounted_returns import discounted_returns
+from lightning_rl.signal.importance_ratios import clipped_weight
 from lightning_rl.signal.masked import group_index, masked_fill_invalid, prefix_sums
-from lightning_rl.signal.ratios import clipped_weight
-from lightning_rl.signal.returns import discounted_returns
 from lightning_rl.signal.statistics import group_statistics
+from lightning_rl.utils.arguments import check_bools, check_numbers
 
 SQUARES = f"token_extras/{SUM_PI_SQUARED}"
 ROUNDINGS = 8  # tolerance in units of eps

@@ -7,11 +7,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import RowEstimator
+from lightning_rl.advantages.estimator import RowEstimator
 from lightning_rl.advantages.group_relative import check_epsilon
-from lightning_rl.arguments import check_bools
 from lightning_rl.signal.masked import group_index, masked_fill_invalid
 from lightning_rl.signal.statistics import group_statistics
+from lightning_rl.utils.arguments import check_bools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import RowEstimator
+from lightning_rl.advantages.estimator import RowEstimator
 from lightning_rl.signal.masked import masked_fill_invalid
 
 

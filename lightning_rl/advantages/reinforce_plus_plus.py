@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages.estimator import Advantages, Estimator, RewardSignal
 from lightning_rl.advantages.group_relative import DrGRPO
-from lightning_rl.arguments import check_bools
+from lightning_rl.signal.discounted_returns import check_decay, discounted_returns
 from lightning_rl.signal.masked import global_moments
-from lightning_rl.signal.returns import check_decay, discounted_returns
+from lightning_rl.utils.arguments import check_bools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

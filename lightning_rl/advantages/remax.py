@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from lightning_rl.advantages.base import Advantages, Estimator, RewardSignal
-from lightning_rl.signal.returns import discounted_returns
+from lightning_rl.advantages.estimator import Advantages, Estimator, RewardSignal
+from lightning_rl.signal.discounted_returns import discounted_returns
 
 
 @dataclass(frozen=True, slots=True)

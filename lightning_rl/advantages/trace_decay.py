@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
-from lightning_rl.signal.returns import check_decay
+from lightning_rl.signal.discounted_returns import check_decay
+from lightning_rl.utils.arguments import check_numbers
 
 
 class TraceDecay(ABC):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from lightning_rl.audit.finding import gradient_of
+from lightning_rl.audit.audit_error import gradient_of
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import Rollout

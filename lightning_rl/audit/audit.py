@@ -22,16 +22,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.arguments import check_choices, check_counts
+from lightning_rl.audit.audit_error import AuditError
 from lightning_rl.audit.checks import CHECKS, Check, judge
-from lightning_rl.audit.checks.rewards import samples_of_calls
+from lightning_rl.audit.checks.reward_checks import samples_of_calls
+from lightning_rl.audit.conversation_evidence import accounts_of, talks_of
+from lightning_rl.audit.conversation_metrics import talk_figures, words_logprob
 from lightning_rl.audit.copies import numbers_of
 from lightning_rl.audit.coverage import COVERAGE
-from lightning_rl.audit.draws import BUDGET, KEPT_ROLLOUTS, SMALL_BUDGET, Earlier, earlier_of, score_draws
+from lightning_rl.audit.environment_drift import MoveWatch
+from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.figures import callback_figures, sampling_figures
-from lightning_rl.audit.finding import AuditError
 from lightning_rl.audit.forwards import (
     forwards_plainly,
     plain_forwards,
@@ -40,32 +41,31 @@ from lightning_rl.audit.forwards import (
     silent_parameters,
     token_gradients,
 )
-from lightning_rl.audit.hooks import suspects
-from lightning_rl.audit.moves import MoveWatch
-from lightning_rl.audit.prompts import PromptWatch
+from lightning_rl.audit.logged_rows import RowWatch
+from lightning_rl.audit.prompt_watch import PromptWatch
 from lightning_rl.audit.rates import StepRates
-from lightning_rl.audit.replays import ReplayWatch
-from lightning_rl.audit.replies import RewardWatch
-from lightning_rl.audit.rows import RowWatch
+from lightning_rl.audit.recomputed_metrics import callback_figures, sampling_figures
+from lightning_rl.audit.reward_repeats import RewardWatch
+from lightning_rl.audit.sampling_statistics import BUDGET, KEPT_ROLLOUTS, SMALL_BUDGET, Earlier, earlier_of, score_draws
 from lightning_rl.audit.saved import save
-from lightning_rl.audit.seams import contexts_of, early_ends, seams_of
-from lightning_rl.audit.step import StepEvidence
+from lightning_rl.audit.schedule import in_turn, is_full
+from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.audit.talk_figures import talk_figures, words_logprob
-from lightning_rl.audit.talks import accounts_of, talks_of
-from lightning_rl.audit.turns import in_turn, is_full
+from lightning_rl.audit.turn_boundaries import contexts_of, early_ends, seams_of
+from lightning_rl.audit.user_hooks import suspects
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat, StepTrace
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.distributed import process_objects
-from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
-from lightning_rl.seeding import keep_generators
-from lightning_rl.terminal import visible
+from lightning_rl.utils.arguments import check_choices, check_counts
+from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.seeding import fork_generators
+from lightning_rl.utils.terminal import visible
 
 FOLDER = "audit"
 
@@ -81,7 +81,7 @@ class SignalAudit(RLCallback):
         every_n_rollouts: how often.
         mode: ``"warn"`` or ``"raise"`` an :class:`~lightning_rl.audit.AuditError`.
         checks: names of those to run, at every audit; None for all, each at its turns
-            (:func:`~lightning_rl.audit.turns.takes_turn`).
+            (:func:`~lightning_rl.audit.schedule.takes_turn`).
         deliberate: beginnings of findings that are meant, as they are printed, such as ``"group_isolation: estimator
             whitened"``; they go to ``declared`` and never warn or raise.
 
@@ -157,7 +157,9 @@ class SignalAudit(RLCallback):
         self._run = None
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
+    ) -> None:
         if self._run is not None:
             self._run.begin_step(batch, audited=batch.rollout % self.every_n_rollouts == 0)
 
@@ -176,7 +178,7 @@ class SignalAudit(RLCallback):
     def observe(self, rollout: Rollout) -> None:
         begin, self.seconds = time.perf_counter(), 0.0
         if self._run is not None and self._run.audited:
-            with keep_generators(rollout.groups.device):
+            with fork_generators(rollout.groups.device):
                 self._report(self._run.look_at(rollout), begin, of_step=False)
         self._since_last, self._spent = self._spent, 0.0
 
@@ -195,14 +197,14 @@ class SignalAudit(RLCallback):
     def observe_step(self, trace: StepTrace) -> None:
         begin = time.perf_counter()
         if self._run is not None:
-            with keep_generators(self._run.module.device):
+            with fork_generators(self._run.module.device):
                 self._run.look_at_step(trace) if trace.made else self._run.miss_step(trace)
             self._run.expect_row()
         self._count(begin)
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
         begin = time.perf_counter()
         run = self._run
@@ -212,7 +214,7 @@ class SignalAudit(RLCallback):
         if batch.step == run.module.steps_per_rollout - 1:
             run.begin_next(batch.rollout + 1)
         if evidence is not None:
-            with keep_generators(run.module.device):
+            with fork_generators(run.module.device):
                 self._report(evidence, begin, of_step=True)
 
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
@@ -286,12 +288,12 @@ class _RunWatch:
     def _looks_at(self, name: str) -> bool:
         return any(check.name == name for check in self.checks_in_turn(of_step=False))
 
-    def begin_step(self, ticket: Ticket, *, audited: bool) -> None:
+    def begin_step(self, step_index: StepIndex, *, audited: bool) -> None:
         """An optimizer step begins, the first one with its rollout."""
-        self._scheduled, self._ticket = _epoch_of(self.module), ticket.index
+        self._scheduled, self._ticket = _epoch_of(self.module), step_index.index
         self._step = self._algorithm = None
-        if ticket.step == 0:
-            self.audited, self._number = audited, ticket.rollout
+        if step_index.step == 0:
+            self.audited, self._number = audited, step_index.rollout
             self.batches, self.calls, self.rounds, self._evidence, self._passes = [], [], [], None, {}
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
@@ -337,7 +339,7 @@ class _RunWatch:
             held_out=self._prompts.held_out(rollout, self.calls, samples),
             text=module.sampler.text,
             numbers=module.parallel.collectives.objects(
-                {callback.name: numbers_of(callback) for callback in self._corrections if callback.bends}
+                {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),
             plain=plain_forwards(module, rows),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),

@@ -9,30 +9,30 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.audit.conversation_evidence import Told
 from lightning_rl.audit.copies import copy_state
-from lightning_rl.audit.draws import Draw, Earlier
+from lightning_rl.audit.environment_drift import Move
+from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.moves import Move
-from lightning_rl.audit.prompts import HeldOut, Repeats
-from lightning_rl.audit.replays import Replay
-from lightning_rl.audit.replies import RewardReply
-from lightning_rl.audit.seams import Context, Seam
-from lightning_rl.audit.step import RecomputedStep, StepEvidence
-from lightning_rl.audit.talks import Told
+from lightning_rl.audit.prompt_watch import HeldOut, Repeats
+from lightning_rl.audit.reward_repeats import RewardReply
+from lightning_rl.audit.sampling_statistics import Draw, Earlier
+from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
+from lightning_rl.audit.turn_boundaries import Context, Seam
 from lightning_rl.corrections import CONTRIBUTIONS, TOKEN_REWARDS, Corrections, LossView, ReplayCorrections, RLCallback
-from lightning_rl.finding import Finding
 from lightning_rl.generation import Completion, Request
 from lightning_rl.losses import FunctionLoss
-from lightning_rl.naming import name_of
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.selection import local_values
 from lightning_rl.update import accumulate_gradient, from_table, loss_view
+from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.naming import name_of
 
 SHOWN_A_ROLLOUT = tuple(
     name for name, entry in CONTRIBUTIONS.items() if entry.when in ("sampling", "signal") and entry.returns != "tensors"
@@ -56,7 +56,7 @@ def _follows_rows(callback: RLCallback) -> bool:
     """Whether anything that a correction contributes follows from the rows that it is shown."""
     watches = any(CONTRIBUTIONS[method].when == "watch" for method in callback.contributes)
     return (
-        callback.bends
+        callback.affects
         or "metrics" in callback.contributes
         or ("rollout_metrics" in callback.contributes and not watches)
     )

@@ -68,7 +68,7 @@ class RunFacts:
             tolerance=COARSE if mixed else TOLERANCE.get(module.required_policy.model.dtype, COARSE),
             group_size=module.group_size,
             groups=module.prompt_stream.prompts_per_rollout // module.parallel.ranks,
-            minibatches=module.minibatches,
+            minibatches=module.minibatches_per_rollout,
             ranks=module.parallel.ranks,
             max_new_tokens=sampling.max_new_tokens,
             max_turns=0 if limits is None else limits.turns,

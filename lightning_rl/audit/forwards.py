@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_rl.audit.hooks import local
 from lightning_rl.audit.rates import dependencies
-from lightning_rl.audit.step import StepEvidence
+from lightning_rl.audit.step_evidence import StepEvidence
+from lightning_rl.audit.user_hooks import local
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.lora import adapters_off

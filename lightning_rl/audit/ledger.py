@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts
 from lightning_rl.audit.accounting import (
     Charges,
     sampling_charges,
@@ -26,12 +25,13 @@ from lightning_rl.audit.accounting import (
     update_stages,
 )
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.metrics import RunningStats
 from lightning_rl.module import RLLightningModule
-from lightning_rl.progress import show_line
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout, concatenate
+from lightning_rl.utils.arguments import check_counts
+from lightning_rl.utils.progress import show_line
 
 UNITS = ("sequences", "tokens", "weight")
 SAMPLED, USED = "sampled", "used"
@@ -151,7 +151,7 @@ class SignalLedger(RLCallback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
         if self._table is None or batch.step < self._run.steps_per_rollout - 1:
             return

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_rl.corrections import ParameterTrace, StepTrace
 from lightning_rl.module import RLLightningModule
-from lightning_rl.naming import name_of
+from lightning_rl.utils.naming import name_of
 
 UPHILL = 0.1  # cosine of move and gradient from which on a move climbs: chance leaves less
 APART = 1e-5  # nats, from which on two forwards differ

@@ -11,25 +11,25 @@ import torch
 
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.checks import CHECKS, run_checks
-from lightning_rl.audit.draws import Draw, Earlier
+from lightning_rl.audit.conversation_evidence import Told
+from lightning_rl.audit.environment_drift import Move
+from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
-from lightning_rl.audit.moves import Move
-from lightning_rl.audit.prompts import HeldOut, Repeats
+from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.rates import Stepping
-from lightning_rl.audit.replays import Replay
-from lightning_rl.audit.replies import RewardReply
-from lightning_rl.audit.seams import Context, Seam
-from lightning_rl.audit.step import StepEvidence
-from lightning_rl.audit.talks import Told
+from lightning_rl.audit.reward_repeats import RewardReply
+from lightning_rl.audit.sampling_statistics import Draw, Earlier
+from lightning_rl.audit.step_evidence import StepEvidence
+from lightning_rl.audit.turn_boundaries import Context, Seam
 from lightning_rl.corrections import ParameterTrace, RLCallback
-from lightning_rl.finding import Finding
-from lightning_rl.generation import Completion, Request, Sampling
+from lightning_rl.generation import Completion, Request, SamplingParams
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Outputs
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.utils.finding import Finding
 
 ROLLOUTS, OUTPUTS = ("rollout", "groups", "rows"), ("outputs", "reversed", "double_temperature")
 SAMPLED = ("draws", "earlier", "replies", "moves", "replays", "seams", "contexts", "told")
@@ -177,8 +177,8 @@ def _states_of(callbacks: Sequence[RLCallback]) -> dict[str, Any]:
 
 
 def _sample(asked: Mapping[str, Any], returned: Mapping[str, Any]) -> tuple[Request, Completion]:
-    request = Request(**{**asked, "sampling": Sampling(**asked["sampling"])})
-    return request, Completion(**{**returned, "finish": Finish(returned["finish"])})
+    request = Request(**{**asked, "sampling": SamplingParams(**asked["sampling"])})
+    return request, Completion(**{**returned, "finish": FinishReason(returned["finish"])})
 
 
 def _fields_of(value: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
-from lightning_rl.audit.finding import bitwise_equal, differences
-from lightning_rl.audit.hooks import StateWatch, hooks_by_action
+from lightning_rl.audit.audit_error import bitwise_equal, differences
+from lightning_rl.audit.user_hooks import StateWatch, hooks_by_action
 from lightning_rl.corrections import RLCallback
-from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.utils.finding import Finding
 
 SOMEBODY = "a stage of the run, or whoever else writes to it"
 

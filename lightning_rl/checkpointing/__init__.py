@@ -1,11 +1,11 @@
 """Checkpoints: atomic writes, checksums, the newest of a folder, interrupts and export."""
 
-from lightning_rl.checkpointing.agreement import check_agreement, protect_resume, weights_at_a_glance
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints
-from lightning_rl.checkpointing.export import read_checkpoint, restore_options, write_pretrained
-from lightning_rl.checkpointing.folder import latest_checkpoint, new_run
+from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_run
 from lightning_rl.checkpointing.interrupts import INTERRUPTED, FirstToHear, Interrupts
 from lightning_rl.checkpointing.loops import protect_loops
+from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_options, write_pretrained
+from lightning_rl.checkpointing.rank_consistency import check_agreement, hash_weights, protect_resume
 
 __all__ = [
     "INTERRUPTED",
@@ -14,6 +14,7 @@ __all__ = [
     "FirstToHear",
     "Interrupts",
     "check_agreement",
+    "hash_weights",
     "latest_checkpoint",
     "new_run",
     "protect_checkpoints",
@@ -21,6 +22,5 @@ __all__ = [
     "protect_resume",
     "read_checkpoint",
     "restore_options",
-    "weights_at_a_glance",
     "write_pretrained",
 ]

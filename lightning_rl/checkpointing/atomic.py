@@ -13,10 +13,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
-from lightning_rl.checkpointing.folder import latest_checkpoint
-from lightning_rl.checkpointing.seal import check_seal, seal_file, seal_folder, seal_of, unreadable
+from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint
+from lightning_rl.checkpointing.checksum import check_seal, seal_file, seal_folder, seal_of, unreadable
 from lightning_rl.distributed import RunEndError, failing_together
-from lightning_rl.files import PART, move_over, remove, write_atomically
+from lightning_rl.utils.atomic_write import PART, move_over, remove, write_atomically
 
 
 class CheckpointError(RunEndError):

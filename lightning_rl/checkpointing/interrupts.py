@@ -21,12 +21,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl.checkpointing.atomic import is_local, reason_of
-from lightning_rl.checkpointing.farewells import clear_farewells, first_farewell, leave_farewell, way_on
-from lightning_rl.checkpointing.folder import RunFolder, release
+from lightning_rl.checkpointing.checkpoint_folder import RunFolder, release
+from lightning_rl.checkpointing.rank_errors import clear_farewells, first_farewell, resume_hint, write_rank_error
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import RunEndError, cure_of, failing_together, meet, process_maximum
-from lightning_rl.naming import name_of
-from lightning_rl.rewards.limit import CLOCK
+from lightning_rl.rewards.timeouts import CLOCK
+from lightning_rl.utils.naming import name_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
@@ -186,7 +186,7 @@ class Interrupts(Callback):
             traceback.clear_frames(exception.__traceback__)
         folder = _folder_of(trainer)
         if trainer.world_size > 1:
-            leave_farewell(folder, trainer.global_rank, exception)
+            write_rank_error(folder, trainer.global_rank, exception)
         reason = self._settle(pl_module, exception)
         places = meet(MEETING, (reason, trainer.global_step))
         if places is None:
@@ -194,7 +194,7 @@ class Interrupts(Callback):
         elif len(set(places)) > 1:
             reason = f"the ranks stopped at different places: {places}"
         if reason is not None:
-            _tell(exception, f"no {INTERRUPTED} was written: {reason}; {way_on(folder)}")
+            _tell(exception, f"no {INTERRUPTED} was written: {reason}; {resume_hint(folder)}")
             return
         clear_farewells(folder)
         for note in getattr(exception, "__notes__", ()):

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_rl.files import write_atomically
 from lightning_rl.translation.trl import RefusedError, UnreadableError, from_trl
+from lightning_rl.utils.atomic_write import write_atomically
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ import sys
 import torch.distributed as dist
 
 from lightning_rl import distributed
-from lightning_rl.terminal import visible
+from lightning_rl.utils.terminal import visible
 
 
 def say(text: str) -> None:

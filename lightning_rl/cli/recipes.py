@@ -11,12 +11,12 @@ from typing import cast
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
+from lightning_rl.cli.quiet_trainer import silence
 from lightning_rl.cli.scripts import sentence_of
-from lightning_rl.cli.silence import silence
 from lightning_rl.data import PromptDataModule
-from lightning_rl.inspection import StopRecipe, inspection
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
+from lightning_rl.utils.inspection import StopRecipe, inspection
 
 
 @dataclass(frozen=True, slots=True)

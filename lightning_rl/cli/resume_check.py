@@ -19,7 +19,7 @@ from lightning_rl.cli.recipes import check_launch, load_recipe
 from lightning_rl.corrections import RLCallback
 from lightning_rl.metrics import callbacks_of, is_of_the_clock
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy.fingerprint import fingerprint
+from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.rollout import Rollout
 
 KINDS = ("prompts", "rollout", "metrics", "weights", "optimizer")  # in order of computation
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 
 class StepPrints(RLCallback):
-    """Callback that hashes each step of this rank by ticket index, and saves a checkpoint after each step.
+    """Callback that hashes each step of this rank by step index index, and saves a checkpoint after each step.
 
     Args:
         folder: Folder for checkpoints; that of rank 0 is used. None to save none.

@@ -16,14 +16,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from lightning_rl.cli.process_group import run_group
 from lightning_rl.generation.vllm.address import LOOPBACK
-from lightning_rl.generation.vllm.engine import CPU_CACHE, FIXED, HEAD_DTYPE
-from lightning_rl.generation.vllm.versions import check_version
-from lightning_rl.generation.vllm.worker import HOST, STORAGE
+from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, FIXED, HEAD_DTYPE
+from lightning_rl.generation.vllm.vllm_version import check_version
+from lightning_rl.generation.vllm.worker_extension import HOST, STORAGE
 from lightning_rl.policy.text_model import auto_class_of, check_text_only, has_towers, text_model_of
 
 KEY = "VLLM_API_KEY"
-LOADER = "lightning_rl.generation.vllm.worker.WeightLoader"
-GUARD = "lightning_rl.generation.vllm.guard.RequireKey"
+LOADER = "lightning_rl.generation.vllm.worker_extension.WeightLoader"
+GUARD = "lightning_rl.generation.vllm.auth.RequireKey"
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # enables the calls that pause a server and load weights
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers, or a trainer, share the cores

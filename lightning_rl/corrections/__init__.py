@@ -1,6 +1,8 @@
 """Base class of corrections, their inputs, and the combination of their contributions."""
 
-from lightning_rl.corrections.base import (
+from lightning_rl.corrections.combine import Corrections
+from lightning_rl.corrections.recorded import ReplayCorrections
+from lightning_rl.corrections.rl_callback import (
     CONTRIBUTIONS,
     MADE_AFTER,
     POLICY_LOSS_FACTORS,
@@ -10,8 +12,6 @@ from lightning_rl.corrections.base import (
     LossTerm,
     RLCallback,
 )
-from lightning_rl.corrections.combine import Corrections
-from lightning_rl.corrections.replay import ReplayCorrections
 from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.trace import MicrobatchTrace, ParameterTrace, StepTrace
 from lightning_rl.corrections.view import LossView

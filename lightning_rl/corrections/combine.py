@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rl.corrections.base import CONTRIBUTIONS, LossTerm, RLCallback
-from lightning_rl.corrections.hooks import is_own
+from lightning_rl.corrections.overrides import is_own
+from lightning_rl.corrections.rl_callback import CONTRIBUTIONS, LossTerm, RLCallback
 from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
-from lightning_rl.corrections.weights import WeightWatch
+from lightning_rl.corrections.weight_watch import WeightWatch
 from lightning_rl.distributed import ALONE, Collectives
-from lightning_rl.edits import (
+from lightning_rl.rollout import Rollout, RolloutT
+from lightning_rl.utils.mutation_guard import (
     EditWatch,
     Fields,
     changed_entries,
@@ -24,7 +25,6 @@ from lightning_rl.edits import (
     refuse_grad_mode,
     same_plain,
 )
-from lightning_rl.rollout import Rollout, RolloutT
 
 RESERVED = frozenset(
     (
@@ -102,7 +102,7 @@ class Corrections:
         self._contributors = {
             method: tuple(callback for callback, methods in offers if method in methods) for method in CONTRIBUTIONS
         }
-        self._contributors["observe"] = tuple(sorted(self._contributors["observe"], key=lambda c: c.bends))
+        self._contributors["observe"] = tuple(sorted(self._contributors["observe"], key=lambda c: c.affects))
 
     def contributors(self, *methods: str) -> tuple[RLCallback, ...]:
         """Return the callbacks with any of the given contribution methods; see :data:`CONTRIBUTIONS`."""

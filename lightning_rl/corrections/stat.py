@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_rl.transfer import to_device
+from lightning_rl.utils.device import to_device
 
 StatReduction = Literal["mean", "max", "std", "ess", "sum"]
 

@@ -1,13 +1,13 @@
-"""Prompts from any source, encoded for the policy in the order of a run, and a ticket for each optimizer step."""
+"""Prompts from any source, encoded for the policy in the order of a run, and a step index for each optimizer step."""
 
+from lightning_rl.data.data_module import PromptDataModule, prompt_stream_of
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import Encoder
-from lightning_rl.data.form import PromptForm
-from lightning_rl.data.module import PromptDataModule, prompt_stream_of
-from lightning_rl.data.prompts import Prompt
+from lightning_rl.data.prompt import Prompt
+from lightning_rl.data.prompt_stream import PromptStream
+from lightning_rl.data.row_schema import PromptForm
 from lightning_rl.data.sources import PromptSource
-from lightning_rl.data.stream import PromptStream
-from lightning_rl.data.tickets import Ticket, TicketLoader
+from lightning_rl.data.step_loader import StepIndex, StepLoader
 
 __all__ = [
     "Encoder",
@@ -17,7 +17,7 @@ __all__ = [
     "PromptForm",
     "PromptSource",
     "PromptStream",
-    "Ticket",
-    "TicketLoader",
+    "StepIndex",
+    "StepLoader",
     "prompt_stream_of",
 ]

@@ -7,10 +7,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.data.data_fingerprint import fingerprint_of
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
-from lightning_rl.data.fingerprint import fingerprint_of
-from lightning_rl.data.form import ColumnCheck, PromptForm, Reading
-from lightning_rl.data.prompts import Prompt
+from lightning_rl.data.prompt import Prompt
+from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
 from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 

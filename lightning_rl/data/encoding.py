@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.arguments import check_choices, check_counts
-from lightning_rl.data.form import PromptForm, is_token_ids
+from lightning_rl.data.row_schema import PromptForm, is_token_ids
+from lightning_rl.utils.arguments import check_choices, check_counts
 
 TooLong = Literal["error", "drop"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.data.files import read_csv, read_json, read_json_lines
+from lightning_rl.data.file_readers import read_csv, read_json, read_json_lines
 from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
-from lightning_rl.naming import in_words
+from lightning_rl.utils.naming import in_words
 
 PromptSource = str | Path | Iterable[Any]  # str first, because jsonargparse takes the first type that matches
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")

@@ -1,12 +1,13 @@
 """Environments: conversations of several turns of a policy with users, tools or simulators."""
 
-from lightning_rl.environments.bridge import Bridge, BridgeError
-from lightning_rl.environments.conversation import Conversation, ConversationRow, Limits, Transcript, Turn
+from lightning_rl.environments.chat_template import Bridge, BridgeError
+from lightning_rl.environments.conversation import Conversation, ConversationLimits, ConversationRow, Transcript, Turn
+from lightning_rl.environments.driver import Opening, converse, play
 from lightning_rl.environments.environment import (
-    Answer,
+    Action,
     Environment,
     Message,
-    Step,
+    StepResult,
     TokenEnvironment,
     TokenStep,
     ToolCall,
@@ -20,20 +21,19 @@ from lightning_rl.environments.parsing import (
     TemplateParser,
     parser_for,
 )
-from lightning_rl.environments.play import Opening, converse, play
 from lightning_rl.environments.reward import EnvironmentReward
 from lightning_rl.environments.tools import ObjectEnvironment, ToolEnvironment
 
 __all__ = [
-    "Answer",
+    "Action",
     "AnswerParser",
     "Bridge",
     "BridgeError",
     "Conversation",
+    "ConversationLimits",
     "ConversationRow",
     "Environment",
     "EnvironmentReward",
-    "Limits",
     "Message",
     "MessageEnvironment",
     "ObjectEnvironment",
@@ -41,7 +41,7 @@ __all__ = [
     "Outcome",
     "ParserError",
     "RendererParser",
-    "Step",
+    "StepResult",
     "TemplateParser",
     "TokenEnvironment",
     "TokenStep",

@@ -15,26 +15,26 @@ from typing import Any, Self, cast
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.edits import copy_plain
 from lightning_rl.environments.environment import (
     Environment,
     Message,
     TokenEnvironment,
     TokenStep,
 )
+from lightning_rl.environments.environment_schema import check_reset, check_step, name_of
 from lightning_rl.environments.failure import TIMEOUT, Failure
-from lightning_rl.environments.form import check_reset, check_step, name_of
 from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.outcome import DEFAULT, Outcome
 from lightning_rl.generation import Completion, Request, turn_seed
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import FinishReason
+from lightning_rl.utils.mutation_guard import copy_plain
 
 PASSED = (KeyboardInterrupt, SIGTERMException, RunEndError)
 """Errors that pass through an environment's methods without being its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ConversationLimits:
     """Limits of conversations.
 
     Args:
@@ -116,7 +116,7 @@ class Transcript:
     """
 
     row: ConversationRow
-    finish: Finish
+    finish: FinishReason
     outcome: Outcome
     given: tuple[tuple[Request, Completion], ...] = field(default=(), compare=False)
 
@@ -153,7 +153,7 @@ class Conversation:
         self,
         environment: TokenEnvironment | None,
         first: Request,
-        limits: Limits,
+        limits: ConversationLimits,
         name: str = DEFAULT,
         again: Callable[[], TokenEnvironment] | None = None,
     ) -> None:
@@ -200,9 +200,9 @@ class Conversation:
             )
         turn, self.request = Turn(request=self.request, completion=completion), None
         self._drawn += len(completion.token_ids)
-        if completion.finish == Finish.ABORT:
+        if completion.finish == FinishReason.ABORT:
             self._add(turn)
-            self._end(Finish.ABORT)
+            self._end(FinishReason.ABORT)
             return
         try:
             with self._clock():
@@ -220,7 +220,7 @@ class Conversation:
         """End the conversation early."""
         self.request = self._again = None
         if self.transcript is None:
-            self._end(Finish.ABORT)
+            self._end(FinishReason.ABORT)
 
     def _open(self) -> TokenEnvironment:
         if self._make is None:
@@ -265,7 +265,7 @@ class Conversation:
             self._end(turn.completion.finish)  # LENGTH if the last answer was cut off
         elif self._turns + 1 >= self._limits.turns:
             self._add(turn)
-            self._stop(Finish.TURNS)
+            self._stop(FinishReason.TURNS)
         else:
             rewrites = bool(step.rewritten)
             reply = tuple(step.rewritten if rewrites else step.token_ids)
@@ -291,7 +291,7 @@ class Conversation:
     def _ask(self, prefix: tuple[int, ...]) -> None:
         room = self._room(prefix)
         if room <= 0:
-            self._stop(Finish.LENGTH)
+            self._stop(FinishReason.LENGTH)
             return
         sampling = replace(self._first.sampling, max_new_tokens=room)
         self.request = replace(
@@ -305,7 +305,7 @@ class Conversation:
     def _add(self, turn: Turn) -> None:
         self._row = replace(self._row, turns=(*self._row.turns, turn))
 
-    def _stop(self, finish: Finish) -> None:
+    def _stop(self, finish: FinishReason) -> None:
         """End the conversation at a limit, with the environment's final reward."""
         score = getattr(self._environment, "reward", None)
         if callable(score) and self._row.turns:
@@ -335,7 +335,7 @@ class Conversation:
         self._messages += getattr(self._environment, "unanswered", ())
         self._timeouts += failure.kind == TIMEOUT
         if self._again is None:
-            self._end(Finish.FAILED, failure)
+            self._end(FinishReason.FAILED, failure)
             return
         with self._clock():
             close_quietly(self._environment)
@@ -344,7 +344,7 @@ class Conversation:
         self._forget()
         self.begin(*self._start)
 
-    def _end(self, finish: Finish, failure: Failure | None = None) -> None:
+    def _end(self, finish: FinishReason, failure: Failure | None = None) -> None:
         try:
             if self._environment is not None:
                 with self._clock():
@@ -367,16 +367,16 @@ class Conversation:
         )
         self.transcript = Transcript(row=self._row, finish=finish, outcome=outcome)
 
-    def _counts(self, finish: Finish) -> dict[str, float]:
+    def _counts(self, finish: FinishReason) -> dict[str, float]:
         return {
             "turns": float(self._turns),
             "tokens": float(sum(len(turn.reply) for turn in self._row.turns)),
             "rewritten": float(sum(turn.rewrites for turn in self._row.turns)),
-            "failed": float(finish == Finish.FAILED),
+            "failed": float(finish == FinishReason.FAILED),
             "retries": float(self._retries),
             "timeouts": float(self._timeouts),
-            "cut_by_turns": float(finish == Finish.TURNS),
-            "cut_by_tokens": float(finish == Finish.LENGTH),
+            "cut_by_turns": float(finish == FinishReason.TURNS),
+            "cut_by_tokens": float(finish == FinishReason.LENGTH),
         }
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lightning_rl.event_loop import EventLoop
+from lightning_rl.utils.event_loop import EventLoop
 
 Value = TypeVar("Value")
 LOOP = EventLoop("async tools")

@@ -6,8 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_rl.arguments import check_numbers
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import FinishReason
+from lightning_rl.utils.arguments import check_numbers
 
 COUNTED = frozenset(
     {
@@ -48,7 +48,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Action:
     """Answer of the policy in one turn.
 
     Args:
@@ -65,18 +65,18 @@ class Answer:
     tool_calls: Sequence[ToolCall] = ()
     reasoning: str | None = None
     errors: Sequence[str] = ()
-    finish: Finish = Finish.STOP
+    finish: FinishReason = FinishReason.STOP
     turn: int = 0
     token_ids: tuple[int, ...] = ()
 
     @property
     def cut_off(self) -> bool:
         """True if the turn reached its limit of tokens."""
-        return self.finish == Finish.LENGTH
+        return self.finish == FinishReason.LENGTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepResult:
     """Reply of an environment to an answer.
 
     Args:
@@ -126,9 +126,9 @@ class Environment:
         del row, seed
         return ()
 
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         """Return the reply to an answer."""
-        raise NotImplementedError(f"{type(self).__name__} has to define step(self, answer) -> Step")
+        raise NotImplementedError(f"{type(self).__name__} has to define step(self, answer) -> StepResult")
 
     def reward(self) -> float | None:
         """Return the final reward of a conversation that ends at a limit, added to its last turn, or None.
@@ -143,7 +143,7 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStep:
-    """:class:`Step` in token ids.
+    """:class:`StepResult` in token ids.
 
     Args:
         token_ids: Ids between the answer and the next one; empty only if ``done`` or ``rewritten``.
@@ -179,7 +179,7 @@ class TokenEnvironment(Protocol):
         """Begin a conversation; return its prompt, or nothing to begin with the row's prompt."""
         ...
 
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Return the reply to the sampled ids of a turn."""
         ...
 

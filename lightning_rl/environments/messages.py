@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_rl.edits import copy_plain
-from lightning_rl.environments.bridge import Bridge
-from lightning_rl.environments.environment import Answer, Environment, Message, Step, TokenStep
-from lightning_rl.environments.form import check_context, check_reset, check_step, copy_message
+from lightning_rl.environments.chat_template import Bridge
+from lightning_rl.environments.environment import Action, Environment, Message, StepResult, TokenStep
+from lightning_rl.environments.environment_schema import check_context, check_reset, check_step, copy_message
 from lightning_rl.environments.parsing import AnswerParser, plain_text
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import FinishReason
+from lightning_rl.utils.mutation_guard import copy_plain
 
 REWRITTEN = "rewritten"
 """Key that marks the messages of a rewritten context in a conversation's record."""
@@ -56,15 +56,15 @@ class MessageEnvironment:
         self._prefix = list(self._bridge.encode(self._opening, self._schemas))
         return self._prefix
 
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Parse a complete answer and return the environment's reply."""
-        if finish == Finish.LENGTH:  # a truncated call is no call
+        if finish == FinishReason.LENGTH:  # a truncated call is no call
             parsed = plain_text(self._bridge.tokenizer)(token_ids, self._prefix, ())
         else:
             parsed = self._parse(token_ids, self._prefix, self._schemas)
         answer = dataclasses.replace(parsed, finish=finish, turn=self._turn, token_ids=tuple(token_ids))
         self.unanswered, self._opening = (*self._opening, copy_plain(message_of(answer))), ()
-        said: Step = check_step(self.environment, self.environment.step(answer))
+        said: StepResult = check_step(self.environment, self.environment.step(answer))
         self._turn += 1
         messages = [copy_plain(copy_message(message)) for message in said.rewritten or said.messages]
         rewritten = self._bridge.encode(messages, self._schemas) if said.rewritten else ()
@@ -90,7 +90,7 @@ class MessageEnvironment:
         self.environment.close()
 
 
-def message_of(answer: Answer) -> Message:
+def message_of(answer: Action) -> Message:
     """Return an answer as a chat message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.reasoning is not None:
@@ -107,5 +107,5 @@ def message_of(answer: Answer) -> Message:
     return message
 
 
-def _counts(answer: Answer) -> dict[str, float]:
+def _counts(answer: Action) -> dict[str, float]:
     return {"tool_calls": float(len(answer.tool_calls)), "parse_errors": float(len(answer.errors))}

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.environments.environment import Answer, Message, ToolCall
-from lightning_rl.rewards.extras import require
+from lightning_rl.environments.environment import Action, Message, ToolCall
+from lightning_rl.rewards.optional_imports import require
 
 
 class AnswerParser(Protocol):
     """Parser that splits an answer into text, reasoning and tool calls."""
 
-    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer to a prefix, for a policy with these tool schemas."""
         ...
 
@@ -52,9 +52,9 @@ def check_source(source: Any) -> Any:
 def plain_text(tokenizer: PreTrainedTokenizerBase) -> AnswerParser:
     """Return a parser that takes all of an answer as text."""
 
-    def parse(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+    def parse(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         del prefix_ids, tools
-        return Answer(text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+        return Action(text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)))
 
     return parse
 
@@ -73,7 +73,7 @@ class TemplateParser:
     tokenizer: PreTrainedTokenizerBase
     template: Mapping[str, Any]
 
-    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
         said, before = (
             str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) for ids in (token_ids, prefix_ids)
@@ -88,7 +88,7 @@ class TemplateParser:
         reasoning = next(
             (message[key] for key in ("reasoning_content", "thinking", "reasoning") if message.get(key)), None
         )
-        return Answer(text=_text(message.get("content")), tool_calls=calls, reasoning=reasoning, errors=errors)
+        return Action(text=_text(message.get("content")), tool_calls=calls, reasoning=reasoning, errors=errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class RendererParser:
                 f"expected tool_parser to be the name of a renderer that fits the tokenizer, got {self.name!r}: {error}"
             ) from error
 
-    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
         specifications = [schema.get("function", schema) for schema in tools]
         try:
@@ -135,7 +135,7 @@ class RendererParser:
         whole = [call for call in parsed.tool_calls if call.status in ("ok", "unknown_tool")]
         calls, errors = _read_calls([{"name": call.name, "arguments": call.arguments, "id": call.id} for call in whole])
         broken = [f"{call.status}: {call.raw}" for call in parsed.tool_calls if call not in whole]
-        return Answer(
+        return Action(
             text=_text(parsed.content), tool_calls=calls, reasoning=parsed.reasoning_content, errors=[*errors, *broken]
         )
 
@@ -171,7 +171,7 @@ def parser_for(
         f"expected a parser of the tool calls of {tokenizer.name_or_path or 'this tokenizer'}, got none that reads "
         f"what its chat template writes ({'; '.join(tried)}): pass tool_parser= with a response template of "
         "transformers, the name of a renderer (pip install 'lightning-rl[renderers]'), or a function of (token_ids, "
-        "prefix_ids, tools) that returns an Answer"
+        "prefix_ids, tools) that returns an Action"
     )
 
 
@@ -334,9 +334,9 @@ def _read_call(call: Any, attempt: Any) -> ToolCall:
     return ToolCall(name=call["name"], arguments=dict(arguments or {}), id=attempt.get("id"))
 
 
-def _unreadable(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], error: Exception) -> Answer:
+def _unreadable(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], error: Exception) -> Action:
     answer = plain_text(tokenizer)(token_ids, (), ())
-    return Answer(text=answer.text, errors=[f"the tool calls could not be read: {error}"])
+    return Action(text=answer.text, errors=[f"the tool calls could not be read: {error}"])
 
 
 def _text(content: Any) -> str:

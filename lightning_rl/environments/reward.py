@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_rl.arguments import check_numbers
+from lightning_rl.utils.arguments import check_numbers
 
 
 class EnvironmentReward:

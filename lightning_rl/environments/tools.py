@@ -16,11 +16,11 @@ import torch
 from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts
 from lightning_rl.environments.coroutines import Raised, gather, result_of
-from lightning_rl.environments.environment import Answer, Environment, Message, Step, ToolCall
+from lightning_rl.environments.environment import Action, Environment, Message, StepResult, ToolCall
 from lightning_rl.environments.failure import words_of
-from lightning_rl.rewards.extras import require
+from lightning_rl.rewards.optional_imports import require
+from lightning_rl.utils.arguments import check_counts
 
 Tool = Callable[..., Any]
 MAX_CHARACTERS = 16_384
@@ -52,7 +52,7 @@ class ToolEnvironment(Environment):
         ...     '''
         ...     return 2 * number
         >>> call = ToolCall(name="double", arguments={"number": 21})
-        >>> ToolEnvironment([double]).step(Answer(text="", tool_calls=[call])).messages[0]["content"]
+        >>> ToolEnvironment([double]).step(Action(text="", tool_calls=[call])).messages[0]["content"]
         '42'
     """
 
@@ -70,15 +70,15 @@ class ToolEnvironment(Environment):
         }
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         """Run the calls of the answer in order; none if it was cut off."""
         if answer.cut_off or not (answer.tool_calls or answer.errors):
-            return Step(done=True, reward=self.reward())
+            return StepResult(done=True, reward=self.reward())
         results = list(map(_text_of, self._run(answer.tool_calls)))
         replies = [self._reply(call, result) for call, result in zip(answer.tool_calls, results, strict=True)]
         unread = [{"role": "tool", "name": "error", "content": self._cut(_error(error))} for error in answer.errors]
         errors = sum(isinstance(result, Raised) for result in results)
-        return Step(messages=[*replies, *unread], metrics={"tool_errors": float(errors)})
+        return StepResult(messages=[*replies, *unread], metrics={"tool_errors": float(errors)})
 
     def _run(self, calls: Sequence[ToolCall]) -> list[Any]:
         """Return the result of each call, or a ``Raised``; consecutive coroutines are awaited together."""

@@ -1,6 +1,6 @@
 """Worker processes that each run one environment at a time, are killed at a timeout, and replaced when they die.
 
-They are forks of a server that has loaded the environments (:mod:`lightning_rl.environments.server`). A conversation
+They are forks of a server that has loaded the environments (:mod:`lightning_rl.environments.fork_server`). A conversation
 leases a worker from reset to close; processes that it started are killed with it.
 """
 
@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import cloudpickle
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts, check_numbers
-from lightning_rl.environments.environment import Answer, Environment, Message, Step, TokenStep
+from lightning_rl.environments.environment import Action, Environment, Message, StepResult, TokenStep
+from lightning_rl.environments.environment_failures import FailedEnvironmentsError
 from lightning_rl.environments.failure import DEATH, TIMEOUT, EnvironmentFailureError, Failure
-from lightning_rl.environments.failures import FailedEnvironmentsError
-from lightning_rl.rewards.limit import CLOCK, HURRY
-from lightning_rl.rollout import Finish
+from lightning_rl.rewards.timeouts import CLOCK, HURRY
+from lightning_rl.rollout import FinishReason
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 STARTUP_SECONDS = 120.0  # for the server to load the environments, and for a worker to start
 FAREWELL = 5.0  # seconds for an environment to close after a failure
@@ -40,7 +40,9 @@ LAST_WORDS = 1.0  # seconds for a late environment to print its traceback
 GONE = 10.0  # seconds after which a killed process counts as gone
 PATIENCE = 1.0  # seconds between checks for the end of the run
 MAX_BYTES = 2**25  # maximum size of a reply; the worker's limit is lower
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lightning_rl.environments.server import main; "
+BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lightning_rl.environments.fork_server import main; "
+)
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
@@ -272,7 +274,7 @@ class Worker:
         """Run a task in the worker and return its result.
 
         Args:
-            call: Name of a method of :class:`~lightning_rl.environments.server.Host`.
+            call: Name of a method of :class:`~lightning_rl.environments.fork_server.Host`.
             arguments: Arguments of the call.
             seconds: Timeout.
             late: Message at a timeout.
@@ -482,8 +484,8 @@ class RemoteEnvironment(Environment):
         return self._link.reset(row, seed)
 
     @override
-    def step(self, answer: Answer) -> Step:
-        return Step(**self._link.ask("step", (answer,)))
+    def step(self, answer: Action) -> StepResult:
+        return StepResult(**self._link.ask("step", (answer,)))
 
     @override
     def reward(self) -> float | None:
@@ -509,7 +511,7 @@ class RemoteTokenEnvironment:
         """Begin a conversation."""
         return self._link.reset(row, seed)
 
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Return the reply to the sampled ids of a turn."""
         return TokenStep(**self._link.ask("step", (tuple(token_ids), finish)))
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from lightning_rl.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.data import PromptDataset, PromptSource
-from lightning_rl.generation import Sampling
+from lightning_rl.generation import SamplingParams
 from lightning_rl.rewards import Rewards, RewardSource
+from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 
 STAGES = ("val", "test")
 TAKEN = frozenset({"reward", "length", "validation"})  # names used by the data module's validation prompts
@@ -45,7 +45,7 @@ class Evaluation:
     name: str
     prompts: PromptDataset | PromptSource
     _: KW_ONLY
-    sampling: Sampling | None = None
+    sampling: SamplingParams | None = None
     samples: int = 1
     rewards: RewardSource | None = None
     pass_at: int | Sequence[int] | None = None
@@ -73,8 +73,8 @@ class Evaluation:
         self._check(bool(stages) and set(stages) <= set(STAGES), f"stages among {STAGES}", stages)
         sampling = self.sampling
         self._check(
-            sampling is None or isinstance(sampling, Sampling),
-            "sampling to be a Sampling, such as Sampling(temperature=0.6)",
+            sampling is None or isinstance(sampling, SamplingParams),
+            "sampling to be a SamplingParams, such as SamplingParams(temperature=0.6)",
             sampling,
         )
         self._check(

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
-from lightning_rl.data.form import ColumnCheck
+from lightning_rl.data.row_schema import ColumnCheck
 from lightning_rl.evaluation.evaluation import Evaluation
-from lightning_rl.evaluation.prompts import encode_prompts
-from lightning_rl.generation import Request, Sampling
+from lightning_rl.evaluation.prompt_encoding import encode_prompts
+from lightning_rl.generation import Request, SamplingParams
 from lightning_rl.policy.build import eos_ids_of
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import SampleRequests
@@ -32,7 +32,7 @@ class Questions:
 
     evaluation: Evaluation | None
     prompts: tuple[Prompt, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     rewards: Rewards
     samples: int = 1
 
@@ -82,7 +82,7 @@ def questions_of(
     *,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    sampling: Sampling,
+    sampling: SamplingParams,
     rewards: Rewards,
     check: ColumnCheck | None = None,
 ) -> Questions:
@@ -109,7 +109,9 @@ def questions_of(
     return Questions(evaluation=evaluation, prompts=prompts, sampling=chosen, rewards=own, samples=evaluation.samples)
 
 
-def with_eos(sampling: Sampling, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Sampling:
+def with_eos(
+    sampling: SamplingParams, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> SamplingParams:
     """Return the sampling parameters with the ids that end a response."""
     ids = eos_ids_of(model, tokenizer, sampling.eos_token_ids, sampling.stop)
     return replace(sampling, eos_token_ids=tuple(ids))

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data import Prompt
-from lightning_rl.files import write_atomically
-from lightning_rl.rollout import Finish, Rollout
-from lightning_rl.terminal import dump_visible
+from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.utils.atomic_write import write_atomically
+from lightning_rl.utils.terminal import dump_visible
 
 Record = dict[str, Any]
 
@@ -28,7 +28,7 @@ def records_of(
     completions = [
         {
             "text": text,
-            "finish": Finish(finish).name.lower(),
+            "finish": FinishReason(finish).name.lower(),
             "length": length,
             **{name: values[row] for name, values in further.items()},
         }

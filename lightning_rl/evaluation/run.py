@@ -14,17 +14,17 @@ from torch import Tensor
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
-from lightning_rl.environments.failures import FOLDER, report_environments
+from lightning_rl.environments.environment_failures import FOLDER, report_environments
 from lightning_rl.environments.outcome import Outcome
-from lightning_rl.evaluation.answers import Answers, read_answers, report_answers
+from lightning_rl.evaluation.answer_extraction import Answers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
 from lightning_rl.evaluation.tally import COLUMNS, Tally
-from lightning_rl.rewards.call import RewardCall
-from lightning_rl.rewards.failures import report_failures
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rewards.reward_call import RewardCall
+from lightning_rl.rewards.reward_failures import report_failures
+from lightning_rl.rollout import FinishReason, Rollout
 from lightning_rl.rollouts.sample import Sampler
 
 BOUND = re.compile(r"@\d+_(low|high)$")  # bounds of intervals, NaN where their metric is
@@ -76,7 +76,7 @@ class EvaluationRun:
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
             rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
             self.outcomes[number] += samples[number].outcomes
-            self.broken[number] += int((rollout.finish == Finish.FAILED).sum())
+            self.broken[number] += int((rollout.finish == FinishReason.FAILED).sum())
             self.failing[number] += [call for call in calls if call.failures]
             texts = sampler.collectives.share(sampler.texts(sampler.answers(samples[number])))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)

@@ -11,10 +11,10 @@ from lightning_rl.generation.engine import (
     turn_seed,
 )
 from lightning_rl.generation.fake import FakeEngine
-from lightning_rl.generation.sampling import Sampling
+from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.generation.transformers import TransformersEngine
-from lightning_rl.generation.vllm.engine import VLLMEngine
-from lightning_rl.generation.vllm.server import VLLMServerEngine
+from lightning_rl.generation.vllm.server_engine import VLLMServerEngine
+from lightning_rl.generation.vllm.vllm_engine import VLLMEngine
 from lightning_rl.generation.weights.canary import Canary, CanaryError
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "EngineState",
     "FakeEngine",
     "Request",
-    "Sampling",
+    "SamplingParams",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServerEngine",

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation.in_flight import InFlight
-from lightning_rl.generation.sampling import Sampling
-from lightning_rl.rollout import Finish
+from lightning_rl.generation.sampling_params import SamplingParams
+from lightning_rl.rollout import FinishReason
 
 Value = TypeVar("Value")
 LINGER = 5.0  # seconds that a round waits for late requests, so that a batch hardly depends on timing
@@ -42,7 +42,7 @@ class Request:
     prefix_ids: tuple[int, ...]
     sample_id: int
     seed: int
-    sampling: Sampling
+    sampling: SamplingParams
     turn: int = 0
     rollout: int = 0
 
@@ -80,7 +80,7 @@ class Completion:
 
     token_ids: tuple[int, ...]
     logprobs: Float[Tensor, " L"] | None
-    finish: Finish
+    finish: FinishReason
     version: int
     versions: tuple[int, ...] | None = None
     token_extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
@@ -302,7 +302,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Return one completion for each request, in order; :mod:`lightning_rl.generation.answers` checks them."""
+        """Return one completion for each request, in order; :mod:`lightning_rl.generation.validate_completions` checks them."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the trainer's weights; afterwards the engine is synced.

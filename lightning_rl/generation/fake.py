@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.generation.engine import Completion, Engine, Request
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import FinishReason
 
 Script = Callable[[Request], Completion | Sequence[int]]
 
@@ -55,7 +55,7 @@ class FakeEngine(Engine):
             completion = self.script(request)
             if not isinstance(completion, Completion):
                 ids = tuple(completion)
-                finish = Finish.STOP if ids and ids[-1] in request.eos_token_ids else Finish.LENGTH
+                finish = FinishReason.STOP if ids and ids[-1] in request.eos_token_ids else FinishReason.LENGTH
                 scores = torch.full((len(ids),), self.logprob, dtype=torch.float32)
                 completion = Completion(token_ids=ids, logprobs=scores, finish=finish, version=self.version)
             completions.append(completion if logprobs else replace(completion, logprobs=None))

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from lightning_rl.generation.sampling import Sampling
+from lightning_rl.generation.sampling_params import SamplingParams
 
 
 class Asked(Protocol):
     """Request with sampling parameters."""
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         """Sampling parameters."""
         ...
 

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts
 from lightning_rl.generation.cache import VLLM_DRAWS, KVCache, cache_argument
+from lightning_rl.generation.decode_extras import DecodeExtras
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
-from lightning_rl.generation.extras import DecodeExtras
-from lightning_rl.generation.sampling import RowFilters, Sampling, in_units
+from lightning_rl.generation.sampling_params import RowFilters, SamplingParams, in_units
 from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
 from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import exact_logits
 from lightning_rl.policy.model import carries_state
 from lightning_rl.policy.text_model import has_towers
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK, Finish
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, FinishReason
+from lightning_rl.utils.arguments import check_counts
 
 COMPACT_BELOW = 0.75  # share of live rows below which finished rows are dropped; 0.5 to 0.9 measure the same
 
@@ -118,7 +118,7 @@ class TransformersEngine(Engine):
         Raises:
             ValueError: If left padding or selecting rows changes the state of a layer.
         """
-        sampling = Sampling(max_new_tokens=3, temperature=1.0, eos_token_ids=())
+        sampling = SamplingParams(max_new_tokens=3, temperature=1.0, eos_token_ids=())
         prompts = [(1,), (2, 3, 1, 2), (1,), (3, 1)]
         requests = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
         decode = _Decode(model, None, requests, 0, DecodeExtras(len(requests), 3, take_routes=None, with_mask=False))
@@ -219,7 +219,7 @@ class _Decode:
         exact = torch.promote_types(model.dtype, torch.float32)
         self.logprobs = torch.zeros(extras.shape, dtype=exact, device=device)
         self.lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
-        self.finish = torch.full_like(self.lengths, Finish.LENGTH)
+        self.finish = torch.full_like(self.lengths, FinishReason.LENGTH)
         self.limits = torch.tensor([sampling.max_new_tokens for sampling in samplings], device=device)
         temperatures = [sampling.temperature for sampling in samplings]
         hot = torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=exact, device=device)
@@ -247,7 +247,7 @@ class _Decode:
             Completion(
                 token_ids=tuple(tokens[row, :length].tolist()),
                 logprobs=scores[row, :length].clone() if logprobs else None,
-                finish=Finish(finish),
+                finish=FinishReason(finish),
                 version=self.version,
                 token_extras=self.extras.of_tokens(row, length),
                 prompt_extras=self.extras.of_prompt(row),
@@ -323,7 +323,7 @@ class _Decode:
         if self.stops:
             strings = [self._ends_with_stop_string(row, step) for row in live.rows.tolist()]
             stopped |= torch.tensor(strings, dtype=torch.bool, device=chosen.device)
-        self.finish[live.rows[stopped & live.alive]] = int(Finish.STOP)
+        self.finish[live.rows[stopped & live.alive]] = int(FinishReason.STOP)
         return stopped | (step + 1 >= self.limits[live.rows])
 
     def _ends_with_stop_string(self, row: int, step: int) -> bool:

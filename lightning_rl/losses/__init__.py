@@ -5,7 +5,6 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from lightning_rl.corrections import LossView
-from lightning_rl.losses.base import FunctionLoss, PolicyLoss
 from lightning_rl.losses.cispo import CISPO
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
 from lightning_rl.losses.cov import ClipCov, KLCov
@@ -14,6 +13,7 @@ from lightning_rl.losses.dro import DRO
 from lightning_rl.losses.gmpo import GMPO
 from lightning_rl.losses.gspo import GSPO
 from lightning_rl.losses.m2po import M2PO
+from lightning_rl.losses.policy_loss import FunctionLoss, PolicyLoss
 from lightning_rl.losses.reinforce import Reinforce
 from lightning_rl.losses.sapo import SAPO
 from lightning_rl.losses.value import ValueLoss

@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices
 from lightning_rl.corrections import LossView, Stat
-from lightning_rl.losses.base import PolicyLoss
 from lightning_rl.losses.clipped_surrogate import check_clip
-from lightning_rl.signal.ratios import clipped_weight, policy_ratio
+from lightning_rl.losses.policy_loss import PolicyLoss
+from lightning_rl.signal.importance_ratios import clipped_weight, policy_ratio
+from lightning_rl.utils.arguments import check_choices
 
 
 @dataclass(frozen=True, kw_only=True)

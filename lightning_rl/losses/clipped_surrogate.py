@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView, Stat
-from lightning_rl.losses.base import RatioLoss
+from lightning_rl.losses.policy_loss import RatioLoss
+from lightning_rl.utils.arguments import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class ClippedSurrogate(RatioLoss):
         \qquad r = \exp(\mathit{logprobs} - \mathit{old\_logprobs})
 
     With a dual clip :math:`c`, the loss of a token with negative advantage is at most :math:`-cA`. Logs the fractions
-    of tokens without gradient because of a bound as ``policy/clip_low`` and ``policy/clip_high``.
+    of tokens without gradient because of a bound as ``policy/clip_fraction_low`` and ``policy/clip_fraction_high``.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476; dual
     clip: Ye et al. 2020, arXiv:1912.09729.
@@ -64,7 +64,7 @@ class ClippedSurrogate(RatioLoss):
     def metrics(self, view: LossView) -> dict[str, Stat]:
         ratio, advantages = self.importance(view).detach(), view.require("advantages")
         below, above = (ratio < 1 - self.clip_low) & (advantages < 0), (ratio > 1 + self.clip_high) & (advantages > 0)
-        return Stat.many({"policy/clip_low": below, "policy/clip_high": above}, view.valid_tokens)
+        return Stat.many({"policy/clip_fraction_low": below, "policy/clip_fraction_high": above}, view.valid_tokens)
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:

@@ -8,10 +8,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, Stat
-from lightning_rl.losses.base import RatioLoss
+from lightning_rl.losses.policy_loss import RatioLoss
 from lightning_rl.signal.kl import binary_kl
+from lightning_rl.utils.arguments import check_choices, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView
-from lightning_rl.losses.base import RatioLoss
+from lightning_rl.losses.policy_loss import RatioLoss
+from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.masked import row_mean
-from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.utils.arguments import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_bools, check_choices
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
+from lightning_rl.signal.importance_ratios import policy_ratio, sequence_log_ratio
 from lightning_rl.signal.masked import masked_fill_invalid
-from lightning_rl.signal.ratios import policy_ratio, sequence_log_ratio
+from lightning_rl.utils.arguments import check_bools, check_choices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView, Stat
-from lightning_rl.losses.base import prepared_tokens
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
+from lightning_rl.losses.policy_loss import prepared_tokens
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.selection import GlobalConcat, smallest_with_mean_below
+from lightning_rl.utils.arguments import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

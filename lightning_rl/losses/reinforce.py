@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.corrections import LossView
-from lightning_rl.losses.base import PolicyLoss
+from lightning_rl.losses.policy_loss import PolicyLoss
 
 
 @dataclass(frozen=True)

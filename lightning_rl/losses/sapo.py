@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_numbers
 from lightning_rl.corrections import LossView
-from lightning_rl.losses.base import RatioLoss
+from lightning_rl.losses.policy_loss import RatioLoss
+from lightning_rl.utils.arguments import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rl.arguments import check_numbers
+from lightning_rl.utils.arguments import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_choices, check_numbers
 from lightning_rl.corrections import LossView, Stat
-from lightning_rl.losses.base import PolicyLoss
-from lightning_rl.signal.ratios import policy_ratio, sequence_log_ratio
+from lightning_rl.losses.policy_loss import PolicyLoss
+from lightning_rl.signal.importance_ratios import policy_ratio, sequence_log_ratio
+from lightning_rl.utils.arguments import check_choices, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

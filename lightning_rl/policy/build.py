@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rl.description import import_by_name
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
 from lightning_rl.policy.packing import PACKED_ATTENTION
 from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
+from lightning_rl.serialization import import_by_name
 
 AROUND = ("_orig_mod.", "module.")  # prefixes of names in a model wrapped by torch.compile or data parallelism
 

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.expert_routes import modules_behind
-from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
+from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.policy.weight_files import WeightFiles
 from lightning_rl.rollout import Rollout

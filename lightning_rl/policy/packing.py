@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
-from lightning_rl.transfer import to_device
+from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
 WORTH = 0.1  # minimum share of inputs saved; copying inputs for attention costs as much as 0.06

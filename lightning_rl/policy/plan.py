@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rl.policy.packing import Layout, pack, sequences_of
 from lightning_rl.rollout import Rollout
-from lightning_rl.transfer import to_device
+from lightning_rl.utils.device import to_device
 
 RowLists = list[list[list[int]]]
 
@@ -59,7 +59,7 @@ def make_plan(
     rollout: Rollout,
     *,
     minibatches: int,
-    token_budget: int,
+    max_tokens_per_microbatch: int,
     packed: bool = True,
     max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
@@ -68,7 +68,7 @@ def make_plan(
     Args:
         rollout: Rollout on the CPU; rows outside ``trained`` are left out.
         minibatches: Optimizer steps per epoch.
-        token_budget: Maximum tokens of a microbatch, padding included; a longer row gets its own.
+        max_tokens_per_microbatch: Maximum tokens of a microbatch, padding included; a longer row gets its own.
         packed: False for padding on the right.
         max_over_ranks: Function for the element-wise maximum over ranks, so that all have equally many microbatches.
     """
@@ -80,7 +80,7 @@ def make_plan(
         first = number * share + min(number, rest)
         chosen = torch.tensor(groups[first : first + share + (number < rest)], dtype=torch.int64)
         rows = (rollout.trained & torch.isin(rollout.groups, chosen)).nonzero()[:, 0]
-        plan.append(_microbatch_rows(sizes, rows, token_budget, packed=packed))
+        plan.append(_microbatch_rows(sizes, rows, max_tokens_per_microbatch, packed=packed))
     return _fill(rollout, plan, packed=packed, max_over_ranks=max_over_ranks)
 
 
@@ -88,7 +88,7 @@ def divide_plan(
     rollout: Rollout,
     plan: RowLists,
     *,
-    token_budget: int,
+    max_tokens_per_microbatch: int,
     packed: bool = True,
     max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
@@ -97,7 +97,7 @@ def divide_plan(
     divided: RowLists = []
     for minibatch in plan:
         rows = torch.tensor(sorted(row for microbatch in minibatch for row in microbatch), dtype=torch.int64)
-        divided.append(_microbatch_rows(sizes, rows, token_budget, packed=packed))
+        divided.append(_microbatch_rows(sizes, rows, max_tokens_per_microbatch, packed=packed))
     return _fill(rollout, divided, packed=packed, max_over_ranks=max_over_ranks)
 
 

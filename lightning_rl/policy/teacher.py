@@ -19,7 +19,7 @@ class Teacher:
     Args:
         source: Name or path of a causal language model with the policy's vocabulary, or a callable that builds one.
         temperature: Divisor of its logits; the sampling temperature, so that both are comparable.
-        token_budget: Maximum number of tokens of a microbatch.
+        max_tokens_per_microbatch: Maximum number of tokens of a microbatch.
         packed: True to score without padding.
         precise: Context manager around every forward, for the precision of the run.
 
@@ -32,13 +32,13 @@ class Teacher:
         source: ModelSource,
         *,
         temperature: float,
-        token_budget: int,
+        max_tokens_per_microbatch: int,
         packed: bool,
         precise: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         model = check_frozen(build_model(source), packed=packed)
         self.scorer = Scorer(model, temperature=temperature, packed=packed)
-        self.token_budget = token_budget
+        self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.packed = packed
         self.precise = precise
 
@@ -49,7 +49,12 @@ class Teacher:
         self.scorer.to(device)
         exact = torch.promote_types(self.scorer.model.dtype, torch.float32)
         logprobs = torch.zeros(rollout.response_ids.shape, dtype=exact, device=device)
-        plan = make_plan(rollout.to("cpu"), minibatches=1, token_budget=self.token_budget, packed=self.packed)
+        plan = make_plan(
+            rollout.to("cpu"),
+            minibatches=1,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+            packed=self.packed,
+        )
         for microbatch in plan.to(device).microbatches():
             with self.precise():
                 part = self.scorer.logprobs(microbatch.layout)

@@ -1,7 +1,7 @@
 """Recordings: saved rollouts with all inputs of their signal, which can be recomputed from the file."""
 
+from lightning_rl.recording.recompute import Replayed, replay
 from lightning_rl.recording.recorder import RolloutRecorder
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.replay import Replayed, replay
 
 __all__ = ["Recording", "Replayed", "RolloutRecorder", "replay"]

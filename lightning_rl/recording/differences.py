@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rl.recording.recompute import Replayed
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.replay import Replayed
 from lightning_rl.recording.serialize import NAME, OBJECT, from_json
 
 ORDER = (  # order of computation of the fields

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_rl.arguments import check_bools, check_counts, check_numbers
-from lightning_rl.recording.algorithm import PARTS
+from lightning_rl.recording.recorded_algorithm import PARTS
 from lightning_rl.recording.serialize import NUMBER, from_json
-from lightning_rl.rollout import Finish, Rollout
+from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 
 FORMAT = 2
 MAX_BYTES = 2**30  # maximum size of a JSON file
@@ -135,7 +135,7 @@ def _check_values(rollout: Rollout) -> None:
         "response_ids": (0, MAX_ID),
         "sample_ids": (-1, MAX_ID**2),
         "groups": (-1, MAX_ID**2),
-        "finish": (0, max(Finish)),
+        "finish": (0, max(FinishReason)),
     }
     for name, figures in rollout.task_rewards.items():
         if figures.shape != rollout.rewards.shape:

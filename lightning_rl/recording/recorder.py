@@ -18,18 +18,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts
 from lightning_rl.corrections import RLCallback, StepTrace
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy.fingerprint import fingerprint
-from lightning_rl.recording.algorithm import algorithm_to_json, replayable
+from lightning_rl.policy.tensor_hash import fingerprint
+from lightning_rl.recording.recorded_algorithm import algorithm_to_json, replayable
 from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.serialize import to_json
 from lightning_rl.recording.vocabulary import Vocabulary
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import TURNS, Finish, Rollout, spans_of
+from lightning_rl.rollout import TURNS, FinishReason, Rollout, spans_of
+from lightning_rl.utils.arguments import check_counts
 
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
 RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "value_loss", "reference", "critic"}
@@ -65,7 +65,9 @@ class RolloutRecorder(RLCallback):
         self._vocabulary: Vocabulary | None = None
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
+    ) -> None:
         module = cast(RLLightningModule, pl_module)
         if batch.step == 0:
             self._vocabulary = self._vocabulary or Vocabulary(module.tokenizer)
@@ -100,7 +102,7 @@ class RolloutRecorder(RLCallback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
         if self._draft is None:
             return
@@ -164,10 +166,10 @@ class _Draft:
         callbacks = self.algorithm.corrections.callbacks
         return {callback.name: to_json(state) for callback in callbacks if (state := callback.state_dict())}
 
-    def begin_step(self, ticket: Ticket) -> None:
+    def begin_step(self, step_index: StepIndex) -> None:
         weights = fingerprint(self.module.parallel.full_parameters(self.module.required_policy))
         empty = {"states": None, "scale": 1.0, "parts": {}, "grad_norm": None, "made": False}
-        self.steps.append({"ticket": ticket.index, "weights": weights, **empty})
+        self.steps.append({"step_index": step_index.index, "weights": weights, **empty})
 
     def keep_states(self) -> None:
         """Store the callback states used by the loss of a step."""
@@ -187,7 +189,9 @@ class _Draft:
             rows = (view.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)[view.real]
             for name, tensor in values.items() if len(rows) else ():
                 empty = torch.zeros(self.rollout.response_ids.shape, dtype=tensor.dtype)
-                table = self.tensors.setdefault(f"pass/{trace.step // self.module.minibatches}/{name}", empty)
+                table = self.tensors.setdefault(
+                    f"pass/{trace.step // self.module.minibatches_per_rollout}/{name}", empty
+                )
                 table[rows.cpu(), : tensor.shape[1]] = tensor[view.real].detach().cpu()
 
     def end_step(self, outputs: Mapping[str, Tensor]) -> None:
@@ -209,7 +213,7 @@ class _Draft:
             {
                 "sample": int(rollout.sample_ids[row]),
                 "group": int(rollout.groups[row]),
-                "finish": Finish(int(rollout.finish[row])).name.lower(),
+                "finish": FinishReason(int(rollout.finish[row])).name.lower(),
                 "reward": to_json(float(rollout.rewards[row])),
                 "prompt": text(rollout.prompt_ids[row, : rollout.prompt_lengths[row]]),
                 "response": text(rollout.response_ids[row, : rollout.response_lengths[row]]),

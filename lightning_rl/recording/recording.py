@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.files import write_atomically
-from lightning_rl.recording.algorithm import algorithm_from_json
 from lightning_rl.recording.header import FORMAT, check_tensors, file_beside, read_header, rollout_of
+from lightning_rl.recording.recorded_algorithm import algorithm_from_json
 from lightning_rl.rollout import Rollout
+from lightning_rl.utils.atomic_write import write_atomically
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Recording:
 
     Attributes:
         header: JSON values: ``rollout`` (its number), ``rank``, ``ranks``, ``device``, ``threads``, ``versions``,
-            ``options`` of the module, ``algorithm`` (see :mod:`lightning_rl.recording.algorithm`), ``states`` of the
+            ``options`` of the module, ``algorithm`` (see :mod:`lightning_rl.recording.recorded_algorithm`), ``states`` of the
             callbacks before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (for each
             optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the callbacks),
             and ``samples`` as text.

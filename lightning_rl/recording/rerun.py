@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Microbatch, Outputs
-from lightning_rl.policy.fingerprint import fingerprint
 from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.policy.tensor_hash import fingerprint
+from lightning_rl.recording.recompute import load_states
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.replay import load_states
 from lightning_rl.update import accumulate_gradient
 
 

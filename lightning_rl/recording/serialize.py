@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_rl.corrections import RLCallback
 from lightning_rl.recording.known import CLASSES, FUNCTIONS
-from lightning_rl.terminal import visible
+from lightning_rl.utils.terminal import visible
 
 OBJECT, NAME, PARTIAL, TUPLE, NUMBER, OPAQUE = "$object", "$name", "$partial", "$tuple", "$number", "$opaque"
 PLAIN = (type(None), bool, int, str)

@@ -13,7 +13,7 @@ from lightning_rl.audit.accounting import SCORED, Charges, signal_charges, updat
 from lightning_rl.corrections import ReplayCorrections
 from lightning_rl.distributed import Collectives
 from lightning_rl.recording import Recording, Replayed, replay
-from lightning_rl.recording.replay import load_states
+from lightning_rl.recording.recompute import load_states
 from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollout import Rollout
 

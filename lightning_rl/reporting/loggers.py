@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import UInt8
 from lightning.pytorch.loggers import CometLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from lightning_rl.data import Ticket
-from lightning_rl.terminal import dump_visible, visible
+from lightning_rl.data import StepIndex
+from lightning_rl.utils.terminal import dump_visible, visible
 
 FILE = "samples.jsonl"
 TABLE, PICTURE = "samples", "samples/picture"
@@ -24,33 +24,33 @@ Samples = Sequence[Mapping[str, Any]]
 Picture = UInt8[np.ndarray, "H W 3"]
 
 
-def _tensorboard(logger: TensorBoardLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
-    logger.experiment.add_text(TABLE, markdown_table(samples), ticket.index)
+def _tensorboard(logger: TensorBoardLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
+    logger.experiment.add_text(TABLE, markdown_table(samples), step_index.index)
     if picture is not None:
-        logger.experiment.add_image(PICTURE, picture, ticket.index, dataformats="HWC")
+        logger.experiment.add_image(PICTURE, picture, step_index.index, dataformats="HWC")
 
 
-def _wandb(logger: WandbLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
-    logger.log_table(TABLE, list(samples[0]), [list(sample.values()) for sample in samples], step=ticket.index)
+def _wandb(logger: WandbLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
+    logger.log_table(TABLE, list(samples[0]), [list(sample.values()) for sample in samples], step=step_index.index)
     if picture is not None:
-        logger.log_image(PICTURE, [picture], step=ticket.index)
+        logger.log_image(PICTURE, [picture], step=step_index.index)
 
 
-def _mlflow(logger: MLFlowLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
+def _mlflow(logger: MLFlowLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
     table = {column: [sample[column] for sample in samples] for column in samples[0]}
     logger.experiment.log_table(str(logger.run_id), table, f"{TABLE}.json")  # appends to the file
     if picture is not None:
-        logger.experiment.log_image(str(logger.run_id), picture, key=PICTURE, step=ticket.index)
+        logger.experiment.log_image(str(logger.run_id), picture, key=PICTURE, step=step_index.index)
 
 
-def _comet(logger: CometLogger, samples: Samples, picture: Picture | None, ticket: Ticket) -> None:
+def _comet(logger: CometLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
     rows = [list(sample.values()) for sample in samples]
-    logger.experiment.log_table(f"{TABLE}_{ticket.rollout:06d}.csv", rows, headers=list(samples[0]))
+    logger.experiment.log_table(f"{TABLE}_{step_index.rollout:06d}.csv", rows, headers=list(samples[0]))
     if picture is not None:
-        logger.experiment.log_image(picture, name=PICTURE, step=ticket.index)
+        logger.experiment.log_image(picture, name=PICTURE, step=step_index.index)
 
 
-HOLDERS: Mapping[type[Logger], Callable[[Any, Samples, Picture | None, Ticket], None]] = {
+HOLDERS: Mapping[type[Logger], Callable[[Any, Samples, Picture | None, StepIndex], None]] = {
     TensorBoardLogger: _tensorboard,
     WandbLogger: _wandb,
     MLFlowLogger: _mlflow,
@@ -65,7 +65,7 @@ def log_samples(
     loggers: Sequence[Logger],
     samples: Samples,
     draw: Callable[[], Picture | None],
-    ticket: Ticket,
+    step_index: StepIndex,
     folder: Path,
 ) -> None:
     """Log samples to every logger; without a logger that can hold them, append them to one file.
@@ -74,21 +74,21 @@ def log_samples(
         loggers: Loggers of the trainer.
         samples: At least one sample; all have the same keys.
         draw: Function that returns the picture, called if a logger needs it.
-        ticket: Ticket of the rollout.
+        step index: Ticket of the rollout.
         folder: Folder of ``samples.jsonl``.
     """
-    rows = [{"rollout": ticket.rollout, **sample} for sample in samples]
+    rows = [{"rollout": step_index.rollout, **sample} for sample in samples]
     held = [(logger, hold) for logger in loggers if (hold := holder(logger)) is not None]
     picture = draw() if held else None
     for logger, hold in held:
-        hold(logger, rows, picture, ticket)
+        hold(logger, rows, picture, step_index)
     if len(held) < len(loggers) or not loggers:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("a", encoding="utf-8") as lines:
             lines.writelines(dump_visible(row) + "\n" for row in rows)
 
 
-def holder(logger: Logger) -> Callable[[Any, Samples, Picture | None, Ticket], None] | None:
+def holder(logger: Logger) -> Callable[[Any, Samples, Picture | None, StepIndex], None] | None:
     """Return the function that logs samples to a logger, or None."""
     kinds = (kind for kind in HOLDERS if isinstance(logger, kind))
     return next((HOLDERS[kind] for kind in kinds if kind not in NEEDS or find_spec(NEEDS[kind])), None)

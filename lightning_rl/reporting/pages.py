@@ -19,7 +19,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.recording import Recording
 from lightning_rl.recording.serialize import from_json
 from lightning_rl.reporting.attribution import Attribution, attribute
-from lightning_rl.rollout import TURNS, Finish, Rollout
+from lightning_rl.rollout import TURNS, FinishReason, Rollout
 
 LEVEL = 6  # of gzip: higher levels take longer and save little on floats
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
@@ -73,7 +73,7 @@ def summary_of(recordings: Sequence[Recording]) -> dict[str, Any]:
         "rollout": recordings[0].header["rollout"],
         "samples": sum(int(rollout.real.sum()) for rollout in rollouts),
         "tokens": sum(int(rollout.response_lengths.sum()) for rollout in rollouts),
-        "tickets": [step["ticket"] for step in recordings[0].header["steps"]],
+        "step_indices": [step["step_index"] for step in recordings[0].header["steps"]],
         "prompts": sorted(keys),
     }
 
@@ -135,7 +135,7 @@ def _samples(recording: Recording) -> list[dict[str, Any]]:
             "group": int(rollout.groups[row]),
             "rank": recording.header["rank"],
             "minibatch": steps.get(row),
-            "finish": Finish(int(rollout.finish[row])).name.lower(),
+            "finish": FinishReason(int(rollout.finish[row])).name.lower(),
             "reward": _number(rollout.rewards[row]) if bool(rollout.rewarded[row]) else None,
             "scored": bool(recording.tensors["sampled/scored"][row]),
             "trained": bool(rollout.trained[row]),
@@ -153,7 +153,13 @@ def _samples(recording: Recording) -> list[dict[str, Any]]:
 def _step(step: dict[str, Any]) -> dict[str, Any]:
     parts = {name: _finite(from_json(part)) for name, part in step["parts"].items()}
     norm = None if step["grad_norm"] is None else _finite(from_json(step["grad_norm"]))
-    return {"ticket": step["ticket"], "made": step["made"], "weights": step["weights"], "parts": parts, "norm": norm}
+    return {
+        "step_index": step["step_index"],
+        "made": step["made"],
+        "weights": step["weights"],
+        "parts": parts,
+        "norm": norm,
+    }
 
 
 def _ids_of(recording: Recording) -> tuple[Tensor, Tensor]:

@@ -13,15 +13,15 @@ from typing_extensions import override
 
 from lightning_rl.audit import SignalAudit
 from lightning_rl.configuration import configuration
-from lightning_rl.data import Ticket
-from lightning_rl.files import write_atomically
+from lightning_rl.data import StepIndex
 from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.recording.recording import stem_of
-from lightning_rl.reporting.folder import BEGIN, END, FINDINGS, METRICS, RUN, STEP
-from lightning_rl.reporting.report import OWN_FOLDER, Pages, write_report
-from lightning_rl.terminal import dump_visible
+from lightning_rl.reporting.html_report import OWN_FOLDER, Pages, write_report
+from lightning_rl.reporting.run_files import BEGIN, END, FINDINGS, METRICS, RUN, STEP
+from lightning_rl.utils.atomic_write import write_atomically
+from lightning_rl.utils.terminal import dump_visible
 
 FILE = "report.html"
 
@@ -68,25 +68,27 @@ class RunReport(RolloutRecorder):
                 self._rows.write(RUN, json.dumps(configuration(pl_module, trainer), default=str))
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Ticket, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
+    ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._rollout, self._step = batch.rollout, batch.index
         if not self._begun:
             self._begin(trainer, cast(RLLightningModule, pl_module), batch)
         self._begun = True
 
-    def _begin(self, trainer: Trainer, module: RLLightningModule, ticket: Ticket) -> None:
+    def _begin(self, trainer: Trainer, module: RLLightningModule, step_index: StepIndex) -> None:
         """Continue the files of an earlier run up to this point; later lines are replaced."""
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         if trainer.is_global_zero:
-            keeper.append(METRICS, {BEGIN: ticket.index})
-        keeper.append(self._findings_file(trainer), {BEGIN: ticket.rollout})
+            keeper.append(METRICS, {BEGIN: step_index.index})
+        keeper.append(self._findings_file(trainer), {BEGIN: step_index.rollout})
         parallel = module.parallel
         for path in sorted(self.folder.glob("rollout-*.json")):
             digits = path.stem.removeprefix("rollout-")[:6]
             if not digits.isdecimal() or path.stem != stem_of(int(digits), parallel.rank, parallel.ranks):
                 continue
-            if int(digits) < ticket.rollout + (ticket.step > 0):
+            if int(digits) < step_index.rollout + (step_index.step > 0):
                 self.written.append(path)
             else:
                 path.unlink()
@@ -94,7 +96,7 @@ class RunReport(RolloutRecorder):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
         number = len(self.written)
         last = self.written[-1:]

@@ -7,12 +7,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts
 from lightning_rl.corrections import RLCallback
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.module import RLLightningModule
-from lightning_rl.progress import show_line
 from lightning_rl.reporting.glossary import entry_of
+from lightning_rl.utils.arguments import check_counts
+from lightning_rl.utils.progress import show_line
 
 COLUMNS: Mapping[str, str] = {
     "reward/task": "reward",
@@ -63,7 +63,7 @@ class RolloutSummary(RLCallback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Ticket, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
         if not isinstance(pl_module, RLLightningModule) or batch.step < pl_module.steps_per_rollout - 1:
             return

@@ -1,12 +1,9 @@
 """Reward functions: each rank calls them on its completions after generation."""
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.call import Failure, Reward, RewardCall
 from lightning_rl.rewards.choice_match import ChoiceMatch
 from lightning_rl.rewards.code import CodeTests
 from lightning_rl.rewards.exact_match import ExactMatch
-from lightning_rl.rewards.failures import RewardError
-from lightning_rl.rewards.isolation import Isolated
 from lightning_rl.rewards.json_schema import JSONSchema
 from lightning_rl.rewards.judge import Judge
 from lightning_rl.rewards.language import Language
@@ -15,10 +12,13 @@ from lightning_rl.rewards.math_match import MathMatch
 from lightning_rl.rewards.number_match import NumberMatch
 from lightning_rl.rewards.regex_match import RegexMatch
 from lightning_rl.rewards.repetition import Repetition
+from lightning_rl.rewards.reward_call import Failure, Reward, RewardCall
+from lightning_rl.rewards.reward_failures import RewardError
 from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.rewards.sandbox import Sandbox, SandboxResult, SandboxUnavailable
 from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.scoring import Rewards, RewardSource, Scores
+from lightning_rl.rewards.subprocess_reward import SubprocessReward
 from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
 
@@ -28,7 +28,6 @@ __all__ = [
     "CodeTests",
     "ExactMatch",
     "Failure",
-    "Isolated",
     "JSONSchema",
     "Judge",
     "Language",
@@ -48,6 +47,7 @@ __all__ = [
     "SandboxService",
     "SandboxUnavailable",
     "Scores",
+    "SubprocessReward",
     "TagFormat",
     "UnreadableReference",
     "text_of",

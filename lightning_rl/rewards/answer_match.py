@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.arguments import check_text
 from lightning_rl.rewards.text import column_of, texts_of
+from lightning_rl.utils.arguments import check_text
 
 
 class UnreadableReference(ValueError):  # noqa: N818

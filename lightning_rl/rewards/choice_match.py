@@ -9,9 +9,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.arguments import check_text, check_texts
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.text import MARKERS, answer_spans, column_of, texts_of
+from lightning_rl.utils.arguments import check_text, check_texts
 
 DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\"
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from lightning_rl.arguments import check_bools, check_counts, check_text
 from lightning_rl.rewards.answer_match import UnreadableReference, warn_of_unreadable
 from lightning_rl.rewards.sandbox import Sandbox, SandboxUnavailable, has_halves
 from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.text import column_of, texts_of
+from lightning_rl.utils.arguments import check_bools, check_counts, check_text
 
 ENTRY_POINT = "entry_point"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)

@@ -7,8 +7,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.arguments import check_bools, check_text
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
+from lightning_rl.utils.arguments import check_bools, check_text
 
 
 @dataclass(frozen=True, kw_only=True)

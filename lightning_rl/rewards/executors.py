@@ -9,8 +9,8 @@ from typing import Any
 
 import cloudpickle
 
-from lightning_rl.rewards.pool import Answer, Task
-from lightning_rl.rewards.worker import answer
+from lightning_rl.rewards.process_pool import Answer, Task
+from lightning_rl.rewards.process_worker import answer
 
 LOADED = 16  # functions in the cache of a worker
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from lightning_rl.arguments import check_bools, check_text
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
-from lightning_rl.rewards.extras import require
+from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, texts_of
+from lightning_rl.utils.arguments import check_bools, check_text
 
 FENCE = "```"
 

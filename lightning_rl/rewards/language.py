@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from lightning_rl.arguments import check_choices, check_counts, check_text, check_texts
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
-from lightning_rl.rewards.extras import require
+from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, texts_of
+from lightning_rl.utils.arguments import check_choices, check_counts, check_text, check_texts
 
 NO_PROSE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$"

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rl.arguments import check_choices, check_counts, check_text
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.text import column_of, ids_of, texts_of
+from lightning_rl.utils.arguments import check_choices, check_counts, check_text
 
 
 @dataclass(frozen=True, kw_only=True)

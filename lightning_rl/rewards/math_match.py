@@ -25,10 +25,10 @@ from typing import IO, Any, cast
 
 from typing_extensions import override
 
-from lightning_rl.arguments import check_counts, check_numbers, check_text
 from lightning_rl.rewards import math_worker
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, warn_of_unreadable
-from lightning_rl.rewards.extras import require
+from lightning_rl.rewards.optional_imports import require
+from lightning_rl.utils.arguments import check_counts, check_numbers, check_text
 
 STARTING = 120.0  # seconds until a process has imported sympy on a busy machine
 DELIMITERS = ("$", r"\boxed", r"\(", r"\[")

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_rl.arguments import check_bools, check_choices, check_numbers, check_texts
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.text import MARKERS, answer_spans
+from lightning_rl.utils.arguments import check_bools, check_choices, check_numbers, check_texts
 
 MAX_DIGITS = 1000
 

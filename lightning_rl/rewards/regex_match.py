@@ -7,9 +7,9 @@ from typing import Any
 
 import regex
 
-from lightning_rl.arguments import check_bools, check_numbers, check_text
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.text import column_of, texts_of
+from lightning_rl.utils.arguments import check_bools, check_numbers, check_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rl.arguments import check_choices, check_counts
 from lightning_rl.rewards.text import ids_of, texts_of
+from lightning_rl.utils.arguments import check_choices, check_counts
 
 
 @dataclass(frozen=True, kw_only=True)

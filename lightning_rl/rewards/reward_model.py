@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.arguments import check_bools, check_choices, check_counts, check_rows
 from lightning_rl.rewards.text import ids_of, text_of
+from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_rows
 
 VALUE_HEAD = "value_head.safetensors"
 SCORING = threading.Lock()  # build a model once; one batch at a time sets the pad id
@@ -42,7 +42,7 @@ class RewardModel:
         activation: Function applied to the model's output.
         device: Device of the model; by default the accelerator of this process, else the CPU.
         dtype: Dtype of the weights; by default as saved or built.
-        token_budget: Maximum number of tokens of a batch, padding included; 1 for one text at a time.
+        max_tokens_per_microbatch: Maximum number of tokens of a batch, padding included; 1 for one text at a time.
         max_length: Maximum number of tokens of a text; by default that of the model's configuration.
 
     Raises:
@@ -57,7 +57,7 @@ class RewardModel:
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
-    token_budget: int = 16384
+    max_tokens_per_microbatch: int = 16384
     max_length: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class RewardModel:
         check_choices(("own", "policy"), tokens=self.tokens)
         check_choices(("none", "sigmoid", "softmax"), activation=self.activation)
         check_bools(per_token=self.per_token)
-        check_counts(1, token_budget=self.token_budget)
+        check_counts(1, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
         check_counts(1, optional=True, max_length=self.max_length)
         if self.label is not None and (isinstance(self.label, bool) or not isinstance(self.label, int)):
             raise ValueError(f"expected label to be the index of a label or None, got {self.label!r}")
@@ -126,8 +126,8 @@ class RewardModel:
         if device is None:
             device = torch.accelerator.current_accelerator() or "cpu"
         module = module.to(device=device, dtype=self.dtype).requires_grad_(requires_grad=False).eval()
-        scorer = Scorer(module, per_token, self.label, self.activation, self.token_budget)
-        if self.token_budget > 1:
+        scorer = Scorer(module, per_token, self.label, self.activation, self.max_tokens_per_microbatch)
+        if self.max_tokens_per_microbatch > 1:
             scorer.check_padding()
         return scorer
 
@@ -230,14 +230,14 @@ class Scorer:
         per_token: The model has an output at each token.
         label: Index of the label if there are several.
         activation: Function applied to the output.
-        token_budget: Maximum number of tokens of a batch.
+        max_tokens_per_microbatch: Maximum number of tokens of a batch.
     """
 
     module: nn.Module
     per_token: bool
     label: int | None
     activation: str
-    token_budget: int
+    max_tokens_per_microbatch: int
 
     @property
     def config(self) -> Any:
@@ -287,7 +287,7 @@ class Scorer:
         if any(abs(one - other) > room for one, other in zip(together, alone, strict=True)):
             raise ValueError(
                 f"expected the reward model to score a text the same beside a longer one as alone, got {together} and "
-                f"{alone}: pass token_budget=1 to score one text at a time, without padding"
+                f"{alone}: pass max_tokens_per_microbatch=1 to score one text at a time, without padding"
             )
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -296,7 +296,7 @@ class Scorer:
         for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
             longest = len(rows[batch[0]]) if batch else 0
             crowded = self.vocabulary is not None and len(batch) + 1 >= self.vocabulary
-            if batch and ((len(batch) + 1) * longest > self.token_budget or crowded):
+            if batch and ((len(batch) + 1) * longest > self.max_tokens_per_microbatch or crowded):
                 yield batch
                 batch = []
             batch.append(number)

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from lightning_rl.arguments import check_bools, check_counts, check_numbers
+from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 
 JAIL = Path(__file__).with_name("jail.py")
 CURE = (

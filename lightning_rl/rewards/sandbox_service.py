@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_rl.arguments import check_counts, check_numbers
-from lightning_rl.rewards.extras import require
+from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable, check_program
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 BUSY = (408, 409, 425, 429)
 KILLED = 128 + 9

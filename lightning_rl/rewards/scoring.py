@@ -17,14 +17,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from transformers import TrainerState
 
-from lightning_rl.arguments import check_numbers, check_rows
-from lightning_rl.naming import check_columns, in_words, name_of
-from lightning_rl.rewards.call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
-from lightning_rl.rewards.isolation import Isolated, Submitted
-from lightning_rl.rewards.limit import CLOCK, TimeUpError, remaining
-from lightning_rl.rewards.pool import Task
-from lightning_rl.rewards.values import RubbishError, values_of
-from lightning_rl.rewards.waiting import LOOP
+from lightning_rl.rewards.async_rewards import LOOP
+from lightning_rl.rewards.process_pool import Task
+from lightning_rl.rewards.reward_call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
+from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
+from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError, remaining
+from lightning_rl.rewards.values import InvalidRewardError, values_of
+from lightning_rl.utils.arguments import check_numbers, check_rows
+from lightning_rl.utils.naming import check_columns, in_words, name_of
 
 RewardSource = (
     Reward | Mapping[str, tuple[Reward, float] | Reward] | Sequence[Reward]
@@ -127,7 +127,7 @@ class Rewards:
             return []
         drafts = [_Draft(name, function, rows) for name, function in self.functions.items()]
         started = {} if started is None else started
-        isolated = {draft.name: draft.function for draft in drafts if isinstance(draft.function, Isolated)}
+        isolated = {draft.name: draft.function for draft in drafts if isinstance(draft.function, SubprocessReward)}
         submitted = {
             name: started[name] if name in started else function.submit(rows, styles[name], trainer_state)
             for name, function in isolated.items()
@@ -152,9 +152,9 @@ class Rewards:
         return any(function.per_sample for function in self._early.values())
 
     @property
-    def _early(self) -> dict[str, Isolated]:
-        """Isolated functions that do not take ``trainer_state``."""
-        return {name: f for name, f in self.functions.items() if isinstance(f, Isolated) and f.starts_early}
+    def _early(self) -> dict[str, SubprocessReward]:
+        """SubprocessReward functions that do not take ``trainer_state``."""
+        return {name: f for name, f in self.functions.items() if isinstance(f, SubprocessReward) and f.starts_early}
 
     def start(
         self,
@@ -199,7 +199,7 @@ class Rewards:
     def close(self) -> None:
         """End the processes of isolated functions."""
         for function in self.functions.values():
-            if isinstance(function, Isolated):
+            if isinstance(function, SubprocessReward):
                 function.close()
 
     def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
@@ -319,7 +319,7 @@ class _Draft:
             )
         return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
 
-    def collect(self, function: Isolated, submitted: Submitted) -> None:
+    def collect(self, function: SubprocessReward, submitted: Submitted) -> None:
         """Wait for a call in other processes."""
         begin = time.perf_counter()
         self.values, failures = function.collect(submitted, self.notes)
@@ -402,20 +402,20 @@ def _await_all(drafts: Sequence[_Draft], seconds: float | None) -> None:
     begin, futures = time.perf_counter(), [draft.future for draft in drafts if draft.future is not None]
     try:
         outcomes = CLOCK.run(lambda: LOOP.collect(futures, remaining(seconds)), None)
-    except TimeUpError as error:
+    except RewardTimeoutError as error:
         outcomes = [error] * len(futures)
         for future in futures:
             future.cancel()
     for draft, future, outcome in zip(drafts, futures, outcomes, strict=True):
         late = future.cancelled() and isinstance(outcome, TimeoutError)
-        draft.take(TimeUpError(f"took longer than {seconds:g} s") if late else outcome)
+        draft.take(RewardTimeoutError(f"took longer than {seconds:g} s") if late else outcome)
         draft.seconds += time.perf_counter() - begin
 
 
 def _cause(error: BaseException) -> str:
-    if isinstance(error, TimeUpError):
+    if isinstance(error, RewardTimeoutError):
         return str(error)
-    if isinstance(error, RubbishError):
+    if isinstance(error, InvalidRewardError):
         return f"returned invalid rewards: {error}"
     return f"raised {error!r:.500}"
 

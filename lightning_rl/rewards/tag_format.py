@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.arguments import check_bools, check_texts
 from lightning_rl.rewards.text import texts_of
+from lightning_rl.utils.arguments import check_bools, check_texts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from lightning_rl.arguments import check_rows
-from lightning_rl.naming import REWARD_ARGUMENTS
+from lightning_rl.utils.arguments import check_rows
+from lightning_rl.utils.naming import REWARD_ARGUMENTS
 
 MARKERS = ("####", r"\boxed{", "answer is", "answer:")
 SPAN = 200  # maximum length of an answer after a marker

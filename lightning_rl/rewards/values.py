@@ -12,7 +12,7 @@ from torch import Tensor
 PLAIN = frozenset({float, bool, type(None)})
 
 
-class RubbishError(ValueError):
+class InvalidRewardError(ValueError):
     """Result of a reward function that is not one number or None per completion."""
 
 
@@ -24,7 +24,7 @@ def values_of(returned: Any, number: int) -> list[float | None]:
         number: Number of rows.
 
     Raises:
-        RubbishError: If it is anything else.
+        InvalidRewardError: If it is anything else.
 
     Example:
         >>> values_of((True, None, 0.5), 3)
@@ -32,20 +32,20 @@ def values_of(returned: Any, number: int) -> list[float | None]:
     """
     expected = f"expected {number} numbers or None, one for each completion"
     if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
-        raise RubbishError(f"{expected}, got {_describe(returned)}")
+        raise InvalidRewardError(f"{expected}, got {_describe(returned)}")
     if getattr(returned, "ndim", 1) != 1:
-        raise RubbishError(f"{expected}, got {type(returned).__name__} of shape {list(returned.shape)}")  # pyright: ignore[reportAttributeAccessIssue]
+        raise InvalidRewardError(f"{expected}, got {type(returned).__name__} of shape {list(returned.shape)}")  # pyright: ignore[reportAttributeAccessIssue]
     items = list(islice(returned.tolist() if isinstance(returned, Tensor) else returned, number + 1))
     if len(items) != number:
         many = f"more than {number}" if len(items) > number and not hasattr(returned, "__len__") else None
         length = many or (len(returned) if hasattr(returned, "__len__") else len(items))  # pyright: ignore[reportArgumentType]
-        raise RubbishError(f"{expected}, got {length} in {type(returned).__name__}")
+        raise InvalidRewardError(f"{expected}, got {length} in {type(returned).__name__}")
     if set(map(type, items)) <= PLAIN:
         return [None if item is None else float(item) for item in items]
     values: list[float | None] = []
     for row, item in enumerate(items):
         if not _is_number(item):
-            raise RubbishError(f"{expected}, got {_describe(item)} for row {row}")
+            raise InvalidRewardError(f"{expected}, got {_describe(item)} for row {row}")
         values.append(None if item is None else _float(item))
     return values
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.files import write_atomically
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.state import CurrentRollout
 from lightning_rl.update import StepGradient
+from lightning_rl.utils.atomic_write import write_atomically
 
 NONFINITE = "nonfinite"
 SHOWN = 8  # rows that a message names

@@ -159,11 +159,11 @@ class Prefetcher:
 
 
 def remaining_tickets(trainer: Trainer, batch_idx: int) -> float:
-    """Return the number of tickets left in a fit, the current one included; skipped optimizer steps add more.
+    """Return the number of step indices left in a fit, the current one included; skipped optimizer steps add more.
 
     Args:
         trainer: Trainer with ``max_epochs``, ``max_steps`` and the length of an epoch.
-        batch_idx: Number of the current ticket within the epoch.
+        batch_idx: Number of the current step index within the epoch.
     """
     per_epoch, epochs, steps = trainer.num_training_batches, trainer.max_epochs, trainer.max_steps
     further = math.inf if epochs in (None, -1) else (epochs - trainer.current_epoch - 1) * per_epoch

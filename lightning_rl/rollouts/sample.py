@@ -1,4 +1,4 @@
-"""Sampling: prompts to completions to rewards, in rounds until enough groups are kept."""
+"""SamplingParams: prompts to completions to rewards, in rounds until enough groups are kept."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,19 +19,24 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.environments import Transcript, converse
-from lightning_rl.environments.environments import Environments
-from lightning_rl.environments.failures import FOLDER, EnvironmentSummary, check_environments, report_environments
+from lightning_rl.environments.environment_failures import (
+    FOLDER,
+    EnvironmentSummary,
+    check_environments,
+    report_environments,
+)
 from lightning_rl.environments.outcome import Outcome, metrics_of, reward_columns
-from lightning_rl.generation import Completion, Engine, EngineError, Request, Sampling, request_seed
-from lightning_rl.generation.answers import Answers, TurnAnswers
+from lightning_rl.environments.run_environments import Environments
+from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams, request_seed
+from lightning_rl.generation.validate_completions import Answers, TurnAnswers
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
-from lightning_rl.rewards.failures import RewardSummary, check_failures, report_failures, was_cut_short
-from lightning_rl.rewards.isolation import Submitted
-from lightning_rl.rewards.pool import Task
-from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, Finish, Rollout, concatenate
-from lightning_rl.rollouts.arrivals import Arrivals, Arrived
-from lightning_rl.rollouts.lay_out import DrawnRow, lay_out
+from lightning_rl.rewards.process_pool import Task
+from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
+from lightning_rl.rewards.subprocess_reward import Submitted
+from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
+from lightning_rl.rollouts.collate import DrawnRow, lay_out
+from lightning_rl.rollouts.streaming import Arrivals, Arrived
 
 GREEDY_IDS = 2**62  # first sample id of greedy completions; larger than that of any sample that trains
 BegunRows = dict[int, Mapping[str, Task]]
@@ -129,18 +134,18 @@ class Sampler:
         forward_context: Context around generation that sets the precision.
         greedy_baseline: True to score a greedy completion of each prompt for ``extras["greedy_score"]``.
         collectives: Collectives over the ranks.
-        max_failed_rewards: Share of a rollout's rows with failed rewards that ends the run; None for no limit.
+        max_reward_failure_rate: Share of a rollout's rows with failed rewards that ends the run; None for no limit.
         failed_folder: Folder for samples with failed rewards, next to that of failed environments; None to write none.
         trainer_state: Progress of the run, for rewards that take it.
         vocabulary: Vocabulary size of the policy; None if unknown.
         environments: Environments of the samples; None for single-turn completions.
-        max_failed_environments: Share of a rollout's conversations that ends the run if they fail; None for no limit.
+        max_environment_failure_rate: Share of a rollout's conversations that ends the run if they fail; None for no limit.
     """
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase | None
     rewards: Rewards
-    sampling: Sampling
+    sampling: SamplingParams
     group_size: int
     seed: int
     corrections: Corrections = field(default_factory=Corrections)
@@ -148,12 +153,12 @@ class Sampler:
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     greedy_baseline: bool = False
     collectives: Collectives = ALONE
-    max_failed_rewards: float | None = 1.0
+    max_reward_failure_rate: float | None = 1.0
     failed_folder: Path | None = None
     trainer_state: TrainerState | None = None
     vocabulary: int | None = None
     environments: Environments | None = None
-    max_failed_environments: float | None = 0.5
+    max_environment_failure_rate: float | None = 0.5
 
     @property
     def max_rounds(self) -> int:
@@ -197,7 +202,7 @@ class Sampler:
                 part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
                 keep = self.corrections.keep_groups(part)
             calls, failed, outcomes = [*calls, *new], [*failed, failing], [*outcomes, *samples.outcomes]
-            aborted += int((part.finish == Finish.ABORT).sum())
+            aborted += int((part.finish == FinishReason.ABORT).sum())
             parts.append(part.select(keep))
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
@@ -240,7 +245,7 @@ class Sampler:
             metrics=tuple(noted),
         )
         summaries = self.collectives.objects(self.collectives.share(summary))
-        check_failures(summaries, number, self.max_failed_rewards)
+        check_failures(summaries, number, self.max_reward_failure_rate)
         return self._stats_of(noted, {name for summary in summaries for name in summary.metrics})
 
     def _close_environments(self, outcomes: Sequence[Outcome], number: int, rank: int) -> dict[str, Stat]:
@@ -253,7 +258,7 @@ class Sampler:
         written = report_environments(outcomes, path)
         summary = self.collectives.share(EnvironmentSummary.of(outcomes, written))
         summaries = self.collectives.objects((summary, tuple(noted)))
-        check_environments([summary for summary, _ in summaries], number, self.max_failed_environments)
+        check_environments([summary for summary, _ in summaries], number, self.max_environment_failure_rate)
         return self._stats_of(noted, {name for _, names in summaries for name in names})
 
     @staticmethod
@@ -262,7 +267,7 @@ class Sampler:
         return {name: Stat.of(torch.tensor(noted.get(name, []), dtype=torch.float64)) for name in sorted(names)}
 
     def sample(
-        self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: Sampling | None = None
+        self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: SamplingParams | None = None
     ) -> Rollout:
         """Generate and score samples that do not train, by default one per prompt, with the run's seed."""
         requests = self.requests(prompts, 0, group_size=group_size or 1, sampling=sampling, baseline=False)
@@ -278,7 +283,7 @@ class Sampler:
         number: int,
         *,
         group_size: int | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
         baseline: bool | None = None,
     ) -> SampleRequests:
         """Return the requests for ``group_size`` samples of each prompt in rollout ``number``."""
@@ -291,7 +296,7 @@ class Sampler:
         return SampleRequests(prompts=prompts, requests=requests, greedy=baselines)
 
     def _requests(
-        self, prompts: Sequence[Prompt], number: int, size: int, sampling: Sampling, first_id: int = 0
+        self, prompts: Sequence[Prompt], number: int, size: int, sampling: SamplingParams, first_id: int = 0
     ) -> list[Request]:
         ids = [(prompt, first_id + prompt.index * size + place) for prompt in prompts for place in range(size)]
         return [

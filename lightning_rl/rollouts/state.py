@@ -12,20 +12,20 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerState
 
 from lightning_rl.checkpointing import new_run
-from lightning_rl.compatibility import Needs
 from lightning_rl.corrections import Corrections, Stat
-from lightning_rl.data import Prompt, Ticket
+from lightning_rl.data import Prompt, StepIndex
 from lightning_rl.distributed import Collectives
-from lightning_rl.edits import EditError, Seal
-from lightning_rl.generation import Sampling
+from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import Plan, Scorer
 from lightning_rl.policy.plan import divide_plan, plan_of_rows
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.idle import IdleRollouts
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.rollouts.undo import Failure, Mark
+from lightning_rl.rollouts.rollback import Failure, Mark
+from lightning_rl.rollouts.zero_gradient import IdleRollouts
+from lightning_rl.setup_checks import Needs
 from lightning_rl.update import ParameterTracer
+from lightning_rl.utils.mutation_guard import EditError, Seal
 
 MAX_NONFINITE_IN_A_ROW = 3
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
@@ -73,11 +73,15 @@ class CurrentRollout:
                 "and edits it"
             )
 
-    def divide(self, token_budget: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
+    def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
         """Split the rows into smaller microbatches; every rank has to call this."""
         device, rollout = self.rollout.response_ids.device, self.rollout.to("cpu")
         plan = divide_plan(
-            rollout, self.plan.rows(), token_budget=token_budget, packed=packed, max_over_ranks=max_over_ranks
+            rollout,
+            self.plan.rows(),
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            packed=packed,
+            max_over_ranks=max_over_ranks,
         )
         return replace(self, plan=plan.to(device))
 
@@ -112,7 +116,7 @@ class RunState:
         rollout_stats: Logged metrics of the current rollout.
         failed_folder: Folder for samples with failed rewards.
         tracer: Tracer of the parameters during an optimizer step.
-        ticket: Index of the last ticket of this fit.
+        step index: Index of the last step index of this fit.
         built_alone: True if the policy was built before there was a Trainer, so without a strategy.
         stepped: True if the policy has changed since it was built.
         skipped: Number of skipped optimizer steps.
@@ -120,7 +124,7 @@ class RunState:
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
-        mark: Snapshot from before the current ticket or its optimizer step.
+        mark: Snapshot from before the current step index or its optimizer step.
         late_error: Error raised after an optimizer step, until the step is complete.
         settled: Error after which the run was rolled back.
         unsettled: Reason why the rollback failed.
@@ -134,7 +138,7 @@ class RunState:
     needs: Needs = field(default_factory=Needs)
     reference: Scorer | None = None
     replica: PreTrainedModel | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     engine_started: bool = False
     current: CurrentRollout | None = None
     prefetcher: Prefetcher = field(default_factory=Prefetcher)
@@ -143,7 +147,7 @@ class RunState:
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
     failed_folder: Path | None = None
     tracer: ParameterTracer | None = None
-    ticket: int | None = None
+    step_index: int | None = None
     built_alone: bool = False
     stepped: bool = False
     skipped: int = 0
@@ -159,19 +163,19 @@ class RunState:
     schedule_behind: bool = False
     budget: tuple[int, int] | None = None
 
-    def set_mark(self, ticket: Ticket, cursor: int) -> None:
-        """Take a snapshot of the run at a ticket or at its optimizer step."""
-        self.mark = Mark.of(self, ticket, cursor)
+    def set_mark(self, step_index: StepIndex, cursor: int) -> None:
+        """Take a snapshot of the run at a step index or at its optimizer step."""
+        self.mark = Mark.of(self, step_index, cursor)
         self.mark.keep_states(self.corrections)
 
     def note_step(self) -> None:
-        """Record that the optimizer step of the current ticket was made or skipped."""
+        """Record that the optimizer step of the current step index was made or skipped."""
         if self.mark is not None:
             self.mark.stepping, self.mark.made = False, True
 
-    def end_step(self, ticket: Ticket, *, last: bool) -> None:
-        """Complete the step of a ticket, as a checkpoint in ``on_train_batch_end`` expects."""
-        self.mark, self.ticket = None, ticket.index
+    def end_step(self, step_index: StepIndex, *, last: bool) -> None:
+        """Complete the step of a step index, as a checkpoint in ``on_train_batch_end`` expects."""
+        self.mark, self.step_index = None, step_index.index
         if last:
             self.current = None
 
@@ -181,13 +185,13 @@ class RunState:
             self.tracer.release()
             self.tracer = None
 
-    def token_budget(self, asked: int) -> int:
+    def max_tokens_per_microbatch(self, asked: int) -> int:
         """Return the maximum number of tokens per microbatch: ``asked``, or less after memory ran out with it."""
         return self.budget[1] if self.budget is not None and self.budget[0] == asked else asked
 
     def halve(self, asked: int) -> int:
         """Halve the token budget and return it."""
-        self.budget = asked, max(1, self.token_budget(asked) // 2)
+        self.budget = asked, max(1, self.max_tokens_per_microbatch(asked) // 2)
         return self.budget[1]
 
     def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
@@ -258,7 +262,7 @@ class RunState:
         loaded, self.loaded, self.current = self.loaded, None, None
         if loaded is None or not self.name:
             self.name = new_run()
-        self.rollout_stats, self.tracer, self.ticket, self.idle = {}, None, None, IdleRollouts()
+        self.rollout_stats, self.tracer, self.step_index, self.idle = {}, None, None, IdleRollouts()
         self.mark = self.late_error = self.settled = self.unsettled = self.failure = self.budget = None
         self.schedule_behind = False
         self.prefetcher.close()

@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rl.arguments import check_numbers
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
+from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, policy_ratio
+from lightning_rl.utils.arguments import check_numbers
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,11 +9,11 @@ try:
 except ImportError as error:
     raise ImportError("lightning_rl.testing needs hypothesis: pip install 'lightning-rl[testing]'") from error
 
-from lightning_rl.testing.batches import Row, rollout_of_rows
-from lightning_rl.testing.environments import check_environment
-from lightning_rl.testing.rewards import check_reward
+from lightning_rl.testing.check_environment import check_environment
+from lightning_rl.testing.check_reward import check_reward
+from lightning_rl.testing.random_batches import Row, rollout_of_rows
+from lightning_rl.testing.shrinking import PropertyError
 from lightning_rl.testing.signals import check_advantage, check_callback, check_loss
-from lightning_rl.testing.smallest import PropertyError
 
 __all__ = [
     "PropertyError",

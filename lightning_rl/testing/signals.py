@@ -14,14 +14,14 @@ from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.corrections import TOKEN_REWARDS, Corrections, LossView, RLCallback
-from lightning_rl.corrections.replay import ReplayCorrections
+from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
-from lightning_rl.naming import name_of
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import token_mean
-from lightning_rl.testing.batches import Row, batches, rollout_of_rows
-from lightning_rl.testing.smallest import PropertyError, smallest
-from lightning_rl.testing.witnesses import FURTHER, MEANINGS
+from lightning_rl.testing.probes import FURTHER, MEANINGS
+from lightning_rl.testing.random_batches import Row, batches, rollout_of_rows
+from lightning_rl.testing.shrinking import PropertyError, smallest
+from lightning_rl.utils.naming import name_of
 
 FACTS = RunFacts(tolerance=1e-6)
 PLAIN = Algorithm(

@@ -212,7 +212,9 @@ class _Writer:
             "optimizer": self.optimizer(),
             **schedule,
             "max_grad_norm": self["max_grad_norm"] or None,
-            "token_budget": max(4096, self["per_device_train_batch_size"] * (self["max_completion_length"] or 1)),
+            "max_tokens_per_microbatch": max(
+                4096, self["per_device_train_batch_size"] * (self["max_completion_length"] or 1)
+            ),
             **{name: True for name, value in flags.items() if value},
             "seed": self["seed"],
         }
@@ -338,7 +340,7 @@ class _Writer:
             self.refuse("max_completion_length", "expected a number, because a rollout needs a limit")
         neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
         filters = {name: self[name] for name, value in neutral.items() if self[name] != value}
-        return _call("lightning_rl.Sampling", max_new_tokens=self["max_completion_length"], **filters)
+        return _call("lightning_rl.SamplingParams", max_new_tokens=self["max_completion_length"], **filters)
 
     def rollout(self) -> tuple[int, dict[str, int]]:
         """Return the number of prompts per rollout, and minibatches and epochs if they are not 1."""
@@ -362,7 +364,7 @@ class _Writer:
                 f"{OPTIONS['steps_per_generation'].note}, and under dapo, cispo and vespo it divides by the mean of "
                 "the tokens per step of a rollout, where the step's own tokens count here"
             )
-        counts = {"minibatches": minibatches, "epochs": self["num_iterations"]}
+        counts = {"minibatches_per_rollout": minibatches, "epochs_per_rollout": self["num_iterations"]}
         return prompts, {name: count for name, count in counts.items() if count != 1}
 
     def steps(self, prompts: int, rollout: Mapping[str, int]) -> tuple[str, dict[str, Any]]:

@@ -65,7 +65,7 @@ def refusal(note: str, **defaults: Any) -> Table:
 SECTIONS: dict[str, Table] = {
     "Algorithm": (
         same("`group_size`", num_generations=8)
-        | same("`epochs`", num_iterations=1)
+        | same("`epochs_per_rollout`", num_iterations=1)
         | same("`clip_low` of the loss", epsilon=0.2)
         | same("`clip_high` of the loss", epsilon_high=None)
         | same("`dual_clip` of the loss; refused up to 1 + `epsilon_high`", delta=None)
@@ -108,9 +108,15 @@ SECTIONS: dict[str, Table] = {
         | refusal("no noise is added to embeddings", neftune_noise_alpha=None)
     ),
     "Batches and epochs": (
-        same("`prompts_per_rollout` and `minibatches`, with the two options below", per_device_train_batch_size=8)
-        | same("`minibatches`; microbatches follow from `token_budget`", gradient_accumulation_steps=1)
-        | different("`minibatches`", "a group is never split; TRL shuffles rows", steps_per_generation=None)
+        same(
+            "`prompts_per_rollout` and `minibatches_per_rollout`, with the two options below",
+            per_device_train_batch_size=8,
+        )
+        | same(
+            "`minibatches_per_rollout`; microbatches follow from `max_tokens_per_microbatch`",
+            gradient_accumulation_steps=1,
+        )
+        | different("`minibatches_per_rollout`", "a group is never split; TRL shuffles rows", steps_per_generation=None)
         | different("`prompts_per_rollout`", "as `steps_per_generation`", generation_batch_size=None)
         | different("`Trainer(max_steps=)`", "leftover prompts are used in the next pass", num_train_epochs=3.0)
         | same("`Trainer(max_steps=)`", max_steps=-1)
@@ -126,13 +132,13 @@ SECTIONS: dict[str, Table] = {
         | inert("there are no labels", label_names=None)
     ),
     "Generation": (
-        same("`Sampling(max_new_tokens=)`; None is refused", max_completion_length=512)
-        | same("`Sampling(temperature=)`", temperature=1.0)
-        | different("`Sampling(top_p=)`", "log-probabilities are normalized over the filtered tokens", top_p=1.0)
-        | different("`Sampling(top_k=)`", "as `top_p`", top_k=0)
-        | different("`Sampling(min_p=)`", "as `top_p`", min_p=None)
+        same("`SamplingParams(max_new_tokens=)`; None is refused", max_completion_length=512)
+        | same("`SamplingParams(temperature=)`", temperature=1.0)
+        | different("`SamplingParams(top_p=)`", "log-probabilities are normalized over the filtered tokens", top_p=1.0)
+        | different("`SamplingParams(top_k=)`", "as `top_p`", top_k=0)
+        | different("`SamplingParams(min_p=)`", "as `top_p`", min_p=None)
         | refusal(OTHER_POLICY, repetition_penalty=1.0)
-        | refusal("set `Sampling`; other options change the sampled distribution", generation_kwargs=None)
+        | refusal("set `SamplingParams`; other options change the sampled distribution", generation_kwargs=None)
         | same("`PromptDataModule(chat_template_kwargs=)`", chat_template_kwargs=None)
         | inert(SPEED, cache_implementation=None, transformers_continuous_batching_config=None)
         | different("`TransformersEngine()`", "always on", use_transformers_continuous_batching=False)

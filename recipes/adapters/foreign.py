@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_rl.rewards.extras import require
+from lightning_rl.rewards.optional_imports import require
 
 
 def load(library: str, *, extra: str) -> Any:

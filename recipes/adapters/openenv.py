@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from typing_extensions import override
 
 from adapters.foreign import load
-from lightning_rl.arguments import check_texts
 from lightning_rl.environments.adapters.gym import begin
 from lightning_rl.environments.coroutines import result_of
-from lightning_rl.environments.environment import Answer, Environment, Message, Step
+from lightning_rl.environments.environment import Action, Environment, Message, StepResult
 from lightning_rl.environments.failure import words_of
+from lightning_rl.utils.arguments import check_texts
 
 UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, RecursionError)
 """What ``parse`` may raise of a text that is no action; errors of pydantic and JSON are ValueErrors."""
@@ -78,18 +78,20 @@ class OpenEnvEnvironment(Environment):
         return begin(row, self._text(observed.observation))
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         if answer.cut_off:
-            return Step(done=True)
+            return StepResult(done=True)
         try:
             action = self._parse(answer.text)
         except UNREADABLE as error:
             told = json.dumps({"error": _words(error)}, ensure_ascii=False)
-            return Step(messages=[{"role": "user", "content": told}], metrics={"action_errors": 1.0})
+            return StepResult(messages=[{"role": "user", "content": told}], metrics={"action_errors": 1.0})
         observed = self._observe(self._remote.step(action))
         if observed.done:
-            return Step(done=True, reward=observed.reward)
-        return Step(messages=[{"role": "user", "content": self._text(observed.observation)}], reward=observed.reward)
+            return StepResult(done=True, reward=observed.reward)
+        return StepResult(
+            messages=[{"role": "user", "content": self._text(observed.observation)}], reward=observed.reward
+        )
 
     @override
     def close(self) -> None:

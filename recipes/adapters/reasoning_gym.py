@@ -20,9 +20,9 @@ from typing_extensions import override
 
 from adapters import reasoning_gym_worker
 from adapters.foreign import check_name, check_options, load
-from lightning_rl.arguments import check_bools, check_counts, check_text
 from lightning_rl.environments.failure import words_of
 from lightning_rl.rewards.text import column_of, texts_of
+from lightning_rl.utils.arguments import check_bools, check_counts, check_text
 
 EXTRA = "reasoning-gym"
 

@@ -9,9 +9,9 @@ from typing import Any
 from typing_extensions import override
 
 from adapters.foreign import check_name, check_options, load
-from lightning_rl.environments.adapters.generators import OwnGenerators
+from lightning_rl.environments.adapters.generator_states import OwnGenerators
 from lightning_rl.environments.adapters.gym import begin
-from lightning_rl.environments.environment import Answer, Environment, Message, Step
+from lightning_rl.environments.environment import Action, Environment, Message, StepResult
 
 PLAYER = 0
 NOTHING_NEW = "It is your turn."
@@ -33,7 +33,7 @@ class TextArenaEnvironment(Environment):
     Raises:
         ImportError: if textarena is missing; the message says how to install it.
         ValueError: if there is no such game, or one player cannot play it.
-        GeneratorError: in a thread; see :class:`~lightning_rl.environments.adapters.generators.OwnGenerators`.
+        GeneratorError: in a thread; see :class:`~lightning_rl.environments.adapters.generator_states.OwnGenerators`.
     """
 
     def __init__(self, env_id: str, options: Mapping[str, Any] | None = None) -> None:
@@ -72,17 +72,17 @@ class TextArenaEnvironment(Environment):
             return begin(row, self._news())
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         if answer.cut_off:
-            return Step(done=True)
+            return StepResult(done=True)
         with self._generators.in_place():
             done, _ = self._outer.step(action=answer.text)
             if not done:
-                return Step(messages=[{"role": "user", "content": self._news()}])
+                return StepResult(messages=[{"role": "user", "content": self._news()}])
             rewards, information = self._game.close()
         invalid = bool(information.get(PLAYER, {}).get("invalid_move"))
         reward = (rewards or {}).get(PLAYER)
-        return Step(
+        return StepResult(
             done=True, reward=None if reward is None else float(reward), metrics={"invalid_moves": float(invalid)}
         )
 

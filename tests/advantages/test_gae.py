@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from lightning_rl import GAE, Estimator
 from lightning_rl.advantages import Advantages, RewardSignal
+from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import GlobalSum, local_sum, whiten
-from lightning_rl.signal.returns import gae
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 NAN, INF = math.nan, math.inf
 

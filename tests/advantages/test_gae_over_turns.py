@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from lightning_rl.advantages import GAEOverTurns, LengthAdaptive, RelativePosition, RewardSignal
-from lightning_rl.signal.returns import gae, turn_gae
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.discounted_returns import gae, turn_gae
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 NAN = math.nan
 

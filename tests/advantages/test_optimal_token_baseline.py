@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from lightning_rl import Rollout
 from lightning_rl.advantages import OptimalTokenBaseline, RewardSignal
 from lightning_rl.advantages.optimal_token_baseline import logit_gradients
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 HALF, NINE = torch.tensor(0.5).double().log().item(), torch.tensor(0.9).double().log().item()
 

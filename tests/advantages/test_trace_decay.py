@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from lightning_rl import GAE
 from lightning_rl.advantages import LengthAdaptive, RelativePosition, RewardSignal, TraceDecay
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections
-from lightning_rl.edits import EditError
+from lightning_rl.utils.mutation_guard import EditError
 
 RECIPES = {
     "grpo": presets.grpo,
@@ -72,7 +72,7 @@ def largest_legal_set(recipe: str) -> list[RLCallback]:
 def clean(recipe: str, rollouts: int, seed: int, **trainer: Any) -> SignalAudit:
     """A run without faults that is audited at every rollout."""
     audit, options = SignalAudit(1, "raise"), dict(RECIPES[recipe]().options)
-    steps = {"minibatches": 2, "epochs": 1} if recipe != "rloo" else {}
+    steps = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1} if recipe != "rloo" else {}
     settings: dict[str, Any] = {"temperature": 0.7, "seed": seed, **options, **steps}
     module = tiny_module(policy=partial(tiny_policy, seed), optimizer=partial(AdamW, lr=1e-3), **settings)
     with warnings.catch_warnings():
@@ -106,26 +106,35 @@ def sparse(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> 
 OTHERS: dict[str, tuple[dict[str, Any], Callable[[], list[RLCallback]]]] = {
     "critic of its own": ({"advantages": "gae", "critic": partial(tiny_policy, 3)}, lambda: [ReferenceKL(0.1)]),
     "values without whitening": ({"advantages": GAE(gamma=0.9, lam=0.8, whitened=False), "critic": "shared"}, list),
-    "padded": ({"packing": False, "minibatches": 2}, lambda: [ReferenceKL(0.1, as_loss=True)]),
-    "many steps": ({"minibatches": 2, "epochs": 3, "token_budget": 24}, lambda: [OPSM(1e-3), TruncatedIS()]),
-    "dynamic sampling": ({"minibatches": 2}, lambda: [DynamicSampling(), NoEOSMask("drop_tokens")]),
+    "padded": ({"packing": False, "minibatches_per_rollout": 2}, lambda: [ReferenceKL(0.1, as_loss=True)]),
+    "many steps": (
+        {"minibatches_per_rollout": 2, "epochs_per_rollout": 3, "max_tokens_per_microbatch": 24},
+        lambda: [OPSM(1e-3), TruncatedIS()],
+    ),
+    "dynamic sampling": ({"minibatches_per_rollout": 2}, lambda: [DynamicSampling(), NoEOSMask("drop_tokens")]),
     "remax": ({"advantages": "remax", "reduction": "sequence_mean"}, lambda: [NoEOSMask()]),
     "teacher": ({}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1, as_loss=True)]),
     "teacher as a reward": ({"advantages": "reinforce_plus_plus"}, lambda: [TeacherKL(partial(tiny_policy, 5), 0.1)]),
     "batch normalisation": ({"advantages": Normalized(mean="batch", std="batch")}, lambda: [RewardNormalization()]),
     "group and batch": ({"advantages": Normalized(std="batch", epsilon=1e-3)}, lambda: [RewardNormalization("group")]),
     "rows without reward": ({"rewards": {"sparse": sparse, "parity_reward": (parity_reward, 0.0)}}, list),
-    "prompts weigh the same": ({"reduction": "prompt_mean", "loss": "gspo", "minibatches": 2}, list),
-    "clip-cov": ({"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), "minibatches": 2}, list),
-    "kl-cov": ({"loss": KLCov(fraction=0.3, coef=0.5), "minibatches": 2, "token_budget": 24}, list),
-    "m2po": ({"loss": "m2po", "minibatches": 2}, lambda: [EntropyBonus(0.01, target=1.0)]),
+    "prompts weigh the same": ({"reduction": "prompt_mean", "loss": "gspo", "minibatches_per_rollout": 2}, list),
+    "clip-cov": ({"loss": ClipCov(fraction=0.2, cov_low=0.0, cov_high=5.0), "minibatches_per_rollout": 2}, list),
+    "kl-cov": (
+        {"loss": KLCov(fraction=0.3, coef=0.5), "minibatches_per_rollout": 2, "max_tokens_per_microbatch": 24},
+        list,
+    ),
+    "m2po": ({"loss": "m2po", "minibatches_per_rollout": 2}, lambda: [EntropyBonus(0.01, target=1.0)]),
     "entropy and dual clip": (
-        {"loss": ClippedSurrogate(dual_clip=3.0), "epochs": 2},
+        {"loss": ClippedSurrogate(dual_clip=3.0), "epochs_per_rollout": 2},
         lambda: [EntropyBonus(0.01)],
     ),
-    "top-k": ({"top_k": 6, "top_p": 0.9, "temperature": 0.8, "minibatches": 2}, lambda: [TruncatedIS()]),
+    "top-k": ({"top_k": 6, "top_p": 0.9, "temperature": 0.8, "minibatches_per_rollout": 2}, lambda: [TruncatedIS()]),
     "no clipping, a schedule": ({"max_grad_norm": None, "lr_scheduler": warmup_then_linear(2, 10)}, list),
-    "cold": ({"temperature": 0.3, "epochs": 2, "eos_token_ids": [1, 5]}, lambda: [ReferenceKL(0.1, as_loss=True)]),
+    "cold": (
+        {"temperature": 0.3, "epochs_per_rollout": 2, "eos_token_ids": [1, 5]},
+        lambda: [ReferenceKL(0.1, as_loss=True)],
+    ),
 }
 
 
@@ -163,7 +172,7 @@ def test_the_runs_of_the_faults_are_clean_without_them() -> None:
 def test_watching_changes_nothing() -> None:
     weights = []
     for audits in ([], [SignalAudit(1, "raise")]):
-        module = tiny_module(minibatches=2, epochs=2)
+        module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2)
         fit(module, callbacks=[OPSM(1e-3), ReferenceKL(0.1, as_loss=True), *audits])
         weights.append(weights_of(module))
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
@@ -261,7 +270,7 @@ class EditInObserve(RLCallback):
 def test_who_edits_a_rollout_while_looking_at_it_is_named_by_the_core(tmp_path: Path) -> None:
     audit, message = SignalAudit(1, checks=["raw_fields"]), "observe of edit_in_observe wrote in place to advantages"
     with pytest.raises(EditError, match=message):
-        fit(tiny_module(minibatches=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
+        fit(tiny_module(minibatches_per_rollout=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
         corrections = [AdaptiveKL(0.1, target=0.01, horizon=20), RewardNormalization(clip=1.0)]
     corrections += [DetachedOnOneRank(0.1, as_loss=True)] if kind == "on one rank" else []
     module = tiny_module(
-        minibatches=2,
-        epochs=2,
-        token_budget=20,
+        minibatches_per_rollout=2,
+        epochs_per_rollout=2,
+        max_tokens_per_microbatch=20,
         temperature=0.7,
         advantages="reinforce_plus_plus" if kind == "adaptive" else "grpo",
     )

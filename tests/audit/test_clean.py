@@ -74,9 +74,9 @@ def drawn(number: int) -> tuple[dict[str, Any], list[RLCallback], str]:
         "reduction": draw.choice(REDUCTIONS),
         "rewards": draw.choice(REWARDS),
         "optimizer": draw.choice(OPTIMIZERS),
-        "minibatches": draw.choice([1, 2]),
-        "epochs": 1 if loss == "reinforce" else draw.choice([1, 1, 2]),
-        "token_budget": draw.choice([24, 60, 4096]),
+        "minibatches_per_rollout": draw.choice([1, 2]),
+        "epochs_per_rollout": 1 if loss == "reinforce" else draw.choice([1, 1, 2]),
+        "max_tokens_per_microbatch": draw.choice([24, 60, 4096]),
         "packing": draw.random() < 0.7,
         "temperature": draw.choice([0.3, 0.7, 1.0, 1.3]),
         "top_k": draw.choice([0, 0, 6]),
@@ -87,7 +87,7 @@ def drawn(number: int) -> tuple[dict[str, Any], list[RLCallback], str]:
         "seed": number,
     }
     if loss == "reinforce":
-        options["minibatches"] = 1
+        options["minibatches_per_rollout"] = 1
     if per_token and estimator != "reinforce_plus_plus":
         options["critic"] = draw.choice(["shared", partial(tiny_policy, 3)])
         if options["optimizer"] is OPTIMIZERS[2]:  # under which a critic's values leave float32 within ten rollouts

@@ -16,7 +16,7 @@ from lightning_rl import LossView, RLCallback, Rollout
 from lightning_rl.advantages import DrGRPO
 from lightning_rl.audit import SignalAudit
 from lightning_rl.audit.copies import copy_state
-from lightning_rl.seeding import keep_generators
+from lightning_rl.utils.seeding import fork_generators
 
 CALLS = [0]
 
@@ -144,7 +144,9 @@ def test_rewards_losses_and_corrections_with_a_state_train_the_same_with_and_wit
     weights = list[dict[str, Tensor]]()
     for audits in ([], [SignalAudit(1)]):
         SEEN.clear()
-        module = tiny_module(rewards={"noisy": noisy_judge, "seeded": SeededJudge()}, loss=drifting(), minibatches=2)
+        module = tiny_module(
+            rewards={"noisy": noisy_judge, "seeded": SeededJudge()}, loss=drifting(), minibatches_per_rollout=2
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the audit does find what they do
             fit(module, callbacks=[Forgetful(), *audits], default_root_dir=tmp_path)
@@ -156,7 +158,7 @@ def test_rewards_losses_and_corrections_with_a_state_train_the_same_with_and_wit
 def test_global_generators_are_where_they_were() -> None:
     torch.manual_seed(0)
     random.seed(0)
-    with keep_generators(torch.device("cpu")):
+    with fork_generators(torch.device("cpu")):
         assert len(torch.rand(5)) == 5 and random.random() < 1
     numbers = torch.rand(1), random.random()
     torch.manual_seed(0)

@@ -47,13 +47,13 @@ class Rows(Logger):
 
 RUNS: dict[str, tuple[dict[str, Any], list[RLCallback]]] = {
     "many corrections": (
-        {"minibatches": 2, "epochs": 2},
+        {"minibatches_per_rollout": 2, "epochs_per_rollout": 2},
         [
             *(OPSM(against="rollout"), IcePop(), TruncatedIS(), RolloutKL(), EntropyBonus(0.001), NoEOSMask()),
             *(OverlongPenalty(8, 4), DynamicSampling(), ReferenceKL(0.01, as_loss=True), SignalLedger()),
         ],
     ),
-    "critic": ({"advantages": "gae", "critic": "shared", "minibatches": 2}, [ReferenceKL(0.1)]),
+    "critic": ({"advantages": "gae", "critic": "shared", "minibatches_per_rollout": 2}, [ReferenceKL(0.1)]),
     "greedy": ({"advantages": "remax"}, [NoEOSMask("drop_tokens")]),
     "adaptive": ({"advantages": "reinforce_plus_plus", "policy": tiny_policy}, [AdaptiveKL(0.1)]),
 }
@@ -91,13 +91,15 @@ def test_a_figure_that_is_changed_on_its_way_to_the_logger_is_found(
 ) -> None:
     written = vars(metrics)["_write"]
 
-    def write(trainer: Any, row: dict[str, float], ticket: int) -> None:
-        written(trainer, {name: 1.1 * value + 0.01 if name == wrong else value for name, value in row.items()}, ticket)
+    def write(trainer: Any, row: dict[str, float], step_index: int) -> None:
+        written(
+            trainer, {name: 1.1 * value + 0.01 if name == wrong else value for name, value in row.items()}, step_index
+        )
 
     monkeypatch.setattr(metrics, "_write", write)
     audit = SignalAudit(1, checks=["logged_metrics"])
     with pytest.warns(UserWarning, match="in the loggers"):
-        fit(tiny_module(minibatches=2), callbacks=[ReferenceKL(0.1, as_loss=True), audit], logger=Rows())
+        fit(tiny_module(minibatches_per_rollout=2), callbacks=[ReferenceKL(0.1, as_loss=True), audit], logger=Rows())
     assert {finding.culprit for finding in audit.findings} == {f"metric {wrong}"}
 
 

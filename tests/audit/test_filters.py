@@ -9,9 +9,9 @@ from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import Finish, RLCallback, Rollout, Sampling
+from lightning_rl import FinishReason, RLCallback, Rollout, SamplingParams
 from lightning_rl.audit import SignalAudit
-from lightning_rl.audit.checks.rewards import samples_of_calls
+from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.callbacks import DynamicSampling
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
@@ -90,11 +90,11 @@ def test_equal_answers_of_two_rounds_belong_to_the_round_of_their_call() -> None
     """Two rounds of two samples and a greedy answer each, which all say the same."""
 
     def batch(first: int) -> list[tuple[Request, Completion]]:
-        sampling = Sampling(eos_token_ids=())
+        sampling = SamplingParams(eos_token_ids=())
         return [
             (
                 Request(prefix_ids=(first,), sample_id=first + place, seed=place, sampling=sampling),
-                Completion(token_ids=(5,), logprobs=None, finish=Finish.STOP, version=0),
+                Completion(token_ids=(5,), logprobs=None, finish=FinishReason.STOP, version=0),
             )
             for place in range(3)
         ]

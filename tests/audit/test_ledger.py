@@ -25,14 +25,14 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import AdamW
 
-from lightning_rl import GRPO, Finish, RLCallback, Rollout
+from lightning_rl import GRPO, FinishReason, RLCallback, Rollout
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.audit.accounting import sampling_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.recording.threaded_ranks import ThreadedRanks
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.signal.masked import local_sum
 
 UNITS = ("sequences", "tokens", "weight")
@@ -67,8 +67,8 @@ def sampled_rollout(seed: int = 0, rows: int = 24) -> Rollout:
     """Scored samples as a round of the draw gives them, a few of them aborted or without a reward."""
     whole = ragged_rollout(rows, seed=seed).replace(advantages=None, returns=None)
     place = torch.arange(rows)
-    finish = torch.where(place % 11 == 5, Finish.ABORT, whole.finish.long()).to(torch.uint8)
-    alive = finish != Finish.ABORT
+    finish = torch.where(place % 11 == 5, FinishReason.ABORT, whole.finish.long()).to(torch.uint8)
+    alive = finish != FinishReason.ABORT
     return whole.replace(finish=finish, trained=alive, rewarded=alive & (place % 13 != 7))
 
 
@@ -124,7 +124,7 @@ def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
         rewards=[1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0],
         tokens=[[1, 1]] * 10,
         groups=[0, 0, 1, 1, 2, 2, 3, 3, 4, 4],
-        finish=[0, 0, 0, 0, Finish.ABORT, 0, 0, 1, 0, 0],
+        finish=[0, 0, 0, 0, FinishReason.ABORT, 0, 0, 1, 0, 0],
         trained=[True] * 4 + [False] + [True] * 5,
         rewarded=[True] * 4 + [False] + [True] * 5,
         old_logprobs=torch.full((10, 2), -1.0),
@@ -195,7 +195,7 @@ def test_tokens_behind_the_clip_are_charged_to_it(rewards: list[float], clipped:
 
 
 CORRECTIONS = [DynamicSampling(max_rounds=3), TruncatedIS(), IcePop(0.9, 1.1), OPSM(1e-3), NoEOSMask()]
-OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "optimizer": partial(AdamW, lr=3e-2)}
+OPTIONS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2, "optimizer": partial(AdamW, lr=3e-2)}
 quiet = pytest.mark.filterwarnings("ignore:.*groups are missing:UserWarning")
 
 

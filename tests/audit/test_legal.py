@@ -46,7 +46,7 @@ def test_a_policy_that_waits_for_its_critic_gives_no_alarm() -> None:
     def critic_first(optimizer: Any) -> LambdaLR:
         return LambdaLR(optimizer, [lambda step: float(step >= 2), lambda _step: 1.0])
 
-    options: dict[str, Any] = {"advantages": "gae", "critic": "shared", "minibatches": 2}
+    options: dict[str, Any] = {"advantages": "gae", "critic": "shared", "minibatches_per_rollout": 2}
     assert alarms(lr_scheduler=critic_first, **options) == []
 
 
@@ -69,7 +69,7 @@ class EvenTokens(RLCallback):
 
 
 def test_a_metric_over_a_subset_of_tokens_gives_no_alarm() -> None:
-    assert alarms(EvenTokens(), minibatches=2, token_budget=40) == []
+    assert alarms(EvenTokens(), minibatches_per_rollout=2, max_tokens_per_microbatch=40) == []
 
 
 def batch_whitening(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def test_the_same_without_a_filter_gives_no_alarm() -> None:
 
 @pytest.mark.parametrize("as_loss", [False, True])
 def test_a_coefficient_that_follows_the_rollout_gives_no_alarm(as_loss: bool) -> None:
-    options: dict[str, Any] = {"advantages": "gae", "critic": "shared", "minibatches": 2}
+    options: dict[str, Any] = {"advantages": "gae", "critic": "shared", "minibatches_per_rollout": 2}
     quick = AdaptiveKL(0.1, target=1e-3, horizon=16, as_loss=as_loss)  # by up to a fifth after every rollout
     assert alarms(quick, optimizer=partial(AdamW, lr=0.02), **options) == []
 
@@ -156,4 +156,4 @@ class GrowsBehindTheStep(Pull):
 
 @pytest.mark.parametrize("kind", [GrowsOnceObserved, GrowsInTheStep, GrowsBehindTheStep])
 def test_a_coefficient_that_follows_the_step_gives_no_alarm(kind: type[Pull]) -> None:
-    assert alarms(kind(), minibatches=2, rollouts=2) == []
+    assert alarms(kind(), minibatches_per_rollout=2, rollouts=2) == []

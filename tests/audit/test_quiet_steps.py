@@ -28,7 +28,11 @@ def culprits(
 ) -> dict[str, set[str]]:
     """The culprits of each check that found something."""
     audit = SignalAudit(1)
-    module = tiny_module(**{"minibatches": 2, "token_budget": 60, **options}) if module is None else module
+    module = (
+        tiny_module(**{"minibatches_per_rollout": 2, "max_tokens_per_microbatch": 60, **options})
+        if module is None
+        else module
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(module, callbacks=[*callbacks, audit], data=tiny_prompts(4 * rollouts, 4), logger=False)
@@ -222,7 +226,7 @@ def louder(self: Any) -> None:
 
 @pytest.mark.parametrize("where", ["of the class", "of the object", "of the base"])
 def test_a_hook_of_the_module_that_scales_gradients_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = tiny_module(minibatches=2, token_budget=60)
+    base = tiny_module(minibatches_per_rollout=2, max_tokens_per_microbatch=60)
     kind = type("Mine", (RLLightningModule,), {"on_after_backward": louder} if where == "of the class" else {})
     module = kind(**base.options)
     if where == "of the object":
@@ -238,7 +242,7 @@ def test_a_hook_of_the_module_that_edits_what_the_optimizer_gets_is_named() -> N
         RLLightningModule.on_before_optimizer_step(self, optimizer)
         louder(self)
 
-    base = tiny_module(minibatches=2, token_budget=60)
+    base = tiny_module(minibatches_per_rollout=2, max_tokens_per_microbatch=60)
     module = type("Mine", (RLLightningModule,), {"on_before_optimizer_step": before})(**base.options)
     found = culprits(module=module)
     assert found and {one for few in found.values() for one in few} == {"module Mine.on_before_optimizer_step"}
@@ -250,9 +254,15 @@ def test_a_hook_that_trims_the_plan_is_named() -> None:
         if current is not None:
             plan = current.plan
             short = tuple(step[:1] for step in plan.minibatches)
-            module.run.current = dataclasses.replace(current, plan=dataclasses.replace(plan, minibatches=short))
+            module.run.current = dataclasses.replace(
+                current, plan=dataclasses.replace(plan, minibatches_per_rollout=short)
+            )
 
-    found = culprits(type("Trim", (Callback,), {"on_before_optimizer_step": trim})(), epochs=2, token_budget=24)
+    found = culprits(
+        type("Trim", (Callback,), {"on_before_optimizer_step": trim})(),
+        epochs_per_rollout=2,
+        max_tokens_per_microbatch=24,
+    )
     assert found and {one for few in found.values() for one in few} == {"callback Trim.on_before_optimizer_step"}
 
 
@@ -427,11 +437,11 @@ LEGAL: dict[str, Any] = {
 
 @pytest.mark.parametrize("optimizer", LEGAL.values(), ids=LEGAL)
 def test_no_alarm_for_legal_optimizers(optimizer: Any) -> None:
-    assert culprits(optimizer=optimizer, epochs=2, lr_scheduler=warmup_then_linear(4, 100)) == {}
+    assert culprits(optimizer=optimizer, epochs_per_rollout=2, lr_scheduler=warmup_then_linear(4, 100)) == {}
 
 
 def test_no_alarm_for_a_warm_up_that_begins_at_zero() -> None:
     def from_zero(optimizer: Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: min(step / 5, 1.0))
 
-    assert culprits(lr_scheduler=from_zero, minibatches=1, token_budget=4096) == {}
+    assert culprits(lr_scheduler=from_zero, minibatches_per_rollout=1, max_tokens_per_microbatch=4096) == {}

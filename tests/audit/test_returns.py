@@ -24,11 +24,11 @@ from lightning_rl.advantages import (
     RewardSignal,
 )
 from lightning_rl.audit import SignalAudit, recheck
-from lightning_rl.audit.checks.returns import step_advantages, steps_of
+from lightning_rl.audit.checks.return_checks import step_advantages, steps_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import AdaptiveKL
+from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import whiten
-from lightning_rl.signal.returns import gae
 
 
 def trained_by(estimator: Estimator) -> Evidence:

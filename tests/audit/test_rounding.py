@@ -8,13 +8,13 @@ from kit.support import an_algorithm, ragged_rollout
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.advantages.base import RowEstimator
+from lightning_rl.advantages.estimator import RowEstimator
 from lightning_rl.audit import CHECKS
+from lightning_rl.audit.audit_error import differences, rounding
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.figures import kl_values, population
-from lightning_rl.audit.finding import differences, rounding
-from lightning_rl.audit.step import StepEvidence
+from lightning_rl.audit.recomputed_metrics import kl_values, population
+from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_rows
 from lightning_rl.corrections import Stat
 from lightning_rl.policy import Outputs

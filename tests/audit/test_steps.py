@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_rl import LossTerm, LossView, RLCallback, RLLightningModule, ValueLoss
 from lightning_rl.audit import SignalAudit
-from lightning_rl.audit.optimizers import move_by_rule
+from lightning_rl.audit.optimizer_rules import move_by_rule
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.corrections import ParameterTrace
 from lightning_rl.optimizers import fused_adamw
@@ -27,7 +27,11 @@ def found(
 ) -> set[tuple[str, str]]:
     """Check and culprit of every finding of two rollouts."""
     audit = SignalAudit(1, checks=checks)
-    module = tiny_module(**{"minibatches": 2, "token_budget": 60, **options}) if module is None else module
+    module = (
+        tiny_module(**{"minibatches_per_rollout": 2, "max_tokens_per_microbatch": 60, **options})
+        if module is None
+        else module
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(module, callbacks=[*callbacks, audit], data=tiny_prompts(8, 4))
@@ -108,7 +112,7 @@ def test_a_hook_of_the_module_is_named_too() -> None:
             scale_gradients(self)
 
     base = tiny_module()
-    mine = Mine(**{**base.options, "minibatches": 2, "token_budget": 60})
+    mine = Mine(**{**base.options, "minibatches_per_rollout": 2, "max_tokens_per_microbatch": 60})
     assert {culprit for _, culprit in found(module=mine)} == {"module Mine.on_after_backward"}
 
 
@@ -221,7 +225,7 @@ def test_updates_that_are_lost_in_bfloat16_are_found() -> None:
 )
 def test_optimizers_with_a_known_rule_follow_it(optimizer: Any) -> None:
     audit = SignalAudit(1, "raise", checks=["optimizer_rule", "parameter_gradient", "optimizer_moves"])
-    fit(tiny_module(minibatches=2, epochs=2, optimizer=optimizer), callbacks=[audit])
+    fit(tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, optimizer=optimizer), callbacks=[audit])
     assert not audit.findings and not audit.skipped
 
 
@@ -255,7 +259,7 @@ def test_a_microbatch_that_never_came_is_found(monkeypatch: pytest.MonkeyPatch) 
     from lightning_rl import module
 
     monkeypatch.setattr(module, "accumulate_gradient", without_a_microbatch(module.accumulate_gradient))
-    assert ("step_rows", "stage update, the microbatches of the step") in found(token_budget=24)
+    assert ("step_rows", "stage update, the microbatches of the step") in found(max_tokens_per_microbatch=24)
 
 
 def test_a_plan_without_some_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +292,9 @@ def test_a_forward_in_training_that_is_another_one_is_found() -> None:
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             self.policy = pl_module.policy
 
-    assert ("first_forward", "stage update, the policy's forward in training") in found(Warm(), minibatches=1, epochs=2)
+    assert ("first_forward", "stage update, the policy's forward in training") in found(
+        Warm(), minibatches_per_rollout=1, epochs_per_rollout=2
+    )
 
 
 class NotAtTheEnd(ReferenceKL):

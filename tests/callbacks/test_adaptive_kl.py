@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 from lightning_rl import GAE, GRPO, Rollout
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
-from lightning_rl.compatibility import check_estimator
 from lightning_rl.corrections import Corrections
 from lightning_rl.rollout import concatenate
+from lightning_rl.setup_checks import check_estimator
 from lightning_rl.signal.masked import GlobalSum, row_mean
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kit.support import fill_rollout, fit, recorder, rollout_of, tiny_module
 
-from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, Sampling
+from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, SamplingParams
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
 from lightning_rl.generation import Request
@@ -39,7 +39,7 @@ def drawn(
     data.connect(None, None)
     sampler = Sampler(
         engine=FakeEngine(script), tokenizer=None, rewards=Rewards([reward]), corrections=Corrections(callbacks),
-        sampling=Sampling(max_new_tokens=9, eos_token_ids=[1]), group_size=G, seed=0,
+        sampling=SamplingParams(max_new_tokens=9, eos_token_ids=[1]), group_size=G, seed=0,
     )  # fmt: skip
     sampler.engine.load_weights([], 0)
     rollout, stats = fill_rollout(sampler, data.take, number)

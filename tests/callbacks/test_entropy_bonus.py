@@ -82,7 +82,7 @@ def test_its_state_is_the_coefficient_and_whether_it_rests() -> None:
 
 
 def trained(*callbacks: RLCallback, **options: Any) -> RLLightningModule:
-    module = tiny_module(minibatches=2, epochs=2, **options)
+    module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, **options)
     fit(module, callbacks=callbacks)
     return module
 
@@ -111,7 +111,7 @@ class Trace(EntropyBonus):
 
 def test_in_a_fit_every_optimizer_step_moves_it() -> None:
     callback = Trace(0.02, target=2.2, step=0.01)
-    trained(callback, token_budget=30)
+    trained(callback, max_tokens_per_microbatch=30)
     coef, alpha = 0.02, 0.02
     for used, mean, after in callback.steps:
         assert used == alpha

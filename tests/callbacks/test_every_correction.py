@@ -14,7 +14,7 @@ import lightning_rl.callbacks
 from lightning_rl import (
     GAE,
     ClippedSurrogate,
-    Finish,
+    FinishReason,
     LossTerm,
     LossView,
     PolicyLoss,
@@ -49,7 +49,7 @@ from lightning_rl.callbacks import (
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections
 from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.rollout import concatenate
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.update import from_table
 
 EXAMPLES: list[RLCallback] = [
@@ -346,7 +346,7 @@ def test_names_its_source_and_reads_fields_that_exist(correction: RLCallback) ->
 
 def test_the_examples_meet_truncated_rows_and_holes() -> None:
     rollout = whole_rollout()
-    assert 0 < (rollout.finish == Finish.LENGTH).sum() < 24
+    assert 0 < (rollout.finish == FinishReason.LENGTH).sum() < 24
     assert (rollout.action_mask.sum(-1) < rollout.response_lengths).any() and not rollout.valid_tokens.any(-1).all()
 
 

@@ -10,13 +10,13 @@ from kit.support import ragged_rollout, rollout_of, run_step, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl import GAE, GRPO, RLOO, Finish, Reinforce, Rollout, token_mean
+from lightning_rl import GAE, GRPO, RLOO, FinishReason, Reinforce, Rollout, token_mean
 from lightning_rl.advantages import resolve_advantages
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.corrections import Corrections, RLCallback
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 
-STOP, LENGTH, ABORT = Finish.STOP, Finish.LENGTH, Finish.ABORT
+STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
 def finished(rollout: Rollout, callback: NoEOSMask, estimator: Any, *others: RLCallback) -> Rollout:
@@ -68,7 +68,7 @@ def test_with_a_critic_its_penalty_and_value_parts_remain() -> None:
 @pytest.mark.parametrize(
     ("finish", "rewarded"), [(STOP, True), (ABORT, True), (LENGTH, False)], ids=["stop", "abort", "length"]
 )
-def test_only_the_finish_reason_decides(finish: Finish, rewarded: bool) -> None:
+def test_only_the_finish_reason_decides(finish: FinishReason, rewarded: bool) -> None:
     rollout = rollout_of([1.0], [[1, 1]], finish=torch.tensor([finish], dtype=torch.uint8))
     for width in (2, 5):  # a padded column more changes nothing
         wide = rollout.fit_width(width)
@@ -78,7 +78,7 @@ def test_only_the_finish_reason_decides(finish: Finish, rewarded: bool) -> None:
 
 
 @given(st.lists(st.sampled_from([STOP, LENGTH, ABORT]), min_size=1, max_size=9))
-def test_dropping_and_masking_agree_on_the_rows(finish: list[Finish]) -> None:
+def test_dropping_and_masking_agree_on_the_rows(finish: list[FinishReason]) -> None:
     rollout = rollout_of([1.0] * len(finish), [[1]] * len(finish), finish=torch.tensor(finish, dtype=torch.uint8))
     callback = NoEOSMask("drop_tokens")
     assert torch.equal(callback.exclude(rollout), ~callback.reward_mask(rollout))

@@ -9,7 +9,7 @@ from kit.support import ragged_rollout
 from lightning_rl import GRPO
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
-from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 
 
 def rollout_of_lengths(*lengths: int) -> Any:

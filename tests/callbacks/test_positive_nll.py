@@ -54,7 +54,7 @@ def test_right_is_what_earned_more_than_the_bound() -> None:
 
 def test_a_right_token_weighs_the_same_in_whatever_minibatch_it_lies() -> None:
     correction, whole = PositiveNLL(1.0), samples(groups=[0, 1, 2, 3])
-    module = tiny_module(minibatches=2)
+    module = tiny_module(minibatches_per_rollout=2)
     correction.setup(Trainer(logger=False, enable_checkpointing=False), module, "fit")
     view = seen(correction, whole)
     halves = [view.select(torch.tensor(rows)) for rows in ([0, 3], [1, 2])]  # 3 of 6 tokens are right, and 1 of 3
@@ -83,7 +83,7 @@ def test_a_rollout_without_a_right_response_has_no_term() -> None:
 
 
 def test_it_goes_with_several_steps_in_a_fit() -> None:
-    assert fit(tiny_module(epochs=2), callbacks=[PositiveNLL()]).global_step == 8
+    assert fit(tiny_module(epochs_per_rollout=2), callbacks=[PositiveNLL()]).global_step == 8
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from lightning_rl import GAE, LossView, Reinforce
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.corrections import Corrections
-from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.kl import Clamped, k1, k3
 
 NAN, INF = math.nan, math.inf

@@ -13,7 +13,7 @@ from lightning_rl import RawReward, RLCallback, Rollout
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RewardNormalization
 from lightning_rl.corrections import Corrections
 from lightning_rl.rollout import concatenate
-from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.masked import GlobalSum
 
 REWARDS, GROUPS = [1.0, 3.0, 5.0, 5.0], [0, 0, 1, 1]
@@ -124,7 +124,7 @@ def test_ranks_share_the_batch() -> None:
 
 def test_a_critic_learns_the_normalised_reward() -> None:
     seen: list[Rollout] = []
-    module = tiny_module(advantages="gae", critic="shared", group_size=2, minibatches=2)
+    module = tiny_module(advantages="gae", critic="shared", group_size=2, minibatches_per_rollout=2)
     fit(module, callbacks=[RewardNormalization(), recorder(seen)("recorder")])
     for rows in seen:
         mean, std = rows.rewards.double().mean(), rows.rewards.double().std()

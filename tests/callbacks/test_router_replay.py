@@ -261,7 +261,7 @@ def test_the_engine_records_what_one_forward_of_the_whole_would_choose(family: s
 def test_a_run_replays_the_engine_in_all_passes_but_the_reference() -> None:
     for engine, same in ((TransformersEngine(), True), (Misrouting(), False)):
         seen: list[Rollout] = []
-        module = tiny_module(policy=moe, engine=engine, minibatches=2)
+        module = tiny_module(policy=moe, engine=engine, minibatches_per_rollout=2)
         fit(module, callbacks=[RouterReplay(), ReferenceKL(0.1, as_loss=True), recorder(seen)("seen")])
         first = seen[0].sanitize()
         old, ref, drawn = (first.require(f"{name}_logprobs") for name in ("old", "ref", "rollout"))
@@ -303,7 +303,7 @@ def test_its_own_routes_change_nothing_bit_for_bit() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_audit_goes_along_with_it() -> None:
     audit = SignalAudit()
-    fit(tiny_module(policy=moe, minibatches=2), callbacks=[RouterReplay(), audit])
+    fit(tiny_module(policy=moe, minibatches_per_rollout=2), callbacks=[RouterReplay(), audit])
     assert audit.findings == []
 
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from kit.support import rollout_of
 
-from lightning_rl import Finish, Rollout
+from lightning_rl import FinishReason, Rollout
 from lightning_rl.advantages import DrGRPO
 from lightning_rl.callbacks import StopProperly
 from lightning_rl.corrections import Corrections
-from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 
 
 def samples(rewards: list[float], **given: Any) -> Rollout:
     """Rows of one token and one group, the first of which was cut off."""
-    finish = torch.tensor([Finish.LENGTH] + [Finish.STOP] * (len(rewards) - 1), dtype=torch.uint8)
+    finish = torch.tensor([FinishReason.LENGTH] + [FinishReason.STOP] * (len(rewards) - 1), dtype=torch.uint8)
     return rollout_of(rewards, [[1]] * len(rewards), finish=finish, **given)
 
 
@@ -38,7 +38,7 @@ def test_only_what_was_cut_off_changes(options: Any, reward: float, bonus: float
 
 
 def test_a_conversation_without_turns_left_was_cut_off_as_well() -> None:
-    ends = torch.tensor([Finish.TURNS, Finish.STOP, Finish.LENGTH], dtype=torch.uint8)
+    ends = torch.tensor([FinishReason.TURNS, FinishReason.STOP, FinishReason.LENGTH], dtype=torch.uint8)
     rollout = rollout_of([2.0, 2.0, 2.0], [[1]] * 3, finish=ends)
     assert StopProperly().reward_bonus(rollout).tolist() == [-2.0, 0.0, -2.0]
     assert StopProperly().rollout_metrics(rollout)["stop_properly/truncated"].value() == pytest.approx(2 / 3)

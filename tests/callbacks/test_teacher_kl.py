@@ -29,7 +29,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel, make_plan
 from lightning_rl.policy.packing import Layout
 from lightning_rl.policy.teacher import Teacher
-from lightning_rl.rollouts.signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_signal
 
 OLD, TEACHER = [0.5, 0.7, 0.9], [0.4, 0.5, 0.6]
 BUDGET = 40  # several microbatches for a rollout
@@ -43,14 +43,14 @@ def witness(*rows: list[float]) -> Rollout:
 
 
 def teacher_of(source: Any = tiny_policy, *, packed: bool = True, temperature: float = 1.0) -> Teacher:
-    return Teacher(source, temperature=temperature, token_budget=BUDGET, packed=packed)
+    return Teacher(source, temperature=temperature, max_tokens_per_microbatch=BUDGET, packed=packed)
 
 
 def scored_like_the_policy(rollout: Rollout, source: Any, *, packed: bool, temperature: float) -> Tensor:
     """What the forward of the policy gives for every valid token."""
     policy = PolicyModel(source(), None, temperature=temperature, packed=packed)
     found = torch.zeros(rollout.response_ids.shape)
-    for microbatch in make_plan(rollout, minibatches=1, token_budget=BUDGET, packed=packed).microbatches():
+    for microbatch in make_plan(rollout, minibatches=1, max_tokens_per_microbatch=BUDGET, packed=packed).microbatches():
         own = policy(microbatch.layout).logprobs.detach()
         found[microbatch.index, : own.shape[1]] = own
     return found
@@ -58,7 +58,7 @@ def scored_like_the_policy(rollout: Rollout, source: Any, *, packed: bool, tempe
 
 def fitted(*callbacks: RLCallback, precision: Any = "32-true", max_steps: int = 1, **options: Any) -> list[Rollout]:
     seen: list[Rollout] = []
-    module = tiny_module(**{"temperature": 0.7, "token_budget": BUDGET, **options})
+    module = tiny_module(**{"temperature": 0.7, "max_tokens_per_microbatch": BUDGET, **options})
     fit(module, callbacks=[*callbacks, recorder(seen)("recorder")], precision=precision, max_steps=max_steps)
     return seen
 
@@ -176,7 +176,9 @@ def test_another_callback_may_provide_the_log_probabilities() -> None:
 
     server = callback_of("server", provide=asked)
     for as_loss, advantages, critic in ((True, "grpo", None), (False, "gae", "shared")):
-        seen = fitted(server, TeacherKL(as_loss=as_loss), advantages=advantages, critic=critic, epochs=2, max_steps=2)
+        seen = fitted(
+            server, TeacherKL(as_loss=as_loss), advantages=advantages, critic=critic, epochs_per_rollout=2, max_steps=2
+        )
         assert (seen[0].token_extras["teacher_logprobs"][seen[0].valid_tokens] == -0.5).all()
 
 

@@ -93,7 +93,7 @@ def test_it_provides_and_reads_early_only_if_normalized() -> None:
 
 
 def test_normalized_weights_go_with_several_steps_in_a_fit() -> None:
-    assert fit(tiny_module(epochs=2), callbacks=[TruncatedIS("sequence", normalized=True)]).global_step == 8
+    assert fit(tiny_module(epochs_per_rollout=2), callbacks=[TruncatedIS("sequence", normalized=True)]).global_step == 8
 
 
 def test_logs_the_ratio_before_the_cap_and_how_often_it_binds() -> None:
@@ -106,7 +106,7 @@ def test_logs_the_ratio_before_the_cap_and_how_often_it_binds() -> None:
 
 
 def test_goes_with_the_clipped_surrogate_in_a_fit() -> None:
-    assert fit(tiny_module(epochs=2), callbacks=[TruncatedIS()]).global_step == 8
+    assert fit(tiny_module(epochs_per_rollout=2), callbacks=[TruncatedIS()]).global_step == 8
 
 
 @pytest.mark.parametrize("loss", ["dppo", CISPO(anchor="rollout")])

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from lightning_rl import RLLightningModule
 from lightning_rl.checkpointing import AtomicCheckpointIO, CheckpointError, latest_checkpoint
-from lightning_rl.checkpointing.folder import LOCK, clear_parts
-from lightning_rl.checkpointing.seal import check_seal
+from lightning_rl.checkpointing.checkpoint_folder import LOCK, clear_parts
+from lightning_rl.checkpointing.checksum import check_seal
 from lightning_rl.recording import RolloutRecorder
 
 pytestmark = pytest.mark.filterwarnings(
@@ -133,7 +133,7 @@ def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
 
 def test_a_folder_where_another_process_writes_is_refused(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.folder import RunFolder;"
+        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.checkpoint_folder import RunFolder;"
         "folder = RunFolder(Path(sys.argv[1])); folder.claim('0123abcd'); print('there', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
@@ -209,10 +209,10 @@ def test_weights_alone_are_no_checkpoint_to_go_on_from(tmp_path: Path) -> None:
         ModelCheckpoint(tmp_path, "whole-{step}", every_n_train_steps=3, save_top_k=-1),
         ModelCheckpoint(tmp_path, "weights", save_weights_only=True),
     ]
-    fit(tiny_module(minibatches=2), callbacks=saving, enable_checkpointing=True, default_root_dir=tmp_path)
+    fit(tiny_module(minibatches_per_rollout=2), callbacks=saving, enable_checkpointing=True, default_root_dir=tmp_path)
     assert latest_checkpoint(tmp_path) == tmp_path / "whole-step=6.ckpt", "of step 6; the weights are of step 8"
     with pytest.raises(ValueError, match="expected a checkpoint to resume from, got weights alone"):
-        fit(tiny_module(minibatches=2), ckpt_path=tmp_path / "weights.ckpt", default_root_dir=tmp_path)
+        fit(tiny_module(minibatches_per_rollout=2), ckpt_path=tmp_path / "weights.ckpt", default_root_dir=tmp_path)
     for path in tmp_path.glob("whole*"):
         path.unlink()
     with pytest.raises(ValueError, match=r"to resume from in .*, got weights only \(weights\.ckpt\): save with"):

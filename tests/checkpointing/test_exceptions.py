@@ -20,9 +20,9 @@ from typing_extensions import override
 from lightning_rl import Engine, EngineError, LossView, RLCallback, RLLightningModule, Rollout, TransformersEngine
 from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus
 from lightning_rl.checkpointing import INTERRUPTED
-from lightning_rl.checkpointing.folder import LOCK, RunFolder
-from lightning_rl.edits import WeightEditError
+from lightning_rl.checkpointing.checkpoint_folder import LOCK, RunFolder
 from lightning_rl.generation import Completion, Request
+from lightning_rl.utils.mutation_guard import WeightEditError
 
 
 def alternating(prompts: Sequence[Any], *_: Any, **__: Any) -> list[float]:
@@ -43,7 +43,7 @@ class Fails(RLCallback):
 
     @property
     @override
-    def bends(self) -> bool:
+    def affects(self) -> bool:
         return False
 
     def come(self, hook: str) -> None:
@@ -115,13 +115,19 @@ def run(
     **options: Any,
 ) -> tuple[RLLightningModule, Trainer]:  # fmt: skip
     """Two epochs of two rollouts with four steps each, under corrections that have a state and refills."""
-    module = tiny_module(minibatches=2, epochs=2, engine=engine, **options)
+    module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, engine=engine, **options)
     return module, train(module, folder, fault if isinstance(fault, Fails) else Fails(), ckpt_path=ckpt_path)
 
 
 def start(folder: Path, *callbacks: Callback, engine: Engine | None = None, **flags: Any) -> Trainer:
     """The same with further callbacks and flags of the Trainer."""
-    return train(tiny_module(minibatches=2, epochs=2, engine=engine), folder, Fails(), *callbacks, **flags)
+    return train(
+        tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, engine=engine),
+        folder,
+        Fails(),
+        *callbacks,
+        **flags,
+    )
 
 
 def train(module: RLLightningModule, folder: Path, *callbacks: Callback, **flags: Any) -> Trainer:
@@ -228,7 +234,9 @@ def test_a_rollout_that_somebody_edited_is_not_saved(tmp_path: Path) -> None:
                 self.kept.rewards.add_(1.0)
 
     with pytest.raises(RuntimeError, match="was written to in place") as raised:
-        fit(tiny_module(minibatches=2, epochs=2), callbacks=[Edits()], default_root_dir=tmp_path)
+        fit(
+            tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2), callbacks=[Edits()], default_root_dir=tmp_path
+        )
     assert raised.value.__notes__[-1].startswith("no interrupted.ckpt was written: the held rollout was written to in")
     assert not (tmp_path / INTERRUPTED).exists()
 
@@ -252,7 +260,7 @@ def test_weights_that_somebody_edited_are_not_saved(tmp_path: Path) -> None:
 
 
 def test_half_a_gradient_does_not_enter_a_later_fit(whole: RLLightningModule, tmp_path: Path) -> None:
-    module = tiny_module(minibatches=2, epochs=2)
+    module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2)
     with pytest.raises(SomeError):
         fit(module, callbacks=[Fails("on_after_backward", 1)], default_root_dir=tmp_path)
     assert all(parameter.grad is None for parameter in module.required_policy.parameters())
@@ -266,7 +274,7 @@ def test_a_rollout_that_fails_at_every_resume_is_named_and_can_be_skipped(tmp_pa
 
         @property
         @override
-        def bends(self) -> bool:
+        def affects(self) -> bool:
             return False
 
         @override
@@ -285,7 +293,7 @@ def test_a_rollout_that_fails_at_every_resume_is_named_and_can_be_skipped(tmp_pa
 
     def start(ckpt_path: Path | None = None, **options: Any) -> Trainer:
         return fit(
-            tiny_module(minibatches=2, **options), callbacks=[Sees(), Poison()], data=tiny_prompts(12, 4),
+            tiny_module(minibatches_per_rollout=2, **options), callbacks=[Sees(), Poison()], data=tiny_prompts(12, 4),
             default_root_dir=tmp_path, ckpt_path=ckpt_path,
         )  # fmt: skip
 
@@ -336,7 +344,7 @@ def test_gradients_that_are_not_finite_end_the_run_with_the_rollout_in_a_file(tm
 
     rewards = {"alternating": alternating, "rare": (rare, 0.0)}
     with pytest.raises(FloatingPointError, match="3 optimizer steps in a row") as raised:
-        fit(tiny_module(epochs=4, rewards=rewards), callbacks=[Poison()], data=tiny_prompts(8, 4),
+        fit(tiny_module(epochs_per_rollout=4, rewards=rewards), callbacks=[Poison()], data=tiny_prompts(8, 4),
             default_root_dir=tmp_path)  # fmt: skip
     path = tmp_path / "nonfinite" / "rollout-1-rank-0.pt"
     assert str(path) in str(raised.value) and "of rollout 1 rows" in str(raised.value)
@@ -425,7 +433,7 @@ def test_an_error_of_the_scheduler_leaves_the_step_and_the_next_run_makes_up_for
     saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
     assert saved["global_step"] == at and saved["lr_schedulers"][0]["last_epoch"] == at - 1
     resumed, _ = run(
-        tmp_path, lr_scheduler=falling, ckpt_path=tmp_path / INTERRUPTED, allow_changes=["lr_scheduler"]
+        tmp_path, lr_scheduler=falling, ckpt_path=tmp_path / INTERRUPTED, allow_config_changes=["lr_scheduler"]
     )  # fmt: skip
     assert_equal(resumed, whole)
 
@@ -456,7 +464,7 @@ def test_an_error_of_zero_grad_leaves_the_step(tmp_path: Path) -> None:
     whole, _ = run(tmp_path, optimizer=plain)
     with pytest.raises(SomeError):
         run(tmp_path, optimizer=lambda groups: Keeps(groups, lr=1e-2))
-    resumed, _ = run(tmp_path, optimizer=plain, ckpt_path=tmp_path / INTERRUPTED, allow_changes=["optimizer"])
+    resumed, _ = run(tmp_path, optimizer=plain, ckpt_path=tmp_path / INTERRUPTED, allow_config_changes=["optimizer"])
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 3
     assert_equal(resumed, whole)
 
@@ -505,7 +513,7 @@ def test_a_failure_without_words_is_named(tmp_path: Path) -> None:
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             raise SomeError
 
-    module = Mute(**tiny_module(minibatches=2).options)
+    module = Mute(**tiny_module(minibatches_per_rollout=2).options)
     with pytest.raises(SomeError, match="at on_train_batch_end") as raised:
         fit(module, callbacks=[At("on_train_batch_end")], default_root_dir=tmp_path)
     assert raised.value.__notes__[-1] == "no interrupted.ckpt was written: SomeError"

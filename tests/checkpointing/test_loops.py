@@ -46,7 +46,7 @@ class Watches(RLCallback):
 
     @property
     @override
-    def bends(self) -> bool:
+    def affects(self) -> bool:
         return False
 
     def ask(self, name: str) -> None:
@@ -110,7 +110,7 @@ class Clears(AdamW):
 
 def run(folder: Path, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Any:
     """Two epochs of two rollouts with two steps each and a validation at the end of each."""
-    module = tiny_module(minibatches=2, **options)
+    module = tiny_module(minibatches_per_rollout=2, **options)
     trainer = fit(
         module, callbacks=callbacks, data=tiny_prompts(8, 4, validation=[[2, 3]]), max_epochs=2,
         default_root_dir=folder, ckpt_path=ckpt_path, num_sanity_val_steps=0,
@@ -216,5 +216,5 @@ def test_a_hook_that_leaves_out_the_rest_of_an_epoch_still_does(tmp_path: Path) 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
             return -1 if self.global_step == 2 else super().on_train_batch_start(batch, batch_idx)
 
-    module = Leaves(**tiny_module(minibatches=2).options)
+    module = Leaves(**tiny_module(minibatches_per_rollout=2).options)
     assert fit(module, data=tiny_prompts(8, 4), default_root_dir=tmp_path).global_step == 2

@@ -46,7 +46,7 @@ class Sends(RLCallback):
 
 
 def run(folder: Path, *callbacks: Callback, **options: Any) -> tuple[RLLightningModule, Trainer]:
-    module = tiny_module(minibatches=2, epochs=2)
+    module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2)
     data = tiny_prompts(16, 4)
     return module, fit(module, callbacks=callbacks, data=data, default_root_dir=folder, **options)
 

@@ -21,18 +21,18 @@ from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, TransformersEngine, VLLMEngine
 from lightning_rl.callbacks import OPSM, ReferenceKL, TruncatedIS
-from lightning_rl.cli.doctor import versions as windows
+from lightning_rl.cli.doctor import package_versions as windows
 from lightning_rl.cli.doctor.command import examine
-from lightning_rl.cli.doctor.memory import engine_room, layer_sizes, memory_plan, too_much
+from lightning_rl.cli.doctor.memory_estimate import engine_room, layer_sizes, memory_plan, too_much
 from lightning_rl.cli.doctor.templates import bridges
 from lightning_rl.cli.doctor.tokenizers import tokenizer
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
-from lightning_rl.finding import Finding
 from lightning_rl.generation import Request
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.memory import GIB, EngineRoom, LayerSizes, MemoryPlan
+from lightning_rl.utils.finding import Finding
 
 Subject = TypeVar("Subject")
 CHATML = (
@@ -144,15 +144,15 @@ class Refusing(RLCallback):
 
 
 CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
-    "minibatches": (
-        lambda: found(module_of(minibatches=3)), "error", "batches", "are not divisible by minibatches x ranks = 3 x 1",
+    "minibatches_per_rollout": (
+        lambda: found(module_of(minibatches_per_rollout=3)), "error", "batches", "are not divisible by minibatches x ranks = 3 x 1",
         "prompts_per_rollout=3 or 6",
     ),
     "left_over": (
         lambda: found(data=tiny_prompts(10, 4)), "warning", "batches", "2 of 10 prompts are left over", "add or drop",
     ),
     "cut": (
-        lambda: found(module_of(epochs=2), trainer=trainer_of(max_steps=5)), "warning", "batches",
+        lambda: found(module_of(epochs_per_rollout=2), trainer=trainer_of(max_steps=5)), "warning", "batches",
         "max_steps=5 ends within a rollout", "max_steps=4",
     ),
     "template_end": (
@@ -329,7 +329,7 @@ def test_memory_follows_the_options() -> None:
     assert plain.optimizer == 0
     assert plan_of(callbacks=[ReferenceKL(as_loss=True)]).reference == plain.weights
     assert plan_of(activation_checkpointing=True).activations < plain.activations
-    assert plan_of(token_budget=64).activations < plain.activations
+    assert plan_of(max_tokens_per_microbatch=64).activations < plain.activations
     mixed = plan_of(precision="bf16-mixed")
     assert mixed.weights == plain.weights
     assert mixed.engine == 3 / 4 * plain.engine  # rotary embeddings make float32 of keys
@@ -337,14 +337,26 @@ def test_memory_follows_the_options() -> None:
 
 
 def test_a_row_beyond_the_token_budget_counts() -> None:
-    assert plan_of(token_budget=1).activations == plan_of(token_budget=35).activations < plan_of().activations
+    assert (
+        plan_of(max_tokens_per_microbatch=1).activations
+        == plan_of(max_tokens_per_microbatch=35).activations
+        < plan_of().activations
+    )
 
 
 def test_a_token_budget_beyond_the_minibatch_counts_the_minibatch() -> None:
     rows = 16
-    assert plan_of(token_budget=rows * 35).activations == plan_of(token_budget=10**6).activations
-    assert plan_of(token_budget=rows * 35 - 1).activations < plan_of(token_budget=10**6).activations
-    assert plan_of(token_budget=10**6, minibatches=2).activations == plan_of(token_budget=rows * 35 // 2).activations
+    assert (
+        plan_of(max_tokens_per_microbatch=rows * 35).activations == plan_of(max_tokens_per_microbatch=10**6).activations
+    )
+    assert (
+        plan_of(max_tokens_per_microbatch=rows * 35 - 1).activations
+        < plan_of(max_tokens_per_microbatch=10**6).activations
+    )
+    assert (
+        plan_of(max_tokens_per_microbatch=10**6, minibatches=2).activations
+        == plan_of(max_tokens_per_microbatch=rows * 35 // 2).activations
+    )
 
 
 def test_a_rollout_that_is_generated_meanwhile_lies_beside_the_update() -> None:

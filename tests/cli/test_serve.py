@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from lightning_rl.cli import main, serve
 from lightning_rl.cli.serve import Address
-from lightning_rl.generation.vllm.worker import STORAGE
+from lightning_rl.generation.vllm.worker_extension import STORAGE
 from lightning_rl.policy.build import build_model
 
 
@@ -44,7 +44,7 @@ def test_the_command_line_serves_weights_that_come_from_the_trainer_alone(folder
     assert given["--load-format"] == "dummy" and given["--logprobs-mode"] == "processed_logprobs"
     assert given["--generation-config"] == "vllm" and given["--dtype"] == "float32"
     assert json.loads(given["--hf-overrides"]) == {"head_dtype": "float32"}
-    assert given["--worker-extension-cls"] == "lightning_rl.generation.vllm.worker.WeightLoader"
+    assert given["--worker-extension-cls"] == "lightning_rl.generation.vllm.worker_extension.WeightLoader"
     assert {"--enable-scale-out", "--enable-prompt-tokens-details", "--enforce-eager"} <= given.keys()
     assert given["--kv-cache-memory-bytes"] == str(2**30) and "--skip-tokenizer-init" in given
     assert "--api-key" not in given, "every user of the machine can read a command line"

@@ -11,8 +11,8 @@ from typing_extensions import override
 from lightning_rl import RLCallback, Rollout
 from lightning_rl.callbacks import OPSM, AdaptiveKL
 from lightning_rl.corrections import CONTRIBUTIONS, POLICY_LOSS_FACTORS, Corrections
-from lightning_rl.corrections.base import Contribution
-from lightning_rl.corrections.replay import ReplayCorrections
+from lightning_rl.corrections.recorded import ReplayCorrections
+from lightning_rl.corrections.rl_callback import Contribution
 from lightning_rl.distributed import ALONE
 from lightning_rl.signal.masked import local_sum
 
@@ -40,9 +40,9 @@ def test_every_entry_is_a_method_of_the_base_class_and_every_method_an_entry() -
 def test_every_entry_says_what_is_known_of_it(name: str) -> None:
     entry = CONTRIBUTIONS[name]
     assert entry.when in get_args(get_type_hints(Contribution)["when"])
-    assert entry.returns in RETURNS and entry.bends in BENDS
+    assert entry.returns in RETURNS and entry.affects in BENDS
     assert (entry.when == "watch") == (entry.returns == "nothing") == (not entry.combined_by)
-    assert not (entry.bends and entry.when == "watch"), "who only looks bends nothing"
+    assert not (entry.affects and entry.when == "watch"), "who only looks bends nothing"
 
 
 @pytest.mark.parametrize("name", CONTRIBUTIONS)

@@ -17,7 +17,7 @@ from kit.support import fit, tiny_module, tiny_tokenizer
 
 from lightning_rl import PromptDataModule
 from lightning_rl.data import PromptDataset
-from lightning_rl.data.fingerprint import canonical_json
+from lightning_rl.data.data_fingerprint import canonical_json
 
 LONG = [[2], [3] * 5, [4] * 2, [5] * 6, [6] * 3]
 ROOT = Path(__file__).resolve().parents[2]

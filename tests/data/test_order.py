@@ -90,7 +90,7 @@ class Samples(RLCallback):
 
 def train(kind: str, **trainer: Any) -> tuple[int, dict[int, list[int]]]:
     torch.set_num_threads(1)
-    seen, module = Samples(), tiny_module(minibatches=1)
+    seen, module = Samples(), tiny_module(minibatches_per_rollout=1)
     fit(module, callbacks=[seen], data=connected(kind), max_epochs=1, max_steps=-1, **trainer)
     return module.global_rank, seen.prompts
 

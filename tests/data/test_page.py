@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_rl import PromptDataModule
+from lightning_rl.data.prompt_stream import CHECKED
 from lightning_rl.data.sources import READERS
-from lightning_rl.data.stream import CHECKED
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -23,7 +23,7 @@ from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty, 
 from lightning_rl.recording import Recording, RolloutRecorder, replay
 from lightning_rl.recording.differences import replay_differences
 from lightning_rl.rollout import TURNS, context_starts
-from lightning_rl.rollouts.lay_out import lay_out
+from lightning_rl.rollouts.collate import lay_out
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
@@ -43,7 +43,13 @@ def data(number: int = 8, per_rollout: int = 4) -> PromptDataModule:
 def module_of(environment: type[Echo], **options: Any) -> RLLightningModule:
     policy = partial(tiny_policy, dtype=torch.float64)
     return talking_module(
-        **{"policy": policy, "optimizer": partial(SGD, lr=0.5), "minibatches": 2, "environment": environment, **options}
+        **{
+            "policy": policy,
+            "optimizer": partial(SGD, lr=0.5),
+            "minibatches_per_rollout": 2,
+            "environment": environment,
+            **options,
+        }
     )
 
 
@@ -65,12 +71,12 @@ def run_of(
 @pytest.mark.parametrize(
     "options",
     [
-        {"reduction": "token_mean", "token_budget": 40},
+        {"reduction": "token_mean", "max_tokens_per_microbatch": 40},
         slow({"reduction": "sequence_mean", "packing": False}),
-        slow({"reduction": "sequence_sum_norm", "packing": False, "token_budget": 40}),
+        slow({"reduction": "sequence_sum_norm", "packing": False, "max_tokens_per_microbatch": 40}),
         {"reduction": "prompt_mean", "group_size": 3},
         slow({"reduction": "sequence_mean", "loss": "gspo", "group_size": 6, "advantages": "rloo"}),
-        slow({"advantages": "reinforce_plus_plus", "minibatches": 4}),
+        slow({"advantages": "reinforce_plus_plus", "minibatches_per_rollout": 4}),
         slow({"advantages": GAE(lam=0.9), "critic": "shared"}),
         {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
     ],
@@ -128,7 +134,7 @@ def test_the_model_reads_each_context_on_its_own() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        slow({"group_size": 2, "token_budget": 30}),
+        slow({"group_size": 2, "max_tokens_per_microbatch": 30}),
         {"packing": False, "reduction": "sequence_mean"},
         slow({"advantages": GAEOverTurns(lam=0.9), "critic": "shared"}),
     ],
@@ -144,7 +150,11 @@ def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str
 
 @pytest.mark.parametrize(
     "options",
-    [slow({"token_budget": 24}), {"token_budget": 24, "packing": False}, slow({"packing": False})],
+    [
+        slow({"max_tokens_per_microbatch": 24}),
+        {"max_tokens_per_microbatch": 24, "packing": False},
+        slow({"packing": False}),
+    ],
     ids=["small", "small and padded", "padded"],
 )
 def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:

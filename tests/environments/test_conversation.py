@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_rl import Finish, Sampling
+from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.environments import (
     Conversation,
-    Limits,
+    ConversationLimits,
     Opening,
     TokenEnvironment,
     TokenStep,
@@ -21,7 +21,7 @@ from lightning_rl.environments import (
 from lightning_rl.generation import Completion, Request, turn_seed
 
 EOS = 9
-FIRST = Request(prefix_ids=(1, 2), sample_id=5, seed=77, sampling=Sampling(max_new_tokens=6, eos_token_ids=[EOS]))
+FIRST = Request(prefix_ids=(1, 2), sample_id=5, seed=77, sampling=SamplingParams(max_new_tokens=6, eos_token_ids=[EOS]))
 
 
 class Scripted(TokenEnvironment):
@@ -36,7 +36,7 @@ class Scripted(TokenEnvironment):
         return self.prompt
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.heard.append((tuple(token_ids), finish))
         step = self.steps.pop(0)
         if isinstance(step, Exception):
@@ -48,12 +48,12 @@ class Scripted(TokenEnvironment):
         self.closed += 1
 
 
-def drawn(*ids: int, finish: Finish = Finish.STOP) -> Completion:
+def drawn(*ids: int, finish: FinishReason = FinishReason.STOP) -> Completion:
     return Completion(token_ids=ids, logprobs=torch.zeros(len(ids)), finish=finish, version=0)
 
 
 def conversation(environment: Scripted, **limits: Any) -> Conversation:
-    made = Conversation(environment, FIRST, Limits(**limits))
+    made = Conversation(environment, FIRST, ConversationLimits(**limits))
     made.begin({"prompt": "?"}, 3)
     return made
 
@@ -75,8 +75,8 @@ def test_a_prefix_is_the_one_before_with_what_was_drawn_and_said() -> None:
     row = transcript.row
     assert (row.prompt_ids, row.response_ids) == ((1, 2), (3, EOS, 4, 5, 6, EOS))
     assert row.turn_numbers == (1, 1, 0, 0, 2, 2)
-    assert (transcript.finish, transcript.outcome.reward, transcript.outcome.failure) == (Finish.STOP, 0.75, None)
-    assert environment.heard == [({"prompt": "?"}, 3), ((3, EOS), Finish.STOP), ((6, EOS), Finish.STOP)]
+    assert (transcript.finish, transcript.outcome.reward, transcript.outcome.failure) == (FinishReason.STOP, 0.75, None)
+    assert environment.heard == [({"prompt": "?"}, 3), ((3, EOS), FinishReason.STOP), ((6, EOS), FinishReason.STOP)]
     assert environment.closed == 1
 
 
@@ -93,7 +93,7 @@ def test_a_prefix_that_is_rewritten_stands_behind_the_answer_and_is_all_that_the
     assert talk.request.prefix_ids == (7, 8, 6, EOS, 4)
     talk.receive(drawn(5, EOS))
     transcript = talk.transcript
-    assert transcript is not None and transcript.finish == Finish.STOP
+    assert transcript is not None and transcript.finish == FinishReason.STOP
     row = transcript.row
     assert (row.prompt_ids, row.response_ids) == ((1, 2), (3, EOS, 7, 8, 6, EOS, 4, 5, EOS))
     assert row.turn_numbers == (1, 1, -1, -1, 2, 2, 0, 3, 3)
@@ -104,7 +104,7 @@ def test_a_prefix_that_is_rewritten_stands_behind_the_answer_and_is_all_that_the
 def test_a_rewritten_prefix_that_leaves_no_room_is_not_said() -> None:
     talk = conversation(Scripted(TokenStep(rewritten=(7,) * 9)), length=9)
     talk.receive(drawn(3, EOS))
-    assert talk.transcript is not None and talk.transcript.finish == Finish.LENGTH
+    assert talk.transcript is not None and talk.transcript.finish == FinishReason.LENGTH
     assert talk.transcript.row.response_ids == (3, EOS) and talk.transcript.outcome.metrics["rewritten"] == 0
 
 
@@ -119,16 +119,21 @@ def test_an_environment_may_have_a_prompt_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("limits", "completions", "finish", "response"),
     [
-        ({"turns": 1}, [drawn(3, EOS)], Finish.TURNS, (3, EOS)),
-        ({"turns": 2}, [drawn(3, EOS), drawn(EOS)], Finish.TURNS, (3, EOS, 4, 5, EOS)),
-        ({"length": 6}, [drawn(3, EOS)], Finish.LENGTH, (3, EOS)),  # 2 + 2 drawn + 2 said leave no room
-        ({"length": 7}, [drawn(3, EOS), drawn(3)], Finish.LENGTH, (3, EOS, 4, 5, 3)),
-        ({}, [drawn(3, 3, 3, EOS), drawn(3, 3, finish=Finish.LENGTH)], Finish.LENGTH, (3, 3, 3, EOS, 4, 5, 3, 3)),
-        ({}, [drawn(3, finish=Finish.ABORT)], Finish.ABORT, (3,)),
+        ({"turns": 1}, [drawn(3, EOS)], FinishReason.TURNS, (3, EOS)),
+        ({"turns": 2}, [drawn(3, EOS), drawn(EOS)], FinishReason.TURNS, (3, EOS, 4, 5, EOS)),
+        ({"length": 6}, [drawn(3, EOS)], FinishReason.LENGTH, (3, EOS)),  # 2 + 2 drawn + 2 said leave no room
+        ({"length": 7}, [drawn(3, EOS), drawn(3)], FinishReason.LENGTH, (3, EOS, 4, 5, 3)),
+        (
+            {},
+            [drawn(3, 3, 3, EOS), drawn(3, 3, finish=FinishReason.LENGTH)],
+            FinishReason.LENGTH,
+            (3, 3, 3, EOS, 4, 5, 3, 3),
+        ),
+        ({}, [drawn(3, finish=FinishReason.ABORT)], FinishReason.ABORT, (3,)),
     ],
 )
 def test_limits_end_it_and_nothing_is_said_behind_the_last_answer(
-    limits: Any, completions: Any, finish: Finish, response: Any
+    limits: Any, completions: Any, finish: FinishReason, response: Any
 ) -> None:
     talk = conversation(Scripted(*[TokenStep(token_ids=(4, 5))] * 5), **limits)
     for completion in completions:
@@ -136,8 +141,8 @@ def test_limits_end_it_and_nothing_is_said_behind_the_last_answer(
     assert talk.transcript is not None
     assert (talk.transcript.finish, talk.transcript.row.response_ids) == (finish, response)
     counts = talk.transcript.outcome.metrics
-    assert counts["cut_by_tokens"] == float(finish == Finish.LENGTH)
-    assert counts["cut_by_turns"] == float(finish == Finish.TURNS)
+    assert counts["cut_by_tokens"] == float(finish == FinishReason.LENGTH)
+    assert counts["cut_by_turns"] == float(finish == FinishReason.TURNS)
     assert (counts["turns"], counts["tokens"]) == (len(completions), response.count(4) + response.count(5))
 
 
@@ -148,8 +153,8 @@ def test_a_turn_draws_at_most_its_own_tokens() -> None:
 
 def test_a_conversation_that_ends_in_a_cut_answer_is_cut_off() -> None:
     talk = conversation(Scripted(TokenStep(done=True, reward=1.0)), turn_tokens=1)
-    talk.receive(drawn(3, finish=Finish.LENGTH))
-    assert talk.transcript is not None and talk.transcript.finish == Finish.LENGTH
+    talk.receive(drawn(3, finish=FinishReason.LENGTH))
+    assert talk.transcript is not None and talk.transcript.finish == FinishReason.LENGTH
 
 
 def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
@@ -158,7 +163,7 @@ def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
     talk.receive(drawn(3, EOS))
     talk.receive(drawn(EOS))
     assert talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (Finish.FAILED, "OSError: gone")
+    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (FinishReason.FAILED, "OSError: gone")
     assert (talk.transcript.row.response_ids, environment.closed) == ((3, EOS, 4, EOS), 1)
 
 
@@ -186,7 +191,7 @@ class Counting(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.left -= 1
         return TokenStep(done=True) if self.left == 0 else TokenStep(token_ids=(self.left,))
 
@@ -205,7 +210,7 @@ def test_conversations_that_wait_draw_together_and_come_back_in_their_order(limi
 
     def opening(sample: int, turns: int) -> Opening:
         first = Request(prefix_ids=(1,), sample_id=sample, seed=0, sampling=FIRST.sampling)
-        return Opening(Conversation(Counting(), first, Limits()), {"turns": turns}, 0)
+        return Opening(Conversation(Counting(), first, ConversationLimits()), {"turns": turns}, 0)
 
     transcripts = play([opening(0, 2), opening(1, 1), opening(2, 3)], draw, limit=limit)
     assert [len(transcript.row.turns) for transcript in transcripts] == [2, 1, 3]
@@ -234,16 +239,17 @@ class Scoring(Scripted):
 
 
 @pytest.mark.parametrize(
-    ("limits", "finish"), [({"turns": 2}, Finish.TURNS), ({"length": 9}, Finish.LENGTH), ({}, Finish.STOP)]
+    ("limits", "finish"),
+    [({"turns": 2}, FinishReason.TURNS), ({"length": 9}, FinishReason.LENGTH), ({}, FinishReason.STOP)],
 )
-def test_a_conversation_that_a_limit_ends_is_worth_what_the_environment_says(limits: Any, finish: Finish) -> None:
+def test_a_conversation_that_a_limit_ends_is_worth_what_the_environment_says(limits: Any, finish: FinishReason) -> None:
     go_on = TokenStep(token_ids=(4, 5), reward=0.25)
-    last = TokenStep(done=True, reward=0.25) if finish == Finish.STOP else go_on
+    last = TokenStep(done=True, reward=0.25) if finish == FinishReason.STOP else go_on
     talk = conversation(Scoring(0.5, go_on, last), **limits)
     talk.receive(drawn(3, EOS))
     talk.receive(drawn(6))
     assert talk.transcript is not None and talk.transcript.finish == finish
-    cut = 0.0 if finish == Finish.STOP else 0.5  # who ends it itself has said its worth
+    cut = 0.0 if finish == FinishReason.STOP else 0.5  # who ends it itself has said its worth
     assert talk.transcript.outcome.reward == 0.5 + cut
     assert [turn.reward for turn in talk.transcript.row.turns] == [0.25, 0.25 + cut]
 
@@ -252,7 +258,7 @@ def test_an_environment_that_cannot_say_its_worth_has_failed() -> None:
     talk = conversation(Scoring(OSError("gone"), TokenStep(token_ids=(4,))), turns=1)
     talk.receive(drawn(3, EOS))
     assert talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (Finish.FAILED, "OSError: gone")
+    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (FinishReason.FAILED, "OSError: gone")
 
 
 @pytest.mark.parametrize("limits", [{"turns": 1}, {"length": 2}])
@@ -283,7 +289,7 @@ class Acting(TokenEnvironment):
         return self.acts.get("prompt", ())
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.act("step")
         return TokenStep(done=True, reward=1.0)
 
@@ -319,20 +325,20 @@ def test_whatever_an_environment_raises_costs_its_own_row(call: str, error: Base
         made[-1].act("made")
         return made[-1]
 
-    talk = Conversation(None, FIRST, Limits(), again=make)
+    talk = Conversation(None, FIRST, ConversationLimits(), again=make)
     talk.begin({}, 3)
     for _ in range(2):
         if talk.request is not None:
             talk.receive(drawn(EOS))
     assert talk.transcript is not None and talk.transcript.outcome.reward is None
-    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (Finish.FAILED, failure)
+    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (FinishReason.FAILED, failure)
     assert len(made) == 2 and talk.transcript.outcome.metrics["retries"] == 1.0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SIGTERMException()], ids=["interrupt", "termination"])
 @pytest.mark.parametrize("call", ["reset", "step", "close"])
 def test_what_ends_the_run_is_no_failure_of_an_environment(call: str, error: BaseException) -> None:
-    talk = Conversation(Acting(**{call: error}), FIRST, Limits())
+    talk = Conversation(Acting(**{call: error}), FIRST, ConversationLimits())
     with pytest.raises(type(error)):  # noqa: PT012  whichever call it is
         talk.begin({}, 3)
         talk.receive(drawn(EOS))
@@ -350,7 +356,7 @@ def test_an_environment_edits_a_row_of_its_own() -> None:
             row["new"] = 1
             return ()
 
-    Conversation(Editing(), FIRST, Limits()).begin(row, 3)
+    Conversation(Editing(), FIRST, ConversationLimits()).begin(row, 3)
     assert row == {"prompt": [{"role": "user", "content": "?"}], "stock": {"apples": [1, 2]}}
 
 
@@ -365,10 +371,10 @@ def test_a_message_stays_what_it_was_when_it_was_said() -> None:
 
 
 def test_a_prompt_that_no_answer_can_follow_fails_with_its_length() -> None:
-    talk = Conversation(Acting(prompt=range(2, 9)), FIRST, Limits(length=7))
+    talk = Conversation(Acting(prompt=range(2, 9)), FIRST, ConversationLimits(length=7))
     talk.begin({}, 3)
     assert talk.request is None and talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.row.turns) == (Finish.FAILED, ())
+    assert (talk.transcript.finish, talk.transcript.row.turns) == (FinishReason.FAILED, ())
     message = "ValueError: expected a prompt of fewer tokens than the context of 7, got 7 by reset"
     assert talk.transcript.outcome.failure == message
 
@@ -396,4 +402,4 @@ def test_truths_of_numpy_are_truths_wherever_they_stand() -> None:
     talk.receive(drawn(2))
     assert talk.transcript is not None
     outcome = talk.transcript.outcome
-    assert (outcome.reward, outcome.metrics["won"], talk.transcript.finish) == (1.0, 1.0, Finish.STOP)
+    assert (outcome.reward, outcome.metrics["won"], talk.transcript.finish) == (1.0, 1.0, FinishReason.STOP)

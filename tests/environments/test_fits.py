@@ -14,14 +14,14 @@ from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_rl import Evaluation, Finish, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl import Evaluation, FinishReason, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, ReferenceKL, RouterReplay, TruncatedIS
 from lightning_rl.environments import TokenStep
-from lightning_rl.environments.environments import RowCheck
-from lightning_rl.environments.failures import FailedEnvironmentsError
+from lightning_rl.environments.environment_failures import FailedEnvironmentsError
 from lightning_rl.environments.outcome import DEFAULT
+from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.generation import Completion, Request, TransformersEngine
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, TURNS
@@ -47,7 +47,7 @@ def rollouts_of(module: RLLightningModule, *, callbacks: Sequence[Any] = (), **o
 
 def test_what_the_environment_says_is_read_and_never_trained() -> None:
     for rollout in rollouts_of(
-        talking_module(minibatches=2), callbacks=[SignalAudit(every_n_rollouts=1, mode="raise")]
+        talking_module(minibatches_per_rollout=2), callbacks=[SignalAudit(every_n_rollouts=1, mode="raise")]
     ):
         turns, actions = rollout.token_extras[TURNS], rollout.action_mask
         inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
@@ -67,13 +67,13 @@ class Graded(Echo):
     """Gives something for every answer."""
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         said = super().step(token_ids, finish)
         return replace(said, reward=(said.reward or 0.0) + 0.1 * token_ids[0])
 
 
 def test_a_turn_earns_what_it_and_the_later_ones_were_given() -> None:
-    options = {"advantages": ReinforcePlusPlus(turn_rewards=True), "minibatches": 2, "environment": Graded}
+    options = {"advantages": ReinforcePlusPlus(turn_rewards=True), "minibatches_per_rollout": 2, "environment": Graded}
     audit = SignalAudit(every_n_rollouts=1, mode="raise")
     for rollout in rollouts_of(talking_module(**options), callbacks=[audit]):
         turns, valid = rollout.token_extras[TURNS], rollout.valid_tokens
@@ -89,9 +89,9 @@ def test_a_turn_earns_what_it_and_the_later_ones_were_given() -> None:
 
 def test_every_end_of_a_conversation_is_there() -> None:
     ends = torch.cat([rollout.finish for rollout in rollouts_of(talking_module(max_turns=2))]).unique().tolist()
-    assert ends == [Finish.STOP, Finish.TURNS]
+    assert ends == [FinishReason.STOP, FinishReason.TURNS]
     ends = torch.cat([rollout.finish for rollout in rollouts_of(talking_module(max_new_tokens=4))]).unique().tolist()
-    assert Finish.LENGTH in ends
+    assert FinishReason.LENGTH in ends
 
 
 @pytest.mark.filterwarnings("ignore:.*conversations failed with their environment")
@@ -110,7 +110,7 @@ def test_a_failed_conversation_costs_its_own_row_and_no_other() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*conversations failed with their environment")
 def test_too_many_failures_end_the_run_with_their_cause_and_a_checkpoint(tmp_path: Path) -> None:
-    module = talking_module(environment=Gone, max_failed_environments=0.25)
+    module = talking_module(environment=Gone, max_environment_failure_rate=0.25)
     cause = r"16 of 16 conversations failed.*OSError: no such host \(16 times\)"
     with pytest.raises(FailedEnvironmentsError, match=cause):
         fit(module, data=data(), default_root_dir=tmp_path, enable_checkpointing=True, num_sanity_val_steps=0)
@@ -127,12 +127,12 @@ class Gone(Echo):
 
 @pytest.mark.parametrize(
     "options",
-    [{"token_budget": 24}, {"token_budget": 24, "packing": False}, {"packing": False}],
+    [{"max_tokens_per_microbatch": 24}, {"max_tokens_per_microbatch": 24, "packing": False}, {"packing": False}],
     ids=["small", "small and padded", "padded"],
 )
 def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
     policy = partial(tiny_policy, dtype=torch.float64)
-    one, other = (talking_module(policy=policy, minibatches=2, **given) for given in ({}, options))
+    one, other = (talking_module(policy=policy, minibatches_per_rollout=2, **given) for given in ({}, options))
     for module in (one, other):
         fit(module, data=data(), callbacks=[NoEOSMask(), ReferenceKL(0.1, as_loss=True)])
     first, second = weights_of(one), weights_of(other)
@@ -147,7 +147,7 @@ def test_a_resume_is_bitwise_with_conversations_in_flight(
     tmp_path: Path, max_staleness: int, steps: Sequence[int]
 ) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
-        module = talking_module(minibatches=2, max_staleness=max_staleness)
+        module = talking_module(minibatches_per_rollout=2, max_staleness=max_staleness)
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         options: dict[str, Any] = {"enable_checkpointing": True, "ckpt_path": ckpt_path}
         fit(module, data=data(), callbacks=[saving, NoEOSMask(), TruncatedIS()], default_root_dir=folder, **options)
@@ -173,7 +173,7 @@ def test_a_resume_is_bitwise_with_conversations_in_flight(
 def test_engine_and_trainer_agree_over_six_turns(options: dict[str, Any]) -> None:
     callbacks: list[Any] = [RouterReplay()] if "policy" in options else []
     audit = SignalAudit(every_n_rollouts=1, mode="raise")
-    limits = {"max_turns": 6, "max_new_tokens": 14, "environment": Talkative, "minibatches": 2}
+    limits = {"max_turns": 6, "max_new_tokens": 14, "environment": Talkative, "minibatches_per_rollout": 2}
     seen = rollouts_of(talking_module(**limits, **options), callbacks=[*callbacks, audit])
     assert len(seen) == 4 and max(int(rollout.token_extras[TURNS].max()) for rollout in seen) == 6
     for rollout in seen:
@@ -194,7 +194,7 @@ class Talkative(Echo):
     """Goes on whatever it is told."""
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         said = super().step(token_ids, finish)
         return TokenStep(token_ids=(token_ids[0], 2 + self.turn), reward=said.reward)
 
@@ -222,7 +222,7 @@ def test_the_log_probability_of_what_environments_say_is_logged_whatever_the_mas
 def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment() -> None:
     seen: list[Rollout] = []
     callbacks = [recorder(seen)("seen"), NoEOSMask("drop_tokens"), SignalLedger()]
-    module = talking_module(minibatches=2, max_turns=2)
+    module = talking_module(minibatches_per_rollout=2, max_turns=2)
     fit(module, data=data(), callbacks=callbacks)
     figures = module.run.metrics.values()
     assert figures["ledger/tokens/sampled"] == seen[-1].drawn_lengths.sum() < seen[-1].response_lengths.sum()
@@ -233,7 +233,10 @@ def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment()
 
 @pytest.mark.slow
 def test_processes_that_answer_in_any_order_train_the_same() -> None:
-    modules = talking_module(minibatches=2), talking_module(minibatches=2, environment_workers=3)
+    modules = (
+        talking_module(minibatches_per_rollout=2),
+        talking_module(minibatches_per_rollout=2, environment_workers=3),
+    )
     firsts, seconds = map(rollouts_of, modules)
     one, other = map(weights_of, modules)
     assert len(firsts) == len(seconds) == 4
@@ -362,7 +365,7 @@ class Foreign(Echo):
         return super().reset(row, seed)
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         return TokenStep(token_ids=[10**6]) if self.foreign else super().step(token_ids, finish)
 
 
@@ -378,7 +381,7 @@ def test_an_id_that_no_policy_knows_costs_its_row_alone() -> None:
             callbacks=[recorder(seen)("seen")],
             limit_train_batches=1,
         )
-    failed = (seen[0].finish == Finish.FAILED).reshape(4, -1)
+    failed = (seen[0].finish == FinishReason.FAILED).reshape(4, -1)
     assert failed[3].all() and not failed[:3].any()
 
 
@@ -386,5 +389,5 @@ class Quiet(Echo):
     """Ends after the first answer."""
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         return TokenStep(done=True, reward=float(len(token_ids)))

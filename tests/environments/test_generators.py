@@ -10,14 +10,14 @@ import torch
 from kit.chatter import generator_states
 from typing_extensions import override
 
-from lightning_rl import Finish, Sampling
-from lightning_rl.environments import Conversation, Limits, TokenEnvironment, TokenStep
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.environments import Conversation, ConversationLimits, TokenEnvironment, TokenStep
 from lightning_rl.environments.generators import GeneratorError
 from lightning_rl.generation import Completion, Request
-from lightning_rl.seeding import keep_generators
+from lightning_rl.utils.seeding import fork_generators
 
-FIRST = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=Sampling(max_new_tokens=4, eos_token_ids=[9]))
-ANSWER = Completion(token_ids=(9,), logprobs=torch.zeros(1), finish=Finish.STOP, version=0)
+FIRST = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(max_new_tokens=4, eos_token_ids=[9]))
+ANSWER = Completion(token_ids=(9,), logprobs=torch.zeros(1), finish=FinishReason.STOP, version=0)
 
 
 class Drawing(TokenEnvironment):
@@ -32,7 +32,7 @@ class Drawing(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.draws[1]()
         return TokenStep(done=True)
 
@@ -42,11 +42,11 @@ class Drawing(TokenEnvironment):
 
 
 def talk(reset: Callable[[], Any], step: Callable[[], Any]) -> None:
-    with keep_generators(torch.device("cpu")):
-        conversation = Conversation(Drawing(reset, step), FIRST, Limits())
+    with fork_generators(torch.device("cpu")):
+        conversation = Conversation(Drawing(reset, step), FIRST, ConversationLimits())
         conversation.begin({}, 0)
         conversation.receive(ANSWER)
-        assert conversation.transcript is not None and conversation.transcript.finish == Finish.STOP
+        assert conversation.transcript is not None and conversation.transcript.finish == FinishReason.STOP
 
 
 DRAWS = [
@@ -85,8 +85,8 @@ class Seeding(Drawing):
 
 def test_who_seeds_a_generator_when_it_is_made_is_named() -> None:
     message = "expected environment shop to draw from its private generators, got draws from Python's generator"
-    with keep_generators(torch.device("cpu")), pytest.raises(GeneratorError, match=message):
-        Conversation(None, FIRST, Limits(), "shop", Seeding).begin({}, 0)
+    with fork_generators(torch.device("cpu")), pytest.raises(GeneratorError, match=message):
+        Conversation(None, FIRST, ConversationLimits(), "shop", Seeding).begin({}, 0)
 
 
 def test_who_draws_and_then_fails_is_named() -> None:
@@ -109,6 +109,6 @@ def test_who_draws_when_it_is_closed_after_a_failure_is_named() -> None:
     def fails() -> None:
         raise OSError("gone")
 
-    conversation = Conversation(None, FIRST, Limits(), again=lambda: Closing(fails, fails))
-    with keep_generators(torch.device("cpu")), pytest.raises(GeneratorError, match="expected Closing to draw"):
+    conversation = Conversation(None, FIRST, ConversationLimits(), again=lambda: Closing(fails, fails))
+    with fork_generators(torch.device("cpu")), pytest.raises(GeneratorError, match="expected Closing to draw"):
         conversation.begin({}, 0)

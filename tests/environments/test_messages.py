@@ -7,12 +7,12 @@ import pytest
 from environments.templates import close_of, tokenizer_of
 from typing_extensions import override
 
-from lightning_rl import Finish, Sampling
+from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.data import Prompt
-from lightning_rl.environments import Answer, Bridge, Conversation, Environment, Limits, Message, Step
-from lightning_rl.environments.environments import Environments
+from lightning_rl.environments import Action, Bridge, Conversation, ConversationLimits, Environment, Message, StepResult
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.parsing import plain_text
+from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Completion, Request
 
 TOKENIZER = tokenizer_of("qwen2.5")
@@ -29,12 +29,12 @@ class Reusing(Environment):
         return [self.message]
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         self.turn += 1
         if self.turn == 3:
             raise OSError("gone")
         self.message["content"] = str(self.turn)
-        return Step(messages=[self.message])
+        return StepResult(messages=[self.message])
 
 
 def ids_of(text: str) -> list[int]:
@@ -43,13 +43,13 @@ def ids_of(text: str) -> list[int]:
 
 def test_a_conversation_says_what_the_row_says_up_to_the_answer_that_nobody_answered() -> None:
     bridge = Bridge(TOKENIZER, close_of("qwen2.5"))
-    sampling = Sampling(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
+    sampling = SamplingParams(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
     first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
-    talk = Conversation(MessageEnvironment(Reusing(), bridge, plain_text(TOKENIZER)), first, Limits())
+    talk = Conversation(MessageEnvironment(Reusing(), bridge, plain_text(TOKENIZER)), first, ConversationLimits())
     talk.begin({}, 0)
     for word in "abc":
         talk.receive(
-            Completion(token_ids=tuple(ids_of(f"{word}<|im_end|>")), logprobs=None, finish=Finish.STOP, version=0)
+            Completion(token_ids=tuple(ids_of(f"{word}<|im_end|>")), logprobs=None, finish=FinishReason.STOP, version=0)
         )
     assert talk.transcript is not None and talk.transcript.outcome.failure == "OSError: gone"
     said = [(message["role"], message["content"]) for message in talk.transcript.outcome.messages]
@@ -64,25 +64,25 @@ class Summing(Reusing):
     """Sums up what was said before its second question."""
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         self.turn += 1
         if self.turn == 2:
-            return Step(done=True)
+            return StepResult(done=True)
         summary = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"so far: {answer.text}"}]
-        return Step(rewritten=summary)
+        return StepResult(rewritten=summary)
 
 
 def test_a_rewritten_context_is_rendered_as_a_first_prompt() -> None:
     bridge = Bridge(TOKENIZER, close_of("qwen2.5"))
-    sampling = Sampling(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
+    sampling = SamplingParams(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
     first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
-    talk = Conversation(MessageEnvironment(Summing(), bridge, plain_text(TOKENIZER)), first, Limits())
+    talk = Conversation(MessageEnvironment(Summing(), bridge, plain_text(TOKENIZER)), first, ConversationLimits())
     talk.begin({}, 0)
     prefixes: list[str] = []
     while talk.request is not None:
         prefixes.append(TOKENIZER.decode(talk.request.prefix_ids))
         ids = tuple(ids_of("abc<|im_end|>"))
-        talk.receive(Completion(token_ids=ids, logprobs=None, finish=Finish.STOP, version=0))
+        talk.receive(Completion(token_ids=ids, logprobs=None, finish=FinishReason.STOP, version=0))
     assert prefixes[1] == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nso far: abc<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -116,7 +116,7 @@ def test_an_environment_that_was_never_reset_need_not_be_able_to_close() -> None
     )
     environments.check()
     made = Unclosable.made
-    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=Sampling(eos_token_ids=[1]))
+    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(eos_token_ids=[1]))
     opening = environments.open(Prompt(0, (1,), "?", {}), first)
     assert Unclosable.made == made, "it is made when its conversation begins, which fails alone if it cannot be"
     opening.conversation.begin(opening.row, opening.seed)

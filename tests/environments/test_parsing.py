@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from environments.templates import FAMILIES, tokenizer_of
 
-from lightning_rl.environments import Answer, ParserError, RendererParser, TemplateParser, ToolCall, parser_for
+from lightning_rl.environments import Action, ParserError, RendererParser, TemplateParser, ToolCall, parser_for
 from lightning_rl.environments.parsing import check_source, misread, plain_text
 
 LOOK = {
@@ -21,12 +21,12 @@ FIRST = '<tool_call>\n{"name": "look", "arguments": {"x": "one"}}\n</tool_call>'
 HEAD = "<|im_start|>assistant\n"
 
 
-def parse(parser: Any, said: str, before: str = HEAD, name: str = "qwen3") -> Answer:
+def parse(parser: Any, said: str, before: str = HEAD, name: str = "qwen3") -> Action:
     ids = [tokenizer_of(name)(text, add_special_tokens=False)["input_ids"] for text in (said, before)]
     return parser(ids[0], ids[1], [LOOK])
 
 
-def calls(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
+def calls(answer: Action) -> list[tuple[str, dict[str, Any]]]:
     return [(call.name, dict(call.arguments)) for call in answer.tool_calls]
 
 
@@ -45,7 +45,7 @@ def test_an_answer_falls_into_reasoning_text_and_calls(source: str) -> None:
 @pytest.mark.parametrize("source", QWEN)
 def test_an_answer_without_a_call_is_text(source: str) -> None:
     answer = parse(parser_for(tokenizer_of("qwen3"), source), "Just { text }.<|im_end|>")
-    assert answer == Answer(text="Just { text }.", reasoning=None, tool_calls=[], errors=[])
+    assert answer == Action(text="Just { text }.", reasoning=None, tool_calls=[], errors=[])
 
 
 @pytest.mark.parametrize("source", QWEN)
@@ -147,8 +147,8 @@ def test_without_a_source_the_first_that_reads_the_template_is_taken() -> None:
 
 
 def test_a_function_is_taken_as_it_is() -> None:
-    def shout(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
-        return Answer(text="HA", tool_calls=[ToolCall(name="look", arguments={})])
+    def shout(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
+        return Action(text="HA", tool_calls=[ToolCall(name="look", arguments={})])
 
     assert parser_for(tokenizer_of("chatml"), shout) is shout
 
@@ -193,7 +193,7 @@ def test_a_parser_that_breaks_gives_the_text_and_the_error() -> None:
 
 
 def test_plain_text_reads_no_calls() -> None:
-    assert parse(plain_text(tokenizer_of("qwen3")), f"{FIRST}<|im_end|>") == Answer(text=FIRST)
+    assert parse(plain_text(tokenizer_of("qwen3")), f"{FIRST}<|im_end|>") == Action(text=FIRST)
 
 
 @pytest.mark.parametrize("source", [3, ["hermes"]])

@@ -17,8 +17,8 @@ import pytest
 from environments.templates import close_of, tokenizer_of
 from typing_extensions import override
 
-from lightning_rl import Finish
-from lightning_rl.environments import Answer, Bridge, ObjectEnvironment, ToolCall, ToolEnvironment, parser_for
+from lightning_rl import FinishReason
+from lightning_rl.environments import Action, Bridge, ObjectEnvironment, ToolCall, ToolEnvironment, parser_for
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.tools import schemas_of
 
@@ -78,7 +78,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 
 def step(environment: ToolEnvironment, *calls: ToolCall, errors: Sequence[str] = ()) -> Any:
-    return environment.step(Answer(text="", tool_calls=calls, errors=errors))
+    return environment.step(Action(text="", tool_calls=calls, errors=errors))
 
 
 def said(environment: ToolEnvironment, *calls: ToolCall) -> list[str]:
@@ -172,7 +172,7 @@ def test_what_no_parser_read_goes_back_too() -> None:
 
 
 def test_nothing_of_an_answer_that_was_cut_is_called() -> None:
-    answer = Answer(text="", tool_calls=[call("fail", what="called")], finish=Finish.LENGTH)
+    answer = Action(text="", tool_calls=[call("fail", what="called")], finish=FinishReason.LENGTH)
     taken = ToolEnvironment([fail]).step(answer)
     assert taken.done and list(taken.messages) == []
 
@@ -405,7 +405,7 @@ def test_an_object_of_another_shape_is_told_what_it_lacks() -> None:
     assert step(ObjectEnvironment(Mute())).reward is None
 
 
-def drawn(text: str, finish: Finish = Finish.STOP) -> tuple[list[int], Finish]:
+def drawn(text: str, finish: FinishReason = FinishReason.STOP) -> tuple[list[int], FinishReason]:
     return list(tokenizer_of("qwen3")(text, add_special_tokens=False)["input_ids"]), finish
 
 
@@ -422,7 +422,7 @@ def test_a_conversation_with_tools_goes_from_tokens_to_tokens() -> None:
     broken = talk.step(*drawn('<tool_call>{"name": "add"</tool_call><|im_end|>'))
     assert "the tool calls could not be read" in tokenizer.decode(list(broken.token_ids))
     assert broken.metrics == {"tool_calls": 0.0, "parse_errors": 1.0, "tool_errors": 0.0}
-    cut = talk.step(*drawn('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>', Finish.LENGTH))
+    cut = talk.step(*drawn('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>', FinishReason.LENGTH))
     assert (cut.done, cut.metrics["tool_calls"], cut.metrics["parse_errors"]) == (True, 0.0, 0.0)
 
 
@@ -446,7 +446,7 @@ def wordless() -> None:
 
 @pytest.mark.parametrize("tool", [long_number, wordless])
 def test_what_has_no_text_is_an_error_for_the_policy_to_read(tool: Any) -> None:
-    said = ToolEnvironment([tool]).step(Answer(text="", tool_calls=[ToolCall(name=tool.__name__, arguments={})]))
+    said = ToolEnvironment([tool]).step(Action(text="", tool_calls=[ToolCall(name=tool.__name__, arguments={})]))
     assert "error" in json.loads(said.messages[0]["content"]) and said.metrics["tool_errors"] == 1.0
 
 

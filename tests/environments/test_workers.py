@@ -22,15 +22,15 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_rl import Finish, Sampling
+from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import (
-    Answer,
+    Action,
     Conversation,
+    ConversationLimits,
     Environment,
-    Limits,
     Opening,
-    Step,
+    StepResult,
     TokenEnvironment,
     TokenStep,
     Transcript,
@@ -41,7 +41,7 @@ from lightning_rl.environments.workers import BOOT, WorkerPool
 from lightning_rl.generation import Completion, Request
 
 pytestmark = pytest.mark.slow
-SAMPLING = Sampling(max_new_tokens=20, eos_token_ids=[9])
+SAMPLING = SamplingParams(max_new_tokens=20, eos_token_ids=[9])
 MARK = f"environments-{uuid.uuid4()}"  # in the environment of every process that a pool starts, and of their children
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
 
@@ -135,7 +135,7 @@ class Bad(TokenEnvironment):
         return [row["sample"] % 7, seed % 7]
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.turn += 1
         sys.stdout.write(f"turn {self.turn}\n")
         if self.turn == 2 and self.row["end"] in ENDS:
@@ -159,11 +159,11 @@ class Speaks(Environment):
         return [{"role": "user", "content": row["question"]}]
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
         if answer.turn:
-            return Step(rewritten=({"role": "user", "content": answer.text},))
-        return Step(messages=({"role": "user", "content": f"{answer.text} {drawn}"},), metrics={"drawn": FIGURE})
+            return StepResult(rewritten=({"role": "user", "content": answer.text},))
+        return StepResult(messages=({"role": "user", "content": f"{answer.text} {drawn}"},), metrics={"drawn": FIGURE})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -186,7 +186,9 @@ def pool() -> Iterator[WorkerPool]:
 def draw(requests: Sequence[Request]) -> list[Completion]:
     """What is drawn depends on the prefix alone."""
     return [
-        Completion(token_ids=(sum(request.prefix_ids) % 5, 9), logprobs=torch.zeros(2), finish=Finish.STOP, version=0)
+        Completion(
+            token_ids=(sum(request.prefix_ids) % 5, 9), logprobs=torch.zeros(2), finish=FinishReason.STOP, version=0
+        )
         for request in requests
     ]
 
@@ -200,7 +202,7 @@ def run(pool: WorkerPool, ends: Sequence[str], name: str = "bad", **row: Any) ->
         def make(budget: Any = budget) -> Any:
             return pool.open(name, budget)
 
-        conversation = Conversation(make(), first, Limits(), again=make)
+        conversation = Conversation(make(), first, ConversationLimits(), again=make)
         openings.append(Opening(conversation, {"sample": sample, "end": end, **row}, 3))
     with pool.executor() as executor:
         return play(openings, draw, executor=executor, limit=pool.workers)
@@ -210,7 +212,7 @@ def run(pool: WorkerPool, ends: Sequence[str], name: str = "bad", **row: Any) ->
 def test_what_ends_badly_fails_with_its_cause_and_its_log(pool: WorkerPool, end: str) -> None:
     (transcript,) = run(pool, [end])
     outcome = transcript.outcome
-    assert transcript.finish == Finish.FAILED and outcome.failure is not None
+    assert transcript.finish == FinishReason.FAILED and outcome.failure is not None
     assert outcome.failure.startswith(ENDS[end][1]) and outcome.reward is None
     assert outcome.metrics["retries"] == 1 and outcome.metrics["failed"] == 1
     assert outcome.metrics["timeouts"] == {"hang": 2, "flood": 2}.get(end, 0), "one for each try"
@@ -234,9 +236,9 @@ def test_a_log_is_whole_however_late_the_guard_clears_the_one_before() -> None:
     os.kill(guard, signal.SIGSTOP)
     threading.Timer(1.0, os.kill, (guard, signal.SIGCONT)).start()
     environment.reset({"sample": 0, "end": "raise"}, 0)
-    environment.step((1,), Finish.STOP)
+    environment.step((1,), FinishReason.STOP)
     with pytest.raises(EnvironmentFailureError) as raised:
-        environment.step((1,), Finish.STOP)
+        environment.step((1,), FinishReason.STOP)
     slow.close()
     assert raised.value.failure.log.endswith("turn 1\nturn 2\n")
 
@@ -244,7 +246,7 @@ def test_a_log_is_whole_however_late_the_guard_clears_the_one_before() -> None:
 @pytest.mark.parametrize("end", HARMLESS)
 def test_what_a_conversation_started_ends_with_it(pool: WorkerPool, end: str) -> None:
     (transcript,) = run(pool, [end])
-    assert (transcript.finish, transcript.outcome.reward, transcript.outcome.failure) == (Finish.STOP, 0.5, None)
+    assert (transcript.finish, transcript.outcome.reward, transcript.outcome.failure) == (FinishReason.STOP, 0.5, None)
     assert nothing_is_left(*pool.pids())
     assert run(pool, ["well"])[0].outcome.reward == 0.5
 
@@ -256,7 +258,7 @@ def test_one_in_twenty_changes_no_other_conversation_of_its_batch(pool: WorkerPo
     transcripts = run(pool, [end if sample in bad else "well" for sample in range(number)])
     for sample, (transcript, expected) in enumerate(zip(transcripts, clean, strict=True)):
         if sample in bad and end in ENDS:
-            assert transcript.finish == Finish.FAILED and transcript.outcome.reward is None
+            assert transcript.finish == FinishReason.FAILED and transcript.outcome.reward is None
             assert len(transcript.row.turns) <= 2 and transcript.outcome.metrics["retries"] == 1
         else:
             assert (transcript.outcome.failure, transcript.row.response_ids) == (None, expected.row.response_ids)
@@ -269,7 +271,7 @@ def test_a_failure_that_passes_is_retried_from_the_beginning_with_the_same_seeds
 ) -> None:
     class Passes(Bad):
         @override
-        def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
             if self.turn == 1 and not (tmp_path / "failed").exists():
                 (tmp_path / "failed").touch()
                 raise OSError("for once")
@@ -280,7 +282,7 @@ def test_a_failure_that_passes_is_retried_from_the_beginning_with_the_same_seeds
         (transcript,), (clean,) = run(other, ["well"], "passes"), run(pool, ["well"])
     finally:
         other.close()
-    assert (transcript.row.response_ids, transcript.finish) == (clean.row.response_ids, Finish.STOP)
+    assert (transcript.row.response_ids, transcript.finish) == (clean.row.response_ids, FinishReason.STOP)
     assert [turn.request for turn in transcript.row.turns] == [turn.request for turn in clean.row.turns]
     assert (transcript.outcome.reward, transcript.outcome.metrics["retries"]) == (0.5, 1)
     assert transcript.outcome.failure is None
@@ -291,8 +293,8 @@ def test_an_environment_in_messages_speaks_plainly_and_draws_by_its_own_seed(poo
 
     def speak(seed: int) -> list[Any]:
         environment: Any = pool.open("speaks", pool.budget())
-        said = [environment.reset({"question": "?"}, seed), environment.step(Answer(text="!"))]
-        assert environment.step(Answer(text="!", turn=1)).rewritten == [{"role": "user", "content": "!"}]
+        said = [environment.reset({"question": "?"}, seed), environment.step(Action(text="!"))]
+        assert environment.step(Action(text="!", turn=1)).rewritten == [{"role": "user", "content": "!"}]
         environment.close()
         return said
 
@@ -336,11 +338,11 @@ def test_closing_ends_what_is_busy_and_the_pool_can_be_used_again(pool: WorkerPo
     other.close()
     assert len(pids) == 5 and time.monotonic() - begin < 10, "nobody waits for ten minutes"
     with pytest.raises(EnvironmentFailureError, match="the process was ended by SIGKILL in step"):
-        environment.step((1,), Finish.STOP)
+        environment.step((1,), FinishReason.STOP)
     other.close()  # what the second try of the conversation in the thread began
     thread.join(30)
     other.close()
-    assert transcripts[0].finish == Finish.FAILED and nothing_is_left(*pool.pids())
+    assert transcripts[0].finish == FinishReason.FAILED and nothing_is_left(*pool.pids())
 
 
 SCRIPT = """

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts
 
-from lightning_rl import Evaluation, FakeEngine, Sampling, TransformersEngine
+from lightning_rl import Evaluation, FakeEngine, SamplingParams, TransformersEngine
 
 
 def test_an_evaluation_says_what_it_measures() -> None:
@@ -34,9 +34,9 @@ def test_an_evaluation_says_what_it_measures() -> None:
         ({"rewards": {"task": parity_reward}}, "expected names of rewards other than"),
         ({"answer": "answer"}, "expected answer to be a function of a text, got 'answer'"),
         ({"stages": ("fit",)}, r"expected stages among \('val', 'test'\), got \('fit',\)"),
-        ({"sampling": 0.6}, r"expected sampling to be a Sampling, such as Sampling\(temperature=0.6\), got 0.6"),
+        ({"sampling": 0.6}, r"expected sampling to be a SamplingParams, such as Sampling\(temperature=0.6\), got 0.6"),
         (
-            {"samples": 4, "sampling": Sampling(temperature=0)},
+            {"samples": 4, "sampling": SamplingParams(temperature=0)},
             "expected a temperature above 0, because samples=4 greedy answers would all be the same",
         ),
     ],
@@ -66,7 +66,10 @@ def test_the_module_takes_evaluations_with_different_names(evaluation: Any, mess
         (Evaluation("a", [[99]]), r'evaluation "a": expected token ids in \[0, 16\), got 99 to 99 in prompt 0'),
         (Evaluation("a", []), 'evaluation "a": expected at least one prompt, got none'),
         (Evaluation("a", [[2] * 60]), r'evaluation "a": expected prompts of at most 56 tokens'),
-        (Evaluation("a", [[2]], sampling=Sampling(max_new_tokens=64)), "expected max_new_tokens below the context"),
+        (
+            Evaluation("a", [[2]], sampling=SamplingParams(max_new_tokens=64)),
+            "expected max_new_tokens below the context",
+        ),
     ],
     ids=lambda value: None if isinstance(value, str) else value.name,
 )
@@ -76,7 +79,7 @@ def test_a_prompt_that_does_not_fit_is_named_before_training(evaluation: Evaluat
 
 
 def test_filters_that_the_engine_would_ignore_are_refused_at_setup() -> None:
-    evaluation = Evaluation("a", [[2]], samples=2, sampling=Sampling(top_p=0.9))
+    evaluation = Evaluation("a", [[2]], samples=2, sampling=SamplingParams(top_p=0.9))
     module = tiny_module(evaluation=evaluation, engine=FakeEngine(lambda _: [2, 1]), rewards=parity_reward)
     with pytest.raises(ValueError, match=r"top_p=0.9.* of an evaluation, got FakeEngine, which ignores them"):
         fit(module, data=tiny_prompts())
@@ -86,12 +89,12 @@ def test_an_evaluation_without_a_filter_is_refused_where_sampling_masks_are_list
     class Listing(TransformersEngine):
         capabilities = replace(TransformersEngine.capabilities, lists_masks=True)
 
-    plain = Evaluation("a", [[2]], samples=2, sampling=Sampling(temperature=0.7, max_new_tokens=4))
+    plain = Evaluation("a", [[2]], samples=2, sampling=SamplingParams(temperature=0.7, max_new_tokens=4))
     with pytest.raises(
         ValueError, match=r"greedy or filtered evaluation, because training filters, got temperature=0.7 alone: Listing"
     ):
         fit(tiny_module(evaluation=plain, engine=Listing(), top_p=0.9), max_steps=1)
-    filtered = replace(plain, sampling=Sampling(min_p=0.1, max_new_tokens=4))
+    filtered = replace(plain, sampling=SamplingParams(min_p=0.1, max_new_tokens=4))
     for evaluation in (filtered, Evaluation("a", [[2]])):
         fit(tiny_module(evaluation=evaluation, engine=Listing(), top_p=0.9), max_steps=1)
     fit(tiny_module(evaluation=plain, engine=Listing()), max_steps=1)

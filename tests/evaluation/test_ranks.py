@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_rl import Evaluation, FSDP2Strategy, Sampling
+from lightning_rl import Evaluation, FSDP2Strategy, SamplingParams
 
 
 def thirds(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
@@ -23,16 +23,16 @@ def thirds(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> 
     return [(sum(ids) % 7) / 3 for ids in completion_ids]
 
 
-def evaluate(folder: Path, ranks: int, strategy: str = "ddp", token_budget: int = 4096) -> dict[str, Any]:
+def evaluate(folder: Path, ranks: int, strategy: str = "ddp", max_tokens_per_microbatch: int = 4096) -> dict[str, Any]:
     """Figures of validation and test, files, and predictions, of three evaluations with prompts that do not divide."""
     torch.set_num_threads(1)
     prompts = [[2 + n, 3 + n % 5, 4][: 1 + n % 3] for n in range(11)]
     module = tiny_module(
         policy=partial(tiny_policy, dtype=torch.float64), tokenizer=tiny_tokenizer(), rewards=thirds,
-        token_budget=token_budget, evaluation=[
+        max_tokens_per_microbatch=max_tokens_per_microbatch, evaluation=[
             Evaluation("greedy", prompts[:5]),
             Evaluation(
-                "several", prompts, samples=3, sampling=Sampling(max_new_tokens=6), correct=1.5,
+                "several", prompts, samples=3, sampling=SamplingParams(max_new_tokens=6), correct=1.5,
                 answer=lambda text: text[:1] or None,
             ),
         ],
@@ -48,7 +48,7 @@ def evaluate(folder: Path, ranks: int, strategy: str = "ddp", token_budget: int 
         devices=ranks, logger=CSVLogger(folder, "logs", version=0), default_root_dir=folder,
         enable_checkpointing=False, **options,
     )  # fmt: skip
-    module.complete(prompts[0])  # builds the policy before there is a strategy, which then splits it
+    module.generate(prompts[0])  # builds the policy before there is a strategy, which then splits it
     found: dict[str, Any] = {"val": trainer.validate(module, data, verbose=False)[0]}
     found["test"] = trainer.test(module, data, verbose=False)[0]
     found["predictions"] = trainer.predict(module, data)
@@ -72,7 +72,7 @@ def test_ranks_evaluate_bit_for_bit_as_one_device(tmp_path: Path, ranks: int, st
 
 
 def test_the_token_budget_changes_no_figure(tmp_path: Path) -> None:
-    assert evaluate(tmp_path / "one", 1) == evaluate(tmp_path / "other", 1, token_budget=7)
+    assert evaluate(tmp_path / "one", 1) == evaluate(tmp_path / "other", 1, max_tokens_per_microbatch=7)
 
 
 def rank(folder: Path, strategy: str) -> None:

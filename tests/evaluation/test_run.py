@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl import Evaluation, FakeEngine, PromptDataModule, RLLightningModule, Sampling, TransformersEngine
+from lightning_rl import Evaluation, FakeEngine, PromptDataModule, RLLightningModule, SamplingParams, TransformersEngine
 from lightning_rl.data import PromptDataset
 from lightning_rl.evaluation.questions import IDS
 from lightning_rl.generation import Request
@@ -32,7 +32,7 @@ SCRIPT = {  # by evaluation, prompt and sample; the reward is 1 for an odd numbe
 
 
 def several(**options: Any) -> Evaluation:
-    sampling = Sampling(temperature=0.7, max_new_tokens=8)
+    sampling = SamplingParams(temperature=0.7, max_new_tokens=8)
     defaults: dict[str, Any] = {"samples": 4, "sampling": sampling, "answer": lambda text: text[:1] or None}
     return Evaluation("several", [[4], [5], [6]], **{**defaults, **options})
 
@@ -316,14 +316,14 @@ def test_seeds_depend_on_run_name_prompt_and_sample_alone() -> None:
     assert {seed for _, seed in seeds(2, samples=2)} < {seed for _, seed in first}
 
 
-@pytest.mark.parametrize("options", [{"token_budget": 7}, {"size": 1}, {"size": 3}, {"max_rows": 2}])
+@pytest.mark.parametrize("options", [{"max_tokens_per_microbatch": 7}, {"size": 1}, {"size": 3}, {"max_rows": 2}])
 def test_figures_do_not_depend_on_token_budget_batches_or_rows(options: dict[str, Any]) -> None:
     def figures(size: int = 256, max_rows: int = 512, **others: Any) -> dict[str, float]:
         module = tiny_module(
             policy=lambda: tiny_policy(dtype=torch.float64), engine=TransformersEngine(max_rows=max_rows),
             evaluation=[
                 Evaluation("greedy", [[2 + n] for n in range(5)]),
-                Evaluation("several", [[2 + n, 3] for n in range(7)], samples=3, sampling=Sampling(max_new_tokens=5)),
+                Evaluation("several", [[2 + n, 3] for n in range(7)], samples=3, sampling=SamplingParams(max_new_tokens=5)),
             ], **others,
         )  # fmt: skip
         return dict(quiet_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)[0])

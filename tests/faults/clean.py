@@ -79,8 +79,8 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 
-STEPS = {"minibatches": 2, "epochs": 1}
-MANY_STEPS = {"minibatches": 2, "epochs": 2, "token_budget": 24}
+STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
+MANY_STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2, "max_tokens_per_microbatch": 24}
 PPO = {"advantages": GAE(lam=0.95), "critic": "shared"}
 MANY_TURNS = {"max_turns": 6, "max_new_tokens": 8}
 RAGGED = {"max_new_tokens": 24, "eos_token_ids": [1, 5, 9]}
@@ -417,9 +417,13 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     Configuration("without packing", {"packing": False, **MANY_STEPS, **RAGGED}, lambda: [KL()]),
     Configuration("activations computed again", {"activation_checkpointing": True, **STEPS}, lambda: [KL()]),
-    Configuration("a row in every microbatch", {"token_budget": 1, **STEPS}, lambda: [KL(), EntropyBonus(0.01)]),
     Configuration(
-        "three epochs of four minibatches", {"minibatches": 4, "epochs": 3, "token_budget": 24}, max_steps=24
+        "a row in every microbatch", {"max_tokens_per_microbatch": 1, **STEPS}, lambda: [KL(), EntropyBonus(0.01)]
+    ),
+    Configuration(
+        "three epochs of four minibatches",
+        {"minibatches_per_rollout": 4, "epochs_per_rollout": 3, "max_tokens_per_microbatch": 24},
+        max_steps=24,
     ),
     Configuration("no clipping of the gradient", {"max_grad_norm": None, **STEPS}),
     Configuration("a tight bound on the gradient", {"max_grad_norm": 1e-3, **MANY_STEPS}),
@@ -506,7 +510,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("top-k and top-p", {"top_k": 6, "top_p": 0.9, "temperature": 0.8, **STEPS}, lambda: [TruncatedIS()]),
     Configuration("a min-p", {"min_p": 0.1, "temperature": 1.2, **STEPS}),
     Configuration("hot", {"temperature": 1.7, **STEPS}, lambda: [KL()]),
-    Configuration("cold", {"temperature": 0.2, "epochs": 2}, lambda: [KL()]),
+    Configuration("cold", {"temperature": 0.2, "epochs_per_rollout": 2}, lambda: [KL()]),
     Configuration(
         "groups of two",
         {"group_size": 2, "advantages": "rloo", "rewards": fraction(1.0)},

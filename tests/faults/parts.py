@@ -10,11 +10,11 @@ from kit.engine_requests import with_sampling
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import Estimator, Finish, LossTerm, LossView, RLCallback, Rollout, Stat, TransformersEngine
+from lightning_rl import Estimator, FinishReason, LossTerm, LossView, RLCallback, Rollout, Stat, TransformersEngine
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.callbacks import OPSM, OverlongPenalty, ReferenceKL
-from lightning_rl.edits import Seal
 from lightning_rl.generation import Completion, Request
+from lightning_rl.utils.mutation_guard import Seal
 
 
 class InPlaceKL(ReferenceKL):
@@ -313,7 +313,7 @@ def a_version_late(completion: Completion) -> Completion:
 
 def cut_off(completion: Completion) -> Completion:
     """Calls every response cut off."""
-    return dataclasses.replace(completion, finish=Finish.LENGTH)
+    return dataclasses.replace(completion, finish=FinishReason.LENGTH)
 
 
 def only_in_rollouts(request: Request) -> Request:

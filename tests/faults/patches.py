@@ -70,7 +70,7 @@ def callers(depth: int) -> list[str]:
 
 def old_forgets_temperature(self: PolicyModel, layout: Any) -> Any:
     """Forgets the temperature in the pass before the update."""
-    if "lightning_rl.rollouts.logprobs" in callers(12):
+    if "lightning_rl.rollouts.logprob_passes" in callers(12):
         with patch.object(self, "temperature", 1.0):
             return FORWARD(self, layout)
     return FORWARD(self, layout)
@@ -140,11 +140,11 @@ def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
     """Puts another backward into the accumulation of a step: ``change(backward, microbatches, policy)``."""
     original = RLLightningModule._accumulate  # noqa: SLF001
 
-    def accumulate(self: RLLightningModule, ticket: Any, trace: Any, **options: Any) -> Any:
+    def accumulate(self: RLLightningModule, step_index: Any, trace: Any, **options: Any) -> Any:
         current = cast(CurrentRollout, self.run.current)
-        backward = change(self.manual_backward, current.plan.step(ticket.step), self.policy)
+        backward = change(self.manual_backward, current.plan.step(step_index.step), self.policy)
         with patch.object(self, "manual_backward", backward):
-            return original(self, ticket, trace, **options)
+            return original(self, step_index, trace, **options)
 
     return patch.object(RLLightningModule, "_accumulate", accumulate)
 

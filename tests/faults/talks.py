@@ -8,12 +8,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lightning_rl import Finish, Rollout
+from lightning_rl import FinishReason, Rollout
 from lightning_rl.environments import Conversation, TokenStep, Turn
-from lightning_rl.environments.play import Opening
+from lightning_rl.environments.driver import Opening
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
-from lightning_rl.signal.returns import gae
+from lightning_rl.signal.discounted_returns import gae
 
 
 def around(target: Any, name: str, change: Callable[..., Any]) -> Any:
@@ -128,7 +128,7 @@ def training_failed(rollout: Rollout) -> Rollout:
 def counting_failed(result: Any, *_: Any) -> Any:
     """Counts rows of environments that failed among those of their group, with what the reward makes of nothing."""
     rollout, *others = result
-    failed = rollout.finish == Finish.FAILED
+    failed = rollout.finish == FinishReason.FAILED
     return (rollout.replace(rewarded=rollout.rewarded | failed), *others)
 
 
@@ -265,9 +265,9 @@ def keeping_reply(original: Any, self: Any, turn: Turn, step: TokenStep) -> None
     original(self, turn, step)
 
 
-def appended_cut(original: Any, self: Any, finish: Finish) -> None:
+def appended_cut(original: Any, self: Any, finish: FinishReason) -> None:
     """Appends the first tokens of what no answer can follow."""
-    if finish == Finish.LENGTH and self._row.turns and not self._row.turns[-1].reply:
+    if finish == FinishReason.LENGTH and self._row.turns and not self._row.turns[-1].reply:
         last = dataclasses.replace(self._row.turns[-1], reply=self.said[:3])
         self._row = dataclasses.replace(self._row, turns=(*self._row.turns[:-1], last))
     original(self, finish)
@@ -292,11 +292,11 @@ def last_reward_twice(original: Any, self: Conversation, *arguments: Any) -> Non
     original(self, *arguments)
 
 
-def failed_as_zero(original: Any, self: Conversation, finish: Finish, failure: Any = None) -> None:
+def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, failure: Any = None) -> None:
     """Takes an environment that failed for an answer that is worth nothing."""
-    if finish == Finish.FAILED and self._row.turns:
+    if finish == FinishReason.FAILED and self._row.turns:
         self._rewards = [0.0]
-        finish, failure = Finish.STOP, None
+        finish, failure = FinishReason.STOP, None
     original(self, finish, failure)
 
 
@@ -314,9 +314,9 @@ def keeping_rewards(original: Any, self: Any) -> None:
     self._rewards = earned
 
 
-def turns_as_stop(original: Any, self: Conversation, finish: Finish) -> None:
+def turns_as_stop(original: Any, self: Conversation, finish: FinishReason) -> None:
     """Calls it an end of its own when a conversation has had all its turns."""
-    original(self, Finish.STOP if finish == Finish.TURNS else finish)
+    original(self, FinishReason.STOP if finish == FinishReason.TURNS else finish)
 
 
 def a_turn_more(original: Any, self: Conversation, environment: Any, first: Request, limits: Any, *rest: Any) -> None:
@@ -371,9 +371,9 @@ def seeded_by_sample(opening: Opening, _: Any, __: Any, request: Request) -> Ope
     return opening._replace(seed=request.seed)
 
 
-def cut_as_whole(original: Any, self: Any, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+def cut_as_whole(original: Any, self: Any, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
     """Takes an answer that was cut off for a whole one, calls and all."""
-    return original(self, token_ids, Finish.STOP if finish == Finish.LENGTH else finish)
+    return original(self, token_ids, FinishReason.STOP if finish == FinishReason.LENGTH else finish)
 
 
 def first_result_alone(original: Any, self: Any, answer: Any) -> Any:

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lightning_rl import Rollout
-from lightning_rl.description import restore
 from lightning_rl.policy.plan import make_plan
 from lightning_rl.recording.header import read_header
 from lightning_rl.recording.known import CLASSES, FUNCTIONS
 from lightning_rl.recording.serialize import from_json, to_json
 from lightning_rl.rollout import concatenate
+from lightning_rl.serialization import restore
 from lightning_rl.signal.reductions import REDUCTIONS
-from lightning_rl.terminal import visible
+from lightning_rl.utils.terminal import visible
 
 EXAMPLES = [pytest.param(30, id="some"), pytest.param(10_000, id="many", marks=pytest.mark.long)]
 NAMES = [*CLASSES, *FUNCTIONS, "os:system", "builtins:eval", "lightning_rl.audit.saved:torch.load", "../x:y", ""]
@@ -134,7 +134,7 @@ def test_a_plan_holds_every_row_once_and_packing_every_token(examples: int) -> N
     def test(drawn: tuple[list[tuple[list[int], list[int]]], int, bool]) -> None:
         rows, budget, packed = drawn
         rollout = Rollout.of_samples([p for p, _ in rows], [r for _, r in rows], groups=list(range(len(rows))))
-        plan = make_plan(rollout, minibatches=1, token_budget=budget, packed=packed)
+        plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=budget, packed=packed)
         planned = [row for step in plan.rows() for microbatch in step for row in microbatch]
         assert sorted(planned) == list(range(len(rows)))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kit.engine_requests import request_of
 
-from lightning_rl import FakeEngine, Finish
+from lightning_rl import FakeEngine, FinishReason
 from lightning_rl.generation import Completion, Request
 
 
@@ -20,13 +20,13 @@ def synced(engine: FakeEngine, version: int = 0) -> FakeEngine:
 @pytest.mark.parametrize(
     ("ids", "finish"),
     [
-        pytest.param([5, 1], Finish.STOP, id="ends-with-eos"),
-        pytest.param([5, 6], Finish.LENGTH, id="no-eos"),
-        pytest.param([1, 5], Finish.LENGTH, id="eos-elsewhere"),
-        pytest.param([], Finish.LENGTH, id="nothing"),
+        pytest.param([5, 1], FinishReason.STOP, id="ends-with-eos"),
+        pytest.param([5, 6], FinishReason.LENGTH, id="no-eos"),
+        pytest.param([1, 5], FinishReason.LENGTH, id="eos-elsewhere"),
+        pytest.param([], FinishReason.LENGTH, id="nothing"),
     ],
 )
-def test_scripted_ids_finish_as_their_last_token_says(ids: list[int], finish: Finish) -> None:
+def test_scripted_ids_finish_as_their_last_token_says(ids: list[int], finish: FinishReason) -> None:
     (completion,) = synced(FakeEngine(lambda _: ids)).generate([a_request()])
     assert (completion.token_ids, completion.finish) == (tuple(ids), finish)
 
@@ -49,7 +49,7 @@ def test_log_probabilities_are_float32_under_any_default() -> None:
 
 
 def test_a_scripted_completion_is_passed_on_as_it_is() -> None:
-    fault = Completion(token_ids=(5,), logprobs=torch.tensor([-9.0]), finish=Finish.ABORT, version=-7)
+    fault = Completion(token_ids=(5,), logprobs=torch.tensor([-9.0]), finish=FinishReason.ABORT, version=-7)
     (found,) = synced(FakeEngine(lambda _: fault)).generate([a_request()], logprobs=True)
     assert found is fault
 

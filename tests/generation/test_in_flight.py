@@ -2,12 +2,12 @@
 
 import copy
 
-from lightning_rl.generation import Request, Sampling
+from lightning_rl.generation import Request, SamplingParams
 from lightning_rl.generation.in_flight import InFlight
 
 
 def request(sample: int, tokens: int = 8) -> Request:
-    sampling = Sampling(max_new_tokens=tokens, eos_token_ids=(1,))
+    sampling = SamplingParams(max_new_tokens=tokens, eos_token_ids=(1,))
     return Request(prefix_ids=(2, 3), sample_id=sample, seed=0, sampling=sampling)
 
 

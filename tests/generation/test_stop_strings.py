@@ -14,12 +14,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from lightning_rl import Finish, TransformersEngine
+from lightning_rl import FinishReason, TransformersEngine
 
 
 def continued(
     model: PreTrainedModel, prompt: tuple[int, ...], tokenizer: PreTrainedTokenizerBase | None, **options: Any
-) -> tuple[tuple[int, ...], Finish]:
+) -> tuple[tuple[int, ...], FinishReason]:
     engine = TransformersEngine()
     launch(engine, model, tokenizer)
     engine.load_weights([], 0)
@@ -48,15 +48,15 @@ def saying(after: Callable[[Tensor], Tensor], vocabulary: int, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("stop", "ids", "finish"),
     [
-        pytest.param(("d",), (2, 3, 4, 5), Finish.STOP, id="one-token"),
-        pytest.param(("b c",), (2, 3, 4), Finish.STOP, id="over-two-tokens"),
-        pytest.param(("zz", "c d"), (2, 3, 4, 5), Finish.STOP, id="one-of-several"),
-        pytest.param(("zz",), (2, 3, 4, 5, 6, 7), Finish.LENGTH, id="never-said"),
-        pytest.param(("a b c d e f",), (2, 3, 4, 5, 6, 7), Finish.STOP, id="the-whole-response"),
+        pytest.param(("d",), (2, 3, 4, 5), FinishReason.STOP, id="one-token"),
+        pytest.param(("b c",), (2, 3, 4), FinishReason.STOP, id="over-two-tokens"),
+        pytest.param(("zz", "c d"), (2, 3, 4, 5), FinishReason.STOP, id="one-of-several"),
+        pytest.param(("zz",), (2, 3, 4, 5, 6, 7), FinishReason.LENGTH, id="never-said"),
+        pytest.param(("a b c d e f",), (2, 3, 4, 5, 6, 7), FinishReason.STOP, id="the-whole-response"),
     ],
 )
 def test_a_stop_string_ends_the_response_and_belongs_to_it(
-    stop: tuple[str, ...], ids: tuple[int, ...], finish: Finish, monkeypatch: pytest.MonkeyPatch
+    stop: tuple[str, ...], ids: tuple[int, ...], finish: FinishReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = continued(counting(monkeypatch), (15, 1), tiny_tokenizer(), stop=stop, max_new_tokens=6)
     assert found == (ids, finish)
@@ -64,7 +64,7 @@ def test_a_stop_string_ends_the_response_and_belongs_to_it(
 
 def test_a_stop_string_in_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = continued(counting(monkeypatch), (2, 3), tiny_tokenizer(), stop=("b c",), max_new_tokens=2)
-    assert found == ((4, 5), Finish.LENGTH)
+    assert found == ((4, 5), FinishReason.LENGTH)
 
 
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:
@@ -92,4 +92,4 @@ def test_a_stop_string_is_found_when_each_of_its_letters_is_several_tokens(monke
         return torch.full_like(last, cycle[(asked[0] - 1) % 4])
 
     found = continued(saying(spell, 256, monkeypatch), (5,), tokenizer, stop=(stop,), max_new_tokens=40)
-    assert found == (tuple(cycle * 6), Finish.STOP)
+    assert found == (tuple(cycle * 6), FinishReason.STOP)

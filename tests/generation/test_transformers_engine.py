@@ -14,7 +14,7 @@ from kit.vllm_models import mean_gap, with_large_logits
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl import Finish, TransformersEngine
+from lightning_rl import FinishReason, TransformersEngine
 from lightning_rl.generation import Completion, Request, transformers
 from lightning_rl.generation.cache import cache_argument
 from lightning_rl.policy import PolicyModel
@@ -38,7 +38,7 @@ def draw(model: PreTrainedModel, requests: Sequence[Request], *, max_rows: int =
     return start_engine(model, max_rows=max_rows).generate(requests, logprobs=True)
 
 
-def what(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], Finish]]:
+def what(completions: Sequence[Completion]) -> list[tuple[tuple[int, ...], FinishReason]]:
     return [(completion.token_ids, completion.finish) for completion in completions]
 
 
@@ -201,15 +201,15 @@ def test_greedy_and_sampled_requests_share_a_batch() -> None:
 @pytest.mark.parametrize(
     ("eos_ids", "limit", "length", "finish"),
     [
-        pytest.param({3}, 4, 1, Finish.STOP, id="eos-at-once"),
-        pytest.param({5, 3, 7}, 4, 1, Finish.STOP, id="one-of-several"),
-        pytest.param({5}, 4, 4, Finish.LENGTH, id="limit"),
-        pytest.param(set(), 4, 4, Finish.LENGTH, id="no-eos-at-all"),
-        pytest.param({3}, 1, 1, Finish.STOP, id="eos-is-the-last-token-allowed"),
-        pytest.param({5}, 1, 1, Finish.LENGTH, id="one-token-allowed"),
+        pytest.param({3}, 4, 1, FinishReason.STOP, id="eos-at-once"),
+        pytest.param({5, 3, 7}, 4, 1, FinishReason.STOP, id="one-of-several"),
+        pytest.param({5}, 4, 4, FinishReason.LENGTH, id="limit"),
+        pytest.param(set(), 4, 4, FinishReason.LENGTH, id="no-eos-at-all"),
+        pytest.param({3}, 1, 1, FinishReason.STOP, id="eos-is-the-last-token-allowed"),
+        pytest.param({5}, 1, 1, FinishReason.LENGTH, id="one-token-allowed"),
     ],
 )
-def test_a_response_ends_for_the_reason_given(eos_ids: set[int], limit: int, length: int, finish: Finish) -> None:
+def test_a_response_ends_for_the_reason_given(eos_ids: set[int], limit: int, length: int, finish: FinishReason) -> None:
     model = constant([9.0 if token == 3 else -9.0 for token in range(VOCABULARY)])
     request = requests_for([(2,)], eos_token_ids=sorted(eos_ids), max_new_tokens=limit)
     (completion,) = draw(model, request)
@@ -221,7 +221,11 @@ def test_requests_with_different_ends_share_a_batch() -> None:
     model = constant([9.0 if token == 3 else -9.0 for token in range(VOCABULARY)])
     first, second, third = requests_for([(2,)] * 3, max_new_tokens=3)
     changed = [with_sampling(first, eos_token_ids=[]), with_sampling(second, eos_token_ids=[3, 4]), third]
-    assert what(draw(model, changed)) == [((3,) * 3, Finish.LENGTH), ((3,), Finish.STOP), ((3,) * 3, Finish.LENGTH)]
+    assert what(draw(model, changed)) == [
+        ((3,) * 3, FinishReason.LENGTH),
+        ((3,), FinishReason.STOP),
+        ((3,) * 3, FinishReason.LENGTH),
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 4.0])
@@ -234,7 +238,7 @@ def test_a_token_of_probability_zero_is_never_drawn(temperature: float) -> None:
 def test_not_even_for_a_random_number_of_exactly_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "_uniforms", lambda _, length, dtype: torch.zeros(length, dtype=dtype))
     model = constant([-torch.inf, -torch.inf, 0.0, 1.0], eos=None)
-    assert what(draw(model, requests_for([(3,)], max_new_tokens=2))) == [((2, 2), Finish.LENGTH)]
+    assert what(draw(model, requests_for([(3,)], max_new_tokens=2))) == [((2, 2), FinishReason.LENGTH)]
 
 
 def test_a_row_that_waits_to_be_dropped_keeps_its_reason() -> None:

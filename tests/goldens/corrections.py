@@ -22,9 +22,9 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections as CombinedCorrections
+from lightning_rl.signal.importance_ratios import clipped_weight, sequence_ratio
 from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
-from lightning_rl.signal.ratios import clipped_weight, sequence_ratio
 
 Corrections = list[RLCallback]
 SMALLEST = 1e-38  # a bound of 0 where ours has to be positive

@@ -17,8 +17,8 @@ from goldens.views import objective, view_of_case
 from lightning_rl import DRO, GSPO, VESPO, LossView, SequenceSumNorm
 from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import Corrections
+from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND
 from lightning_rl.signal.masked import last_true
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 
 FLOOR = 1e-8  # of a weight before its logarithm

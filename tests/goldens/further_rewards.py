@@ -5,7 +5,7 @@ from kit.support import rollout_of
 
 from goldens.cases import Case, Outputs
 from goldens.registry import replays
-from lightning_rl import DrGRPO, Finish
+from lightning_rl import DrGRPO, FinishReason
 from lightning_rl.callbacks import LinearLengthPenalty, StopProperly
 
 
@@ -13,7 +13,7 @@ from lightning_rl.callbacks import LinearLengthPenalty, StopProperly
 def stopped(case: Case) -> Outputs:
     """The reward plus the bonus of our correction; a negative coefficient is the reward itself."""
     coef, rewards = case.params["coef"], case["rewards"]
-    finish = torch.where(case.mask("truncated"), Finish.LENGTH, Finish.STOP).to(torch.uint8)
+    finish = torch.where(case.mask("truncated"), FinishReason.LENGTH, FinishReason.STOP).to(torch.uint8)
     rollout = rollout_of(rewards.tolist(), [[1]] * len(rewards), finish=finish).replace(rewards=rewards)
     correction = StopProperly(coef) if coef >= 0 else StopProperly(reward=coef)
     return {"rewards_out": rewards + correction.reward_bonus(rollout)}

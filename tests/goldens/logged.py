@@ -13,8 +13,8 @@ from goldens.reduction_options import average_of
 from goldens.views import reduced
 from lightning_rl import LossView, PolicyLoss
 from lightning_rl.losses import CISPO, DPPO, GSPO, SAPO, ClippedSurrogate
+from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.kl import Clamped, k1
-from lightning_rl.signal.ratios import policy_ratio
 from lightning_rl.signal.reductions import token_mean
 
 CLIPPED = ("clipfrac", "pg_clipfrac", "clip_ratio")

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from goldens.cases import Case
+from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.kl import Clamped, KLEstimator, k3, kl_estimator
-from lightning_rl.signal.ratios import policy_ratio
 
 Steps = Literal["valid", "every", "every, masked ones empty", "runs"]
 """Which positions are time steps: the valid ones, all of them, or the valid ones of one uninterrupted run."""

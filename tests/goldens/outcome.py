@@ -13,7 +13,7 @@ from goldens.registry import replays
 from lightning_rl.advantages import ESTIMATORS, GPG, RLOO, Estimator, MaxRL, Normalized, PassAtK, RewardSignal
 from lightning_rl.signal.kl import k1
 from lightning_rl.signal.masked import masked_fill_invalid, whiten
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 
 def signal_of(case: Case) -> RewardSignal:

@@ -18,9 +18,9 @@ from goldens.views import objective, view_of_case
 from goldens.weights import corrected
 from lightning_rl import LossTerm, LossView, PolicyLoss
 from lightning_rl.callbacks import IcePop, OffPolicyIS
+from lightning_rl.signal.importance_ratios import sequence_log_ratio
 from lightning_rl.signal.kl import importance
 from lightning_rl.signal.masked import row_mean
-from lightning_rl.signal.ratios import sequence_log_ratio
 from lightning_rl.signal.selection import largest
 
 WEIGHTS = ("rollout_is_weights", "importance_sampling_ratio", "weights")

@@ -25,7 +25,7 @@ from lightning_rl.losses import (
     KLCov,
     Reinforce,
 )
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, clipped_weight, sequence_log_ratio
+from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, clipped_weight, sequence_log_ratio
 
 LOW = (
     "eps_clip_low",

@@ -9,9 +9,9 @@ from goldens.normalization import rewards_normalised, tokens_normalised
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of
 from goldens.registry import NotOfferedError, replays
 from goldens.token_advantages import PIPELINES, decays
+from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import masked_fill_invalid, whiten
-from lightning_rl.signal.returns import gae
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 NO_LOGPROB = 1.0  # what TRL puts at padding
 

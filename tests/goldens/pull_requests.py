@@ -15,13 +15,13 @@ from goldens.options import estimator_of, peer_ratio
 from goldens.policy_options import clip_of
 from goldens.registry import replays
 from goldens.views import gradient, view_of_case
-from lightning_rl import Finish
+from lightning_rl import FinishReason
 from lightning_rl.callbacks import NoEOSMask, OffPolicyIS
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, Reinforce
+from lightning_rl.signal.discounted_returns import discounted_returns, gae
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.reductions import sequence_mean
-from lightning_rl.signal.returns import discounted_returns, gae
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 PPO = ClippedSurrogate(clip_low=0.2, clip_high=0.2)  # what the record says of its base
 
@@ -97,7 +97,7 @@ def no_eos(case: Case) -> Outputs:
 
 def _without_cut_off(case: Case, rewards: Tensor) -> tuple[Tensor, Tensor]:
     attention, mask = case.mask("attention_mask"), prediction_aligned(case.mask("loss_mask"))
-    finish = torch.where(attention.all(-1), Finish.LENGTH, Finish.STOP).to(torch.uint8)
+    finish = torch.where(attention.all(-1), FinishReason.LENGTH, FinishReason.STOP).to(torch.uint8)
     rollout = rollout_of([0.0] * len(mask), [[1]] * len(mask), finish=finish)
     rewarded = NoEOSMask().reward_mask(rollout) if case.params["mask_no_eos_with_zero"] else rollout.rewarded
     norm: dict[str, Any] = case.params.get("reward_norm") or {}

@@ -8,10 +8,10 @@ from kit.support import rollout_of
 from goldens.cases import Case, Outputs
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of
 from goldens.registry import replays
-from lightning_rl import Finish, Rollout
+from lightning_rl import FinishReason, Rollout
 from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, OverlongPenalty
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 
 @replays("dapo_overlong")
@@ -32,7 +32,7 @@ def overlong(case: Case) -> Outputs:
 def filtered(case: Case) -> Outputs:
     """The mask without the rows that did not stop by themselves."""
     mask = case.mask()
-    finish = torch.where(case.mask("stopped"), Finish.STOP, Finish.LENGTH).to(torch.uint8)
+    finish = torch.where(case.mask("stopped"), FinishReason.STOP, FinishReason.LENGTH).to(torch.uint8)
     excluded = NoEOSMask("drop_tokens").exclude(_rows(len(mask), finish=finish))
     return {"mask_out": mask & ~excluded[:, None]}
 

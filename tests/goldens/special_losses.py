@@ -15,9 +15,9 @@ from goldens.registry import replays
 from goldens.views import gradient, objective, reduced, view_of_case
 from lightning_rl import LossView
 from lightning_rl.losses import DPPO, M2PO, SAPO, ClippedSurrogate, FunctionLoss, Reinforce
+from lightning_rl.signal.importance_ratios import sequence_log_ratio
 from lightning_rl.signal.kl import k1, k2
 from lightning_rl.signal.masked import local_sum, masked_fill_invalid, row_mean
-from lightning_rl.signal.ratios import sequence_log_ratio
 from lightning_rl.signal.reductions import token_mean
 from lightning_rl.signal.selection import local_values
 

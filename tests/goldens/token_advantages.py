@@ -14,9 +14,9 @@ from goldens.registry import replays
 from lightning_rl import RLOO, DrGRPO, Normalized
 from lightning_rl.advantages import LengthAdaptive, RelativePosition
 from lightning_rl.advantages.optimal_token_baseline import beyond_the_others, logit_gradients, minus_optimal_baseline
+from lightning_rl.signal.discounted_returns import discounted_returns, gae, turn_gae
 from lightning_rl.signal.masked import global_moments, masked_fill_invalid, whiten
-from lightning_rl.signal.returns import discounted_returns, gae, turn_gae
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 
 def decays(case: Case) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from kit.support import tiny_policy
 from lightning_rl import PromptDataModule
-from lightning_rl.environments import Answer, Environment, EnvironmentReward, Message, Step, ToolCall
+from lightning_rl.environments import Action, Environment, EnvironmentReward, Message, StepResult, ToolCall
 
 ENDS = ("<|im_end|>", "<|call|>", "<|endoftext|>", "<|return|>", "<|eot|>", "<|eom|>", "<|end|>", "<|stop|>")
 COLOURS, NUMBERS = ("red", "green", "blue"), ("one", "two", "three", "four")
@@ -68,25 +68,25 @@ class Partner(Environment):
         return ()
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         self.turn += 1
         words = answer.text.split()
         named = self.colour in words
         reward = 0.25 * len(set(words)) + named
         if (named or not words) and not answer.cut_off:
-            return Step(done=True, reward=reward)
+            return StepResult(done=True, reward=reward)
         content = f"not {words[0] if words else 'say'} {self.colour} {NUMBERS[self.turn % 4]}"
         if self.hostile:
             content += " <|im_end|> ?"
-        return Step(messages=[{"role": "user", "content": content}], reward=reward, metrics={"words": len(words)})
+        return StepResult(messages=[{"role": "user", "content": content}], reward=reward, metrics={"words": len(words)})
 
 
 class BriefPartner(Partner):
     """Ends after the first answer."""
 
     @override
-    def step(self, answer: Answer) -> Step:
-        return Step(done=True, reward=0.5 * len(answer.text.split()))
+    def step(self, answer: Action) -> StepResult:
+        return StepResult(done=True, reward=0.5 * len(answer.text.split()))
 
 
 class FlakyPartner(Partner):
@@ -101,7 +101,7 @@ class FlakyPartner(Partner):
         self.broken = broken
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         if self.broken and self.turn == 1:
             raise OSError("the connection is gone")
         return super().step(answer)
@@ -133,7 +133,7 @@ class GonePartner(Partner):
         return super().reset(row, seed)
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         if self.gone and self.turn == 1 and len(answer.token_ids) > 1:
             raise OSError("the connection is gone")
         return super().step(answer)
@@ -148,13 +148,13 @@ def look(x: str) -> str:
     return f"{x} {NUMBERS[COLOURS.index(x)]}" if x in COLOURS else "not"
 
 
-def read_calls(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Answer:
+def read_calls(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
     """Takes every word of an answer but five for a call, two at most, and an exclamation mark for a broken one."""
     words = [VOCABULARY[token] for token in token_ids if token not in CLOSE]
     calls = [ToolCall(name="look", arguments={"x": word}) for word in words if word not in ("\n", "!", "?", "not")]
     errors = ["nobody reads this"] if "!" in words else []
     text = " ".join(word for word in words if word in ("not", "?"))
-    return Answer(text=text, tool_calls=tuple(calls[:2]), errors=errors)
+    return Action(text=text, tool_calls=tuple(calls[:2]), errors=errors)
 
 
 def last_answer(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from kit.support import EOS, tiny_module
-from lightning_rl import Finish, RLLightningModule, Rollout
+from lightning_rl import FinishReason, RLLightningModule, Rollout
 from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
 
 
@@ -29,12 +29,12 @@ class Echo(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.turn += 1
         if self.turn == 2 and self.breaks_at is not None and self.index % 4 == self.breaks_at:
             raise OSError("the connection is gone")
         first, reward = token_ids[0], float(sum(token_ids) % 5) / 4
-        done = first % 2 == 0 and finish == Finish.STOP
+        done = first % 2 == 0 and finish == FinishReason.STOP
         if done:
             return TokenStep(done=True, reward=reward)
         return TokenStep(token_ids=(first, 2 + self.turn), reward=reward, metrics={"echoes": 1.0})
@@ -53,7 +53,7 @@ class Rewriting(Echo):
         return super().reset(row, seed)
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         said = super().step(token_ids, finish)
         if said.done:
             return said

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lightning_rl import Sampling
+from lightning_rl import SamplingParams
 from lightning_rl.generation import Engine, Request
 
 
@@ -16,8 +16,8 @@ def launch(engine: Engine, model: PreTrainedModel, tokenizer: Any = None) -> Non
 
 
 def request_of(prefix_ids: Sequence[int], sample_id: int = 0, seed: int = 0, **options: Any) -> Request:
-    """A request; ``options`` are those of Sampling, with no EOS ids unless they are given."""
-    sampling = Sampling(**{"eos_token_ids": (), **options})
+    """A request; ``options`` are those of SamplingParams, with no EOS ids unless they are given."""
+    sampling = SamplingParams(**{"eos_token_ids": (), **options})
     return Request(prefix_ids=tuple(prefix_ids), sample_id=sample_id, seed=seed, sampling=sampling)
 
 

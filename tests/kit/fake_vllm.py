@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rl.generation.vllm import engine, internals
+from lightning_rl.generation.vllm import internals, vllm_engine
 
 DTYPES = {
     "half": torch.float16,
@@ -824,7 +824,7 @@ def fake_vllm(*, gpus: int = 0, total: int = 80 * 2**30) -> Iterator[FakeVLLM]:
         try:
             yield fake
         finally:
-            for running in list(engine.RUNNING):
+            for running in list(vllm_engine.RUNNING):
                 running.close()
             _ACTIVE.pop()
             sys.meta_path.remove(finder)

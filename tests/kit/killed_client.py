@@ -18,7 +18,7 @@ from kit.scripted_server import KEY
 from kit.support import tiny_module, tiny_prompts, weights_of
 from lightning_rl import RLCallback, VLLMServerEngine
 from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
-from lightning_rl.generation.vllm import pool
+from lightning_rl.generation.vllm import server_pool
 
 
 class Started(RLCallback):
@@ -37,10 +37,14 @@ class Started(RLCallback):
 def main(folder: Path, staleness: int, urls: list[str]) -> None:
     """Runs to the end of 16 optimizer steps, 8 rollouts of two; no rollout is lost to a server that is slow to come."""
     torch.set_num_threads(1)
-    pool.POLL, pool.BACKOFF = 0.05, 0.05
+    server_pool.POLL, server_pool.BACKOFF = 0.05, 0.05
     engine = VLLMServerEngine(urls, api_key=KEY, canary=False, patience=60, storage=folder / "storage")
     module = tiny_module(
-        optimizer=partial(AdamW, lr=1e-2), minibatches=2, max_staleness=staleness, engine=engine, reward_seconds=None
+        optimizer=partial(AdamW, lr=1e-2),
+        minibatches_per_rollout=2,
+        max_staleness=staleness,
+        engine=engine,
+        reward_timeout=None,
     )
     trainer = Trainer(
         accelerator="cpu",

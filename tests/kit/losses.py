@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kit.support import view_of
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.losses.base import RatioLoss
+from lightning_rl.losses.policy_loss import RatioLoss
 
 RatioLossT = TypeVar("RatioLossT", bound=RatioLoss)
 

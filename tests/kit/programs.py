@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from lightning_rl.environments.adapters.endpoint import ROUTE, SESSION, Endpoint, Line
+from lightning_rl.environments.adapters.completion_server import ROUTE, SESSION, Endpoint, Line
 from lightning_rl.environments.adapters.program import Program, ProgramResult
 
 Ask = Callable[..., tuple[int, dict[str, Any]]]

@@ -34,7 +34,7 @@ def mismatch(policy: Any, callbacks: Sequence[RLCallback] = (), **options: Any) 
     seen: list[Rollout] = []
     module = tiny_module(
         policy=policy,
-        minibatches=2,
+        minibatches_per_rollout=2,
         max_new_tokens=32,
         optimizer=partial(AdamW, lr=1e-4),
         **options,

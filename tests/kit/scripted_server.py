@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.generation.vllm.worker import WeightLoader
-from lightning_rl.generation.weights.files import read_weights
-from lightning_rl.generation.weights.stream import Stream
+from lightning_rl.generation.vllm.worker_extension import WeightLoader
+from lightning_rl.generation.weights.weight_folder import read_weights
+from lightning_rl.generation.weights.weight_stream import Stream
 
 KEY, VOCABULARY = "secret", 16
 Answer = dict[str, Any] | bytes | int

@@ -25,7 +25,7 @@ def a_run(*servers: Served, **options: Any) -> RLLightningModule:
     known: dict[str, Any] = {
         "policy": MODEL,
         "tokenizer": None,
-        "minibatches": 2,
+        "minibatches_per_rollout": 2,
         "temperature": 0.8,
         "max_new_tokens": 12,
         "engine": an_engine(*servers),

@@ -26,7 +26,7 @@ from lightning_rl import (
     RLCallback,
     RLLightningModule,
     Rollout,
-    Sampling,
+    SamplingParams,
     VLLMServerEngine,
     warmup_then_linear,
 )
@@ -94,7 +94,7 @@ def main(folder: Path, rollouts: int, urls: list[str]) -> None:
     )
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, 0), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        engine=engine, sampling=Sampling(max_new_tokens=12), advantages=GRPO(), group_size=8, max_staleness=1,
+        engine=engine, sampling=SamplingParams(max_new_tokens=12), advantages=GRPO(), group_size=8, max_staleness=1,
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0), lr_scheduler=warmup_then_linear(5, rollouts),
     )  # fmt: skip
     data = PromptDataModule(

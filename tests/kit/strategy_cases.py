@@ -19,7 +19,7 @@ from typing_extensions import override
 from kit.conversations import CONVERSATIONS, TURN_ENDS, Forgetful
 from kit.ranks import STRATEGIES
 from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
-from lightning_rl import FakeEngine, RLCallback, Rollout, Sampling
+from lightning_rl import FakeEngine, RLCallback, Rollout, SamplingParams
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation import Request
@@ -87,14 +87,14 @@ def truncated_on_one_rank(request: Request) -> Sequence[int]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "critic": {"advantages": "gae", "critic": "shared"},
-    "one microbatch": {"token_budget": 10_000},
+    "one microbatch": {"max_tokens_per_microbatch": 10_000},
     "checkpointing": {"activation_checkpointing": True},
     "compiled": {"activation_checkpointing": True, "compile": "aot_eager"},
-    "conversations": {**CONVERSATIONS, "sampling": Sampling(max_new_tokens=9, eos_token_ids=TURN_ENDS)},
+    "conversations": {**CONVERSATIONS, "sampling": SamplingParams(max_new_tokens=9, eos_token_ids=TURN_ENDS)},
     "contexts": {
         **CONVERSATIONS,
         "environment": Forgetful,
-        "sampling": Sampling(max_new_tokens=9, eos_token_ids=TURN_ENDS),
+        "sampling": SamplingParams(max_new_tokens=9, eos_token_ids=TURN_ENDS),
     },
 }
 
@@ -120,7 +120,12 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     if case == "replayed":
         options |= {"policy": partial(tiny_model, "qwen3_moe", dtype=dtype), "top_p": 0.9}
         corrections.append(RouterReplay())
-    settings = {"optimizer": partial(SGD, lr=0.05), "minibatches": 2, "epochs": 2, "token_budget": 20}
+    settings = {
+        "optimizer": partial(SGD, lr=0.05),
+        "minibatches_per_rollout": 2,
+        "epochs_per_rollout": 2,
+        "max_tokens_per_microbatch": 20,
+    }
     module = tiny_module(**{**settings, **options})
     fit(module, callbacks=[mask, *corrections, watch], data=tiny_prompts(16, 8), **trainer)
     return {"rows": watch.rows, "weights": watch.weights, "samples": watch.samples}

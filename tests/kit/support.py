@@ -29,14 +29,14 @@ from typing_extensions import override
 
 from lightning_rl import (
     ClippedSurrogate,
-    Finish,
+    FinishReason,
     LossView,
     PolicyLoss,
     PromptDataModule,
     RLCallback,
     RLLightningModule,
     Rollout,
-    Sampling,
+    SamplingParams,
     sequence_mean,
 )
 from lightning_rl.advantages import Estimator, resolve_advantages
@@ -237,7 +237,7 @@ def ragged_rollout(
         valid_tokens=actions,
         groups=torch.arange(rows) // group_size,
         sample_ids=torch.arange(rows),
-        finish=torch.where(lengths == longest, Finish.LENGTH, Finish.STOP).to(torch.uint8),
+        finish=torch.where(lengths == longest, FinishReason.LENGTH, FinishReason.STOP).to(torch.uint8),
         policy_version=torch.where(inside, 0, -1),
         trained=whole,
         rewarded=whole,
@@ -300,7 +300,7 @@ def view_of(
         "valid_tokens": mask,
         "groups": torch.arange(number) if groups is None else torch.as_tensor(groups),
         "sample_ids": torch.arange(number),
-        "finish": torch.as_tensor(given.get("finish", [Finish.STOP] * number), dtype=torch.uint8),
+        "finish": torch.as_tensor(given.get("finish", [FinishReason.STOP] * number), dtype=torch.uint8),
         "policy_version": torch.zeros(number, width, dtype=torch.int64),
         "trained": torch.ones(number, dtype=torch.bool),
         "rewarded": torch.ones(number, dtype=torch.bool),
@@ -313,7 +313,7 @@ def view_of(
 
 
 @dataclass
-class Step:
+class StepResult:
     """What one evaluation of the loss gave."""
 
     loss: Tensor
@@ -348,7 +348,7 @@ def run_step(
     loss: PolicyLoss | None = None,
     reduction: Reduction = sequence_mean,
     **options: Any,
-) -> Step:
+) -> StepResult:
     """The real algorithm on one view: loss, gradient with respect to ``view.logprobs``, every metric."""
     algorithm = an_algorithm(callbacks, loss=loss, reduction=reduction, **options)
     if algorithm.loss.prepares:
@@ -361,7 +361,7 @@ def run_step(
     (gradient,) = torch.autograd.grad(found.total, view.logprobs)
     metrics = {name: float(part) for name, part in found.parts.items()}
     metrics |= {name: float(stat.value()) for name, stat in found.stats.items()}
-    return Step(found.total.detach(), gradient, metrics)
+    return StepResult(found.total.detach(), gradient, metrics)
 
 
 class SummedBy(Collectives):
@@ -403,13 +403,13 @@ def parity_reward(prompts: Sequence[Any], completions: Sequence[str], *, complet
 
 def tiny_module(**options: Any) -> RLLightningModule:
     """A module around :func:`tiny_policy`; every option can be replaced, those of Sampling by their own names."""
-    names = [spec.name for spec in fields(Sampling) if spec.name in options]
+    names = [spec.name for spec in fields(SamplingParams) if spec.name in options]
     sampling = {"max_new_tokens": 8, **{name: options.pop(name) for name in names}}
     defaults: dict[str, Any] = {
         "policy": tiny_policy,
         "rewards": parity_reward,
         "group_size": 4,
-        "sampling": Sampling(**sampling),
+        "sampling": SamplingParams(**sampling),
         "optimizer": partial(AdamW, lr=1e-2, weight_decay=0.0),
     }
     return RLLightningModule(**{**defaults, **options})

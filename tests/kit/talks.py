@@ -8,12 +8,12 @@ from typing import Any
 from typing_extensions import override
 
 from kit.vllm_models import prompts_of
-from lightning_rl import Finish, Sampling
-from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, Transcript
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenEnvironment, TokenStep, Transcript
 from lightning_rl.generation import Request
 
 TURNS = 6
-What = list[tuple[tuple[int, ...], Finish, list[list[float]]]]
+What = list[tuple[tuple[int, ...], FinishReason, list[list[float]]]]
 
 
 class Echo(TokenEnvironment):
@@ -29,7 +29,7 @@ class Echo(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Goes on for ever."""
         time.sleep(random.SystemRandom().random() * self.pause)
         if self.heard is not None:
@@ -42,14 +42,14 @@ class Echo(TokenEnvironment):
 
 
 def openings(number: int = 16, *, pause: float = 0.0, **options: Any) -> list[Opening]:
-    """Conversations of :data:`TURNS` turns of up to 16 tokens; ``options`` are those of Sampling."""
+    """Conversations of :data:`TURNS` turns of up to 16 tokens; ``options`` are those of SamplingParams."""
     known = {"max_new_tokens": 100, "temperature": 1.0, "eos_token_ids": range(1, 12), **options}
     return [
         Opening(
             Conversation(
                 Echo(pause=pause),
-                Request(prefix_ids=tuple(ids), sample_id=n, seed=1000 + n, sampling=Sampling(**known)),
-                Limits(turns=TURNS, turn_tokens=16, length=256),
+                Request(prefix_ids=tuple(ids), sample_id=n, seed=1000 + n, sampling=SamplingParams(**known)),
+                ConversationLimits(turns=TURNS, turn_tokens=16, length=256),
             ),
             {},
             n,

@@ -11,7 +11,7 @@ from kit.engine_requests import request_of
 from kit.support import tiny_model
 from lightning_rl import Engine, Rollout, VLLMEngine
 from lightning_rl.generation import Completion, Request
-from lightning_rl.generation.weights.stream import persistent_buffers
+from lightning_rl.generation.weights.weight_stream import persistent_buffers
 from lightning_rl.policy import PolicyModel, pack
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)

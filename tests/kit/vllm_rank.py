@@ -58,7 +58,7 @@ def main(folder: Path, strategy: str, ranks: int, shared: int) -> None:
     module = tiny_module(
         policy=partial(a_model, "qwen2"),
         engine=an_engine(tensor_parallel_size=shared),
-        minibatches=2,
+        minibatches_per_rollout=2,
         max_new_tokens=10,
         optimizer=partial(SGD, lr=0.05),
         max_grad_norm=None,

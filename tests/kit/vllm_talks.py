@@ -13,10 +13,10 @@ from typing_extensions import override
 from kit.engine_requests import launch
 from kit.vllm_models import VOCABULARY, a_model, prompts_of, synced
 from kit.vllm_rank import an_engine
-from lightning_rl import Finish, Sampling
-from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, converse
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenEnvironment, TokenStep, converse
 from lightning_rl.generation import Request
-from lightning_rl.generation.answers import TurnAnswers
+from lightning_rl.generation.validate_completions import TurnAnswers
 
 NUMBER = 7
 
@@ -31,7 +31,7 @@ class Counting(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Says how many turns are left."""
         self.left -= 1
         return TokenStep(token_ids=[3 + self.left]) if self.left else TokenStep(done=True)
@@ -43,9 +43,9 @@ class Counting(TokenEnvironment):
 
 def opening(number: int, ids: Sequence[int]) -> Opening:
     """One conversation."""
-    sampling = Sampling(max_new_tokens=40, eos_token_ids=range(1, 12))
+    sampling = SamplingParams(max_new_tokens=40, eos_token_ids=range(1, 12))
     first = Request(prefix_ids=tuple(ids), sample_id=number, seed=number, sampling=sampling)
-    return Opening(Conversation(Counting(), first, Limits(turn_tokens=8, length=256)), {}, number)
+    return Opening(Conversation(Counting(), first, ConversationLimits(turn_tokens=8, length=256)), {}, number)
 
 
 def main(folder: Path, ranks: int) -> None:

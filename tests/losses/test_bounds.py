@@ -8,8 +8,8 @@ from kit.losses import loss_of, with_bound
 from torch import Tensor
 
 from lightning_rl import DPPO, GMPO, GSPO, ClippedSurrogate
+from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, policy_ratio
 from lightning_rl.signal.kl import TANGENT_SLOPE, importance, k3
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio
 
 LOGPROBS = torch.tensor([[-1.0, -0.5]], dtype=torch.float64)
 FAR = LOGPROBS - torch.tensor([[25.0, 0.5]], dtype=torch.float64)

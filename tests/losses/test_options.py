@@ -113,15 +113,15 @@ def test_options_out_of_range_are_refused_when_the_loss_is_made(kind: type, opti
 @pytest.mark.parametrize(
     ("loss", "metric", "share"),
     [
-        (ClippedSurrogate(), "policy/clip_low", 0.25),
-        (ClippedSurrogate(), "policy/clip_high", 0.25),
-        (ClippedSurrogate(clip_high=1.0), "policy/clip_high", 0.0),
+        (ClippedSurrogate(), "policy/clip_fraction_low", 0.25),
+        (ClippedSurrogate(), "policy/clip_fraction_high", 0.25),
+        (ClippedSurrogate(clip_high=1.0), "policy/clip_fraction_high", 0.0),
         (CISPO(), "policy/clipped", 0.0),
         (CISPO(clip_low=0.2, clip_high=0.2), "policy/clipped", 1.0),
         (CISPO(clip_low=0.2, clip_high=1.0), "policy/clipped", 0.5),
         (CISPO(clip_low=0.2, clip_high=0.2, anchor="rollout"), "policy/clipped", 0.0),
-        (GSPO(), "policy/clip_low", 0.5),  # the mean of the row shrank: its two bad tokens
-        (GSPO(), "policy/clip_high", 0.0),
+        (GSPO(), "policy/clip_fraction_low", 0.5),  # the mean of the row shrank: its two bad tokens
+        (GSPO(), "policy/clip_fraction_high", 0.0),
     ],
 )
 def test_shares_of_four_tokens(loss: PolicyLoss, metric: str, share: float) -> None:
@@ -137,7 +137,7 @@ def test_gspo_counts_the_tokens_of_clipped_rows(gap: float, sign: int, low: floa
     logprobs = [[-1.0 + gap] * 3, [-1.0, -1.0, -1.0]]
     view = view_of(logprobs, old_logprobs=[[-1.0] * 3] * 2, advantages=[[sign] * 3] * 2, valid=[[1, 1, 1], [1, 1, 0]])
     metrics = run_step(view, loss=GSPO()).metrics
-    assert (metrics["policy/clip_low"], metrics["policy/clip_high"]) == pytest.approx((low, high))
+    assert (metrics["policy/clip_fraction_low"], metrics["policy/clip_fraction_high"]) == pytest.approx((low, high))
 
 
 def test_a_loss_is_a_value() -> None:

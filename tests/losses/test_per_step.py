@@ -156,7 +156,10 @@ def test_clip_cov_has_no_loss_where_it_chose_and_that_of_ppo_elsewhere() -> None
     step, plain = run_step(view, loss=loss), run_step(view, loss=ClippedSurrogate())
     assert plain.gradient[0].count_nonzero() == 2  # a clip holds back the first and the third
     assert_close(step.gradient, torch.where(torch.tensor([[False, False, False, True]]), 0.0, plain.gradient))
-    assert step.metrics["policy/chosen"] == 0.25 and {"policy/clip_low", "policy/clip_high"} <= step.metrics.keys()
+    assert (
+        step.metrics["policy/chosen"] == 0.25
+        and {"policy/clip_fraction_low", "policy/clip_fraction_high"} <= step.metrics.keys()
+    )
 
 
 @pytest.mark.parametrize(("fraction", "number"), [(1e-6, 1), (0.3, 1), (0.5, 2), (0.75, 3)])

@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from lightning_rl import ClippedSurrogate, PolicyLoss, Reinforce, ValueLoss
-from lightning_rl.signal.ratios import policy_ratio
+from lightning_rl.signal.importance_ratios import policy_ratio
 
 NAN, INF = math.nan, math.inf
 

@@ -119,11 +119,15 @@ def test_contexts_of_corrections_are_entered_for_the_pass_as_well() -> None:
 @pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 1), (2, 2)])
 def test_a_fit_prepares_once_for_each_optimizer_step(minibatches: int, epochs: int) -> None:
     loss = Watching()
-    trainer = fit(tiny_module(loss=loss, minibatches=minibatches, epochs=epochs, token_budget=40))
+    trainer = fit(
+        tiny_module(
+            loss=loss, minibatches_per_rollout=minibatches, epochs_per_rollout=epochs, max_tokens_per_microbatch=40
+        )
+    )
     assert trainer.global_step == len(loss.prepared) >= 4 * minibatches * epochs
     assert any(len(views) > 1 for views in loss.prepared)
     assert len(loss.given) == sum(len(views) for views in loss.prepared)
 
 
 def test_a_loss_of_the_library_trains_through_a_fit() -> None:
-    assert fit(tiny_module(loss=KLCov(fraction=0.1), minibatches=2)).global_step == 8
+    assert fit(tiny_module(loss=KLCov(fraction=0.1), minibatches_per_rollout=2)).global_step == 8

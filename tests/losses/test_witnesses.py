@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import Step, run_step, view_of
+from kit.support import StepResult, run_step, view_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -34,7 +34,7 @@ def summed(valid_tokens: Tensor, *_: Any) -> Tensor:
     return valid_tokens.double()
 
 
-def step_of(loss: PolicyLoss, view: Any) -> Step:
+def step_of(loss: PolicyLoss, view: Any) -> StepResult:
     return run_step(view, loss=loss, reduction=summed)
 
 

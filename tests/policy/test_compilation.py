@@ -16,12 +16,12 @@ from torch.optim import SGD
 
 from lightning_rl import RLLightningModule
 from lightning_rl.callbacks import ReferenceKL, TruncatedIS
-from lightning_rl.compatibility import check_kernels
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.compilation import compile_layers, has_compilation
 from lightning_rl.policy.lora import adapters_off
+from lightning_rl.setup_checks import check_kernels
 
 exactly = torch.testing.assert_close
 PLAIN, COMPILED = False, "eager"
@@ -126,7 +126,11 @@ def test_twice_the_layers_are_no_more_graphs() -> None:
 
 def module(backend: str | bool, **options: Any) -> RLLightningModule:
     policy = partial(tiny_policy, dtype=torch.float64)
-    settings = {"advantages": "gae", "critic": partial(tiny_policy, 1, dtype=torch.float64), "minibatches": 2}
+    settings = {
+        "advantages": "gae",
+        "critic": partial(tiny_policy, 1, dtype=torch.float64),
+        "minibatches_per_rollout": 2,
+    }
     return tiny_module(
         policy=policy,
         optimizer=partial(SGD, lr=0.05),
@@ -180,7 +184,7 @@ def test_decoding_compiles_nothing_and_draws_the_same(ahead: int) -> None:
         trained = module(backend, max_staleness=ahead)
         fit(trained, callbacks=[ReferenceKL(0.1), TruncatedIS()], data=tiny_prompts(16), max_steps=2)
         before = graphs()
-        texts.append(trained.complete([[2, 3], [4]], temperature=1.0))
+        texts.append(trained.generate([[2, 3], [4]], temperature=1.0))
         assert graphs() == before
     assert texts[0] == texts[1]
 

@@ -16,7 +16,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.model import FiniteOutputs, check_dropout, check_scoring
-from lightning_rl.rollouts.logprobs import add_logprobs
+from lightning_rl.rollouts.logprob_passes import add_logprobs
 
 exactly = torch.testing.assert_close
 forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -171,7 +171,7 @@ def test_no_microbatch_of_an_accelerator_is_waited_for_to_see_whether_it_is_fini
 
 def test_non_finite_weights_stop_the_scoring_of_a_rollout() -> None:
     policy, rollout = PolicyModel(tiny_policy(), None, temperature=1.0, packed=True), ragged_rollout()
-    plan = make_plan(rollout, minibatches=1, token_budget=1000)
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=1000)
     add_logprobs(rollout, plan, policy, None, Corrections(), old=True)
     tuple(policy.model.parameters())[-1].data[3] = torch.nan
     with pytest.raises(FloatingPointError, match=r"\(sample \d+\), response position \d+: its weights"):

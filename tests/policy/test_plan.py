@@ -51,7 +51,7 @@ def check(rollout: Rollout, plan: Plan, *, minibatches: int, budget: int, packed
 @pytest.mark.parametrize("budget", [1, 9, 20, 1000])
 def test_every_trained_row_once_in_whole_groups_within_the_budget(packed: bool, minibatches: int, budget: int) -> None:
     rollout = exclude_rows(ragged_rollout(24), [0, 7, 9, 10, 11])
-    plan = make_plan(rollout, minibatches=minibatches, token_budget=budget, packed=packed)
+    plan = make_plan(rollout, minibatches=minibatches, max_tokens_per_microbatch=budget, packed=packed)
     check(rollout, plan, minibatches=minibatches, budget=budget, packed=packed)
 
 
@@ -66,7 +66,7 @@ def test_a_row_of_several_sequences_counts_each_of_them() -> None:
         (False, 14, [[0], [1, 2]]),
         (False, 20, [[0, 1, 2]]),
     ):
-        (steps,) = make_plan(rollout, minibatches=1, token_budget=budget, packed=packed).rows()
+        (steps,) = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=budget, packed=packed).rows()
         assert steps == expected
 
 
@@ -89,14 +89,14 @@ def test_holds_for_any_lengths(
         prompt_lengths=torch.tensor(prompts), response_lengths=torch.tensor(responses), action_mask=inside,
         trained=trained, valid_tokens=inside & trained[:, None],
     )  # fmt: skip
-    plan = make_plan(rollout, minibatches=minibatches, token_budget=budget, packed=packed)
+    plan = make_plan(rollout, minibatches=minibatches, max_tokens_per_microbatch=budget, packed=packed)
     check(rollout, plan, minibatches=minibatches, budget=budget, packed=packed)
 
 
 @forms
 def test_microbatches_are_filled_and_hold_rows_of_similar_length(packed: bool) -> None:
     rollout = ragged_rollout(24)
-    plan = make_plan(rollout, minibatches=1, token_budget=20, packed=packed)
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=20, packed=packed)
     lengths = rollout.prompt_lengths + rollout.response_lengths
     ordered = [rollout.groups[rows_of(plan)].tolist(), lengths[rows_of(plan)].tolist()]
     if packed:
@@ -112,14 +112,14 @@ def test_microbatches_are_filled_and_hold_rows_of_similar_length(packed: bool) -
 
 
 def test_groups_are_shared_out_evenly() -> None:
-    plan = make_plan(ragged_rollout(15, group_size=3), minibatches=2, token_budget=1000)
+    plan = make_plan(ragged_rollout(15, group_size=3), minibatches=2, max_tokens_per_microbatch=1000)
     groups = [{row // 3 for microbatch in step for row in microbatch.index.tolist()} for step in plan.minibatches]
     assert groups == [{0, 1, 2}, {3, 4}]
 
 
 def test_a_group_may_lie_anywhere_in_the_rollout() -> None:
     rollout = ragged_rollout(12).replace(groups=torch.tensor([7, 5] * 6))
-    plan = make_plan(rollout, minibatches=2, token_budget=1000)
+    plan = make_plan(rollout, minibatches=2, max_tokens_per_microbatch=1000)
     assert [sorted(step[0].index.tolist()) for step in plan.minibatches] == [
         list(range(0, 12, 2)),
         list(range(1, 12, 2)),
@@ -135,8 +135,8 @@ def test_every_rank_runs_as_many_microbatches_as_the_busiest(packed: bool) -> No
         return [5, numbers[1], numbers[2] + 1]
 
     rollout = ragged_rollout(9)
-    plan = make_plan(rollout, minibatches=3, token_budget=12, packed=packed, max_over_ranks=max_over_ranks)
-    alone = make_plan(rollout, minibatches=3, token_budget=12, packed=packed)
+    plan = make_plan(rollout, minibatches=3, max_tokens_per_microbatch=12, packed=packed, max_over_ranks=max_over_ranks)
+    alone = make_plan(rollout, minibatches=3, max_tokens_per_microbatch=12, packed=packed)
     numbers = [len(step) for step in alone.minibatches]
     assert asked == [numbers], "one collective for the whole plan"
     assert [len(step) for step in plan.minibatches] == [5, numbers[1], numbers[2] + 1]
@@ -150,7 +150,11 @@ def test_a_padding_microbatch_has_every_field_and_no_valid_token(packed: bool) -
         extras={"weight": torch.ones(6, 2)}, token_extras={"teacher": torch.ones(6, 7), "experts": torch.ones(6, 7, 3)}
     )
     plan = make_plan(
-        rollout, minibatches=1, token_budget=1000, packed=packed, max_over_ranks=lambda numbers: [numbers[0] + 1]
+        rollout,
+        minibatches=1,
+        max_tokens_per_microbatch=1000,
+        packed=packed,
+        max_over_ranks=lambda numbers: [numbers[0] + 1],
     )
     padding = plan.minibatches[0][-1]
     rows = padding.rows_of(rollout)
@@ -163,7 +167,7 @@ def test_a_padding_microbatch_has_every_field_and_no_valid_token(packed: bool) -
 @forms
 def test_rows_of_a_microbatch_are_cut_to_its_longest_response(packed: bool) -> None:
     rollout = ragged_rollout(24)
-    for microbatch in make_plan(rollout, minibatches=2, token_budget=12, packed=packed).microbatches():
+    for microbatch in make_plan(rollout, minibatches=2, max_tokens_per_microbatch=12, packed=packed).microbatches():
         rows = microbatch.rows_of(rollout)
         assert rows.sample_ids.tolist() == microbatch.index.tolist()
         assert microbatch.layout.shape == rows.response_ids.shape == (len(rows), max(1, rows.response_lengths.max()))
@@ -174,7 +178,11 @@ def test_rows_of_a_microbatch_are_cut_to_its_longest_response(packed: bool) -> N
 def test_a_saved_plan_comes_back_the_same(packed: bool) -> None:
     rollout = ragged_rollout(12)
     plan = make_plan(
-        rollout, minibatches=2, token_budget=14, packed=packed, max_over_ranks=lambda numbers: [n + 1 for n in numbers]
+        rollout,
+        minibatches=2,
+        max_tokens_per_microbatch=14,
+        packed=packed,
+        max_over_ranks=lambda numbers: [n + 1 for n in numbers],
     )
     again = plan_of_rows(rollout, plan.rows(), packed=packed)
     assert again.rows() == plan.rows()
@@ -185,27 +193,27 @@ def test_a_saved_plan_comes_back_the_same(packed: bool) -> None:
 
 
 def test_the_same_rollout_gives_the_same_plan_and_epochs_repeat_it() -> None:
-    first, second = (make_plan(ragged_rollout(24), minibatches=3, token_budget=14) for _ in range(2))
+    first, second = (make_plan(ragged_rollout(24), minibatches=3, max_tokens_per_microbatch=14) for _ in range(2))
     assert first.rows() == second.rows()
     assert [first.step(number) for number in range(6)] == [*first.minibatches, *first.minibatches]
 
 
 def test_fewer_groups_than_minibatches_leave_the_last_ones_empty() -> None:
-    plan = make_plan(ragged_rollout(6, group_size=3), minibatches=4, token_budget=1000)
+    plan = make_plan(ragged_rollout(6, group_size=3), minibatches=4, max_tokens_per_microbatch=1000)
     assert [len(step) for step in plan.minibatches] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [0, 6], ids=["no-rows", "all-excluded"])
 def test_nothing_to_train_on_gives_padding_only(rows: int) -> None:
     rollout = exclude_rows(ragged_rollout(6), range(6)).select(torch.arange(rows))
-    assert make_plan(rollout, minibatches=2, token_budget=100).rows() == [[], []]
-    assert make_plan(rollout, minibatches=2, token_budget=100, max_over_ranks=lambda _: [2, 1]).rows() == [
+    assert make_plan(rollout, minibatches=2, max_tokens_per_microbatch=100).rows() == [[], []]
+    assert make_plan(rollout, minibatches=2, max_tokens_per_microbatch=100, max_over_ranks=lambda _: [2, 1]).rows() == [
         [[], []],
         [[]],
     ]
 
 
 def test_a_plan_moves_as_a_whole() -> None:
-    moved = make_plan(ragged_rollout(6), minibatches=2, token_budget=14).to("meta")
+    moved = make_plan(ragged_rollout(6), minibatches=2, max_tokens_per_microbatch=14).to("meta")
     assert {microbatch.index.device.type for microbatch in moved.microbatches()} == {"meta"}
     assert {microbatch.layout.source.device.type for microbatch in moved.microbatches()} == {"meta"}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from lightning_rl import Finish, LossView
+from lightning_rl import FinishReason, LossView
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TOKEN, TURNS, concatenate
 
 WIDEST = 6
@@ -63,7 +63,7 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         valid_tokens=valid,
         groups=groups,
         sample_ids=torch.where(real, torch.arange(number) + 7, -1),
-        finish=torch.where(cut_off, Finish.LENGTH, Finish.STOP).byte(),
+        finish=torch.where(cut_off, FinishReason.LENGTH, FinishReason.STOP).byte(),
         policy_version=torch.where(action_mask, 0, -1),
         trained=trained,
         rewarded=rewarded,

@@ -16,8 +16,8 @@ from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, token_mean
-from lightning_rl.signal.rewards import shaped_rewards
 from lightning_rl.signal.selection import GlobalConcat, local_values
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 LEAVES = ("logprobs", "entropy", "current_values")
 Cut = Sequence[Sequence[int]]

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from lightning_rl import GAE, LossView, ReMax, RLCallback
 from lightning_rl.corrections import Corrections
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.signal.statistics import group_statistics
 from properties.batches import (
     WITNESS,

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from lightning_rl import LossView, RLCallback
 from lightning_rl.corrections import Corrections, LossTerm
+from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, policy_ratio, sequence_ratio
 from lightning_rl.signal.kl import KL_ESTIMATORS
-from lightning_rl.signal.ratios import LOG_RATIO_BOUND, policy_ratio, sequence_ratio
 from lightning_rl.signal.reductions import token_mean
 from properties.batches import WITNESS
 from properties.evaluation import provided, signal_of

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_rl import CISPO, DPPO, GSPO, VESPO, LossView, PolicyLoss, Reinforce, RLCallback, ValueLoss
 from lightning_rl.corrections import Corrections
+from lightning_rl.signal.importance_ratios import sequence_ratio
 from lightning_rl.signal.kl import KL_ESTIMATORS
-from lightning_rl.signal.ratios import sequence_ratio
 from properties.batches import WITNESS
 from properties.evaluation import evaluate, prepared_view, provided
 from properties.exports import CORRECTIONS, LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, name_of

@@ -38,7 +38,7 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from properties.batches import WITNESS
 from properties.evaluation import evaluate
 from properties.exports import CORRECTIONS

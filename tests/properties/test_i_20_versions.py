@@ -4,7 +4,7 @@ import pytest
 import torch
 from kit.support import fill_rollout, fit, parity_reward, recorder, tiny_module
 
-from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, Sampling
+from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, SamplingParams
 from lightning_rl.corrections import Corrections
 from lightning_rl.generation import Request
 from lightning_rl.rewards import Rewards
@@ -15,7 +15,7 @@ from properties.exports import corrections_with, name_of
 @pytest.fixture(scope="module")
 def rollouts() -> list[Rollout]:
     seen: list[Rollout] = []
-    fit(tiny_module(minibatches=2), callbacks=[recorder(seen)("recorder")])
+    fit(tiny_module(minibatches_per_rollout=2), callbacks=[recorder(seen)("recorder")])
     return seen
 
 
@@ -59,7 +59,7 @@ def test_i_13_sampled_is_kept_plus_filtered(correction: RLCallback, number: int)
 
     sampler = Sampler(
         engine=FakeEngine(answer), tokenizer=None, rewards=Rewards([parity_reward]), seed=0, group_size=2,
-        corrections=Corrections([correction]), sampling=Sampling(max_new_tokens=9, eos_token_ids=[1]),
+        corrections=Corrections([correction]), sampling=SamplingParams(max_new_tokens=9, eos_token_ids=[1]),
     )  # fmt: skip
     sampler.engine.load_weights([], 0)
     data = PromptDataModule([{"prompt": [2]} for _ in range(90)], 1, shuffle=False)

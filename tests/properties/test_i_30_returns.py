@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import LossView
-from lightning_rl.signal.returns import discounted_returns, gae
+from lightning_rl.signal.discounted_returns import discounted_returns, gae
 from properties.batches import KINDS, many, some, views
 
 decays = st.sampled_from([0.0, 0.5, 0.9, 1.0])

@@ -27,9 +27,9 @@ from lightning_rl import (
     ClippedSurrogate,
     EngineError,
     FakeEngine,
-    Finish,
+    FinishReason,
     PromptDataModule,
-    Sampling,
+    SamplingParams,
     SequenceSumNorm,
     Stat,
     TransformersEngine,
@@ -43,7 +43,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion
 from lightning_rl.policy import PolicyModel, Scorer, make_plan, pack
-from lightning_rl.rollouts.logprobs import add_logprobs
+from lightning_rl.rollouts.logprob_passes import add_logprobs
 
 NAN = math.nan
 PLAIN = GAE(whitened=False)
@@ -122,12 +122,12 @@ def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperatur
     model = tiny_policy(dtype=torch.float64)
     engine = TransformersEngine()
     launch(engine, model)
-    sampling = Sampling(temperature=temperature, max_new_tokens=6, eos_token_ids=[1])
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=6, eos_token_ids=[1])
     sampler = sampler_of(engine=engine, sampling=sampling, dtype=torch.float64)
     rollout = sample_groups(sampler, [Prompt(0, (2, 3), None, {}), Prompt(1, (4,), None, {})])
     policy = PolicyModel(model, None, temperature=temperature, packed=True)
     reference = Scorer(model, temperature=temperature, packed=True)
-    plan = make_plan(rollout, minibatches=1, token_budget=99)
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=99)
     found = add_logprobs(rollout, plan, policy, reference, Corrections(), old=True)
     engines = found.require("rollout_logprobs")
     assert_close(found.require("old_logprobs"), engines)
@@ -194,7 +194,7 @@ def test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered() -> Non
 def test_1_12_a_log_probability_is_missing_for_no_token() -> None:
     def short(request: Any) -> Completion:
         given = torch.full((4 - request.sample_id,), -1.0)
-        return Completion(token_ids=(2,) * 4, logprobs=given, finish=Finish.LENGTH, version=6)
+        return Completion(token_ids=(2,) * 4, logprobs=given, finish=FinishReason.LENGTH, version=6)
 
     with pytest.raises(EngineError, match="expected a log-probability for each of 4 tokens"):
         sample_groups(sampler_of(script=short), [Prompt(0, (2,), None, {})])

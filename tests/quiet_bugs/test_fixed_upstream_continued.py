@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from lightning_rl import (
     GRPO,
     RLOO,
-    Finish,
+    FinishReason,
     LossTerm,
     RLCallback,
     Rollout,
@@ -41,7 +41,7 @@ CUTS = [[[5], [0, 11, 3, 4, 2, 7, 8], [1, 10], [6, 9]], [range(6), range(6, 12)]
 
 def test_1_14_log_probabilities_of_the_engine_keep_their_precision() -> None:
     given = -torch.rand(6, generator=torch.Generator().manual_seed(0)) - 1
-    said = Completion(token_ids=(2,) * 6, logprobs=given, finish=Finish.LENGTH, version=6)
+    said = Completion(token_ids=(2,) * 6, logprobs=given, finish=FinishReason.LENGTH, version=6)
     rollout = sample_groups(sampler_of(script=lambda _: said), PROMPT)
     assert torch.equal(Rollout.from_state(rollout.state()).require("rollout_logprobs")[0], given)
 
@@ -203,7 +203,7 @@ def test_1_25_the_version_of_a_token_is_pinned_when_its_request_is_sent() -> Non
     def overtaken(request: Any) -> Completion:
         pinned = sampler.engine.version
         sampler.engine.load_weights([], pinned + 1)
-        return Completion(token_ids=(2, 3), logprobs=torch.zeros(2), finish=Finish.LENGTH, version=pinned)
+        return Completion(token_ids=(2, 3), logprobs=torch.zeros(2), finish=FinishReason.LENGTH, version=pinned)
 
     sampler = sampler_of(script=overtaken)
     rollout = sample_groups(sampler, PROMPT, 9)

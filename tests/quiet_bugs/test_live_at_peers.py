@@ -19,7 +19,7 @@ from lightning_rl import (
     RLOO,
     ClippedSurrogate,
     FakeEngine,
-    Finish,
+    FinishReason,
     Reinforce,
     RLCallback,
     Stat,
@@ -43,15 +43,15 @@ from lightning_rl.callbacks import (
     opsm,
     truncated_is,
 )
-from lightning_rl.compatibility import check_reads
 from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.losses import LOSSES, M2PO, ClipCov, PolicyLoss, resolve_loss
 from lightning_rl.policy import make_plan
-from lightning_rl.rollouts.signal import exclude_rows
+from lightning_rl.rollouts.estimate_signal import exclude_rows
+from lightning_rl.setup_checks import check_reads
 from lightning_rl.signal.kl import KL_ESTIMATORS, k3, kl_estimator
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.reductions import resolve_reduction
-from lightning_rl.signal.rewards import shaped_rewards
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 NAN, INF = math.nan, math.inf
 PLAIN = GAE(whitened=False)
@@ -90,7 +90,7 @@ def test_2_02_whitening_does_not_see_padding(padding: int) -> None:
 
 @pytest.mark.parametrize("second", [1.0, 100.0, NAN])
 def test_2_03_the_reward_of_a_masked_row_moves_no_other_row(second: float) -> None:
-    finish = torch.tensor([Finish.STOP, Finish.LENGTH], dtype=torch.uint8)
+    finish = torch.tensor([FinishReason.STOP, FinishReason.LENGTH], dtype=torch.uint8)
     rollout = rollout_of([1.0, second], [[1, 1], [1, 1]], finish=finish)
     rollout = rollout.replace(rewarded=NoEOSMask().reward_mask(rollout))
     assert signal(rollout, GRPO())[0].tolist() == [[0.0, 0.0], [0.0, 0.0]]
@@ -205,7 +205,7 @@ def test_2_13_shaping_is_masked_and_an_empty_response_is_no_error() -> None:
 
 
 def test_2_14_a_response_is_cut_off_if_its_engine_says_so_and_not_if_it_fills_the_width() -> None:
-    finish = torch.tensor([Finish.STOP, Finish.LENGTH], dtype=torch.uint8)
+    finish = torch.tensor([FinishReason.STOP, FinishReason.LENGTH], dtype=torch.uint8)
     rollout = rollout_of([1.0, 1.0], [[1, 1, 1], [1, 1, 1]], finish=finish)
     for width in (3, 5):
         assert NoEOSMask().reward_mask(rollout.fit_width(width)).tolist() == [True, False]
@@ -326,7 +326,7 @@ def test_2_22_a_step_draws_no_global_random_number() -> None:
             torch.manual_seed(seed)
             before = torch.get_rng_state()
             advantages, _ = signal(rollout, GRPO())
-            plan = make_plan(rollout, minibatches=2, token_budget=20).rows()
+            plan = make_plan(rollout, minibatches=2, max_tokens_per_microbatch=20).rows()
             found.append((advantages, plan, one_step(rollout, cut, RolloutKL(0.1), loss=loss)))
             assert torch.equal(torch.get_rng_state(), before)
     (advantages, plan, step), *others = found

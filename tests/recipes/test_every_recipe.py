@@ -221,7 +221,7 @@ def test_a_configuration_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     skip_without_extra(name)
     config = small_configuration(name)
     model, data = config["model"], config["data"]
-    config["trainer"]["max_steps"] = model.get("minibatches", 1)
+    config["trainer"]["max_steps"] = model.get("minibatches_per_rollout", 1)
     model["sampling"]["max_new_tokens"], data["prompts_per_rollout"] = 8, 8
     model.pop("engine", None)
     for callback in config["trainer"]["callbacks"]:

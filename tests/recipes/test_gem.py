@@ -10,9 +10,9 @@ from adapters.gem import GemEnvironment
 from kit.chatter import chatting_module, games, generator_states
 from kit.support import fit, recorder
 
-from lightning_rl import Finish, Rollout
+from lightning_rl import FinishReason, Rollout
 from lightning_rl.audit import SignalAudit
-from lightning_rl.environments import Answer, EnvironmentReward
+from lightning_rl.environments import Action, EnvironmentReward
 
 pytest.importorskip("gem")
 GUESS = "game:GuessTheNumber-v0-easy"
@@ -26,10 +26,10 @@ def test_a_game_is_played_from_its_instructions_to_its_end() -> None:
     assert opening["content"].startswith("You are playing Guess The Number.\n")
     assert "between 1 and 9 (inclusive) within 3 turns" in opening["content"]
     assert opening["content"].endswith("\nEnter your next guess.")
-    step = game.step(Answer(text=f"\\boxed{{{secret + 1}}}"))
+    step = game.step(Action(text=f"\\boxed{{{secret + 1}}}"))
     hint = f"At turn 1, you guessed {secret + 1}, and the target number is lower than {secret + 1}."
     assert step.messages == [{"role": "user", "content": f"{hint}\nEnter your next guess."}] and step.reward == 0.0
-    step = game.step(Answer(text=f"I say \\boxed{{{secret}}}"))
+    step = game.step(Action(text=f"I say \\boxed{{{secret}}}"))
     assert (step.done, step.reward) == (True, 1.0)
     game.close()
     assert generator_states() == before and logging.getLogger().handlers == handlers
@@ -66,4 +66,4 @@ def test_a_policy_trains_on_a_game_under_the_audit() -> None:
     assert trainer.global_step == len(rollouts) == 2
     assert torch.cat([rollout.token_extras["turns"].amax(-1) for rollout in rollouts]).max() >= 3
     assert torch.cat([rollout.rewards for rollout in rollouts]).unique().numel() > 1
-    assert Finish.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()
+    assert FinishReason.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()

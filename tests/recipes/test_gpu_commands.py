@@ -102,7 +102,7 @@ def small_configuration(path: Path) -> dict[str, Any]:
     model, trainer = config["model"], config["trainer"]
     trainer |= {**MACHINES, "enable_progress_bar": False}
     if "max_steps" in trainer:
-        trainer["max_steps"] = model.get("minibatches", 1)
+        trainer["max_steps"] = model.get("minibatches_per_rollout", 1)
     if "val_check_interval" in trainer:
         trainer["val_check_interval"] = 1
     model["sampling"]["max_new_tokens"] = SIZES["max_new_tokens"]

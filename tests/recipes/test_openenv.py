@@ -16,9 +16,9 @@ from kit.chatter import chatting_module
 from kit.support import fit, recorder
 from typing_extensions import override
 
-from lightning_rl import Finish, PromptDataModule, Rollout
+from lightning_rl import FinishReason, PromptDataModule, Rollout
 from lightning_rl.audit import SignalAudit
-from lightning_rl.environments import Answer, EnvironmentReward
+from lightning_rl.environments import Action, EnvironmentReward
 
 core: Any = pytest.importorskip("openenv.core")
 
@@ -96,10 +96,10 @@ def test_an_episode_is_played_from_the_first_observation_to_its_end(make: Any) -
     row = {"prompt": [system, {"role": "user", "content": "play"}]}
     assert environment.reset(row, 3) == [system, {"role": "user", "content": "Guess my number, from 1 to 9."}]
     secret = Random(3).randint(1, 9)
-    step = environment.step(Answer(text=json.dumps({"number": secret + 1})))
+    step = environment.step(Action(text=json.dumps({"number": secret + 1})))
     assert (step.messages, step.reward) == ([{"role": "user", "content": "lower"}], None)
-    assert environment.step(Answer(text=json.dumps({"number": secret - 1}))).reward == 0.0
-    step = environment.step(Answer(text=json.dumps({"number": secret})))
+    assert environment.step(Action(text=json.dumps({"number": secret - 1}))).reward == 0.0
+    step = environment.step(Action(text=json.dumps({"number": secret})))
     assert (step.messages, step.reward, step.done) == ((), 1.0, True)
     environment.close()
 
@@ -117,7 +117,7 @@ def test_an_episode_is_played_from_the_first_observation_to_its_end(make: Any) -
 )
 def test_what_is_no_action_is_told_to_the_policy_and_never_reaches_the_environment(text: str, error: str) -> None:
     environment = begun()
-    step = environment.step(Answer(text=text))
+    step = environment.step(Action(text=text))
     (message,) = step.messages
     assert message["role"] == "user" and json.loads(message["content"])["error"].startswith(error)
     assert (step.done, step.reward, dict(step.metrics)) == (False, None, {"action_errors": 1.0})
@@ -126,7 +126,7 @@ def test_what_is_no_action_is_told_to_the_policy_and_never_reaches_the_environme
 
 def test_an_answer_that_was_cut_off_is_no_action() -> None:
     environment = begun()
-    assert environment.step(Answer(text='{"number": 3}', finish=Finish.LENGTH)).done
+    assert environment.step(Action(text='{"number": 3}', finish=FinishReason.LENGTH)).done
     assert environment._remote.steps == 0  # noqa: SLF001
 
 
@@ -151,7 +151,7 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_a_mistake_in_parse_is_no_fault_of_the_policy() -> None:
     with pytest.raises(AttributeError, match="nothing"):
-        begun(parse=lambda text: text.nothing).step(Answer(text="3"))
+        begun(parse=lambda text: text.nothing).step(Action(text="3"))
 
 
 @pytest.fixture
@@ -181,9 +181,9 @@ def test_a_client_plays_as_the_environment_does(server: str) -> None:
     (opening,) = environment.reset({"prompt": "play"}, 3)
     assert opening["content"] == "Guess my number, from 1 to 9."
     secret = Random(3).randint(1, 9)
-    step = environment.step(Answer(text=json.dumps({"number": secret + 1})))
+    step = environment.step(Action(text=json.dumps({"number": secret + 1})))
     assert (step.messages, step.reward) == ([{"role": "user", "content": "lower"}], None)
-    step = environment.step(Answer(text=json.dumps({"number": secret})))
+    step = environment.step(Action(text=json.dumps({"number": secret})))
     assert (step.reward, step.done) == (1.0, True)
     environment.close()
 
@@ -206,4 +206,4 @@ def test_a_policy_trains_on_it_under_the_audit(workers: int) -> None:
     assert trainer.global_step == len(rollouts) == 2
     assert torch.cat([rollout.token_extras["turns"].amax(-1) for rollout in rollouts]).max() >= 3
     assert set(torch.cat([rollout.rewards for rollout in rollouts]).tolist()) == {0.0, 1.0}
-    assert Finish.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()
+    assert FinishReason.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()

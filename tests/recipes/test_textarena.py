@@ -10,9 +10,9 @@ from adapters.textarena import TextArenaEnvironment
 from kit.chatter import chatting_module, games, generator_states
 from kit.support import fit, recorder
 
-from lightning_rl import Finish, Rollout
+from lightning_rl import FinishReason, Rollout
 from lightning_rl.audit import SignalAudit
-from lightning_rl.environments import Answer, EnvironmentReward
+from lightning_rl.environments import Action, EnvironmentReward
 
 pytest.importorskip("textarena")
 GUESS = "GuessTheNumber-v0"
@@ -23,7 +23,7 @@ def play(name: str, seed: int, answers: list[str]) -> list[Any]:
     game = TextArenaEnvironment(name)
     said: list[Any] = [game.reset({"prompt": "play"}, seed)]
     for text in answers:
-        said.append(game.step(Answer(text=text)))
+        said.append(game.step(Action(text=text)))
         if said[-1].done:
             break
     game.close()
@@ -36,9 +36,9 @@ def test_a_game_is_played_from_its_instructions_to_its_end() -> None:
     (opening,) = game.reset({"prompt": "play"}, 3)
     secret = random.Random(3).randint(1, 20)
     assert opening["content"].startswith("You are Player 0. You are playing Guess The Number.\n")
-    step = game.step(Answer(text=f"{secret + 1}"))  # in brackets by the wrapper of the game's actions
+    step = game.step(Action(text=f"{secret + 1}"))  # in brackets by the wrapper of the game's actions
     assert step.messages == [{"role": "user", "content": "The target number is lower."}] and step.reward is None
-    step = game.step(Answer(text=f"[{secret}]"))
+    step = game.step(Action(text=f"[{secret}]"))
     assert (step.done, step.reward, step.metrics) == (True, 1.0, {"invalid_moves": 0.0})
     assert generator_states() == before
 
@@ -46,7 +46,7 @@ def test_a_game_is_played_from_its_instructions_to_its_end() -> None:
 def test_an_answer_that_was_cut_off_is_no_move() -> None:
     game = TextArenaEnvironment(GUESS)
     game.reset({"prompt": "play"}, 3)
-    assert game.step(Answer(text="[5]", finish=Finish.LENGTH)).done and game._game.guessed_numbers == set()  # noqa: SLF001
+    assert game.step(Action(text="[5]", finish=FinishReason.LENGTH)).done and game._game.guessed_numbers == set()  # noqa: SLF001
 
 
 def test_invalid_moves_end_the_game_at_its_price() -> None:
@@ -100,4 +100,4 @@ def test_a_policy_trains_on_a_game_under_the_audit(workers: int) -> None:
     assert trainer.global_step == len(rollouts) == 2
     assert torch.cat([rollout.token_extras["turns"].amax(-1) for rollout in rollouts]).max() >= 3
     assert torch.cat([rollout.rewards for rollout in rollouts]).unique().numel() > 1
-    assert Finish.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()
+    assert FinishReason.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()

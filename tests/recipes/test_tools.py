@@ -12,7 +12,7 @@ import torch
 from tiny_gsm8k import IGNORED
 from tools import calculate
 
-from lightning_rl.environments import Answer, ToolCall, ToolEnvironment, parser_for
+from lightning_rl.environments import Action, ToolCall, ToolEnvironment, parser_for
 from lightning_rl.rewards import NumberMatch
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tools.py"
@@ -49,7 +49,7 @@ def test_the_calculator_says_the_result_alone(a: float, operation: str, b: float
 )
 def test_what_cannot_be_calculated_goes_back_to_the_policy(arguments: dict[str, object], error: str) -> None:
     call = ToolCall(name="calculate", arguments=arguments)
-    (message,) = ToolEnvironment([calculate]).step(Answer(text="", tool_calls=[call])).messages
+    (message,) = ToolEnvironment([calculate]).step(Action(text="", tool_calls=[call])).messages
     assert re.search(error, json.loads(str(message["content"]))["error"])
 
 

@@ -21,7 +21,12 @@ def own_loss(view: LossView) -> Tensor:
 
 def main(folder: str, loss: str, delta: float, precision: Any, strategy: str, ranks: int) -> None:
     """Records to ``folder/recorded`` and keeps a checkpoint of every step beside it."""
-    module = tiny_module(minibatches=2, epochs=2, token_budget=30, loss=own_loss if loss == "own" else loss)
+    module = tiny_module(
+        minibatches_per_rollout=2,
+        epochs_per_rollout=2,
+        max_tokens_per_microbatch=30,
+        loss=own_loss if loss == "own" else loss,
+    )
     where: dict[str, Any] = {"strategy": STRATEGIES[strategy]()} if strategy else {}
     trainer = Trainer(
         accelerator="cpu",

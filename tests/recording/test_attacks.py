@@ -26,7 +26,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a recording that RolloutRecorder wrote."""
     folder = tmp_path_factory.mktemp("clean")
     callbacks = [OPSM(1e-3), ReferenceKL(0.1, as_loss=True), RolloutRecorder(folder)]
-    fit(tiny_module(minibatches=2), callbacks=callbacks, data=tiny_prompts(4, 4))
+    fit(tiny_module(minibatches_per_rollout=2), callbacks=callbacks, data=tiny_prompts(4, 4))
     return folder
 
 
@@ -87,13 +87,13 @@ FOREIGN: dict[str, Header] = {
     "a class": made("trap:Loss", clip=1),
     "a partial": {"$partial": named("trap:left"), "args": [], "keywords": {}},
     "a partial of a method": {
-        "$partial": named("lightning_rl.recording.replay:torch.load"),
+        "$partial": named("lightning_rl.recording.recompute:torch.load"),
         "args": [],
         "keywords": {},
     },
-    "the shell": made("lightning_rl.losses.base:FunctionLoss", function=named("os:system")),
+    "the shell": made("lightning_rl.losses.policy_loss:FunctionLoss", function=named("os:system")),
     "a shell that is bound": made(
-        "lightning_rl.losses.base:FunctionLoss",
+        "lightning_rl.losses.policy_loss:FunctionLoss",
         function={"$partial": named("os:system"), "args": ["true"], "keywords": {}},
     ),
     "the importer": named("builtins:__import__"),
@@ -106,7 +106,7 @@ FOREIGN: dict[str, Header] = {
     "no text": {"$name": ["trap", "left"]},
     "a class that is no text": {"$object": {"$name": "trap:left"}, "state": {}},
     "a class of ours that is no part": made("lightning_rl.recording.recorder:RolloutRecorder", folder="/"),
-    "a worker's function": named("lightning_rl.rewards.worker:answer"),
+    "a worker's function": named("lightning_rl.rewards.process_worker:answer"),
 }
 
 
@@ -148,7 +148,7 @@ def test_what_a_correction_keeps_for_other_stages_stays_a_name(folder: Path, tra
         (made("lightning_rl.callbacks.opsm:OPSM", delta=-1), "expected delta > 0"),
         (made("lightning_rl.callbacks.opsm:OPSM", sequence_mask=named("trap:left")), "got 'sequence_mask'"),
         (made("lightning_rl.callbacks.opsm:OPSM", contributes=[]), "got 'contributes'"),
-        (made("lightning_rl.losses.base:PolicyLoss"), "abstract"),
+        (made("lightning_rl.losses.policy_loss:PolicyLoss"), "abstract"),
         ({"$object": GSPO, "state": []}, "expected a mapping of the fields of .*GSPO"),
         ({"$object": GSPO}, r"expected \$object state in a recording"),
         ({"$number": "1e5"}, r"expected \$number nan, inf or -inf"),

@@ -11,7 +11,7 @@ from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from lightning_rl.callbacks import OPSM, DynamicSampling, NoEOSMask, ReferenceKL
 from lightning_rl.recording import Recording, RolloutRecorder, recording
 
-OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2}
+OPTIONS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}
 
 
 def recorded(

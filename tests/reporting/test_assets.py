@@ -7,7 +7,7 @@ import pytest
 
 from lightning_rl.audit.coverage import check_of_metric
 from lightning_rl.reporting.glossary import entry_of, glossary, table
-from lightning_rl.reporting.report import ASSETS, SCRIPTS, STYLES
+from lightning_rl.reporting.html_report import ASSETS, SCRIPTS, STYLES
 
 ROOT = Path(__file__).parents[2]
 OWN = [name for name in SCRIPTS if not name.endswith(".min.js")]

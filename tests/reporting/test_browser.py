@@ -19,13 +19,19 @@ from lightning_rl.audit import SignalLedger
 from lightning_rl.callbacks import OPSM, NoEOSMask
 from lightning_rl.recording import Recording
 from lightning_rl.reporting import RunReport, write_report
-from lightning_rl.reporting.folder import read_folder
 from lightning_rl.reporting.glossary import entry_of
+from lightning_rl.reporting.run_files import read_folder
 from lightning_rl.rollout import Rollout
 
 ROWS = 16
 MODES = ("none", "trainer", "engine", "difference", "ratio", "clip", "advantage", "entropy", "taken", "gradient")
-MADE_OF_TOKENS = ("policy/entropy", "policy/ratio_max", "policy/clip_high", "policy/clip_low", "kl/old")
+MADE_OF_TOKENS = (
+    "policy/entropy",
+    "policy/ratio_max",
+    "policy/clip_fraction_high",
+    "policy/clip_fraction_low",
+    "kl/old",
+)
 MADE_OF_TOKENS += ("advantage/mean", "staleness/mean", "reward/task", "reward/parity_reward")
 MADE_OF_TOKENS += ("length/mean", "length/truncated")
 INJECTIONS = (
@@ -73,7 +79,7 @@ def _quiet_page(browser: Browser) -> Iterator[None]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run over the same four prompts, with a ledger and a correction."""
     folder = tmp_path_factory.mktemp("run")
-    module = tiny_module(tokenizer=tiny_tokenizer(), minibatches=2, optimizer=partial(AdamW, lr=0.02))
+    module = tiny_module(tokenizer=tiny_tokenizer(), minibatches_per_rollout=2, optimizer=partial(AdamW, lr=0.02))
     rows = [[2 + place, 3] for place in range(4)]
     callbacks = [NoEOSMask(), OPSM(1e-3), SignalLedger(), RunReport(1)]
     logger = CSVLogger(folder, name="", version="")
@@ -142,9 +148,9 @@ def test_samples_are_sorted_and_filtered(browser: Browser, run: Path) -> None:
     values = shown_figures(browser, "[data-what=mismatch]")
     assert values == sorted(values, reverse=True) and len(set(values)) > 4
     finishes = [sample["finish"] for sample in recording.header["samples"]]
-    browser.choose("Finish", "length")
+    browser.choose("FinishReason", "length")
     assert len(shown_figures(browser, "[data-what=tokens]")) == finishes.count("length")
-    browser.choose("Finish", "")
+    browser.choose("FinishReason", "")
     browser.choose("Reward from", "1")
     assert len(shown_figures(browser, "[data-what=reward]")) == rewards.count(1.0)
 

@@ -17,7 +17,7 @@ from kit.support import fit, parity_reward, tiny_module, tiny_prompts, tiny_toke
 from lightning.pytorch.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_rl import Evaluation
-from lightning_rl.data import Ticket
+from lightning_rl.data import StepIndex
 from lightning_rl.reporting import SampleTable
 from lightning_rl.reporting.loggers import FILE, holder, log_samples, markdown_table
 
@@ -27,7 +27,7 @@ SAMPLE: dict[str, Any] = {"reward/task": 0.5, "response": "a|b `c` **d**\n![e](f
 
 def train(logger: Logger | list[Logger]) -> None:
     """Rollouts 0, 1 and 2, of which the first and the last have a table of two samples."""
-    module = tiny_module(tokenizer=tiny_tokenizer(), minibatches=2)
+    module = tiny_module(tokenizer=tiny_tokenizer(), minibatches_per_rollout=2)
     fit(module, callbacks=[SampleTable(2, rows=2)], data=tiny_prompts(12, 4), logger=logger, log_every_n_steps=2)
 
 
@@ -74,7 +74,7 @@ def test_wandb_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     train(logger)
     run = logger.experiment
     assert run.summary["trainer/global_step"] == 5 and 0 <= run.summary["reward/task"] <= 1
-    assert run.config["module"]["minibatches"] == 2
+    assert run.config["module"]["minibatches_per_rollout"] == 2
     files = Path(run.dir) / "media"
     wandb.finish()
     tables = [json.loads(file.read_text()) for file in sorted((files / "table").glob("samples_*.json"))]
@@ -149,7 +149,7 @@ def test_no_picture_is_drawn_that_nobody_holds(tmp_path: Path) -> None:
     def draw() -> None:
         raise AssertionError
 
-    log_samples([], [SAMPLE], draw, Ticket(3, 0, 6), tmp_path / "run")
+    log_samples([], [SAMPLE], draw, StepIndex(3, 0, 6), tmp_path / "run")
     (line,) = (tmp_path / "run" / FILE).read_text().splitlines()
     assert json.loads(line) == {"rollout": 3, **SAMPLE}
 

@@ -47,7 +47,7 @@ def options_of(correction: RLCallback) -> dict[str, Any]:
 AUDIT = SignalAudit(1, checks=["logged_metrics"])
 RUNS: dict[str, tuple[dict[str, Any], list[RLCallback]]] = {
     "many": (
-        {"minibatches": 2, "tokenizer": tiny_tokenizer(), "evaluation": evaluations(answer=str.strip)},
+        {"minibatches_per_rollout": 2, "tokenizer": tiny_tokenizer(), "evaluation": evaluations(answer=str.strip)},
         [OPSM(0.1), OPSM(0.05, against="rollout").with_name("opsm_of_the_rollout"), NoEOSMask(), SignalLedger(), AUDIT],
     ),
     "critic": ({"advantages": "gae", "critic": "shared", "evaluation": evaluations()}, [ReferenceKL(0.1)]),

@@ -24,15 +24,15 @@ from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import OPSM, NoEOSMask
 from lightning_rl.cli.main import main
 from lightning_rl.environments import EnvironmentReward
-from lightning_rl.finding import Finding
 from lightning_rl.recording import Recording, RolloutRecorder
 from lightning_rl.reporting import RunReport, write_report
 from lightning_rl.reporting.attribution import attribute
-from lightning_rl.reporting.folder import End, read_folder
 from lightning_rl.reporting.pages import page_of
+from lightning_rl.reporting.run_files import End, read_folder
 from lightning_rl.rewards import RewardError
+from lightning_rl.utils.finding import Finding
 
-OPTIONS: dict[str, Any] = {"minibatches": 2, "epochs": 2, "optimizer": partial(AdamW, lr=0.05)}
+OPTIONS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2, "optimizer": partial(AdamW, lr=0.05)}
 KINDS = {"f4": np.float32, "f8": np.float64, "i4": np.int32, "i2": np.int16, "u1": np.uint8}
 
 
@@ -132,15 +132,15 @@ def test_the_tokens_of_a_page_average_to_the_metrics(tmp_path: Path) -> None:
         trainer = arrays[f"{number // 2}/logprobs"].astype(float)
         gap = (trainer - arrays["rollout_logprobs"])[here]
         assert math.isclose(
-            np.mean(np.exp(gap) - 1 - gap), metrics["kl/rollout"][step["ticket"]], rel_tol=1e-5, abs_tol=1e-12
+            np.mean(np.exp(gap) - 1 - gap), metrics["kl/rollout"][step["step_index"]], rel_tol=1e-5, abs_tol=1e-12
         )
         entropy = arrays[f"{number // 2}/entropy"].astype(float)[here]
-        assert math.isclose(entropy.mean(), metrics["policy/entropy"][step["ticket"]], rel_tol=1e-6)
+        assert math.isclose(entropy.mean(), metrics["policy/entropy"][step["step_index"]], rel_tol=1e-6)
 
 
 def test_who_took_each_token_is_what_the_ledger_counts(tmp_path: Path) -> None:
     ledger = SignalLedger()
-    reported(tmp_path, ledger, NoEOSMask(), OPSM(1e-3), rollouts=2, epochs=1)
+    reported(tmp_path, ledger, NoEOSMask(), OPSM(1e-3), rollouts=2, epochs_per_rollout=1)
     metrics = read_folder([tmp_path]).metrics
     stages_met = set[str]()
     for number in range(2):
@@ -174,7 +174,7 @@ def own_loss(view: Any) -> torch.Tensor:
 
 
 def test_a_loss_of_ones_own_leaves_unknown_what_has_no_gradient(tmp_path: Path) -> None:
-    reported(tmp_path, rollouts=1, loss=own_loss, epochs=1)
+    reported(tmp_path, rollouts=1, loss=own_loss, epochs_per_rollout=1)
     recording = Recording.load(tmp_path / "report" / "rollout-000000.json")
     (attribution,) = attribute([recording])
     assert "own_loss" in attribution.reason

@@ -13,13 +13,13 @@ from torch.optim import AdamW
 
 from lightning_rl.audit import SignalLedger
 from lightning_rl.reporting import RolloutSummary
-from lightning_rl.reporting.folder import read_folder
+from lightning_rl.reporting.run_files import read_folder
 from lightning_rl.reporting.summary import COLUMNS, SHARES, summary_header, summary_line
 
 
 def test_a_line_holds_the_logged_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
-    module = tiny_module(minibatches=2, optimizer=partial(AdamW, lr=0.05))
+    module = tiny_module(minibatches_per_rollout=2, optimizer=partial(AdamW, lr=0.05))
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         fit(module, callbacks=[RolloutSummary(2), SignalLedger()], data=tiny_prompts(12, 4), logger=logger)
     said = [record.getMessage() for record in caplog.records]
@@ -71,7 +71,7 @@ def test_the_words_are_said_again_when_a_metric_is_new_and_after_a_screen(caplog
 
 
 def test_a_summary_changes_nothing_of_a_run() -> None:
-    modules = [tiny_module(minibatches=2) for _ in range(2)]
+    modules = [tiny_module(minibatches_per_rollout=2) for _ in range(2)]
     fit(modules[0], data=tiny_prompts(8, 4))
     fit(modules[1], callbacks=[RolloutSummary()], data=tiny_prompts(8, 4))
     one, other = map(weights_of, modules)

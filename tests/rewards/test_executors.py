@@ -13,7 +13,7 @@ import pytest
 import torch
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 
-from lightning_rl.rewards import Isolated, Rewards, Scores
+from lightning_rl.rewards import Rewards, Scores, SubprocessReward
 
 pytestmark = pytest.mark.slow
 WORKERS = 2
@@ -42,7 +42,7 @@ def dask() -> Iterator[Executor]:
 
 def ready(executor: Executor) -> Executor:
     """The same, once a worker has loaded the library, which takes its time."""
-    reward = Isolated(lambda _, c, **__: [1.0] * len(c), executor=executor, seconds=240.0)
+    reward = SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=executor, seconds=240.0)
     assert scores(reward, ["warm"]).total.tolist() == [1.0]
     return executor
 
@@ -72,10 +72,10 @@ def test_closures_and_coroutines_run_elsewhere_in_order(per_sample: bool, execut
         return [float(len(text)) for text in completions]
 
     texts = ["a", "bbb", "", "cc"]
-    found = scores(Isolated(closure, executor=executor, per_sample=per_sample), texts, answer=[0, 10, 20, 30])
+    found = scores(SubprocessReward(closure, executor=executor, per_sample=per_sample), texts, answer=[0, 10, 20, 30])
     assert found.total.tolist() == [1.5, 13.5, 20.5, 32.5]
     assert found.calls[0].metrics == {"rows": [1, 1, 1, 1] if per_sample else [4]}
-    found = scores(Isolated(judge, executor=executor, per_sample=per_sample), texts)
+    found = scores(SubprocessReward(judge, executor=executor, per_sample=per_sample), texts)
     assert found.total.tolist() == [1.0, 3.0, 0.0, 2.0]
 
 
@@ -89,14 +89,14 @@ def test_what_is_done_last_keeps_its_place(executor: Executor, tmp_path: Path) -
             time.sleep(0.01)
         return [float(prompts[0])]
 
-    assert scores(Isolated(waits, executor=executor, per_sample=True), ["a", "b"]).total.tolist() == [0.0, 1.0]
+    assert scores(SubprocessReward(waits, executor=executor, per_sample=True), ["a", "b"]).total.tolist() == [0.0, 1.0]
 
 
 def test_what_is_raised_and_rubbish_fail_their_rows(executor: Executor) -> None:
     def odd(prompts: Any, completions: Any, **_: Any) -> Any:
         return {"x": "text", "y": [1.0], "n": [float("nan")]}[completions[0]]
 
-    found = scores(Isolated(odd, executor=executor, per_sample=True), ["y", "x", "z", "n"])
+    found = scores(SubprocessReward(odd, executor=executor, per_sample=True), ["y", "x", "z", "n"])
     assert found.scored.tolist() == [True, False, False, False]
     (first, raised, nan) = found.calls[0].failures
     assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == ((3,), "returned nan", "")
@@ -114,14 +114,14 @@ def test_a_call_that_takes_too_long_fails_and_the_next_one_is_made(
             time.sleep(0.01)
         return [float(len(text)) for text in completions]
 
-    reward = Isolated(hangs, executor=executor, per_sample=per_sample, seconds=1.0)
+    reward = SubprocessReward(hangs, executor=executor, per_sample=per_sample, seconds=1.0)
     found = scores(reward, ["a", "hang"])
     over.touch()
     if per_sample:
         assert causes(found) == [((1,), "took longer than 1 s for all samples together")]
     else:
         assert causes(found) == [((0, 1), "took longer than 1 s")]
-    later = Isolated(hangs, executor=executor, per_sample=per_sample)
+    later = SubprocessReward(hangs, executor=executor, per_sample=per_sample)
     assert scores(later, ["a", "hang"]).total.tolist() == [1.0, 4.0]
 
 
@@ -129,12 +129,12 @@ def test_a_fit_is_bitwise_that_of_processes_of_its_own(executor: Executor) -> No
     def rewards(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(len(text) % 3) for text in completions]
 
-    def train(reward: Isolated) -> dict[str, Any]:
+    def train(reward: SubprocessReward) -> dict[str, Any]:
         module = tiny_module(rewards=reward)
         fit(module, data=tiny_prompts(8, 4))
         return weights_of(module)
 
-    expected, weights = train(Isolated(rewards)), train(Isolated(rewards, executor=executor))
+    expected, weights = train(SubprocessReward(rewards)), train(SubprocessReward(rewards, executor=executor))
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
@@ -152,7 +152,7 @@ def deadly() -> Any:
 def test_workers_that_die_lose_their_rows_and_a_broken_executor_is_said_to_be() -> None:
     with processes() as made:
         executor = ready(made)
-        reward = Isolated(deadly(), executor=executor)
+        reward = SubprocessReward(deadly(), executor=executor)
         assert scores(reward, ["a"]).total.tolist() == [1.0]
         ((rows, cause),) = causes(scores(reward, ["a", "die"]))
         assert rows == (0, 1) and cause.startswith("lost its worker: BrokenProcessPool(")
@@ -162,7 +162,9 @@ def test_workers_that_die_lose_their_rows_and_a_broken_executor_is_said_to_be() 
 
 def test_a_worker_of_dask_that_dies_every_time_loses_its_sample_alone() -> None:
     with dask() as executor:
-        found = scores(Isolated(deadly(), executor=executor, per_sample=True, seconds=240.0), ["a", "die", "bb"])
+        found = scores(
+            SubprocessReward(deadly(), executor=executor, per_sample=True, seconds=240.0), ["a", "die", "bb"]
+        )
     assert found.scored.tolist() == [True, False, True]
     ((rows, cause),) = causes(found)
     assert rows == (1,) and "KilledWorker" in cause
@@ -178,20 +180,20 @@ class Unloadable:
 def test_a_reward_that_cannot_be_loaded_and_an_executor_that_is_closed_are_said() -> None:
     unloadable = Unloadable()
     with ThreadPoolExecutor(1) as executor:
-        ((_, cause),) = causes(scores(Isolated(lambda *_, **__: unloadable, executor=executor), ["a"]))
+        ((_, cause),) = causes(scores(SubprocessReward(lambda *_, **__: unloadable, executor=executor), ["a"]))
         assert cause.startswith("could not be loaded in a worker: Traceback") and "ValueError" in cause
-    ((_, cause),) = causes(scores(Isolated(lambda _, c, **__: [1.0] * len(c), executor=executor), ["a"]))
+    ((_, cause),) = causes(scores(SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=executor), ["a"]))
     assert cause.startswith("could not be submitted to its executor: RuntimeError('cannot schedule new futures")
 
 
 def test_what_is_no_executor_and_limits_that_it_cannot_keep_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected executor to be a concurrent.futures.Executor, got 'dask'"):
-        Isolated(len, executor="dask")  # pyright: ignore[reportArgumentType]
+        SubprocessReward(len, executor="dask")  # pyright: ignore[reportArgumentType]
     with ThreadPoolExecutor(1) as executor:
         with pytest.raises(ValueError, match='expected no "memory", "environment" with executor='):
-            Isolated(len, executor=executor, memory=2**30, environment={"HOME": "/tmp"})
+            SubprocessReward(len, executor=executor, memory=2**30, environment={"HOME": "/tmp"})
         with pytest.raises(ValueError, match='expected no "processes" with executor='):
-            Isolated(len, executor=executor, processes=4)
+            SubprocessReward(len, executor=executor, processes=4)
 
 
 class Odd(Executor):
@@ -210,11 +212,11 @@ class Odd(Executor):
 def test_what_no_worker_says_fails_its_rows_at_once(said: Any, per_sample: bool) -> None:
     future = Future[Any]()
     future.set_result(said)
-    reward = Isolated(lambda _, c, **__: [1.0] * len(c), executor=Odd(future), per_sample=per_sample)
+    reward = SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=Odd(future), per_sample=per_sample)
     found = causes(scores(reward, ["a", "b"]))
     assert found[0][1].startswith("got an invalid result from its executor")
 
 
 def test_an_executor_whose_submit_returns_no_future_is_said() -> None:
-    ((_, cause),) = causes(scores(Isolated(lambda _, c, **__: [1.0] * len(c), executor=Odd(b"")), ["a"]))
+    ((_, cause),) = causes(scores(SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=Odd(b"")), ["a"]))
     assert cause.startswith("could not be submitted to its executor: TypeError('its submit() returned no Future, but")

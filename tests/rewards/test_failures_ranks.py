@@ -40,7 +40,7 @@ def rank(folder: Path, strategy: str) -> None:
         return parity_reward(prompts, completions, completion_ids=completion_ids)
 
     warnings.simplefilter("ignore")
-    figures, module = Figures(), tiny_module(rewards={"breaks": breaks}, max_failed_rewards=0.5)
+    figures, module = Figures(), tiny_module(rewards={"breaks": breaks}, max_reward_failure_rate=0.5)
     with pytest.raises(RewardError, match=r"(?s)rollout 2.* failed on 8 of 16 rows .*raised KeyError\('no answer'\)"):
         fit(
             module, data=tiny_prompts(16, 4), callbacks=[figures], default_root_dir=folder, devices=2,

@@ -65,9 +65,11 @@ def of_policy(build: Any, **options: Any) -> RewardModel:
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("pad", [None, EOS, 0, 15], ids=lambda pad: f"pad-{pad}")
-@pytest.mark.parametrize("token_budget", [1, 8, 1000])
-def test_a_text_scores_as_alone_in_any_batch_and_for_any_padding(kind: str, pad: int | None, token_budget: int) -> None:
-    reward = of_policy(partial(classifier_of, kind, pad=pad), token_budget=token_budget)
+@pytest.mark.parametrize("max_tokens_per_microbatch", [1, 8, 1000])
+def test_a_text_scores_as_alone_in_any_batch_and_for_any_padding(
+    kind: str, pad: int | None, max_tokens_per_microbatch: int
+) -> None:
+    reward = of_policy(partial(classifier_of, kind, pad=pad), max_tokens_per_microbatch=max_tokens_per_microbatch)
     wanted = [alone([2, *ids], kind=kind) for ids in IDS]
     assert len({round(value, 3) for value in wanted}) == len(wanted)  # they differ, so a wrong position would show
     assert scores(reward, [[2]] * len(IDS), IDS) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
@@ -77,7 +79,7 @@ def test_a_text_scores_as_alone_in_any_batch_and_for_any_padding(kind: str, pad:
 def test_encoders_too(kind: str) -> None:
     ids = [[token if token != 1 else 2 for token in row] for row in IDS]  # 1 is what RoBERTa was trained to pad with
     together = scores(of_policy(partial(classifier_of, kind)), [[2]] * len(ids), ids)
-    each = scores(of_policy(partial(classifier_of, kind), token_budget=1), [[2]] * len(ids), ids)
+    each = scores(of_policy(partial(classifier_of, kind), max_tokens_per_microbatch=1), [[2]] * len(ids), ids)
     assert together == pytest.approx(each, rel=1e-4, abs=1e-5)
 
 
@@ -209,7 +211,7 @@ def test_a_model_that_minds_its_padding_is_refused_unless_it_gets_none() -> None
         ValueError, match=r"expected the reward model to score a text the same beside a longer one as al"
     ):
         scores(of_policy(minding, label=1), [[2]], [[3]])
-    assert scores(of_policy(minding, label=1, token_budget=1), [[2]] * 2, [[3], [3, 4]]) == [10.0, 27.0]
+    assert scores(of_policy(minding, label=1, max_tokens_per_microbatch=1), [[2]] * 2, [[3], [3, 4]]) == [10.0, 27.0]
 
 
 def test_too_long_a_text_takes_its_row_out() -> None:
@@ -263,7 +265,7 @@ def test_no_rows_no_values() -> None:
         ({"model": 3}, "expected model to be a name, a path or a callable that builds one, got 3"),
         ({"tokens": "both"}, r"expected tokens own or policy, got 'both'"),
         ({"activation": "tanh"}, r"expected activation none or sigmoid or softmax, got 'tanh'"),
-        ({"token_budget": 0}, "expected token_budget to be a whole number above 0, got 0"),
+        ({"max_tokens_per_microbatch": 0}, "expected max_tokens_per_microbatch to be a whole number above 0, got 0"),
         ({"max_length": 0}, "expected max_length to be a whole number above 0 or None, got 0"),
     ],
 )

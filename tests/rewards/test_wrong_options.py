@@ -11,7 +11,6 @@ from lightning_rl.rewards import (
     ChoiceMatch,
     CodeTests,
     ExactMatch,
-    Isolated,
     JSONSchema,
     Judge,
     Language,
@@ -21,6 +20,7 @@ from lightning_rl.rewards import (
     RegexMatch,
     Repetition,
     RewardModel,
+    SubprocessReward,
     TagFormat,
 )
 
@@ -106,10 +106,18 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
         {"model": "m", "max_length": 1.5},
         "expected max_length to be a whole number above 0 or None, got 1.5",
     ),
-    (Isolated, {"reward": 5}, "expected reward to be a function, got 5: put a weight beside Isolated"),
-    (Isolated, {"reward": (rated, 0.5)}, "expected reward to be a function, .*: put a weight beside Isolated, as in"),
-    (Isolated, {"reward": rated, "environment": ["a"]}, r"environment to map names to strings, .* got \['a'\]"),
-    (Isolated, {"reward": rated, "environment": {"A": 1}}, r"environment to map names to strings, .* got \{'A': 1\}"),
+    (SubprocessReward, {"reward": 5}, "expected reward to be a function, got 5: put a weight beside SubprocessReward"),
+    (
+        SubprocessReward,
+        {"reward": (rated, 0.5)},
+        "expected reward to be a function, .*: put a weight beside SubprocessReward, as in",
+    ),
+    (SubprocessReward, {"reward": rated, "environment": ["a"]}, r"environment to map names to strings, .* got \['a'\]"),
+    (
+        SubprocessReward,
+        {"reward": rated, "environment": {"A": 1}},
+        r"environment to map names to strings, .* got \{'A': 1\}",
+    ),
 ]
 
 

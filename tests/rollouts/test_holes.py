@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from lightning_rl import GAE, GRPO, Reinforce, Rollout, token_mean
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Plan, PolicyModel, make_plan
-from lightning_rl.rollouts.logprobs import add_logprobs
-from lightning_rl.rollouts.signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.update import accumulate_gradient
 
 PROMPTS = [[2, 3], [2, 3], [4], [4]]
@@ -31,7 +31,7 @@ def a_policy(*, packed: bool = True) -> PolicyModel:
 
 def scored(rollout: Rollout, *, packed: bool = True) -> tuple[Rollout, Plan, PolicyModel]:
     policy = a_policy(packed=packed)
-    plan = make_plan(rollout, minibatches=2, token_budget=8, packed=packed)
+    plan = make_plan(rollout, minibatches=2, max_tokens_per_microbatch=8, packed=packed)
     return add_logprobs(rollout, plan, policy, None, Corrections(), old=True), plan, policy
 
 

@@ -126,8 +126,17 @@ class Busy(TransformersEngine):
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], list[type[RLCallback]]]] = {
-    "grpo": ({"minibatches": 2}, [TruncatedIS, RolloutKL]),
-    "ppo": ({"minibatches": 2, "epochs": 2, "advantages": "gae", "critic": "shared", "group_size": 1}, [TruncatedIS]),
+    "grpo": ({"minibatches_per_rollout": 2}, [TruncatedIS, RolloutKL]),
+    "ppo": (
+        {
+            "minibatches_per_rollout": 2,
+            "epochs_per_rollout": 2,
+            "advantages": "gae",
+            "critic": "shared",
+            "group_size": 1,
+        },
+        [TruncatedIS],
+    ),
     "reinforce": ({"loss": "reinforce"}, [OffPolicyIS]),
     "remax": ({"advantages": "remax", "group_size": 1}, [TruncatedIS]),
     "dynamic-sampling": ({}, [TruncatedIS, DynamicSampling]),
@@ -168,7 +177,7 @@ def test_no_sample_is_lost_or_drawn_twice(name: str) -> None:
 
 def test_staleness_is_measured_for_each_token() -> None:
     steps = Steps()
-    fit(module_of(minibatches=2), callbacks=[TruncatedIS(), steps], data=tiny_prompts(12, 4))
+    fit(module_of(minibatches_per_rollout=2), callbacks=[TruncatedIS(), steps], data=tiny_prompts(12, 4))
     found = [(row["staleness/mean"], row["staleness/max"]) for row in steps.rows]
     assert found[::2] == [(0, 0), (1, 1), (1, 1)] and all("time/wait" in row for row in steps.rows[::2])
 

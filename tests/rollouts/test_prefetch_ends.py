@@ -67,7 +67,7 @@ def run(
 ) -> RLLightningModule:
     """Ten optimizer steps, with a checkpoint after each if there is a folder for them."""
     saving = [] if folder is None else [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)]
-    module = tiny_module(**{"max_staleness": 1, "minibatches": 2, "epochs": 2, **options})
+    module = tiny_module(**{"max_staleness": 1, "minibatches_per_rollout": 2, "epochs_per_rollout": 2, **options})
     fit(
         module,
         callbacks=[TruncatedIS(), *callbacks, *saving],
@@ -121,20 +121,20 @@ def test_a_checkpoint_waits_for_the_rollout_in_flight_and_holds_it(tmp_path: Pat
         assert [found["rollout"] for found in rank["prefetched"]] == numbers, f"step {step}"
         places = [place for found in rank["prefetched"] for place in found["places"]]
         assert places == [place for number in numbers for place in range(4 * number, 4 * number + 4)]
-        assert checkpoint["PromptDataModule"] == {"cursor": 12 if step > 4 else 8, "ticket": step}
+        assert checkpoint["PromptDataModule"] == {"cursor": 12 if step > 4 else 8, "step_index": step}
 
 
 def test_a_checkpoint_with_more_in_flight_than_allowed_is_refused(tmp_path: Path) -> None:
     run(tmp_path, trainer={"max_steps": 6})
     with pytest.raises(ValueError, match=r"at most 0 rollouts in flight .* got 1: resume with max_staleness=1"):
-        run(max_staleness=0, allow_changes=["max_staleness"], trainer={"ckpt_path": tmp_path / "step=2.ckpt"})
+        run(max_staleness=0, allow_config_changes=["max_staleness"], trainer={"ckpt_path": tmp_path / "step=2.ckpt"})
 
 
 def test_a_synchronous_run_can_go_on_ahead(tmp_path: Path) -> None:
     seen = list[Rollout]()
     run(tmp_path, max_staleness=0, trainer={"max_steps": 4})
     allowed = ["max_staleness"]
-    run(None, recorder(seen)("seen"), allow_changes=allowed, trainer={"ckpt_path": tmp_path / "step=4.ckpt"})
+    run(None, recorder(seen)("seen"), allow_config_changes=allowed, trainer={"ckpt_path": tmp_path / "step=4.ckpt"})
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in seen]
     assert versions == [[1], [1]], "the first one had nobody to draw it ahead"
 
@@ -162,7 +162,7 @@ def test_validation_and_answers_wait_for_the_rollout_in_flight_and_change_nothin
 
     def answering(trainer: Any, module: Any, *_: Any) -> None:
         engine.gate.set()
-        assert len(module.complete([[2, 3]])) == 1
+        assert len(module.generate([[2, 3]])) == 1
 
     plain = run(trainer={"limit_val_batches": 0})
     validated = run(trainer={"val_check_interval": 1, "check_val_every_n_epoch": None})

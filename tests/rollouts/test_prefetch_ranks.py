@@ -38,7 +38,7 @@ def run(ranks: int, engine: TransformersEngine | None = None) -> tuple[dict[str,
     several: dict[str, Any] = {"strategy": DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT)}
     module = tiny_module(
         policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05),
-        minibatches=2, max_staleness=1, engine=engine,
+        minibatches_per_rollout=2, max_staleness=1, engine=engine,
     )  # fmt: skip
     fit(module, callbacks=[TruncatedIS(), rows], devices=ranks, **(several if ranks > 1 else {}))
     return weights_of(module), rows.rows

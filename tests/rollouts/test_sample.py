@@ -13,7 +13,7 @@ from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokeniz
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl import EngineError, FakeEngine, Finish, PromptDataModule, RLCallback, Rollout, Sampling
+from lightning_rl import EngineError, FakeEngine, FinishReason, PromptDataModule, RLCallback, Rollout, SamplingParams
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
@@ -59,7 +59,7 @@ def test_every_token_keeps_the_version_that_drew_it() -> None:
         length = 2 + request.sample_id % 2
         mixed = (3, 4, 4)[:length] if request.sample_id % 2 else None
         return Completion(
-            token_ids=(5,) * length, logprobs=torch.zeros(length), finish=Finish.LENGTH, version=3, versions=mixed
+            token_ids=(5,) * length, logprobs=torch.zeros(length), finish=FinishReason.LENGTH, version=3, versions=mixed
         )
 
     sampler = sampler_of(script=said)
@@ -67,7 +67,7 @@ def test_every_token_keeps_the_version_that_drew_it() -> None:
     rollout, _ = fill_rollout(sampler, stream().take, 1, 4)
     assert rollout.policy_version.tolist() == [[3, 3, -1], [3, 4, 4], [3, 3, -1]]
     with pytest.raises(ValueError, match="expected a version for each of 2 tokens, got 1"):
-        Completion(token_ids=(5, 6), logprobs=None, finish=Finish.STOP, version=1, versions=(1,))
+        Completion(token_ids=(5, 6), logprobs=None, finish=FinishReason.STOP, version=1, versions=(1,))
 
 
 def sampler_of(
@@ -76,7 +76,7 @@ def sampler_of(
     known: dict[str, Any] = {
         "engine": FakeEngine(script), "tokenizer": None, "rewards": Rewards(rewards),
         "corrections": Corrections(callbacks), "group_size": G, "seed": 11,
-        "sampling": Sampling(temperature=0.7, max_new_tokens=9, eos_token_ids=[1], stop=("x",)),
+        "sampling": SamplingParams(temperature=0.7, max_new_tokens=9, eos_token_ids=[1], stop=("x",)),
     }  # fmt: skip
     built = Sampler(**{**known, **options})
     for version in range(7):
@@ -109,7 +109,7 @@ def test_requests_carry_everything_that_decides_a_sample() -> None:
     assert isinstance(engine, FakeEngine) and isinstance(other, FakeEngine)
     requests = engine.requests
     assert [request.prefix_ids for request in requests] == [(2,)] * G + [(3, 3)] * G
-    sampling = Sampling(max_new_tokens=9, temperature=0.7, eos_token_ids=[1], stop=("x",))
+    sampling = SamplingParams(max_new_tokens=9, temperature=0.7, eos_token_ids=[1], stop=("x",))
     assert {request.sampling for request in requests} == {sampling}
     seeds = [request.seed for request in (*requests, *other.requests)]
     assert len(set(seeds)) == 4 * G, "another sample and another rollout have other random numbers"
@@ -117,7 +117,7 @@ def test_requests_carry_everything_that_decides_a_sample() -> None:
 
 def test_completions_become_padded_rows_with_their_masks() -> None:
     def said(request: Request) -> Completion:
-        length, finish = [(2, Finish.STOP), (4, Finish.LENGTH), (0, Finish.ABORT)][request.sample_id]
+        length, finish = [(2, FinishReason.STOP), (4, FinishReason.LENGTH), (0, FinishReason.ABORT)][request.sample_id]
         return Completion(token_ids=(5,) * length, logprobs=torch.full((length,), -0.5), finish=finish, version=6)
 
     rollout, _ = fill_rollout(sampler_of(script=said), stream().take, 1)
@@ -127,7 +127,7 @@ def test_completions_become_padded_rows_with_their_masks() -> None:
     assert rollout.policy_version.tolist() == [[6, 6, -1, -1], [6] * 4, [-1] * 4]
     assert rollout.rollout_logprobs is not None
     assert rollout.rollout_logprobs.tolist() == [[-0.5, -0.5, 0, 0], [-0.5] * 4, [0] * 4]
-    assert rollout.finish.tolist() == [Finish.STOP, Finish.LENGTH, Finish.ABORT]
+    assert rollout.finish.tolist() == [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT]
     assert rollout.trained.tolist() == [True, True, False], "an aborted sample is not trained on"
 
 
@@ -169,7 +169,7 @@ def test_the_texts_of_a_round_are_decoded_in_one_call(monkeypatch: pytest.Monkey
     ("logprobs", "got"), [(None, "none"), (torch.zeros(1), "1"), (torch.zeros(3), "3")], ids=["none", "short", "long"]
 )
 def test_an_engine_that_does_not_give_every_log_probability_is_refused(logprobs: Tensor | None, got: str) -> None:
-    faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=Finish.STOP, version=6)
+    faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=FinishReason.STOP, version=6)
     with pytest.raises(EngineError, match=f"for each of 2 tokens from FakeEngine, got {got} for sample 0"):
         fill_rollout(sampler_of(script=lambda _: faulty), stream().take, 1)
     silent = FakeEngine(lambda _: faulty, returns_logprobs=False)
@@ -279,7 +279,7 @@ def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call(
     assert [(request.sampling.temperature, request.prefix_ids) for request in greedy] == [(0.0, (2,)), (0.0, (3, 3))]
     assert len({request.sample_id for request in calls[0]}) == len({r.seed for r in calls[0]}) == 2 * G + 2
     samplings = {replace(request.sampling, temperature=1.0) for request in calls[0]}
-    assert samplings == {Sampling(max_new_tokens=9, eos_token_ids=[1], stop=("x",))}
+    assert samplings == {SamplingParams(max_new_tokens=9, eos_token_ids=[1], stop=("x",))}
 
 
 def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() -> None:
@@ -306,7 +306,7 @@ def test_a_greedy_answer_without_reward_takes_its_group_out_of_the_reward() -> N
     def said(request: Request) -> Any:
         if request.sampling.temperature or request.prefix_ids != (2,):
             return greedy_or_not(request)
-        return Completion(token_ids=(5,), logprobs=torch.zeros(1), finish=Finish.ABORT, version=6)
+        return Completion(token_ids=(5,), logprobs=torch.zeros(1), finish=FinishReason.ABORT, version=6)
 
     def no_threes(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float | None]:
         return [None if ids[0] == 3 else 1.0 for ids in completion_ids]

@@ -17,7 +17,11 @@ def a_rollout(*, packed: bool = True) -> CurrentRollout:
     )
     rollout = rollout.map(lambda tensor, _axes, _pad: tensor.clone())  # fields of their own
     plan = make_plan(
-        rollout, minibatches=3, token_budget=14, packed=packed, max_over_ranks=lambda numbers: [3 for _ in numbers]
+        rollout,
+        minibatches=3,
+        max_tokens_per_microbatch=14,
+        packed=packed,
+        max_over_ranks=lambda numbers: [3 for _ in numbers],
     )
     return CurrentRollout.of(4, rollout, plan)
 

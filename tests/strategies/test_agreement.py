@@ -19,8 +19,8 @@ from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Trainer
 
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.checkpointing import AtomicCheckpointIO, agreement
-from lightning_rl.checkpointing.agreement import check_agreement, identity_of, weights_at_a_glance
+from lightning_rl.checkpointing import AtomicCheckpointIO, rank_consistency
+from lightning_rl.checkpointing.rank_consistency import check_agreement, hash_weights, identity_of
 
 PLACES = {"num_nodes": 2, "devices": 1}
 ALIKE = {"checkpoint": "last.ckpt of run a at step 2", "policy": "p", "reference": "r", "data": "d"}
@@ -36,8 +36,8 @@ def test_the_ranks_that_differ_are_named_with_both_sides(
     def gather(value: tuple[str, dict[str, str]]) -> list[Any]:
         return [value, value, ("elsewhere", {**value[1], what: other})]
 
-    monkeypatch.setattr(agreement, "process_objects", gather)
-    mine = ALIKE.get(what, agreement.__version__)
+    monkeypatch.setattr(rank_consistency, "process_objects", gather)
+    mine = ALIKE.get(what, rank_consistency.__version__)
     with pytest.raises(ValueError, match="on all ranks, got") as refused:
         check_agreement(ALIKE)
     assert f"the same {what} on all ranks, got {mine} on rank 0 ({socket.gethostname()})" in str(refused.value)
@@ -50,13 +50,13 @@ def test_one_rank_agrees_with_itself() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 255, 257, 5000])
 def test_the_ends_of_every_tensor_are_looked_at(size: int) -> None:
-    known = weights_at_a_glance([("a", torch.zeros(size)), ("b", torch.zeros(0))])
+    known = hash_weights([("a", torch.zeros(size)), ("b", torch.zeros(0))])
     for place in (0, -1):
         other = torch.zeros(size)
         other[place] = 1
-        assert weights_at_a_glance([("a", other), ("b", torch.zeros(0))]) != known
-    assert weights_at_a_glance([("a", torch.zeros(size)), ("b", torch.zeros(0))]) == known
-    assert weights_at_a_glance([("a", torch.zeros(size + 1)), ("b", torch.zeros(0))]) != known
+        assert hash_weights([("a", other), ("b", torch.zeros(0))]) != known
+    assert hash_weights([("a", torch.zeros(size)), ("b", torch.zeros(0))]) == known
+    assert hash_weights([("a", torch.zeros(size + 1)), ("b", torch.zeros(0))]) != known
 
 
 def test_a_checkpoint_is_told_by_its_seal(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
     rows = Rows()
     module = tiny_module(
         policy=partial(tiny_policy, dtype=torch.float64), optimizer=partial(SGD, lr=0.05),
-        minibatches=2, epochs=2, token_budget=20, advantages=ADVANTAGES[kind],
+        minibatches_per_rollout=2, epochs_per_rollout=2, max_tokens_per_microbatch=20, advantages=ADVANTAGES[kind],
         engine=Mismatched() if "batch" in kind else None,
     )  # fmt: skip
     fit(module, callbacks=[*CORRECTIONS[kind](), rows], data=tiny_prompts(8, 4), **trainer)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_rl import FSDP2Strategy, RLCallback, RLLightningModule, Rollout, TransformersEngine
 from lightning_rl.checkpointing import INTERRUPTED, CheckpointError, latest_checkpoint
-from lightning_rl.checkpointing.seal import check_seal
+from lightning_rl.checkpointing.checksum import check_seal
 from lightning_rl.generation import Completion, Request
 
 SHORT = timedelta(seconds=8)  # what a group of the strategy waits
@@ -60,7 +60,7 @@ class Raises(RLCallback):
 
     @property
     @override
-    def bends(self) -> bool:
+    def affects(self) -> bool:
         return False
 
     @override
@@ -104,7 +104,7 @@ def sharded() -> FSDP2Strategy:
 
 def run(folder: Path, strategy: Any, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Any:
     """Two rollouts of two steps."""
-    module = tiny_module(minibatches=2, **options)
+    module = tiny_module(minibatches_per_rollout=2, **options)
     fit(module, callbacks=callbacks, data=tiny_prompts(16, 8), strategy=strategy, devices=2, default_root_dir=folder,
         ckpt_path=ckpt_path)  # fmt: skip
     return module

@@ -17,7 +17,7 @@ from kit.ranks import STRATEGIES, run_ranks
 from kit.support import EOS, fit, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 
-from lightning_rl import Finish, TransformersEngine
+from lightning_rl import FinishReason, TransformersEngine
 from lightning_rl.generation import Completion, Request
 
 PATIENCE = 60.0  # seconds; below the timeout of the collectives
@@ -55,8 +55,8 @@ class OneAfterTheOther(TransformersEngine):
         """As many tokens, of which the last one ends the response if it is a short one, and no other one does."""
         *body, last = (OTHER if token == EOS else token for token in drawn)
         if len(drawn) == LONG:
-            return {"token_ids": (*body, last), "finish": Finish.LENGTH}
-        return {"token_ids": (*body, EOS), "finish": Finish.STOP}
+            return {"token_ids": (*body, last), "finish": FinishReason.LENGTH}
+        return {"token_ids": (*body, EOS), "finish": FinishReason.STOP}
 
     @contextmanager
     def turn(self, *, waits: bool) -> Iterator[None]:

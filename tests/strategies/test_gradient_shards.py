@@ -57,7 +57,7 @@ def test_no_rank_holds_a_whole_gradient_between_microbatches(strategy: str) -> N
 def rank(strategy: str) -> None:
     """One of two ranks."""
     watch, entries = Watch(), sum(parameter.numel() for parameter in tiny_policy().parameters())
-    module = tiny_module(optimizer=partial(SGD, lr=0.05), token_budget=20)
+    module = tiny_module(optimizer=partial(SGD, lr=0.05), max_tokens_per_microbatch=20)
     where = STRATEGIES[strategy]()
     fit(module, callbacks=[watch], data=tiny_prompts(8, 8), strategy=where, devices=2)
     steps = [step for step in watch.steps if step]

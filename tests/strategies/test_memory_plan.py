@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.cli.doctor.memory import memory_plan
+from lightning_rl.cli.doctor.memory_estimate import memory_plan
 from lightning_rl.policy.memory import MemoryPlan
 
 

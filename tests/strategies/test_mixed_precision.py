@@ -91,7 +91,9 @@ def run(case: str, *, rounds: bool = False, **trainer: Any) -> Watch:
         Watch(rounds=rounds),
         {"engine": FakeEngine(uneven), "policy": tiny_policy, **OPTIONS.get(case, {})},
     )
-    module = tiny_module(optimizer=partial(SGD, lr=0.005), token_budget=20, minibatches=2, **options)
+    module = tiny_module(
+        optimizer=partial(SGD, lr=0.005), max_tokens_per_microbatch=20, minibatches_per_rollout=2, **options
+    )
     callbacks = [ReferenceKL(0.1, as_loss=True), watch]
     fit(module, callbacks=callbacks, data=tiny_prompts(16, 8), precision="bf16-mixed", **trainer)
     return watch

@@ -103,7 +103,10 @@ def tensors_in(part: Any) -> Iterator[Tensor]:
 
 def fit_three_steps(*callbacks: Callback, **options: Any) -> None:
     """Ends within the first rollout, with a reference and an engine at work."""
-    module, corrections = tiny_module(minibatches=2, epochs=2), [ReferenceKL(0.1, as_loss=True), *callbacks]
+    module, corrections = (
+        tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2),
+        [ReferenceKL(0.1, as_loss=True), *callbacks],
+    )
     fit(module, callbacks=corrections, data=tiny_prompts(4, 4), max_steps=3, **options)
 
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_rl import GAE, RLCallback
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.policy.build import build_model
-from lightning_rl.policy.fingerprint import fingerprint
+from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.weight_files import model_without_numbers
 
 

@@ -21,7 +21,7 @@ from lightning_rl import Rollout, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation.vllm import broadcast
 from lightning_rl.generation.vllm.broadcast import Broadcast
-from lightning_rl.generation.vllm.endpoint import Endpoint
+from lightning_rl.generation.vllm.server_client import Endpoint
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from lightning_rl import VLLMEngine
 from lightning_rl.generation import Canary, CanaryError, EngineState
 from lightning_rl.generation.vllm import internals
-from lightning_rl.generation.weights.stream import Stream
 from lightning_rl.generation.weights.sync import synchronize
+from lightning_rl.generation.weights.weight_stream import Stream
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.model import carries_state
 
@@ -210,7 +210,9 @@ def test_raw_log_probabilities_are_told_from_wrong_weights(
     model = a_model()
     with monkeypatch.context() as patched:
         patched.setitem(
-            __import__("lightning_rl.generation.vllm.engine", fromlist=["FIXED"]).FIXED, "logprobs_mode", "raw_logprobs"
+            __import__("lightning_rl.generation.vllm.vllm_engine", fromlist=["FIXED"]).FIXED,
+            "logprobs_mode",
+            "raw_logprobs",
         )
         run = Watched(start_engine(model, seed=2), model, 0.6)
     with pytest.raises(CanaryError, match="its temperature or filter differs"):
@@ -236,7 +238,7 @@ def test_a_tied_head_that_stays_behind_is_found(
     def without_head(stream: Stream, _: object) -> Stream:
         return ((name, weight) for name, weight in stream if name != "lm_head.weight")
 
-    monkeypatch.setattr("lightning_rl.generation.weights.stream.verify", without_head)
+    monkeypatch.setattr("lightning_rl.generation.weights.weight_stream.verify", without_head)
     with pytest.raises(CanaryError, match=r"every layer agrees, so it is the final norm or the head$"):
         run.sync()
 

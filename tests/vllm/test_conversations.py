@@ -15,10 +15,10 @@ from kit.talks import TURNS, Echo, What, openings, what_was_said
 from kit.vllm_models import VOCABULARY, Starter, a_model, synced, worst
 from typing_extensions import override
 
-from lightning_rl import Engine, EngineError, Finish, Rollout, Sampling, VLLMEngine
+from lightning_rl import Engine, EngineError, FinishReason, Rollout, SamplingParams, VLLMEngine
 from lightning_rl.environments import (
     Conversation,
-    Limits,
+    ConversationLimits,
     Opening,
     TokenStep,
     Transcript,
@@ -26,8 +26,8 @@ from lightning_rl.environments import (
     play,
 )
 from lightning_rl.generation import Request
-from lightning_rl.generation.answers import TurnAnswers
 from lightning_rl.generation.engine import Exchange
+from lightning_rl.generation.validate_completions import TurnAnswers
 
 
 @pytest.fixture
@@ -66,9 +66,9 @@ def test_a_turn_begins_while_others_are_drawn(engine: VLLMEngine) -> None:
     heard: list[int] = []
 
     def opening(number: int, tokens: int) -> Opening:
-        sampling = Sampling(max_new_tokens=80, eos_token_ids=())
+        sampling = SamplingParams(max_new_tokens=80, eos_token_ids=())
         first = Request(prefix_ids=(5, 6, number), sample_id=number, seed=number, sampling=sampling)
-        return Opening(Conversation(Echo(heard), first, Limits(turns=4, turn_tokens=tokens)), {}, number)
+        return Opening(Conversation(Echo(heard), first, ConversationLimits(turns=4, turn_tokens=tokens)), {}, number)
 
     converse([opening(7, 60), opening(8, 2), opening(9, 5)], engine)
     assert heard == [8, 8, 9, 8, 8, 9, 9, 9, 7, 7], "and the long one ends for its 80 tokens in its second turn"
@@ -87,9 +87,11 @@ def test_stop_strings_end_turns_as_in_rounds(start_engine: Starter) -> None:
 
     def talks() -> list[Opening]:
         prompts = [tuple(1 + token % 15 for token in each.conversation._first.prefix_ids) for each in openings()]  # noqa: SLF001
-        sampling = Sampling(max_new_tokens=40, **options)
+        sampling = SamplingParams(max_new_tokens=40, **options)
         firsts = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
-        return [Opening(Conversation(Word(), each, Limits(turns=4, turn_tokens=10)), {}, 0) for each in firsts]
+        return [
+            Opening(Conversation(Word(), each, ConversationLimits(turns=4, turn_tokens=10)), {}, 0) for each in firsts
+        ]
 
     expected = what_was_said(in_rounds(engine, talks()))
     assert any(len(turn) < 10 for _, _, turns in expected for turn in turns)
@@ -100,7 +102,7 @@ class Word(Echo):
     """Says one word."""
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         return TokenStep(token_ids=[3])
 
 
@@ -108,7 +110,7 @@ class Broken(Echo):
     """Ends everything in its second turn."""
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         raise KeyboardInterrupt("enough")
 
 
@@ -118,13 +120,13 @@ def test_a_failure_leaves_no_request_behind_and_the_engine_goes_on(engine: VLLME
     talks = openings()
     first = talks[3].conversation._first  # noqa: SLF001
     if how == "environment":
-        talks[3] = Opening(Conversation(Broken(), first, Limits()), {}, 3)
+        talks[3] = Opening(Conversation(Broken(), first, ConversationLimits()), {}, 3)
         with pytest.raises(KeyboardInterrupt, match="enough"):
             converse(talks, engine)
     elif how == "request":
-        talks[3] = Opening(Conversation(Echo(), first, Limits(turn_tokens=None, turns=3)), {}, 3)
+        talks[3] = Opening(Conversation(Echo(), first, ConversationLimits(turn_tokens=None, turns=3)), {}, 3)
         long = Request(prefix_ids=(5,) * 200, sample_id=3, seed=3, sampling=first.sampling)
-        talks[3] = Opening(Conversation(Echo(), long, Limits(turns=3)), {}, 3)
+        talks[3] = Opening(Conversation(Echo(), long, ConversationLimits(turns=3)), {}, 3)
         with pytest.raises(ValueError, match=r"within 256 tokens, got 200 \+ 100 for sample 3"):
             converse(talks, engine)
     else:
@@ -139,15 +141,17 @@ def test_weights_are_refused_between_two_turns(engine: VLLMEngine) -> None:
 
     class Syncing(Echo):
         @override
-        def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
             with pytest.raises(
                 RuntimeError, match="expected conversations to have ended before VLLMEngine takes weights"
             ):
                 synced(engine, model, 1)
             return super().step(token_ids, finish)
 
-    first = Request(prefix_ids=(5, 6), sample_id=0, seed=0, sampling=Sampling(max_new_tokens=9, eos_token_ids=()))
-    (transcript,) = converse([Opening(Conversation(Syncing(), first, Limits(turns=2, turn_tokens=3)), {}, 0)], engine)
+    first = Request(prefix_ids=(5, 6), sample_id=0, seed=0, sampling=SamplingParams(max_new_tokens=9, eos_token_ids=()))
+    (transcript,) = converse(
+        [Opening(Conversation(Syncing(), first, ConversationLimits(turns=2, turn_tokens=3)), {}, 0)], engine
+    )
     assert [turn.completion.version for turn in transcript.row.turns] == [0, 0]
     assert torch.is_tensor(next(model.parameters())) and engine.version == 0
 
@@ -172,7 +176,9 @@ def test_a_fit_trains_the_same_in_rounds_and_without() -> None:
     def trained(kind: type[VLLMEngine]) -> tuple[list[Rollout], dict[str, torch.Tensor]]:
         options = {"kv_cache_memory_bytes": 2**25, "block_size": 32, "max_num_seqs": 64, "canary": False}
         ends = {"max_new_tokens": 30, "max_turn_tokens": 8, "max_turns": TURNS, "eos_token_ids": [1, *range(20, 60)]}
-        module = tiny_module(policy=a_model, engine=kind(**options), **{**CONVERSATIONS, **ends}, minibatches=2)
+        module = tiny_module(
+            policy=a_model, engine=kind(**options), **{**CONVERSATIONS, **ends}, minibatches_per_rollout=2
+        )
         seen: list[Rollout] = []
         fit(module, callbacks=[recorder(seen)("seen")], data=tiny_prompts(8, 4))
         return seen, weights_of(module)

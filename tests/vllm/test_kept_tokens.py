@@ -12,12 +12,12 @@ from kit.vllm_models import VOCABULARY, Starter, a_model, prompts_of, requests_f
 
 from lightning_rl import VLLMEngine
 from lightning_rl.generation import Completion, Request
-from lightning_rl.generation.vllm import extras
-from lightning_rl.generation.vllm.extras import OutputExtras
+from lightning_rl.generation.vllm import output_extras
+from lightning_rl.generation.vllm.output_extras import OutputExtras
 from lightning_rl.generation.weights.canary import Canary
 from lightning_rl.policy.sampling_mask import to_bits
 from lightning_rl.rollout import SAMPLING_MASK
-from lightning_rl.rollouts.arrivals import Arrivals
+from lightning_rl.rollouts.streaming import Arrivals
 
 TRAINING: list[dict[str, Any]] = [
     {"top_p": 0.95},
@@ -40,7 +40,9 @@ def mask(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
     monkeypatch.setattr(engine, "extras", frozenset((SAMPLING_MASK,)))
     monkeypatch.setattr(engine, "_extras", OutputExtras(None, engine.extras, VOCABULARY))
     everything = to_bits(torch.ones(1, VOCABULARY, dtype=torch.bool))
-    monkeypatch.setattr(extras, "mask_from", lambda output, _: everything.repeat(len(output.outputs[0].token_ids), 1))
+    monkeypatch.setattr(
+        output_extras, "mask_from", lambda output, _: everything.repeat(len(output.outputs[0].token_ids), 1)
+    )
     return engine
 
 

@@ -24,8 +24,8 @@ from kit.vllm_models import (
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_rl import Finish, TransformersEngine
-from lightning_rl.generation.sampling import RowFilters
+from lightning_rl import FinishReason, TransformersEngine
+from lightning_rl.generation.sampling_params import RowFilters
 from lightning_rl.policy.lora import base_model_of
 
 TOLERANCE = 1e-4  # float32; measured 1.1e-5
@@ -189,5 +189,5 @@ def test_responses_end_with_their_eos_or_at_the_limit(eos: set[int], start_engin
     for request, completion in zip(requests, engine.generate(requests), strict=True):
         ended = [token in request.eos_token_ids for token in completion.token_ids]
         assert not any(ended[:-1]), "it should have ended earlier"
-        assert completion.finish is (Finish.STOP if ended[-1] else Finish.LENGTH)
+        assert completion.finish is (FinishReason.STOP if ended[-1] else FinishReason.LENGTH)
         assert ended[-1] or len(completion.token_ids) == 12

@@ -16,7 +16,7 @@ from lightning_rl import RLLightningModule, VLLMEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation import CanaryError
 from lightning_rl.generation.vllm import internals
-from lightning_rl.generation.vllm.lora import Adapter
+from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.policy.lora import base_model_of
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -31,7 +31,7 @@ def a_run() -> RLLightningModule:
     return tiny_module(
         policy=with_adapter,
         engine=an_engine(lora="adapter"),
-        minibatches=2,
+        minibatches_per_rollout=2,
         temperature=0.8,
         max_new_tokens=12,
         eos_token_ids=[1, *range(20, 30)],

@@ -24,7 +24,7 @@ def ahead(**options: Any) -> RLLightningModule:
     known: dict[str, Any] = {
         "policy": a_model,
         "engine": an_engine(),
-        "minibatches": 2,
+        "minibatches_per_rollout": 2,
         "temperature": TEMPERATURE,
         "max_new_tokens": 12,
         "optimizer": partial(AdamW, lr=1e-3),

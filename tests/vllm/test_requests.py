@@ -11,7 +11,7 @@ from kit.support import tiny_tokenizer
 from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import an_engine
 
-from lightning_rl import Finish, TransformersEngine, VLLMEngine
+from lightning_rl import FinishReason, TransformersEngine, VLLMEngine
 from lightning_rl.generation import Completion, EngineState
 
 
@@ -101,14 +101,14 @@ def test_the_eos_of_model_and_tokenizer_ends_nothing_unless_the_request_says_so(
     engine = synced(start_engine(model, tiny_tokenizer()), model)
     requests = requests_for([[5, 6]] * 20, temperature=1.7)
     whole = engine.generate(requests)
-    assert {completion.finish for completion in whole} == {Finish.LENGTH}
+    assert {completion.finish for completion in whole} == {FinishReason.LENGTH}
     assert {EOS, 3, 4} <= {token for completion in whole for token in completion.token_ids}
     for eos in ({EOS}, {4, 9}):
         ended = engine.generate([with_sampling(request, eos_token_ids=sorted(eos)) for request in requests])
         for short, long in zip(ended, whole, strict=True):
             stops = [place for place, token in enumerate(long.token_ids) if token in eos]
             assert short.token_ids == long.token_ids[: stops[0] + 1 if stops else 20]
-            assert short.finish is (Finish.STOP if stops else Finish.LENGTH)
+            assert short.finish is (FinishReason.STOP if stops else FinishReason.LENGTH)
 
 
 @pytest.mark.parametrize("stop", [("d",), ("b c", "zz"), ("a", "e f"), ("zz",)], ids=str)

@@ -25,12 +25,12 @@ from kit.vllm_models import Starter, a_model, prompts_of, requests_for, synced, 
 from kit.vllm_rank import Watch
 from transformers import AutoTokenizer
 
-from lightning_rl import Finish, VLLMServerEngine
+from lightning_rl import FinishReason, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
-from lightning_rl.generation.vllm.endpoint import Endpoint, Label
 from lightning_rl.generation.vllm.http import Cancelled, Client
+from lightning_rl.generation.vllm.server_client import Endpoint, Label
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def test_weights_that_come_while_it_generates_are_in_the_tokens_that_say_so(engi
     assert len(drawn) == 8 and mixed, "no sync came in between"
     for request, completion in zip(requests, drawn, strict=True):
         versions = completion.versions or (completion.version,) * len(completion.token_ids)
-        assert list(versions) == sorted(versions) and completion.finish is Finish.LENGTH
+        assert list(versions) == sorted(versions) and completion.finish is FinishReason.LENGTH
         whole = torch.tensor(request.prefix_ids + completion.token_ids)
         with torch.no_grad():
             logits = [model(input_ids=whole[None]).logits[0, len(request.prefix_ids) - 1 : -1] for model in models]
@@ -259,7 +259,7 @@ def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
         fit(a_run(server), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
     check_run(watch, 4)
     assert left == [[]], "processes of the server that was killed"
-    said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.vllm.pool"]
+    said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.vllm.server_pool"]
     assert said[0].startswith(f"lost {server.url}: ") and said[-1] == f"{server.url} is back, with the current weights"
 
 

@@ -22,14 +22,14 @@ from lightning_rl import RLLightningModule
 from lightning_rl.callbacks import NoEOSMask, RolloutKL
 from lightning_rl.generation import CanaryError, EngineState
 from lightning_rl.generation.vllm import internals
-from lightning_rl.generation.vllm.versions import load_vllm
+from lightning_rl.generation.vllm.vllm_version import load_vllm
 
 
 def a_run(**options: Any) -> RLLightningModule:
     known: dict[str, Any] = {
         "policy": a_model,
         "engine": an_engine(),
-        "minibatches": 2,
+        "minibatches_per_rollout": 2,
         "temperature": 0.8,
         "max_new_tokens": 12,
         "optimizer": partial(AdamW, lr=1e-3),

@@ -1,27 +1,39 @@
 """The checks of the audit, one file for each part of the signal."""
 
 from lightning_rl.audit.checks import (
-    contributions,
-    conversations,
-    draws,
-    knobs,
-    logprobs,
-    loss,
-    metrics,
-    ratios,
-    returns,
-    rewards,
-    sampling,
-    signal,
-    stages,
-    step,
-    talks,
-    terms,
+    contribution_checks,
+    conversation_checks,
+    draw_checks,
+    hyperparameter_checks,
+    logprob_checks,
+    loss_checks,
+    loss_term_checks,
+    metric_checks,
+    ratio_checks,
+    return_checks,
+    reward_checks,
+    sampling_checks,
+    signal_checks,
+    stage_checks,
+    step_checks,
+    turn_checks,
 )
 from lightning_rl.audit.checks.check import Check, Verdict, check, judge, run_checks
 
-GENERATED = (sampling, draws, conversations, talks, rewards, stages)
-MODULES = (*GENERATED, logprobs, signal, returns, loss, terms, ratios, contributions, knobs, metrics, step)
+GENERATED = (sampling_checks, draw_checks, conversation_checks, turn_checks, reward_checks, stage_checks)
+MODULES = (
+    *GENERATED,
+    logprob_checks,
+    signal_checks,
+    return_checks,
+    loss_checks,
+    loss_term_checks,
+    ratio_checks,
+    contribution_checks,
+    hyperparameter_checks,
+    metric_checks,
+    step_checks,
+)
 CHECKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Check)}
 """Every check by its name, in the order in which a rollout is made."""
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from lightning_rl.advantages import Estimator
+from lightning_rl.audit.audit_error import Skip
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.finding import Skip
 from lightning_rl.corrections import Corrections, RLCallback
-from lightning_rl.finding import Finding
 from lightning_rl.losses import PolicyLoss
+from lightning_rl.utils.finding import Finding
 
 CheckFunction = Callable[[Evidence], Iterable[Finding | Skip]]
 
@@ -126,7 +126,7 @@ def check(
 ) -> Callable[[CheckFunction], Check]:
     """Makes a check of a function, whose name is its name and whose docstring says what the invariant means.
 
-    The function yields a :class:`~lightning_rl.audit.finding.Skip` wherever it cannot look: it never returns early
+    The function yields a :class:`~lightning_rl.audit.audit_error.Skip` wherever it cannot look: it never returns early
     without a word.
 
     Args:

@@ -10,18 +10,18 @@ from typing import TypeVar, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_rl.cli.doctor.batches import batches
+from lightning_rl.cli.doctor.batch_sizes import batches
 from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
-from lightning_rl.cli.doctor.memory import memory
-from lightning_rl.cli.doctor.samples import Samples, draw_samples, engine_logprobs, rewards, truncation
+from lightning_rl.cli.doctor.memory_estimate import memory
+from lightning_rl.cli.doctor.package_versions import versions
+from lightning_rl.cli.doctor.sample_checks import Samples, draw_samples, engine_logprobs, rewards, truncation
 from lightning_rl.cli.doctor.templates import bridges, eos
 from lightning_rl.cli.doctor.tokenizers import tokenizer
-from lightning_rl.cli.doctor.versions import versions
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit, starts_itself
-from lightning_rl.finding import Finding
-from lightning_rl.inspection import StopRecipe
 from lightning_rl.module import RLLightningModule
+from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.inspection import StopRecipe
 
 Subject = TypeVar("Subject")
 

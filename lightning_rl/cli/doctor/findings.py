@@ -1,6 +1,6 @@
 """Findings of the doctor, and their output."""
 
-from lightning_rl.finding import Finding
+from lightning_rl.utils.finding import Finding
 
 
 def fact(check: str, observed: str) -> Finding:

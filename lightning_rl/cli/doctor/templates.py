@@ -6,9 +6,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.cli.doctor.findings import error, fact
-from lightning_rl.environments.bridge import KINDS, Bridge, BridgeError
-from lightning_rl.finding import Finding
+from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
+from lightning_rl.utils.finding import Finding
 
 ANSWER = "quux"
 TALK: list[dict[str, str]] = [

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer
 from transformers.utils.hub import cached_file
 
 from lightning_rl.cli.doctor.findings import warning
-from lightning_rl.finding import Finding
 from lightning_rl.module import RLLightningModule
+from lightning_rl.utils.finding import Finding
 
 PROBES = ("12345 + 6.78 = ?", "Don't  stop,\nplease.\n\n", "naïve 数学 😀", "  return x[0]\t# done")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.environments.adapters.generators import OwnGenerators
-from lightning_rl.environments.environment import Answer, Environment, Message, Step
+from lightning_rl.environments.adapters.generator_states import OwnGenerators
+from lightning_rl.environments.environment import Action, Environment, Message, StepResult
 
 
 def begin(row: Mapping[str, Any], text: str) -> Sequence[Message]:
@@ -39,7 +39,7 @@ class GymEnvironment(Environment):
 
     Raises:
         ValueError: if it is for several players, or has no ``reset`` and ``step``.
-        GeneratorError: in a thread; see :class:`~lightning_rl.environments.adapters.generators.OwnGenerators`.
+        GeneratorError: in a thread; see :class:`~lightning_rl.environments.adapters.generator_states.OwnGenerators`.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -76,16 +76,16 @@ class GymEnvironment(Environment):
         return begin(row, self._text(*said))
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         if answer.cut_off:
-            return Step(done=True)
+            return StepResult(done=True)
         with self._generators.in_place():
             said = self._game.step(answer.text)
         self._check("step", said, 5)
         observation, reward, terminated, truncated, info = said
         if terminated or truncated:
-            return Step(done=True, reward=float(reward))
-        return Step(messages=[{"role": "user", "content": self._text(observation, info)}], reward=float(reward))
+            return StepResult(done=True, reward=float(reward))
+        return StepResult(messages=[{"role": "user", "content": self._text(observation, info)}], reward=float(reward))
 
     @override
     def close(self) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lightning_rl.environments.adapters.endpoint import Line, Question
+from lightning_rl.environments.adapters.completion_server import Line, Question
 from lightning_rl.environments.environment import COUNTED, Message, TokenStep
-from lightning_rl.rollout import Finish
+from lightning_rl.rollout import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class ProgramEnvironment:
         self._session = self._question.session
         return self._question.token_ids
 
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Answers, and waits for the next question or the end.
 
         Raises:
@@ -132,7 +132,7 @@ class ProgramEnvironment:
         if inside:
             raise ValueError(
                 f"expected answers to end at token ids {sorted(asked.stop_token_ids)}, as the renderer takes them to, "
-                f"got {inside[0]} in the midst of one: name them in Sampling(eos_token_ids=)"
+                f"got {inside[0]} in the midst of one: name them in SamplingParams(eos_token_ids=)"
             )
 
     def _reply(self, said: tuple[int, ...], question: Question) -> tuple[int, ...]:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from lightning_rl.arguments import check_counts, check_numbers
 from lightning_rl.distributed import RunEndError
-from lightning_rl.environments.adapters.endpoint import Endpoint, Line
+from lightning_rl.environments.adapters.completion_server import Endpoint, Line
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
 from lightning_rl.environments.coroutines import start
 from lightning_rl.environments.environment import Message
 from lightning_rl.environments.failure import EnvironmentFailureError, Failure
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 POLICY = "policy"
 """What an agent calls the model that trains."""
@@ -33,7 +33,7 @@ LIMIT = "max_total_tokens"
 GRACE = 10.0  # seconds that an episode has to end once it is cancelled, and what episodes share to be torn down
 
 
-class BlockedLoopError(RunEndError):
+class BlockedEventLoopError(RunEndError):
     """Code of a task or a harness holds up the event loop of the trainer's process."""
 
 
@@ -246,7 +246,7 @@ class Episode:
         """Cancels the episode, if it has not ended.
 
         Raises:
-            BlockedLoopError: if it goes on all the same, because its code never awaits.
+            BlockedEventLoopError: if it goes on all the same, because its code never awaits.
         """
         if self._endpoint is None or self._future is None:
             return
@@ -258,7 +258,7 @@ class Episode:
             self._maker.service.leave()
             if ended:
                 return
-        raise BlockedLoopError(
+        raise BlockedEventLoopError(
             f"expected an episode that ends within {GRACE:g} s of being cancelled, got one whose code blocks the event "
             "loop, which nothing in this process can end: run it in a process of its own with environment_workers="
         )

@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 import torch
 
 from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
-from lightning_rl.generation.vllm.endpoint import Label
 from lightning_rl.generation.vllm.group import BUCKET_BYTES, Group, GroupError, Invitation, gpu_of, open_store
 from lightning_rl.generation.vllm.http import Cancelled, Refused, Unanswered
-from lightning_rl.generation.vllm.places import Server
-from lightning_rl.generation.vllm.pool import ServerPool
+from lightning_rl.generation.vllm.scheduler import Server
+from lightning_rl.generation.vllm.server_client import Label
+from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.weights.buckets import Bytes, Spare, Specification, cut, pack
-from lightning_rl.generation.weights.stream import Stream
+from lightning_rl.generation.weights.weight_stream import Stream
 
 LOG = logging.getLogger(__name__)
 LOST = (GroupError, Unanswered, Refused, Cancelled)  # errors of a server that does not take part, or stopped to

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from typing_extensions import override
 
-from lightning_rl.event_loop import EventLoop
+from lightning_rl.utils.event_loop import EventLoop
 
 LOOP = EventLoop("servers")
 HINTS = {

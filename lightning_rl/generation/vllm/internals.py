@@ -1,6 +1,6 @@
 """Access to internals of vLLM: building and closing it beside the trainer, and loading weights.
 
-The code was compared with the releases of :data:`lightning_rl.generation.vllm.versions.WINDOW` and run with the first.
+The code was compared with the releases of :data:`lightning_rl.generation.vllm.vllm_version.WINDOW` and run with the first.
 It uses private parts of vLLM, so the window is narrow.
 """
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_rl.generation.weights.stream import Shape, Stream, WeightPlan
+from lightning_rl.generation.weights.weight_stream import Shape, Stream, WeightPlan
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 CHANGED = (  # variables set by vLLM and read by the trainer, its compiler and its worker processes

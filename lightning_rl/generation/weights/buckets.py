@@ -7,7 +7,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from lightning_rl.generation.weights.stream import Shape, Stream
+from lightning_rl.generation.weights.weight_stream import Shape, Stream
 
 ALIGNMENT = 16  # bytes; alignment of each tensor, for any dtype
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.generation.engine import Engine, Request
-from lightning_rl.generation.sampling import Sampling
+from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.rollout import Rollout
 
@@ -144,7 +144,7 @@ class Canary:
         ids = torch.randint(vocabulary, (max(TOKENS, longer),), generator=generator).tolist()
         self._check_cache(engine, ids[:longer], max_length)
         row = tuple(ids[: min(TOKENS, max_length - 1)])
-        sampling = Sampling(temperature=temperature, max_new_tokens=DRAWN_TOKENS, eos_token_ids=())
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=DRAWN_TOKENS, eos_token_ids=())
         requests = [
             Request(prefix_ids=row[: number + 1], sample_id=-1 - number, seed=number, sampling=sampling)
             for number in range(min(DRAWN_ROWS, max_length - DRAWN_TOKENS))

@@ -8,7 +8,7 @@ from torch import nn
 from lightning_rl.distributed import failing_together
 from lightning_rl.generation.engine import Engine, EngineError, EngineState
 from lightning_rl.generation.weights import canary
-from lightning_rl.generation.weights.stream import Checksums, Stream
+from lightning_rl.generation.weights.weight_stream import Checksums, Stream
 
 
 def synchronize(

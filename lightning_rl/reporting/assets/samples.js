@@ -137,7 +137,7 @@ async function viewRollout(params) {
       choice("Sort by", SORTS, sort, (value) => set({ sort: value })),
       choice("Order", [["", "largest first"], ["1", "smallest first"]], params.get("rising") || "", (value) => set({ rising: value || null })),
       choice("Layout", [["", "groups"], ["1", "one list"]], params.get("flat") || "", (value) => set({ flat: value || null })),
-      choice("Finish", [["", "any"], ...finishes.map((name) => [name, name])], params.get("finish") || "", (value) => set({ finish: value || null })),
+      choice("FinishReason", [["", "any"], ...finishes.map((name) => [name, name])], params.get("finish") || "", (value) => set({ finish: value || null })),
       choice("Only", [["", "all"], ["finding", "with a finding"], ["trained", "that train"], ["untrained", "that do not train"]], params.get("only") || "", (value) => set({ only: value || null })),
       field("low", "Reward from"), field("high", "to"),
       page.passes > 1 ? choice("Pass", Array.from({ length: page.passes }, (_, n) => [n, String(n + 1)]), pass, (value) => set({ pass: value })) : null, search),

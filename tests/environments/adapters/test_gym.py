@@ -10,10 +10,10 @@ from kit.chatter import chatting_module, games, generator_states
 from kit.support import fit, recorder
 from typing_extensions import override
 
-from lightning_rl import Finish, Rollout
+from lightning_rl import FinishReason, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import TruncatedIS
-from lightning_rl.environments import Answer, EnvironmentReward
+from lightning_rl.environments import Action, EnvironmentReward
 from lightning_rl.environments.adapters import GymEnvironment
 from lightning_rl.environments.generators import GeneratorError
 
@@ -81,25 +81,25 @@ def test_steps_become_messages_rewards_and_an_end() -> None:
     game = begun()
     secret = secret_of(game)
     assert secret == random.Random(3).randint(1, 9) == 4
-    step = game.step(Answer(text="2"))
+    step = game.step(Action(text="2"))
     assert (step.messages, step.reward, step.done) == (SAID, 0.0, False)
-    step = game.step(Answer(text="4"))
+    step = game.step(Action(text="4"))
     assert (step.messages, step.reward, step.done) == ((), 1.0, True)
-    assert begun().step(Answer(text="9")).done  # truncated
+    assert begun().step(Action(text="9")).done  # truncated
 
 
 def test_a_cut_off_answer_is_no_action_and_ends_the_conversation() -> None:
     game = begun()
-    step = game.step(Answer(text="4", finish=Finish.LENGTH))
+    step = game.step(Action(text="4", finish=FinishReason.LENGTH))
     assert (step.done, step.reward) == (True, None) and not hasattr(game._game, "drawn")  # noqa: SLF001
 
 
 def test_the_generators_of_the_run_stay_where_they_are() -> None:
     before = generator_states()
     game = begun()
-    game.step(Answer(text="2"))
+    game.step(Action(text="2"))
     with pytest.raises(ValueError, match="invalid literal"):
-        game.step(Answer(text="two"))
+        game.step(Action(text="two"))
     game.close()
     assert generator_states() == before
 
@@ -107,11 +107,11 @@ def test_the_generators_of_the_run_stay_where_they_are() -> None:
 def test_a_game_draws_the_same_however_it_is_interleaved() -> None:
     alone, (first, second) = begun(), (begun(), begun(5))
     for _ in range(2):
-        alone.step(Answer(text="2"))
-    first.step(Answer(text="2"))
-    second.step(Answer(text="1"))
+        alone.step(Action(text="2"))
+    first.step(Action(text="2"))
+    second.step(Action(text="1"))
     random.random()
-    first.step(Answer(text="2"))
+    first.step(Action(text="2"))
     assert first._game.drawn == alone._game.drawn  # noqa: SLF001
     expected = random.Random(3)
     expected.randint(1, 9)
@@ -158,4 +158,4 @@ def test_a_policy_trains_on_it_under_the_audit() -> None:
     assert trainer.global_step == len(rollouts) == 2
     numbers = torch.cat([rollout.token_extras["turns"].amax(-1) for rollout in rollouts])
     assert numbers.max() >= 3 and {0.0, 1.0} == set(torch.cat([rollout.rewards for rollout in rollouts]).tolist())
-    assert Finish.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()
+    assert FinishReason.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()

@@ -10,14 +10,16 @@ import pytest
 import torch
 from kit.programs import Ask, ScriptedProgram
 
-from lightning_rl import Finish, Sampling
-from lightning_rl.environments import Conversation, Limits, Opening, Transcript, play
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.environments import Conversation, ConversationLimits, Opening, Transcript, play
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
 from lightning_rl.environments.adapters.verifiers import Verifiers
 from lightning_rl.generation import Completion, Request, turn_seed
 
 EOS = 9
-FIRST = Request(prefix_ids=(1, 2), sample_id=5, seed=77, sampling=Sampling(max_new_tokens=12, eos_token_ids=[EOS]))
+FIRST = Request(
+    prefix_ids=(1, 2), sample_id=5, seed=77, sampling=SamplingParams(max_new_tokens=12, eos_token_ids=[EOS])
+)
 
 
 def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits: Any) -> tuple[Transcript, Any]:
@@ -33,11 +35,11 @@ def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits
     def draw(requests: Any) -> list[Completion]:
         asked.extend(requests)
         return [
-            Completion(token_ids=(20 + request.turn, EOS), logprobs=torch.zeros(2), finish=Finish.STOP, version=0)
+            Completion(token_ids=(20 + request.turn, EOS), logprobs=torch.zeros(2), finish=FinishReason.STOP, version=0)
             for request in requests
         ]
 
-    conversation = Conversation(None, FIRST, Limits(**limits), "env", make)
+    conversation = Conversation(None, FIRST, ConversationLimits(**limits), "env", make)
     (transcript,) = play([Opening(conversation, {"prompt": "?"}, 3)], draw)
     assert all(program.closed == 1 for program in programs)
     return transcript, (programs, asked)
@@ -65,13 +67,13 @@ def test_the_row_is_what_was_asked_and_drawn_and_the_seeds_are_ours() -> None:
         (5, 2, turn_seed(77, 2)),
     ]
     outcome = transcript.outcome
-    assert (transcript.finish, outcome.reward, outcome.failure) == (Finish.STOP, 0.75, None)
+    assert (transcript.finish, outcome.reward, outcome.failure) == (FinishReason.STOP, 0.75, None)
     assert outcome.metrics["asked"] == 3 and outcome.metrics["program_turns"] == 3 and outcome.metrics["turns"] == 3
 
 
 def test_a_limit_of_the_run_stops_the_program_and_what_it_scores_counts() -> None:
     transcript, ((program,), _) = held(talk, turns=2)
-    assert (transcript.finish, transcript.outcome.reward, program.stopped) == (Finish.TURNS, 0.25, 1)
+    assert (transcript.finish, transcript.outcome.reward, program.stopped) == (FinishReason.TURNS, 0.25, 1)
     assert transcript.outcome.metrics["cut"] == 1 and transcript.row.turns[-1].reward == 0.25
     assert transcript.row.response_ids == (20, EOS, 50, 60, 21, EOS)
 
@@ -131,7 +133,7 @@ def test_what_is_no_row_fails_with_its_reason_and_is_never_worth_0(
 ) -> None:
     transcript, (programs, _) = held(script)
     outcome = transcript.outcome
-    assert (transcript.finish, outcome.reward) == (Finish.FAILED, None)
+    assert (transcript.finish, outcome.reward) == (FinishReason.FAILED, None)
     assert outcome.failure is not None and re.match(cause, outcome.failure)
     assert len(programs) == 2 and outcome.metrics["retries"] == 1
 
@@ -143,7 +145,7 @@ def test_a_program_that_hangs_costs_its_time_twice_and_its_row() -> None:
         return ProgramResult()
 
     transcript, _ = held(hang, seconds=0.2)
-    assert transcript.finish == Finish.FAILED and transcript.outcome.metrics["timeouts"] == 2
+    assert transcript.finish == FinishReason.FAILED and transcript.outcome.metrics["timeouts"] == 2
     assert transcript.outcome.failure == "timeout: the program took longer than 0.2 s for a conversation (timeout)"
 
 

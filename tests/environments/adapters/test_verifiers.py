@@ -19,12 +19,12 @@ from kit.support import fit, recorder, tiny_module, tiny_policy
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
-from lightning_rl import Finish, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl import FinishReason, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.corrections import RLCallback
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.environments.adapters import verifiers as adapter
-from lightning_rl.environments.adapters.endpoint import Endpoint, Reply
+from lightning_rl.environments.adapters.completion_server import Endpoint, Reply
 from lightning_rl.environments.adapters.verifiers import Episode, Verifiers
 from lightning_rl.generation import Request, request_seed, turn_seed
 
@@ -151,7 +151,7 @@ def test_what_trains_is_what_went_over_the_endpoint_id_by_id(make: Any, log: lis
     assert 48 <= trained.total() <= 52 and trained == rows_seen(log)
     assert any(drawn.index(False) < drawn.index(True, drawn.index(False)) for _, _, drawn in trained if False in drawn)
     ends = torch.cat([rollout.finish for rollout in kept]).unique().tolist()
-    assert Finish.STOP in ends and Finish.TURNS in ends
+    assert FinishReason.STOP in ends and FinishReason.TURNS in ends
     for rollout in kept:
         rewards = rollout.rewards[rollout.rewarded]
         assert (
@@ -225,7 +225,7 @@ def test_whatever_task_or_harness_do_wrong_costs_their_own_rows_and_is_never_wor
     maker = make(timeout=10)
     faulty = {maker.tasks[row["task"]].data.fault: row for row in maker.rows()}
     rows = [maker.rows()[2], *[faulty[fault] for fault in CAUSES]]
-    options = {"group_size": 2, "max_failed_environments": None}
+    options = {"group_size": 2, "max_environment_failure_rate": None}
     (rollout,), _ = rollouts_of(module_of(maker, **options), rows, default_root_dir=tmp_path)
     assert rollout.failures.tolist() == [False] * 2 + [True] * 14
     assert not rollout.trained[2:].any() and not rollout.rewarded[2:].any() and rollout.trained[:2].all()
@@ -253,7 +253,7 @@ def test_a_harness_that_blocks_is_killed_in_a_process_of_its_own(make: Any, tmp_
     maker = make()
     (row,) = [row for row in maker.rows() if maker.tasks[row["task"]].data.fault == "blocks"]
     module = module_of(
-        maker, group_size=2, max_failed_environments=None, environment_workers=2, environment_timeout=5.0
+        maker, group_size=2, max_environment_failure_rate=None, environment_workers=2, environment_timeout=5.0
     )
     (rollout,), _ = rollouts_of(module, [row, maker.rows()[0]], default_root_dir=tmp_path)
     assert rollout.failures.tolist() == [True, True, False, False]
@@ -278,7 +278,7 @@ def test_one_that_blocks_in_this_process_ends_the_run(folder: str, plugins: None
     path = f"import sys; sys.path.insert(0, {str(PLUGINS)!r})\n"
     ended = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=120)
     assert "timeout: the program took longer than 2 s" in ended.stderr
-    assert "BlockedLoopError: expected an episode that ends within 0.5 s" in ended.stderr
+    assert "BlockedEventLoopError: expected an episode that ends within 0.5 s" in ended.stderr
 
 
 def test_what_was_said_reaches_the_rewards_in_words(make: Any) -> None:
@@ -309,7 +309,7 @@ def test_a_renderer_that_renders_anew_is_named(make: Any, folder: str, plugins: 
     environment.reset({"task": 2}, 0)
     close = tokenizer_of("qwen3").convert_tokens_to_ids("<|im_end|>")
     with pytest.raises(ValueError, match=r"rendered anew or rewritten.*thinking_retention='all'"):
-        environment.step((*tokenizer_of("qwen3")(" a  b\n")["input_ids"], close), Finish.STOP)
+        environment.step((*tokenizer_of("qwen3")(" a  b\n")["input_ids"], close), FinishReason.STOP)
     environment.close()
 
 

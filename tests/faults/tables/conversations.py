@@ -36,8 +36,16 @@ from faults.talks import around, figures
 from lightning_rl import GAE, Rollout, Stat
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
-from lightning_rl.environments import Answer, Bridge, Conversation, Message, MessageEnvironment, Step, ToolEnvironment
-from lightning_rl.environments.environments import Environments
+from lightning_rl.environments import (
+    Action,
+    Bridge,
+    Conversation,
+    Message,
+    MessageEnvironment,
+    StepResult,
+    ToolEnvironment,
+)
+from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Request
 from lightning_rl.rollouts.sample import Sampler
 
@@ -69,7 +77,7 @@ class KeptPartner(Partner):
     heard: ClassVar[set[str]] = set()
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         said = super().step(answer)
         new = set(answer.text.split()) - self.heard
         self.heard.update(new)
@@ -94,7 +102,7 @@ class ImpatientPartner(Partner):
     answered: ClassVar[Any] = itertools.count()
 
     @override
-    def step(self, answer: Answer) -> Step:
+    def step(self, answer: Action) -> StepResult:
         said = super().step(answer)
         return replace(said, reward=(said.reward or 0.0) - 0.01 * (next(self.answered) % 16))
 

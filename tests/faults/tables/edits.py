@@ -14,7 +14,7 @@ from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.advantages.group_relative import DrGRPO
 from lightning_rl.callbacks import ReferenceKL
 
-STEPS = {"minibatches": 2, "epochs": 1}
+STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
 PPO = {"advantages": GAE(), "critic": "shared"}
 
 

@@ -17,8 +17,8 @@ from faults.fault import Fault
 from lightning_rl import LossView, RLCallback, RLLightningModule, Rollout
 from lightning_rl.policy import Plan
 
-STEPS = {"minibatches": 2, "epochs": 1}
-SMALL = {"token_budget": 24}
+STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
+SMALL = {"max_tokens_per_microbatch": 24}
 
 
 class HalvedGradients(Callback):

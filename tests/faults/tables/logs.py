@@ -13,7 +13,7 @@ from typing_extensions import override
 import lightning_rl.algorithm
 import lightning_rl.metrics
 import lightning_rl.module
-import lightning_rl.rollouts.signal
+import lightning_rl.rollouts.estimate_signal
 from faults.fault import Fault
 from faults.patches import after, logging
 from lightning_rl import GAE, Rollout, Stat
@@ -22,8 +22,8 @@ from lightning_rl.metrics import MetricLog
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.update import StepGradient
 
-STEPS = {"minibatches": 2, "epochs": 1}
-SMALL = {"token_budget": 24}
+STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
+SMALL = {"max_tokens_per_microbatch": 24}
 PPO = {"advantages": GAE(), "critic": "shared"}
 
 
@@ -73,7 +73,7 @@ def in_step(name: str, change: Callable[[Tensor], Tensor]) -> Any:
 
 def in_rollout(name: str, stat: Callable[[Rollout], Stat]) -> Any:
     """Logs something else of a rollout under a name."""
-    return after(lightning_rl.rollouts.signal, "reward_metrics", logging(name, stat))
+    return after(lightning_rl.rollouts.estimate_signal, "reward_metrics", logging(name, stat))
 
 
 def in_view(name: str, stat: Callable[[Any], Stat]) -> Any:
@@ -221,7 +221,7 @@ FAULTS: tuple[Fault, ...] = (
         "the largest ratio logged after the clip",
         "",
         "policy/ratio_max",
-        options={"minibatches": 2, "epochs": 2},
+        options={"minibatches_per_rollout": 2, "epochs_per_rollout": 2},
         max_steps=12,
         patches=[
             in_view(

@@ -59,7 +59,7 @@ class OwnCoefficient(RLCallback):
         return LossTerm(per_token=(view.logprobs + 1).square(), coef=self.coef)
 
 
-SLOW: dict[str, Any] = {"optimizer": partial(AdamW, lr=0.01), "minibatches": 2}
+SLOW: dict[str, Any] = {"optimizer": partial(AdamW, lr=0.01), "minibatches_per_rollout": 2}
 
 FAULTS: tuple[Fault, ...] = (
     Fault(

@@ -16,11 +16,11 @@ from faults.fault import Fault
 from lightning_rl import GAE, LossView, PromptDataModule, RLCallback
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
+from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import whiten
-from lightning_rl.signal.returns import gae
 
-STEPS = {"minibatches": 2, "epochs": 1}
-TWICE_OVER = {"minibatches": 2, "epochs": 2}
+STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
+TWICE_OVER = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}
 PPO = {"critic": "shared"}
 AGAIN: dict[str, Any] = {
     "data": partial(tiny_prompts, 4, 4),

@@ -10,7 +10,7 @@ import lightning_rl.algorithm
 import lightning_rl.audit.evidence
 import lightning_rl.module
 import lightning_rl.policy.attention
-import lightning_rl.rollouts.signal
+import lightning_rl.rollouts.estimate_signal
 import lightning_rl.update
 from faults import parts, patches
 from faults.fault import Fault
@@ -22,15 +22,15 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import PolicyModel, Scorer
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts import lay_out
+from lightning_rl.rollouts import collate
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.kl import k3
 from lightning_rl.update import StepWeights
 
-STEPS = {"minibatches": 2, "epochs": 1}
+STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
 PPO = {"advantages": GAE(), "critic": "shared"}
 KL = partial(ReferenceKL, 0.1, as_loss=True)
-SMALL = {"token_budget": 24}
+SMALL = {"max_tokens_per_microbatch": 24}
 
 FAULTS: tuple[Fault, ...] = (
     Fault("token ids of another row", "trained_tokens", "stage draw", patches=[change_rows(patches.rolled_ids)]),
@@ -44,7 +44,7 @@ FAULTS: tuple[Fault, ...] = (
         "rollout log-probabilities in bfloat16",
         "trained_tokens",
         "stage draw",
-        patches=[after(lay_out, "_logprobs", patches.in_bfloat16)],
+        patches=[after(collate, "_logprobs", patches.in_bfloat16)],
     ),
     Fault(
         "version read after the response",
@@ -208,7 +208,9 @@ FAULTS: tuple[Fault, ...] = (
         "reward_conservation",
         "shaped reward",
         options=PPO,
-        patches=[patch.object(lightning_rl.rollouts.signal, "shaped_rewards", patches.score_at_the_last_position)],
+        patches=[
+            patch.object(lightning_rl.rollouts.estimate_signal, "shaped_rewards", patches.score_at_the_last_position)
+        ],
     ),
     Fault(
         "denominators per microbatch",
@@ -466,7 +468,7 @@ FAULTS: tuple[Fault, ...] = (
         "metric length/mean",
         patches=[
             after(
-                lightning_rl.rollouts.signal,
+                lightning_rl.rollouts.estimate_signal,
                 "reward_metrics",
                 patches.logging("length/mean", lambda rollout: Stat.of(torch.full((len(rollout),), rollout.width))),
             )

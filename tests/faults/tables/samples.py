@@ -15,7 +15,7 @@ from typing_extensions import override
 import lightning_rl.rollouts.sample
 from faults.fault import Fault
 from faults.parts import Altering
-from lightning_rl import Evaluation, Finish, PromptDataModule, TransformersEngine
+from lightning_rl import Evaluation, FinishReason, PromptDataModule, TransformersEngine
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request, request_seed
 
@@ -59,14 +59,14 @@ class Drawing(TransformersEngine):
         model, draw = self._model_for("generate"), torch.Generator().manual_seed(request.seed)
         drawn: list[int] = []
         reported: list[float] = []
-        finish = Finish.LENGTH
-        while len(drawn) < request.sampling.max_new_tokens and finish == Finish.LENGTH:
+        finish = FinishReason.LENGTH
+        while len(drawn) < request.sampling.max_new_tokens and finish == FinishReason.LENGTH:
             logits = model(input_ids=torch.tensor([[*request.prefix_ids, *drawn]]), use_cache=False).logits[0, -1]
             scores = (logits.float() / request.sampling.temperature).log_softmax(-1)
             token = int(self.choose(scores, drawn, request).softmax(-1).multinomial(1, generator=draw))
             drawn.append(token)
             reported.append(float(scores[token]))
-            finish = Finish.STOP if token in request.eos_token_ids else Finish.LENGTH
+            finish = FinishReason.STOP if token in request.eos_token_ids else FinishReason.LENGTH
         return Completion(token_ids=tuple(drawn), logprobs=torch.tensor(reported), finish=finish, version=self.version)
 
 
@@ -197,16 +197,16 @@ def stopped_early(completion: Completion) -> Completion:
     if len(completion.token_ids) <= 4 or completion.logprobs is None:
         return completion
     short = {"token_ids": completion.token_ids[:4], "logprobs": completion.logprobs[:4]}
-    return dataclasses.replace(completion, **short, finish=Finish.LENGTH)
+    return dataclasses.replace(completion, **short, finish=FinishReason.LENGTH)
 
 
 def with_an_end(completion: Completion) -> Completion:
     """Puts an end behind what was cut off, which nobody drew."""
-    if completion.finish != Finish.LENGTH or completion.logprobs is None:
+    if completion.finish != FinishReason.LENGTH or completion.logprobs is None:
         return completion
     ids, logprobs = (*completion.token_ids[:-1], 1), completion.logprobs.clone()
     logprobs[-1] = 0.0
-    return dataclasses.replace(completion, token_ids=ids, logprobs=logprobs, finish=Finish.STOP)
+    return dataclasses.replace(completion, token_ids=ids, logprobs=logprobs, finish=FinishReason.STOP)
 
 
 class Silent(TransformersEngine):
@@ -215,7 +215,7 @@ class Silent(TransformersEngine):
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         drawn = super()._draw(requests, logprobs=logprobs)
-        nothing = {"token_ids": (), "logprobs": torch.zeros(0), "finish": Finish.STOP}
+        nothing = {"token_ids": (), "logprobs": torch.zeros(0), "finish": FinishReason.STOP}
         return [
             dataclasses.replace(one, **nothing) if request.sample_id % 5 == 0 and one.logprobs is not None else one
             for request, one in zip(requests, drawn, strict=True)

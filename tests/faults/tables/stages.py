@@ -455,7 +455,7 @@ FAULTS: tuple[Fault, ...] = (
         "",
         "mean_of_means",
         callbacks=lambda: [MeanOfMeans()],
-        options={"token_budget": 24},
+        options={"max_tokens_per_microbatch": 24},
         sound={"callbacks": lambda: [MeanOfMeans(whole=True)]},
     ),
     Fault(

@@ -25,8 +25,8 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, ReferenceKL
 from lightning_rl.policy import Plan, PolicyModel
 
-STEPS = {"minibatches": 2, "epochs": 1}
-SMALL = {"token_budget": 24}
+STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
+SMALL = {"max_tokens_per_microbatch": 24}
 PPO = {"advantages": GAE(), "critic": "shared"}
 FORWARD, VALUES, STEP = PolicyModel.forward, PolicyModel._values, LightningOptimizer.step  # noqa: SLF001
 ACCUMULATE, VIEW, LOSS = (

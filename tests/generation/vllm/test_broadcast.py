@@ -19,15 +19,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl import VLLMServerEngine
-from lightning_rl.generation.vllm import broadcast, group, pool
+from lightning_rl.generation.vllm import broadcast, group, server_pool
 from lightning_rl.generation.vllm.group import GroupError
-from lightning_rl.generation.vllm.worker import HOST, WeightLoader
+from lightning_rl.generation.vllm.worker_extension import HOST, WeightLoader
 
 
 @pytest.fixture(autouse=True)
 def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "POLL", 0.02)
-    monkeypatch.setattr(pool, "BACKOFF", 0.01)
+    monkeypatch.setattr(server_pool, "POLL", 0.02)
+    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
     monkeypatch.setattr(broadcast, "BUCKET_BYTES", 4096)
 
 
@@ -158,7 +158,7 @@ def test_a_slow_server_ends_the_group_and_loads_from_a_file(
 def test_a_server_that_restarts_with_the_old_label_gets_the_weights_in_a_new_group(
     one: ScriptedServer, two: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "POLL", 3600.0)  # nobody sees that it is away before the push asks
+    monkeypatch.setattr(server_pool, "POLL", 3600.0)  # nobody sees that it is away before the push asks
     engine = an_engine(one, two)
     push(engine, 0)
     label, port = two.label, two.port
@@ -376,10 +376,10 @@ def test_members_that_share_a_gpu_are_an_error_that_names_both(
     for server, number in zip((one, two), numbers, strict=True):
         server.holds["device"], server.worker.device = "cuda", torch.device("cuda", number)
     engine = an_engine(one, two, transfer="file")
-    pool = engine._running()  # noqa: SLF001
-    sender = broadcast.Broadcast(pool, [("a", (4,), "float32")], torch.device("cuda", 0))
+    server_pool = engine._running()  # noqa: SLF001
+    sender = broadcast.Broadcast(server_pool, [("a", (4,), "float32")], torch.device("cuda", 0))
     monkeypatch.setattr(group, "_nccl", lambda *_: BlockingGroup())
-    joined = partial(sender._group_of, pool.ready())  # noqa: SLF001
+    joined = partial(sender._group_of, server_pool.ready())  # noqa: SLF001
     if shared == "none":
         assert joined() is not None and "takes no part" not in caplog.text
     else:

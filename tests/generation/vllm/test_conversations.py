@@ -11,19 +11,27 @@ from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from typing_extensions import override
 
-from lightning_rl import EngineError, Finish, Sampling, VLLMServerEngine
-from lightning_rl.environments import Conversation, Limits, Opening, TokenEnvironment, TokenStep, Transcript, converse
+from lightning_rl import EngineError, FinishReason, SamplingParams, VLLMServerEngine
+from lightning_rl.environments import (
+    Conversation,
+    ConversationLimits,
+    Opening,
+    TokenEnvironment,
+    TokenStep,
+    Transcript,
+    converse,
+)
 from lightning_rl.generation import Request
-from lightning_rl.generation.answers import TurnAnswers
-from lightning_rl.generation.vllm import pool
+from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.vllm import server_pool
 
 TURNS = 4
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "POLL", 0.02)
-    monkeypatch.setattr(pool, "BACKOFF", 0.01)
+    monkeypatch.setattr(server_pool, "POLL", 0.02)
+    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
 
 
 def an_engine(*scripted: ScriptedServer) -> VLLMServerEngine:
@@ -46,7 +54,7 @@ class Echo(TokenEnvironment):
         return ()
 
     @override
-    def step(self, token_ids: Sequence[int], finish: Finish) -> TokenStep:
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.before(self.turn)
         self.turn += 1
         return TokenStep(token_ids=[2 + self.turn])
@@ -57,9 +65,11 @@ class Echo(TokenEnvironment):
 
 
 def opening(number: int, environment: Echo | None = None) -> Opening:
-    sampling = Sampling(max_new_tokens=40, temperature=0.7, eos_token_ids=())
+    sampling = SamplingParams(max_new_tokens=40, temperature=0.7, eos_token_ids=())
     first = Request(prefix_ids=(2, 3 + number // 3), sample_id=number, seed=number, sampling=sampling)
-    return Opening(Conversation(environment or Echo(), first, Limits(turns=TURNS, turn_tokens=4)), {}, number)
+    return Opening(
+        Conversation(environment or Echo(), first, ConversationLimits(turns=TURNS, turn_tokens=4)), {}, number
+    )
 
 
 def held(engine: VLLMServerEngine, talks: list[Opening]) -> list[Transcript]:
@@ -67,7 +77,7 @@ def held(engine: VLLMServerEngine, talks: list[Opening]) -> list[Transcript]:
     return converse(talks, engine, logprobs=True, answers=answers)
 
 
-def tokens(transcripts: Sequence[Transcript]) -> list[tuple[tuple[int, ...], Finish]]:
+def tokens(transcripts: Sequence[Transcript]) -> list[tuple[tuple[int, ...], FinishReason]]:
     return [(each.row.response_ids, each.finish) for each in transcripts]
 
 
@@ -82,13 +92,13 @@ def asked(server: ScriptedServer) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> list[tuple[tuple[int, ...], Finish]]:
+def undisturbed() -> list[tuple[tuple[int, ...], FinishReason]]:
     server = ScriptedServer()
     with servers(server):
         engine = an_engine(server)
         found = tokens(held(engine, [opening(n) for n in range(12)]))
         engine.close()
-    assert {finish for _, finish in found} == {Finish.TURNS} and len(found[0][0]) == TURNS * 5 - 1
+    assert {finish for _, finish in found} == {FinishReason.TURNS} and len(found[0][0]) == TURNS * 5 - 1
     return found
 
 

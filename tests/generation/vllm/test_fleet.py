@@ -12,7 +12,7 @@ from kit.scripted_server import KEY, VOCABULARY, ScriptedServer
 from kit.support import tiny_model
 
 from lightning_rl import VLLMServerEngine
-from lightning_rl.generation.vllm import pool
+from lightning_rl.generation.vllm import server_pool
 
 GROUP = 8
 
@@ -69,8 +69,8 @@ def check(number: int, pause: float) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "POLL", 0.05)
-    monkeypatch.setattr(pool, "BACKOFF", 0.02)
+    monkeypatch.setattr(server_pool, "POLL", 0.05)
+    monkeypatch.setattr(server_pool, "BACKOFF", 0.02)
 
 
 def test_no_request_is_lost_or_counted_twice_while_servers_die() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngine
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation import Canary, CanaryError
-from lightning_rl.generation.vllm import pool
+from lightning_rl.generation.vllm import server_pool
 from lightning_rl.generation.weights.canary import Rounding
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
@@ -22,8 +22,8 @@ HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "POLL", 0.02)
-    monkeypatch.setattr(pool, "BACKOFF", 0.01)
+    monkeypatch.setattr(server_pool, "POLL", 0.02)
+    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
 
 
 def run(

@@ -18,10 +18,10 @@ from kit.scripted_server import HOLDS, KEY, VOCABULARY, Answer, ScriptedServer, 
 from kit.support import tiny_model
 
 from lightning_rl import EngineError, VLLMServerEngine
-from lightning_rl.generation.vllm import pool
-from lightning_rl.generation.vllm.endpoint import Endpoint, Label
+from lightning_rl.generation.vllm import server_pool
 from lightning_rl.generation.vllm.http import Refused, Unanswered
-from lightning_rl.generation.vllm.sampling import SCORING
+from lightning_rl.generation.vllm.server_client import Endpoint, Label
+from lightning_rl.generation.vllm.vllm_sampling import SCORING
 
 HEALTHY: dict[str, Any] = {
     "version": "0.32.0",
@@ -213,9 +213,9 @@ def test_the_healthy_answer_is_one(odd: tuple[AnyServer, Endpoint]) -> None:
 def test_an_engine_beside_such_a_server_draws_sound_samples_or_ends_with_its_own_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool, "POLL", 0.01)
-    monkeypatch.setattr(pool, "BACKOFF", 0.001)
-    monkeypatch.setattr(pool, "MAX_BACKOFF", 0.002)
+    monkeypatch.setattr(server_pool, "POLL", 0.01)
+    monkeypatch.setattr(server_pool, "BACKOFF", 0.001)
+    monkeypatch.setattr(server_pool, "MAX_BACKOFF", 0.002)
     said: list[bytes] = []
 
     def script(body: dict[str, Any], answer: Answer) -> Answer:

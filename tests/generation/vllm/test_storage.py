@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lightning_rl.generation.vllm.storage import RunFolder, check_inside
-from lightning_rl.generation.vllm.worker import STORAGE, WeightLoader
-from lightning_rl.generation.weights.files import INDEX, write_weights
+from lightning_rl.generation.vllm.worker_extension import STORAGE, WeightLoader
+from lightning_rl.generation.weights.weight_folder import INDEX, write_weights
 
 TRAINER = """
 import sys

@@ -21,8 +21,8 @@ from lightning_rl.distributed import collectives
 from lightning_rl.generation import Canary, CanaryError, Engine, EngineState
 from lightning_rl.generation.weights import canary as canaries
 from lightning_rl.generation.weights.canary import Measurement, Rounding, Values, canary_of
-from lightning_rl.generation.weights.stream import Stream
 from lightning_rl.generation.weights.sync import synchronize
+from lightning_rl.generation.weights.weight_stream import Stream
 from lightning_rl.policy import PolicyModel
 
 

@@ -1,0 +1,98 @@
+"""What a finding needs: the error that carries it, and the places where two tensors differ."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_rl.utils.finding import Finding
+
+ScaleT = TypeVar("ScaleT", float, Tensor)
+NO_ROWS = "no row that was looked at trains"
+
+
+class AuditError(RuntimeError):
+    """Raised by ``SignalAudit(mode="raise")``; the message holds every finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """What a check yields in the place of a finding where it could not look: it has neither passed nor failed.
+
+    Attributes:
+        why: as one clause, such as ``"the engine returns no log-probabilities"``.
+    """
+
+    why: str
+
+
+def rounding(dtype: torch.dtype, scale: ScaleT, operations: int = 64) -> ScaleT:
+    r"""How far two computations of one number may be apart by rounding alone: the one tolerance of all checks.
+
+    An operation in floating point errs by at most :math:`u = \epsilon/2` of its result. After n of them on numbers no
+    larger than :math:`s`, a result is within :math:`n u s` of the exact one, to first order, and two results are within
+    :math:`2 n u s = n \epsilon s` of each other. What is subtracted on the way counts with its size before: a mean
+    taken from rewards of 1000 leaves the rounding of 1000. A result that is then multiplied by a factor takes it along.
+
+    Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.1.
+
+    Args:
+        dtype: the coarsest of the computation; nothing is judged finer than float32, in which parts of it may run.
+        scale: the largest number on the way, times the factors behind it; a number, or a tensor of them.
+        operations: in a row; sums of n numbers in a tree or in blocks need far fewer than n.
+    """
+    return scale * (operations * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps))
+
+
+def differences(
+    ours: Tensor,
+    theirs: Tensor,
+    sample_ids: Tensor,
+    *,
+    culprit: str = "",
+    expected: str = "",
+    observed: str = "",
+    rtol: float | None = None,
+    atol: float | Tensor | None = None,
+) -> Iterator[Finding]:
+    """One finding with a few samples and positions at which two tensors [B] or [B, T] differ; none if nowhere.
+
+    By default they may differ by :func:`rounding`, of the largest number among them and of each number.
+    """
+    one, other = ours.double(), theirs.double()
+    dtype = max((part.dtype for part in (ours, theirs) if part.is_floating_point()), key=_coarseness, default=None)
+    dtype, size = dtype or torch.float64, torch.where(torch.isfinite(other), other.abs(), 0.0)
+    if atol is None:
+        atol = rounding(dtype, float(size.max()) if size.numel() else 0.0)
+    if rtol is None:
+        rtol = rounding(dtype, 1.0, 1024)
+    same = (one == other) | (one.isnan() & other.isnan())
+    places = (~same & ~((one - other).abs() <= atol + rtol * size)).nonzero()[:8]
+    if len(places):
+        yield Finding(
+            culprit=culprit,
+            expected=expected,
+            observed=observed,
+            samples=[int(sample_ids[row]) for row in places[:, 0].unique()],
+            positions=sorted({int(place[1]) for place in places}) if places.shape[-1] > 1 else (),
+        )
+
+
+def _coarseness(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def gradient_of(per_token: Tensor, leaf: Tensor) -> Tensor:
+    """The gradient of a sum with respect to a leaf; 0 where it has none."""
+    if not per_token.requires_grad:
+        return torch.zeros_like(leaf)
+    return torch.autograd.grad(per_token.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
+
+
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN at the same places."""
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(torch.isclose(one.double(), other.double(), 0, 0, equal_nan=True).all())

@@ -1,0 +1,78 @@
+"""Checks of what is plugged in: it returns what its place asks for, twice the same, and edits nothing."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lightning_rl.audit.audit_error import bitwise_equal
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.signal_checks import edits_of
+from lightning_rl.audit.copies import with_numbers_of_others
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.corrections import LossTerm, Stat
+from lightning_rl.utils.finding import Finding
+
+COMBINED = ("policy_factor", "loss_terms", "metrics")
+
+
+@check(
+    expected="the same contribution to the same rows",
+    observed="another one when asked again",
+    cure="draw no random numbers, and let nothing but the argument and load_state_dict decide",
+)
+def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
+    """Every contribution has the shape and type that its place asks for, logs under its own name, and is the same when
+    it is asked twice.
+    """
+    early, late = evidence.groups.sanitize(), evidence.view().sanitize()
+    for method in (*SHOWN_A_ROLLOUT, *COMBINED):  # what the core makes of them, which refuses what does not fit
+        getattr(evidence.algorithm.corrections, method)(early if method in SHOWN_A_ROLLOUT else late)
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+        if contribution.method == "rollout_metrics" and not contribution.callback.affects:
+            continue  # it may measure what is not in the rollout, such as time
+        shown = early if contribution.method in SHOWN_A_ROLLOUT else late
+        first, second = (_tensors(contribution(shown)) for _ in range(2))
+        if len(first) != len(second) or not all(map(bitwise_equal, first, second)):
+            yield Finding(culprit=str(contribution), samples=shown.sample_ids[:2].tolist())
+
+
+def _tensors(contribution: object) -> list[Tensor]:
+    if isinstance(contribution, LossTerm):
+        return [contribution.per_token.detach() * contribution.coef]
+    if isinstance(contribution, dict):
+        return [stat.moments for stat in contribution.values() if isinstance(stat, Stat)]
+    return [contribution] if isinstance(contribution, Tensor) else []
+
+
+@check(
+    expected="the same contribution with the numbers that it keeps on any rank",
+    observed="another one with those of another rank",
+    cure="adapt to statistics of all ranks: self.collectives.sum",
+)
+def contributions_agree(evidence: Evidence) -> Iterator[Finding]:
+    """What a correction keeps and computes with, such as a coefficient that adapts, is the same on all ranks."""
+    early, late = evidence.groups.sanitize(), evidence.view().sanitize()
+    for callback in evidence.algorithm.corrections.callbacks:
+        numbers = [rank[callback.name] for rank in evidence.numbers if callback.name in rank]
+        for twin in with_numbers_of_others(callback, numbers):
+            for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+                measures = contribution.method in ("rollout_metrics", "metrics")
+                if contribution.callback is not callback or measures:
+                    continue
+                shown = early if contribution.method in SHOWN_A_ROLLOUT else late
+                own, other = (_tensors(one(shown)) for one in (contribution, contribution._replace(callback=twin)))
+                if not all(map(bitwise_equal, own, other)):
+                    yield Finding(culprit=str(contribution), samples=shown.sample_ids[:2].tolist())
+                    return
+
+
+@check(culprit="loss {loss}", cure="return a new tensor [b, T]; masks and means are the core's")
+def loss_fits(evidence: Evidence) -> Iterator[Finding]:
+    """The policy loss is one number for each token, and the loss edits nothing that it is shown."""
+    view = evidence.prepare(evidence.view().sanitize())
+    edits, per_token = edits_of(evidence.algorithm.loss, view), evidence.algorithm.loss(view)
+    if not isinstance(per_token, Tensor) or per_token.shape != view.valid_tokens.shape:
+        observed = list(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+        yield Finding(expected=f"a value per token {list(view.valid_tokens.shape)}", observed=str(observed))
+    if edits:
+        yield Finding(expected="a view that is as it was", observed=f"edits of {', '.join(edits)}")

@@ -1,0 +1,173 @@
+"""Checks of the loss: the update stage is repeated on a few rows, with a table of log-probabilities for a policy."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_rl.audit.audit_error import NO_ROWS, Skip, differences
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
+from lightning_rl.audit.evidence import Contribution, Evidence, TableStep
+from lightning_rl.corrections import LossView, RLCallback
+from lightning_rl.corrections.recorded import ReplayCorrections
+from lightning_rl.corrections.rl_callback import CONTRIBUTIONS, POLICY_LOSS_FACTORS
+from lightning_rl.signal.masked import local_sum
+from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
+from lightning_rl.utils.finding import Finding
+
+MASKS = tuple(name for name in POLICY_LOSS_FACTORS if CONTRIBUTIONS[name].combined_by == "and")
+
+
+def step_changes(evidence: Evidence, other: TableStep) -> Iterator[Finding]:
+    """A finding if another step on the same rows has not the same loss and gradient."""
+    ours = evidence.whole_step
+    names = [
+        name
+        for name, part in ours.parts.items()
+        if name != "loss/total" and not torch.allclose(part, other.parts[name], rtol=1e-4, atol=1e-7, equal_nan=True)
+    ]
+    places = list(differences(ours.gradient, other.gradient, evidence.rows.sample_ids))
+    if names or places:
+        yield Finding(
+            culprit=_owner_of(evidence, names, len(ours.parts) - 1),
+            observed=f"others in {', '.join(names) or 'the gradient'}",
+            samples=places[0].samples if places else (),
+            positions=places[0].positions if places else (),
+        )
+
+
+def _owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
+    """Who computes the parts of a loss that differ."""
+    loss, reduction = (evidence.names[part] for part in ("loss", "reduction"))
+    if len(parts) > 1 and len(parts) == all_parts:
+        return f"reduction {reduction}, or stage update"
+    if parts and not parts[0].startswith("loss/"):
+        return f"callback {parts[0].removesuffix('/loss')}.loss_term"
+    if parts == ["loss/value"]:
+        return "the value loss"
+    weighing = [contribution.callback.name for contribution in evidence.contributions(*POLICY_LOSS_FACTORS)]
+    return f"loss {loss}, or " + (f"callback {', '.join(weighing)}" if weighing else f"reduction {reduction}")
+
+
+@check(
+    expected="one loss and gradient for every cut into microbatches",
+    cure="take denominators over the whole optimizer step, before the first backward",
+)
+def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Loss and gradient are the same for every cut into microbatches, with padding microbatches among them."""
+    number = len(evidence.rows)
+    if number < 2:
+        yield Skip(f"{number} rows that were looked at train, which nobody can cut")
+    else:
+        uneven = [[0], list(range(number - 1, 0, -1)), []]
+        yield from step_changes(evidence, evidence.table_step(partition=uneven))
+
+
+@check(
+    expected="the same loss and gradient with three more positions of padding",
+    cure="count `valid_tokens`, never columns",
+)
+def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """More padding behind the responses changes neither loss nor gradient."""
+    if not len(evidence.rows):
+        yield Skip(NO_ROWS)
+    wider = evidence.rows.fit_width(evidence.rows.width + 3)
+    yield from step_changes(evidence, evidence.table_step(wider))
+
+
+@check(
+    culprit="reduction {reduction}",
+    expected="a rejected token to stay in the denominator",
+    observed="weights of kept tokens that depend on what is rejected",
+    cure="masks multiply the loss; only `exclude` and `keep_groups` change a denominator",
+)
+def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Weights of tokens are those of the reduction's definition over all valid tokens, rejected ones included."""
+    rows, reduction = evidence.rows, evidence.algorithm.reduction
+    expected = _weights_by_definition(evidence, reduction)
+    if expected is None:
+        yield Skip(f"the reduction {evidence.names['reduction']} is not the library's, so its definition is unknown")
+    else:
+        weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)
+        yield from differences(weights, expected, rows.sample_ids)
+    view, plain = evidence.view().sanitize(), evidence.table_step(corrections=ReplayCorrections())
+    for contribution in evidence.contributions(*MASKS):
+        mask = contribution(view)
+        kept = (mask[:, None] if mask.dim() == 1 else mask) & view.valid_tokens
+        methods = {contribution.method: lambda _self, view, only=contribution: only(view)}
+        only = type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()
+        alone = evidence.table_step(corrections=ReplayCorrections([only]))
+        yield from differences(
+            torch.where(kept, plain.gradient, 0.0),
+            torch.where(kept, alone.gradient, 0.0),
+            view.sample_ids,
+            culprit=str(contribution),
+        )
+
+
+def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor | None:
+    """The weights of a reduction that the library knows, in float64, without a sum over ranks."""
+    rows, valid = evidence.rows, evidence.rows.valid_tokens.double()
+    trained = rows.trained.double().sum().clamp(min=1)
+    if reduction is token_mean:
+        return valid / valid.sum().clamp(min=1)
+    if reduction is sequence_mean:
+        return valid / valid.sum(-1, keepdim=True).clamp(min=1) / trained
+    if isinstance(reduction, SequenceSumNorm):
+        return valid / reduction.length / trained
+    if reduction is prompt_mean:
+        same = (rows.groups[:, None] == rows.groups[None]).double()
+        return valid / (same @ valid.sum(-1)).clamp(min=1)[:, None] / (1 / same.sum(-1)).sum()
+    return None
+
+
+@check(
+    expected=f"the same loss and gradient with {POISON_TEXT}",
+    cure="select by valid_tokens before exp and before any sum",
+)
+def loss_masked_values(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """What stands at a token that is not valid, NaN and infinity too, reaches neither the loss nor its gradient."""
+    if not len(evidence.rows):
+        yield Skip(NO_ROWS)
+    yield from step_changes(evidence, evidence.table_step(poison(evidence.rows)))
+
+
+@check(
+    expected="one decision for all tokens of a response that is judged as a whole",
+    observed="tokens of one response that are kept and rejected",
+    cure="implement sequence_mask, which has no token axis, instead of token_mask",
+)
+def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
+    """A mask that depends on the whole response decides the same for all of its tokens."""
+    view = evidence.view().sanitize()
+    position = torch.arange(view.width, device=view.groups.device)
+    both_signs = torch.sin(1.0 + 2.0 * view.sample_ids[:, None] + 3.0 * position).to(view.logprobs.dtype)
+    view = view.replace(advantages=torch.where(view.valid_tokens, both_signs, 0.0))
+    for contribution in evidence.contributions("token_mask"):
+        mask = contribution(view)
+        split = (mask & view.valid_tokens).any(-1) & (~mask & view.valid_tokens).any(-1)
+        places = [
+            (row, token)
+            for row in split.nonzero()[:2, 0].tolist()
+            for token in view.valid_tokens[row].nonzero()[:4, 0].tolist()
+        ]
+        for row, token in places:
+            if _moves_with_others(contribution, view, row, token):
+                samples = [int(view.sample_ids[row])]
+                yield Finding(culprit=str(contribution), samples=samples, positions=[token])
+                return
+
+
+def _moves_with_others(token_mask: Contribution, view: LossView, row: int, token: int) -> bool:
+    """Whether the decision about a token changes when only the other tokens of its response do."""
+    here = token_mask(view)[row, token]
+    for shift in (3.0, -3.0):
+        moved = torch.zeros_like(view.logprobs.detach())
+        moved[row] = shift
+        moved[row, token] = 0.0
+        for name in ("logprobs", "old_logprobs"):
+            field = getattr(view, name)
+            if field is not None and token_mask(view.replace(**{name: field.detach() + moved}))[row, token] != here:
+                return True
+    return False

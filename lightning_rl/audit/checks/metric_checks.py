@@ -1,0 +1,144 @@
+"""Checks of what is logged: raw KL from untouched inputs, populations before rejection, sizes of weights."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from lightning_rl import algorithm
+from lightning_rl.audit.audit_error import NO_ROWS, Skip
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.recomputed_metrics import is_figure, kl_values, merge
+from lightning_rl.corrections import LossView, RLCallback, Stat
+from lightning_rl.utils.finding import Finding
+
+MIN_ESS = 0.02
+ALONE_ROWS = 3  # microbatches of one row each, beside that of all others
+FEW_TOKENS, ALONE = 8, 1.5  # so few tokens cannot fall below the floor: then it is the number that counts
+
+
+@check(cure="measure from untouched log-probabilities and valid_tokens, never from a shaped reward")
+def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The KL metrics are those of the untouched log-probabilities, over the valid tokens and nothing else."""
+    view = evidence.view(drift=1.0).sanitize()
+    stats, number = algorithm.policy_metrics(view), int(view.valid_tokens.sum())
+    if not number:
+        yield Skip(NO_ROWS)
+    for name, values in kl_values(view, view.logprobs).items():
+        truth = float(values[view.valid_tokens].mean()) if number else 0.0
+        count, mean = stats[name].moments[:2].tolist() if name in stats else [0.0, 0.0]
+        if abs(mean - truth) > 1e-4 * max(1.0, abs(truth)) or count != number:
+            expected, observed = f"{truth:.6g} over {number} tokens", f"{mean:.6g} over {count:.0f}"
+            yield Finding(culprit=f"metric {name}", expected=expected, observed=observed)
+
+
+@check(cure="Stat.of(values, view.valid_tokens), never a mask that the correction has narrowed, nor a mean of its own")
+def metric_populations(evidence: Evidence) -> Iterator[Finding]:
+    """A correction measures what was there before it rejected anything, and no masked value; a subset of tokens that it
+    does not reject is its own business. Joined over microbatches, what it or the loss measures is the same however rows
+    are cut into them and in whichever order.
+    """
+    yield from _moving_with_cuts(evidence)
+    view, poisoned_view = evidence.view().sanitize(), evidence.view(poison(evidence.rows))
+    whole = {int(mask.sum()) for mask in (view.valid_tokens, view.trained, view.real)}
+    for contribution in evidence.contributions("metrics"):
+        plain, others = ({name: stat.moments for name, stat in contribution(v).items()} for v in (view, poisoned_view))
+        kept = _sizes_after_masks(contribution.callback, evidence, view)
+        problems = [
+            (name, f"a population of {count}")
+            for name, count in ((name, int(moments[0])) for name, moments in plain.items())
+            if count not in whole and (count in kept or count > max(whole))
+        ]
+        problems += [
+            (name, f"a value that moves with {POISON_TEXT}")
+            for name, moments in others.items()
+            if not torch.allclose(plain[name], moments, rtol=1e-6, atol=1e-9, equal_nan=True)
+        ]
+        for name, observed in problems[:1]:
+            expected = f"{name} over all valid tokens or trained rows, before rejection"
+            yield Finding(culprit=str(contribution), expected=expected, observed=observed)
+            return
+
+
+def _moving_with_cuts(evidence: Evidence) -> Iterator[Finding]:
+    """A finding for each metric that depends on the cut into microbatches, or on the order of rows."""
+    view = evidence.prepare(evidence.view().sanitize())
+    rows = range(len(view))
+    single = [[row] for row in rows[:ALONE_ROWS]]
+    cuts = [[*single, list(rows[ALONE_ROWS:])], [list(reversed(rows))]] if len(rows) > 1 else []
+    for culprit, measure in _measures(evidence):
+        whole = measure(view)
+        for name, (cut, stat) in _first_changes(measure, view, whole, cuts).items():
+            expected = f"{name} = {whole[name].value():.6g}, however rows are cut into microbatches"
+            how = "with single rows" if len(cut) > 1 else "in the reverse order"
+            yield Finding(culprit=culprit, expected=expected, observed=f"{stat.value():.6g} {how}")
+            return
+    groups = evidence.groups
+    turned = groups.select(torch.arange(len(groups) - 1, -1, -1, device=groups.groups.device))
+    for contribution in evidence.contributions("rollout_metrics"):
+        whole, others = contribution(groups), contribution(turned)
+        for name in [name for name, stat in whole.items() if name not in others or not _alike(stat, others[name])][:1]:
+            yield Finding(culprit=str(contribution), expected=f"{name} whatever the order of rows")
+
+
+Measure = Callable[[LossView], Mapping[str, Stat]]
+
+
+def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
+    """Who measures something of a microbatch, as a culprit, and how."""
+    for contribution in evidence.contributions("metrics"):
+        yield str(contribution), contribution
+    yield f"loss {evidence.names['loss']}", evidence.algorithm.loss.metrics
+
+
+def _first_changes(
+    measure: Measure, view: LossView, whole: Mapping[str, Stat], cuts: list[list[list[int]]]
+) -> dict[str, tuple[list[list[int]], Stat]]:
+    """The metrics that another cut changes, with the first such cut and what they are then."""
+    changes = dict[str, tuple[list[list[int]], Stat]]()
+    for cut in cuts if whole else []:
+        joint = merge(measure(_microbatch(view, part)) for part in cut if part)
+        for name, stat in whole.items():
+            if name in joint and not _alike(stat, joint[name]):
+                changes.setdefault(name, (cut, joint[name]))
+    return changes
+
+
+def _microbatch(view: LossView, rows: list[int]) -> LossView:
+    index = torch.tensor(rows, device=view.groups.device)
+    return view.select(index, width=max(1, int(view.response_lengths[index].max())))
+
+
+def _alike(one: Stat, other: Stat) -> bool:
+    """Whether two statistics have one figure, up to rounding."""
+    return is_figure(other.value(), Stat(one.moments.cpu(), one.reduction))
+
+
+def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView) -> set[int]:
+    """How many tokens and rows the masks of a callback keep, each alone."""
+    numbers = set[int]()
+    for contribution in evidence.contributions("sequence_mask", "token_mask"):
+        if contribution.callback is callback:
+            mask = contribution(view)
+            rows = mask if mask.dim() == 1 else (mask & view.valid_tokens).any(-1)
+            tokens = view.valid_tokens & (mask[:, None] if mask.dim() == 1 else mask)
+            numbers |= {int(tokens.sum()), int((rows & view.trained).sum())}
+    return numbers
+
+
+@check(
+    expected=f"weights >= 0 with an effective share of samples above {MIN_ESS}",
+    cure="bound the weights, or find out why engine and trainer are so far apart",
+)
+def weights_keep_samples(evidence: Evidence) -> Iterator[Finding]:
+    """Importance weights leave an effective share of the tokens that is worth training on, and are never negative."""
+    view = evidence.view(drift=0.0).sanitize()
+    for contribution in evidence.contributions("token_weight"):
+        weight = contribution(view)[view.valid_tokens].double()
+        if not len(weight):
+            continue
+        share = float(weight.sum() ** 2 / (len(weight) * weight.square().sum()).clamp(min=1e-300))
+        alone = len(weight) >= FEW_TOKENS and share * len(weight) < ALONE
+        if share < MIN_ESS or alone or bool((weight < 0).any()):
+            yield Finding(culprit=str(contribution), observed=f"a share of {share:.3g}")

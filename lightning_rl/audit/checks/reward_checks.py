@@ -1,0 +1,182 @@
+"""Checks of rewards: each row has the values of its own completion, with any other rows in its batch."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from math import isclose, isnan
+
+from lightning_rl.audit.audit_error import Skip
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.reward_repeats import equal_values, same_value
+from lightning_rl.audit.sampling_statistics import turns_of
+from lightning_rl.generation import Completion, Request
+from lightning_rl.rewards import RewardCall
+from lightning_rl.rewards.reward_call import completion_form
+from lightning_rl.rewards.scoring import call_alone
+from lightning_rl.utils.finding import Finding
+
+MAX_ROWS = 8
+Batches = Sequence[Sequence[tuple[Request, Completion]]]
+"""What the engine was asked and answered, batch by batch."""
+
+
+@check(cure="call with all rows, in their order, and join by sample id")
+def reward_rows(evidence: Evidence) -> Iterator[Finding]:
+    """The reward of every row is the weighted sum of what the functions said of its own completion: none is joined by
+    position or handed to a neighbour.
+    """
+    known = samples_of_calls(evidence.batches, evidence.calls)
+    mixed_up = [
+        (call, wrong)
+        for call, samples in zip(evidence.calls, known, strict=True)
+        if (wrong := _samples_of_others(evidence, call, samples))
+    ]
+    for call, samples in mixed_up:
+        yield Finding(
+            culprit=f"stage draw, the call of reward {call.name}",
+            expected="completions that the engine drew",
+            observed=f"something else in {len(samples)} rows",
+            samples=samples[:4],
+        )
+    rollout, sums = evidence.rollout, _weighted_sums(evidence)
+    rows = zip(*(part.tolist() for part in (rollout.sample_ids, rollout.rewards, rollout.rewarded)), strict=True)
+    wrong = [
+        sample
+        for sample, reward, rewarded in rows
+        if rewarded and sample in sums and not isclose(reward, sums[sample], rel_tol=1e-3, abs_tol=1e-5)
+    ]
+    if wrong and not mixed_up:
+        yield Finding(
+            culprit="stage draw, the rewards of its rows",
+            expected="the weighted sum of what the functions said",
+            observed=f"something else in {len(wrong)} rows",
+            samples=wrong[:4],
+        )
+
+
+def _weighted_sums(evidence: Evidence) -> dict[int, float]:
+    """The weighted sum of all functions for each sample of which every call is known; NaN where one failed."""
+    weights, functions = evidence.facts.reward_weights, len({call.name for call in evidence.calls})
+    totals, counts = defaultdict[int, float](float), Counter[int]()
+    for call, samples in zip(evidence.calls, samples_of_calls(evidence.batches, evidence.calls), strict=True):
+        for sample, value in zip(samples, call.values, strict=False):
+            counts[sample] += 1
+            totals[sample] += 0.0 if value is None else value * weights.get(call.name, 0.0)
+    return {sample: total for sample, total in totals.items() if counts[sample] == functions and not isnan(total)}
+
+
+def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
+    """What the engine drew at once, in parts of the size of a call: samples with their token ids."""
+    for batch in batches:
+        sampled = [(request.sample_id, tuple(completion.token_ids)) for request, completion in last_turns(batch)]
+        if len(sampled) >= size:
+            yield sampled[:size]
+            yield sampled[len(sampled) - size :]
+
+
+def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[int]) -> list[int]:
+    """Samples whose function was given another row's completion."""
+    asked, text = [tuple(ids) for ids in call.completion_ids], evidence.text
+    if samples and text is not None:
+        rows = zip(samples[:MAX_ROWS], asked, call.prompts, call.completions, strict=False)
+        return [sample for sample, ids, prompt, completion in rows if completion_form(prompt, text(ids)) != completion]
+    for batch in [] if samples else _batches(evidence.batches, len(asked)):
+        if Counter(ids for _, ids in batch) == Counter(asked):
+            return [sample for (sample, ids), other in zip(batch, asked, strict=True) if ids != other]
+    return []
+
+
+@check(expected="the same value for a completion in every batch", cure="score each row by itself")
+def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The reward of a completion depends on neither the order of the rows nor on its neighbours: a copy of the function
+    is asked again, where it is deterministic and quick.
+    """
+    for reply in evidence.replies:
+        if reply.reason or (reply.repeated is not None and not reply.own):
+            yield Skip(reply.reason or f"reward {reply.name} does not repeat itself")
+        elif not equal_values(reply.alone, reply.recorded):
+            pairs = zip(reply.alone, reply.recorded, strict=True)
+            places = [place for place, pair in enumerate(pairs) if not same_value(*pair)]
+            yield Finding(
+                culprit=f"reward {reply.name}",
+                observed=f"other values for rows {[reply.rows[place] for place in places[:4]]} of a call with fewer "
+                "rows, in reverse order",
+                samples=[reply.samples[place] for place in places[:4]] if reply.samples else (),
+            )
+
+
+@check(
+    expected="the same value for a completion after every other call",
+    observed="other values after a call about other rows",
+    cure="keep nothing from call to call but what depends on no row, or say that it is meant: reward.remembers = True",
+)
+def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The reward of a completion does not depend on the rows of earlier calls: two copies of the function that were
+    asked about different rows first give it the same value.
+    """
+    for reply in evidence.replies:
+        if reply.reason:
+            yield Skip(reply.reason)
+        elif reply.after is None:
+            yield Skip(f"reward {reply.name} does not repeat itself, or remembers on purpose")
+        elif not equal_values(*reply.after):
+            yield Finding(culprit=f"reward {reply.name}", samples=reply.samples[:4])
+
+
+@check(
+    expected="arguments as they were",
+    cure="work on copies: it scores something else than what was sampled",
+)
+def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """A reward edits none of its arguments."""
+    for reply in evidence.replies:
+        if reply.reason:
+            yield Skip(reply.reason)
+        elif reply.edited:
+            observed = f"edits of {', '.join(reply.edited)}"
+            yield Finding(culprit=f"reward {reply.name}", observed=observed, samples=reply.samples[:4])
+
+
+def samples_of_calls(batches: Batches, calls: Sequence[RewardCall]) -> list[list[int]]:
+    """The samples that each call was about, in its order; empty if it was about something else.
+
+    A function is called in the order in which the engine answered: answers that are equal, token by token, belong to
+    the first of the batches that no earlier call of the function was about.
+    """
+    begins, samples = defaultdict[str, tuple[int, int]](lambda: (0, 0)), list[list[int]]()
+    last = [last_turns(batch) for batch in batches]
+    drawn = [[tuple(completion.token_ids) for _, completion in batch] for batch in last]
+    for call in calls:
+        asked = [tuple(ids) for ids in call.completion_ids]
+        place = _place_of(drawn, asked, begins[call.name])
+        if place is None:
+            samples.append([])
+            continue
+        batch, first = place
+        begins[call.name] = batch, first + len(asked)
+        samples.append([request.sample_id for request, _ in last[batch][first : first + len(asked)]])
+    return samples
+
+
+def last_turns(batch: Sequence[tuple[Request, Completion]]) -> list[tuple[Request, Completion]]:
+    """The last turn of each sample, which is what rewards see, in the order in which the samples were asked for."""
+    return [turns[-1] for turns in turns_of([batch]).values()]
+
+
+def _place_of(
+    drawn: Sequence[Sequence[tuple[int, ...]]], asked: Sequence[tuple[int, ...]], begin: tuple[int, int]
+) -> tuple[int, int] | None:
+    """The first batch and row from ``begin`` on where the engine drew what was asked about."""
+    for batch, answers in enumerate(drawn):
+        for first in (0, len(answers) - len(asked)):
+            if first >= 0 and (batch, first) >= begin and answers[first : first + len(asked)] == asked:
+                return batch, first
+    return None
+
+
+def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
+    """The rows whose values are others when the function is asked for ``rows`` alone, in that order, here and now."""
+    if call.function is None:
+        return []
+    values = call_alone(call.name, call.function, call.rows.select(rows)).values
+    return [row for row, value in zip(rows, values, strict=True) if not same_value(value, call.values[row])]

@@ -1,0 +1,242 @@
+"""Checks of what was sampled: ids, ends, versions, samples, masks."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_rl.audit.audit_error import differences
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.sampling_statistics import Pair, turns_of
+from lightning_rl.rollout import TURNS, FinishReason, Rollout
+from lightning_rl.utils.finding import Finding
+
+DRAW = "stage draw"
+Array = NDArray[Any]
+
+
+@check(
+    culprit=DRAW, cure="join completions and rows by sample id, and write what an environment says behind the answer"
+)
+def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
+    """The tokens, log-probabilities, versions and finish reasons that train are those that the engine returned, row by
+    row and turn by turn; each turn continues the row as it stands, or from where its context was rewritten, and what
+    the engine did not draw does not train.
+    """
+    rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
+    samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
+    silent = torch.ones_like(rollout.action_mask) if rollout.rollout_logprobs is None else rollout.rollout_logprobs == 0
+    tokens, alone = _Tokens.of(rollout), (~(rollout.action_mask | silent).all(-1)).tolist()
+    versions, actions, finishes = rollout.policy_version.numpy(), rollout.action_mask.numpy(), rollout.finish.tolist()
+    for row, sample in enumerate(rollout.sample_ids.tolist()):
+        if not (turns := samples.get(sample)):
+            continue
+        if what := tokens.wrong(row, turns):
+            wrong[what].append(sample)
+        elif versions[row][actions[row]].tolist() != _versions_of(turns):
+            wrong["versions"].append(sample)
+        elif alone[row]:
+            wrong["log-probabilities alone"].append(sample)
+        elif all(completion.logprobs is not None for _, completion in turns):
+            rows.append(row)
+            logprobs += [completion.logprobs for _, completion in turns if completion.logprobs is not None]
+        if not _may_end(FinishReason(finishes[row]), turns[-1][1].finish, talks=TURNS in rollout.token_extras):
+            wrong["finish reason"].append(sample)
+    if rollout.rollout_logprobs is not None and rows:
+        places = rollout.action_mask[rows]
+        ours, theirs = rollout.rollout_logprobs[rows][places].double(), torch.cat(logprobs).double().cpu()
+        unequal = rollout.valid_tokens[rows][places] & ~torch.isclose(ours, theirs, rtol=1e-6, atol=1e-6)
+        ids = rollout.sample_ids[rows][places.nonzero()[unequal, 0].unique()]
+        wrong |= {"log-probabilities": ids.tolist()} if len(ids) else {}
+    for what, ids in wrong.items():
+        yield Finding(
+            expected=f"the {what} that the engine returned",
+            observed=f"others in {len(ids)} rows",
+            samples=ids[:4],
+        )
+
+
+class _Tokens(NamedTuple):
+    """What of a rollout is held against what the engine drew, as arrays: a row of them is quickly read."""
+
+    prompts: Array
+    responses: Array
+    actions: Array
+    turns: Array | None
+    prompt_lengths: list[int]
+    lengths: list[int]
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> Self:
+        """Those of a rollout on the CPU."""
+        turns = rollout.token_extras.get(TURNS)
+        return cls(
+            rollout.prompt_ids.numpy(),
+            rollout.response_ids.numpy(),
+            rollout.action_mask.numpy(),
+            None if turns is None else turns.numpy(),
+            rollout.prompt_lengths.tolist(),
+            rollout.response_lengths.tolist(),
+        )
+
+    def wrong(self, row: int, turns: Sequence[Pair]) -> str:
+        """What of a row is not as the engine drew it, turn by turn; empty if all is."""
+        prompt, length = self.prompt_lengths[row], self.lengths[row]
+        ids = self.prompts[row, :prompt].tolist() + self.responses[row, :length].tolist()
+        actions = self.actions[row].tolist()
+        drawn = [False] * (prompt + len(actions))
+        numbers = None if self.turns is None else self.turns[row, :length].tolist()
+        context, end = 0, prompt  # where what the policy read in this turn begins, and where it ends
+        for number, (request, completion) in enumerate(turns, 1):
+            if numbers is not None and number > 1 and end - prompt < length and numbers[end - prompt] == 1 - number:
+                context = end
+            begin = context + len(request.prefix_ids)
+            end = begin + len(completion.token_ids)
+            drawn[begin:end] = [True] * (end - begin)
+            if number > 1 and list(request.prefix_ids) != ids[context:begin]:
+                return "prefix of each turn"
+            trains = len(ids) >= end and all(actions[begin - prompt : end - prompt])
+            if trains and ids[begin:end] != list(completion.token_ids):
+                return "token ids"
+            if numbers is not None and any(said != number for said in numbers[begin - prompt : end - prompt]):
+                return "turn of each token"
+        if actions != drawn[prompt:]:
+            return "sampled tokens as actions"
+        return "" if len(ids) == end else "last token at the end of the row"
+
+
+def _versions_of(turns: Sequence[Pair]) -> list[int]:
+    """Of every token that was drawn for a sample, the weights that drew it."""
+    return [
+        version
+        for _, completion in turns
+        for version in completion.versions or (completion.version,) * len(completion.token_ids)
+    ]
+
+
+def _may_end(row: FinishReason, last: FinishReason, *, talks: bool) -> bool:
+    """Whether a row may end like that if its last turn did so; a limit or the environment may end a conversation."""
+    limits = () if last is FinishReason.ABORT else (FinishReason.LENGTH, FinishReason.TURNS)
+    return row == last or (talks and row in (*limits, FinishReason.FAILED))
+
+
+@check(
+    culprit="engine {engine}", cure="take the finish reason from the engine, and keep the sampled EOS in the response"
+)
+def ends(evidence: Evidence) -> Iterator[Finding]:
+    """A response, or turn of one, that stopped ends with an EOS id or stop string and holds no EOS before; one that was
+    cut off has all the tokens that were allowed.
+    """
+    rollout, facts = evidence.rollout, evidence.facts
+    lengths, real, talks = rollout.response_lengths, rollout.real, TURNS in rollout.token_extras
+    position = torch.arange(rollout.width, device=lengths.device)
+    is_eos = torch.isin(rollout.response_ids, torch.tensor(sorted(facts.eos_ids) or [-1], device=lengths.device))
+    before_end = position < lengths[:, None] - 1
+    if talks:
+        turns = rollout.token_extras[TURNS]
+        before_end = before_end & (turns == turns.roll(-1, -1))
+    inside = real[:, None] & before_end & rollout.action_mask
+    last = is_eos.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0] & (lengths > 0)
+    stopped, cut_off = real & (rollout.finish == FinishReason.STOP), real & (rollout.finish == FinishReason.LENGTH)
+    cases = {
+        "no EOS before the end of a response": (is_eos & inside).any(-1),
+        "an EOS at the end of a response that stopped": stopped & ~last & (not facts.stop_strings),
+        "no EOS at the end of a response that was cut off": cut_off & last & (not talks),
+        "all allowed tokens in a response that was cut off": cut_off & (lengths < facts.max_new_tokens) & (not talks),
+    }
+    for expected, rows in cases.items():
+        if rows.any():
+            samples = rollout.sample_ids[rows][:4].tolist()
+            yield Finding(expected=expected, observed=f"{int(rows.sum())} rows without", samples=samples)
+
+
+@check(culprit="engine {engine}", cure="pin the version before a request is sent")
+def versions(evidence: Evidence) -> Iterator[Finding]:
+    """Every token was drawn with the weights of this rollout's sync, or with earlier ones within the bound of staleness
+    and none after newer ones; nothing else carries a version.
+    """
+    rollout, bound = evidence.rollout, evidence.facts.max_staleness
+    actions, age = rollout.action_mask, evidence.number - rollout.policy_version
+    wrong = actions & ((age < 0) | (age > bound) | (rollout.policy_version < 0))
+    stray = ~actions & (rollout.policy_version != -1)
+    newest = torch.where(actions, rollout.policy_version, -1).cummax(-1).values
+    back = actions & (rollout.policy_version < newest)
+    places = wrong | stray | back
+    if places.any():
+        versions = sorted(set(rollout.policy_version[wrong | back].tolist()))
+        legal = " to ".join(map(str, sorted({max(evidence.number - bound, 0), evidence.number})))
+        yield Finding(
+            culprit=""
+            if bool((wrong | back).any())
+            else DRAW,  # an engine says nothing of tokens that it has not drawn
+            expected=f"version {legal} at every sampled token",
+            observed=f"{versions or 'versions at tokens that were not sampled'}",
+            samples=rollout.sample_ids[places.any(-1)][:4].tolist(),
+            positions=places.any(0).nonzero()[:4, 0].tolist(),
+        )
+
+
+@check(
+    culprit=DRAW,
+    observed="something else",
+    cure="keep all fields of a row together: select and concatenate whole rollouts",
+)
+def sample_conservation(evidence: Evidence) -> Iterator[Finding]:
+    """Every sample is there once, in a whole group, and belongs to the prompt that its identity names; no group is lost
+    but those that a correction filters.
+    """
+    rollout, size, wanted = evidence.rollout, evidence.facts.group_size, evidence.facts.groups
+    ids, groups = rollout.sample_ids[rollout.real], rollout.groups[rollout.real]
+    counts, filters = torch.unique(groups, return_counts=True)[1], evidence.contributions("keep_groups")
+    problems = {
+        "each sample once": len(ids.unique()) != len(ids),
+        f"{size} samples in every group": bool((counts != size).any()),
+        "the group that a sample's identity names": bool((ids // size != groups).any()),
+        f"{wanted} groups": len(counts) > wanted or (len(counts) < wanted and not filters),
+    }
+    for expected, violated in problems.items():
+        if violated:
+            yield Finding(expected=expected, samples=ids[:4].tolist())
+
+
+@check(cure="derive each mask from the one before")
+def masks(evidence: Evidence) -> Iterator[Finding]:
+    """``trained``: the real rows that nobody excludes; ``valid_tokens``: their sampled tokens; ``rewarded``: a part."""
+    rollout = evidence.rollout
+    excluded, allowed = torch.zeros_like(rollout.trained), rollout.trained.clone()
+    for contribution in evidence.contributions("exclude"):
+        excluded = excluded | contribution(rollout)
+    for contribution in evidence.contributions("reward_mask"):
+        allowed = allowed & contribution(rollout)
+    left = rollout.real & ~excluded & ~rollout.failures
+    sampled = rollout.action_mask & rollout.trained[:, None]
+    cases = [
+        ("trained", "no row that a correction excludes", rollout.trained & excluded),
+        ("trained", "every row that no correction excludes", left & ~rollout.trained),
+        ("trained", "no row that the engine or the environment gave up", rollout.failures & rollout.trained),
+        ("valid_tokens", "the sampled tokens of trained rows", (rollout.valid_tokens != sampled).any(-1)),
+        ("rewarded", "only rows that every reward mask keeps", rollout.rewarded & ~allowed),
+        ("rewarded", "no row that the engine or the environment gave up", rollout.failures & rollout.rewarded),
+    ]
+    for mask, expected, rows in cases:
+        if rows.any():
+            yield Finding(
+                culprit=f"stage plan, mask {mask}",
+                expected=expected,
+                observed=f"{int(rows.sum())} others",
+                samples=rollout.sample_ids[rows][:4].tolist(),
+            )
+
+
+@check(expected="finite numbers", observed="NaN or infinity", cure="look at whoever provides this field")
+def finite(evidence: Evidence) -> Iterator[Finding]:
+    """Every number at a valid token is finite."""
+    rollout, valid = evidence.rollout, evidence.rollout.valid_tokens
+    for name, tensor in rollout.tensors():
+        if tensor.is_floating_point() and tensor.shape[:2] == valid.shape:
+            wrong = valid & ~torch.isfinite(tensor.reshape(*valid.shape, -1)).all(-1)
+            yield from differences(wrong, torch.zeros_like(wrong), rollout.sample_ids, culprit=f"field {name}")

@@ -1,0 +1,272 @@
+"""Checks of rewards and advantages: the signal stage is repeated on changed copies of a few whole groups."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl.audit.audit_error import Skip, bitwise_equal, differences, rounding
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.stage_checks import Change, moved_rows, repeats_itself
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
+from lightning_rl.rollout import TOKEN, Rollout
+from lightning_rl.utils.finding import Finding
+
+ESTIMATOR = "estimator {estimator}"
+POISONS = (math.nan, math.inf, -math.inf, 1e6)
+POISON_TEXT = "NaN, infinity and a million at masked tokens"
+
+
+def looks_within_groups(evidence: Evidence) -> bool:
+    """Whether estimator and rewards of corrections look at one group at a time."""
+    rewards = evidence.contributions(*REWARDS)
+    return evidence.algorithm.advantages.within_groups and not any(one.compares_prompts for one in rewards)
+
+
+def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:
+    """The fields that a function edits of what it is shown."""
+    before = {name: tensor.detach().clone() for name, tensor in shown.tensors()}
+    function(shown)
+    return [name for name, tensor in shown.tensors() if not bitwise_equal(tensor.detach(), before[name])]
+
+
+def poison(rollout: Rollout) -> Rollout:
+    """A copy with each of :data:`POISONS` in turn at the tokens that are not valid, of every float field."""
+    valid = rollout.valid_tokens
+    place = torch.arange(valid.numel(), device=valid.device).reshape(valid.shape) % len(POISONS)
+
+    def at_invalid(tensor: Tensor, axes: str, _pad: float) -> Tensor:
+        if axes != TOKEN or not tensor.is_floating_point():
+            return tensor
+        shape = (*valid.shape, *[1] * (tensor.dim() - 2))
+        return torch.where(valid.reshape(shape), tensor, tensor.new_tensor(POISONS)[place].reshape(shape))
+
+    return rollout.map(at_invalid)
+
+
+def advantage_changes(
+    evidence: Evidence, changed: Rollout, rows: Tensor | None = None, order: Tensor | None = None
+) -> Iterator[Finding]:
+    """A finding if a changed copy of the groups has other advantages.
+
+    Args:
+        evidence: with the groups.
+        changed: their copy.
+        rows: of the groups that count, [B] bool; None for all.
+        order: places of the copy's rows in the groups, [B]; None for their own.
+    """
+    plain, ours = evidence.groups, evidence.advantages
+    order = torch.arange(len(plain), device=plain.groups.device) if order is None else order
+    change = Change("", changed, order)
+    try:
+        theirs = evidence.advantages_of(changed)[order.argsort(), : plain.width]
+    except ValueError as refused:  # what must not count was not finite, and somebody read it
+        culprit, samples = _culprit_of(evidence, change), plain.sample_ids[:4].tolist()
+        yield Finding(culprit=culprit, observed=str(refused), samples=samples)
+        return
+    kept = torch.ones_like(ours, dtype=torch.bool) if rows is None else rows[:, None]
+    pair = torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0)
+    atol = signal_rounding(plain, changed.select(order.argsort()), ours)
+    for finding in differences(*pair, plain.sample_ids, atol=atol):
+        observed = f"advantages that moved by up to {float((ours - theirs).abs().max()):.3g}"
+        yield replace(finding, culprit=_culprit_of(evidence, change), observed=observed)
+
+
+def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Tensor:
+    """By how much the advantages of each row may differ for rounding alone, [B, 1].
+
+    An advantage is a difference of rewards over a deviation: what rounding leaves of the largest reward is multiplied
+    by the largest advantage of its group over the group's spread.
+    """
+    same = plain.groups[:, None] == plain.groups[None]
+    both = torch.stack([plain.rewards, changed.rewards]).double()
+    size = torch.where(plain.rewarded, both.nan_to_num(0.0, 0.0, 0.0).abs(), 0.0).amax(0)
+    scores = torch.where(plain.rewarded, plain.rewards.double().nan_to_num(), torch.nan)
+    high = torch.where(same, scores.nan_to_num(-torch.inf), -torch.inf).amax(-1)
+    low = torch.where(same, scores.nan_to_num(torch.inf), torch.inf).amin(-1)
+    everywhere = (high.amax(-1) - low.amin(-1)).clamp(min=0.0) if len(high) else high
+    spread = torch.where(high > low, high - low, torch.where(everywhere > 0, everywhere, torch.inf))
+    size = torch.where(same, size, 0.0).amax(-1)
+    largest = torch.where(same, advantages.double().abs().amax(-1), 0.0).amax(-1)
+    scale = largest.amax() + largest * (size / spread)
+    return rounding(plain.rewards.dtype, scale)[:, None]
+
+
+def _culprit_of(evidence: Evidence, change: Change) -> str:
+    """Who made the signal differ: a correction whose own part differs, or the estimator."""
+    plain = evidence.groups.sanitize()
+    clean = change._replace(rollout=change.rollout.sanitize())
+    for contribution in evidence.contributions(*REWARDS):
+        moved = moved_rows(contribution, plain, clean)
+        if (moved & (plain.rewarded | (contribution.method in TOKEN_REWARDS))[change.rows]).any():
+            return str(contribution)
+    return ESTIMATOR.format(**evidence.names)
+
+
+@check(
+    expected=f"the same advantages with {POISON_TEXT}",
+    cure="select by valid_tokens before any arithmetic: torch.where(mask, x, 0), not x * mask",
+)
+def masked_values(evidence: Evidence) -> Iterator[Finding]:
+    """What stands at a token that is not valid, NaN and infinity too, reaches no advantage."""
+    yield from advantage_changes(evidence, poison(evidence.groups))
+
+
+@check(
+    expected="advantages without a trace of rows outside `rewarded`",
+    cure="take means and deviations over `rewarded` rows alone",
+)
+def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
+    """The reward of a row that is not rewarded (cut off, failed, excluded) moves nobody else's advantage."""
+    rollout = evidence.groups
+    if bool(rollout.rewarded.all()) and len(rollout):  # nobody is left out here: leave out one row of each group
+        first = torch.zeros_like(rollout.rewarded)
+        for group in rollout.groups.unique():
+            first[(rollout.groups == group).nonzero()[0, 0]] = True
+        rollout = rollout.replace(rewarded=rollout.rewarded & ~first)
+        evidence = replace(evidence, groups=rollout)
+    rewarded = rollout.rewarded
+    outliers = torch.where(torch.arange(len(rollout), device=rewarded.device) % 2 == 0, 1e4, math.nan)
+    rewards = torch.where(rewarded, rollout.rewards, outliers.to(rollout.rewards.dtype))
+    findings = list(advantage_changes(evidence, rollout.replace(rewards=rewards)))
+    yield from findings
+    if not findings and looks_within_groups(evidence) and bool(rewarded.any()):
+        ours, theirs = evidence.advantages[rewarded], evidence.advantages_of(rollout.select(rewarded))
+        atol = signal_rounding(rollout, rollout, evidence.advantages)[rewarded]
+        for finding in differences(ours, theirs, rollout.sample_ids[rewarded], atol=atol):
+            yield replace(
+                finding,
+                culprit=ESTIMATOR.format(**evidence.names),
+                expected="the advantages that there would be without the rows outside `rewarded`",
+                cure="count `rewarded` rows alone in every mean and deviation",
+            )
+
+
+@check(
+    expected="the same advantages with three more positions of padding",
+    cure="count `valid_tokens`, never columns, and take the last valid token for the end",
+)
+def padding_width(evidence: Evidence) -> Iterator[Finding]:
+    """More padding behind the responses changes no advantage."""
+    yield from advantage_changes(evidence, evidence.groups.fit_width(evidence.groups.width + 3))
+
+
+@check(
+    expected="advantages that depend on their own group alone",
+    cure="group by `groups`, never by position or a fixed group size",
+)
+def group_isolation(evidence: Evidence) -> Iterator[Finding]:
+    """Rewards of one prompt's samples move no advantage of another prompt."""
+    rollout = evidence.groups
+    if looks_within_groups(evidence) and len(rollout.groups.unique()) > 1:
+        first = rollout.groups == rollout.groups[0]
+        noise = 3.7 * torch.sin(1.0 + rollout.sample_ids).to(rollout.rewards.dtype)
+        rewards = torch.where(first, rollout.rewards, rollout.rewards + noise)
+        yield from advantage_changes(evidence, rollout.replace(rewards=rewards), first)
+
+
+@check(expected="advantages that do not see a constant added to a group", cure="subtract the mean of the whole group")
+def reward_shift(evidence: Evidence) -> Iterator[Finding]:
+    """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean and no
+    bonus declares ``scales_rewards``.
+    """
+    rollout, algorithm = evidence.groups, evidence.algorithm
+    scaled = any(callback.scales_rewards for callback in algorithm.corrections.callbacks)
+    if algorithm.advantages.shift_invariant and looks_within_groups(evidence) and not scaled:
+        size = rollout.rewards[rollout.rewarded].abs().max() if rollout.rewarded.any() else 0.0  # rewards of any scale
+        shift = (1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)) * (size or 1.0)
+        yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
+
+
+@check(expected="the same advantages for rows in another order", cure="join by sample_ids and groups")
+def row_order(evidence: Evidence) -> Iterator[Finding]:
+    """Rows in another order have the same advantages: nothing is joined by position."""
+    rollout = evidence.groups
+    order = torch.sin(1.0 + 7.0 * torch.arange(len(rollout), device=rollout.groups.device)).argsort()
+    yield from advantage_changes(evidence, rollout.select(order), order=order)
+
+
+@check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
+def advantage_support(evidence: Evidence) -> Iterator[Finding]:
+    """Advantages are 0 outside the valid tokens; one scalar for a row is the same at all of its valid tokens."""
+    rollout, advantages = evidence.rollout, evidence.rollout.require("advantages")
+    valid, nowhere = rollout.valid_tokens, torch.zeros_like(advantages)
+    yield from differences(
+        torch.where(valid, nowhere, advantages),
+        nowhere,
+        rollout.sample_ids,
+        expected="0 at every token that is not valid",
+        observed="something else",
+    )
+    low = torch.where(valid, advantages, torch.inf).amin(-1)
+    high = torch.where(valid, advantages, -torch.inf).amax(-1)
+    rows = (high - low > rounding(advantages.dtype, high.abs(), 1)) & valid.any(-1)
+    if rows.any() and not evidence.algorithm.advantages.per_token:
+        yield Finding(
+            expected="one advantage at all valid tokens of a row",
+            observed="advantages that differ",
+            samples=rollout.sample_ids[rows][:4].tolist(),
+        )
+
+
+@check(expected="the same values before and after", cure="return a new tensor (x * y, not x *= y)")
+def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
+    """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+        shown = (evidence.groups if contribution.method in SHOWN_A_ROLLOUT else evidence.view()).sanitize()
+        if edits := edits_of(contribution, shown):
+            samples = shown.sample_ids[:2].tolist()
+            yield Finding(culprit=str(contribution), observed=f"edits of {', '.join(edits)}", samples=samples)
+
+
+@check(
+    expected="the advantages of the raw rewards",
+    cure="return new tensors from every contribution, and keep no reference to edit later",
+)
+def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The advantages that train are what the signal stage makes of the untouched raw fields, on one rank."""
+    if not looks_within_groups(evidence):
+        yield Skip("estimator or corrections compare prompts, of which only a few are looked at")
+        return
+    trained = evidence.groups.require("advantages")
+    for finding in differences(trained, evidence.advantages, evidence.groups.sample_ids):
+        yield replace(finding, culprit=_culprit_of_others(evidence))
+
+
+def _culprit_of_others(evidence: Evidence) -> str:
+    """Who made the signal depend on what else is in the rollout: a correction, the estimator, or nobody of them."""
+    rollout, groups = evidence.rollout.sanitize(), evidence.groups.sanitize()
+    places = (groups.sample_ids[:, None] == rollout.sample_ids).int().argmax(-1)
+    for contribution in evidence.contributions(*REWARDS):
+        strays = moved_rows(contribution, rollout, Change("", groups, places)).any()
+        if strays or not repeats_itself(contribution, groups):
+            return str(contribution)
+    whole = evidence.advantages_of(evidence.rollout)[places, : groups.width]
+    unlike = next(differences(whole, evidence.advantages, groups.sample_ids), None)
+    return "stage signal, or whoever edited its result" if unlike is None else ESTIMATOR.format(**evidence.names)
+
+
+@check(
+    culprit="stage signal, the shaped reward",
+    expected="shaped rewards that add up to the score and the token rewards of their row",
+    cure="place the score at the last valid token, and build the shaped reward out of place",
+)
+def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
+    """Over the valid tokens of a row the shaped reward adds up to its score and its token rewards: nothing is lost at a
+    masked token, nothing counts twice.
+    """
+    rollout, shaped = evidence.groups.sanitize(), evidence.signal(evidence.groups)[1].double()
+    scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
+    tokens = torch.zeros_like(shaped)
+    for bonus in evidence.contributions("reward_bonus"):
+        scores = scores + bonus(rollout).double()
+    for reward in evidence.contributions(*TOKEN_REWARDS):
+        tokens = tokens + reward(rollout).double()
+    totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)
+    tokens = torch.where(rollout.valid_tokens, tokens, 0.0)
+    atol = rounding(rollout.rewards.dtype, scores.abs() + tokens.abs().sum(-1))
+    yield from differences(shaped.sum(-1), totals + tokens.sum(-1), rollout.sample_ids, atol=atol)

@@ -1,0 +1,349 @@
+"""Checks of the stages between engine and update: a contribution follows the rows, wherever they stand."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.audit.audit_error import Skip, bitwise_equal
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, Contribution, Evidence
+from lightning_rl.corrections import Stat
+from lightning_rl.corrections.stat import merge_moments, reduce_moments
+from lightning_rl.distributed import Collectives
+from lightning_rl.rollout import PROMPT, Rollout
+from lightning_rl.utils.finding import Finding
+
+METRICS, FILTER = "rollout_metrics", "keep_groups"
+WIDER = 3  # positions of padding
+JITTER = 1e-3  # by which rewards are kept apart, so that nothing is decided by a tie
+FILTERED_GROUPS = 6  # that a filter is asked about
+MAX_COLLECTIVES = 100  # of one contribution
+PROVIDING_GROUPS = 2  # that fields are provided for again, perhaps by a model
+
+
+class Change(NamedTuple):
+    """A changed copy of some rows on which nobody may say anything else of a row.
+
+    Attributes:
+        expected: what must hold on it.
+        rollout: the copy.
+        rows: places of its rows in the original.
+    """
+
+    expected: str
+    rollout: Rollout
+    rows: Tensor
+
+
+def say(contribution: Contribution, rollout: Rollout) -> dict[str, Tensor]:
+    """What a contribution makes of some rows: tensors by name, those of statistics as their moments."""
+    return _by_name(contribution, contribution(rollout))
+
+
+def _by_name(contribution: Contribution, said: Any) -> dict[str, Tensor]:
+    if isinstance(said, Mapping):
+        return {name: value.moments if isinstance(value, Stat) else value.detach() for name, value in said.items()}
+    return {contribution.method: said.detach()}
+
+
+def changes(rollout: Rollout) -> list[Change]:
+    """Another order of groups and rows, and more padding behind prompts and responses."""
+    device = rollout.groups.device
+    everything = torch.arange(len(rollout), device=device)
+    interleaved = (10.0 * torch.sin(1.0 + 7.0 * everything)).argsort()
+    wider = rollout.fit_width(rollout.width + WIDER)
+    wider = wider.map(lambda tensor, axes, pad: _widen(tensor, pad) if axes == PROMPT else tensor)
+    return [
+        Change("the same for rows in another order", rollout.select(interleaved), interleaved),
+        Change("the same for rows in reverse order", rollout.select(everything.flip(0)), everything.flip(0)),
+        Change("the same with more padding behind prompts and responses", wider, everything),
+    ]
+
+
+def parts(rollout: Rollout, *, number: int | None = None) -> list[Change]:
+    """The groups in so many parts, in turn; by default each by itself."""
+    groups = rollout.groups.unique()
+    number = len(groups) if number is None else min(number, len(groups))
+    masks = [torch.isin(rollout.groups, groups[part::number]) for part in range(number)]
+    expected = "the same for a prompt's samples without those of others"
+    return [Change(expected, rollout.select(mask), mask.nonzero()[:, 0]) for mask in masks]
+
+
+def _widen(tensor: Tensor, pad: float) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((len(tensor), WIDER, *tensor.shape[2:]), pad)], 1)
+
+
+def _apart(rollout: Rollout) -> Rollout:
+    """A copy in which no two rewards are the same, by a pattern that goes with the samples."""
+    jitter = JITTER * torch.sin(1.0 + 3.0 * rollout.sample_ids).to(rollout.rewards.dtype)
+    return rollout.replace(rewards=rollout.rewards + jitter * rollout.rewards.abs().max().clamp(min=1.0))
+
+
+def _with_equal_groups(rollout: Rollout) -> Rollout:
+    """A copy in which some groups have one reward for all of their rows, and no two of the others the same."""
+    within = torch.sin(1.0 + 3.0 * rollout.sample_ids) * (torch.sin(2.0 + 5.0 * rollout.groups) > 0)
+    return rollout.replace(rewards=(torch.cos(rollout.groups.double()) + within).to(rollout.rewards.dtype))
+
+
+def _rows_of(evidence: Evidence, contribution: Contribution) -> Rollout:
+    """A few groups as a contribution is shown them: a filter sees those that it drops as well."""
+    if contribution.method != FILTER or not evidence.rounds:
+        return evidence.groups.sanitize()
+    rollout = evidence.rounds[0]
+    few = torch.isin(rollout.groups, rollout.groups[rollout.real].unique()[:FILTERED_GROUPS])
+    rollout = rollout.select(few)
+    rewarded = rollout.rewarded & evidence.algorithm.corrections.reward_mask(rollout)
+    return rollout.replace(rewarded=rewarded).sanitize()
+
+
+def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
+    """The changed copies on which a contribution has to say the same; far more padding for a filter."""
+    further = list[Change]()
+    if contribution.method == FILTER:
+        wide = rollout.fit_width(2 * rollout.width + WIDER)
+        everything = torch.arange(len(rollout), device=rollout.groups.device)
+        further = [Change("the same with more padding behind prompts and responses", wide, everything)]
+    return [*changes(rollout), *further]
+
+
+class _UnknownValuesError(Exception):
+    """Stops a contribution at a collective whose values are not known yet."""
+
+
+class _Rank(Collectives):
+    """Collectives of one of several ranks in one process: returns what was gathered before, then stops."""
+
+    def __init__(self, ranks: int, gathered: Sequence[list[Tensor]]) -> None:
+        super().__init__()
+        self._ranks, self._gathered = ranks, iter(gathered)
+        self.offered: Tensor | None = None
+
+    @property
+    @override
+    def ranks(self) -> int:
+        return self._ranks
+
+    @override
+    def gather(self, values: Tensor) -> list[Tensor]:
+        if (known := next(self._gathered, None)) is None:
+            self.offered = values
+            raise _UnknownValuesError
+        return known
+
+
+def _contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) -> list[Any]:
+    """Returns the contribution on each rank's rows, repeated until the values of every collective are known.
+
+    Raises:
+        RuntimeError: if ranks differ in their collectives, which would hang a run.
+    """
+    gathered = list[list[Tensor]]()
+    for _ in range(MAX_COLLECTIVES):
+        results, shares = list[Any](), list[Tensor]()
+        for part in rows:
+            rank, callback = _Rank(len(rows), gathered), copy.copy(contribution.callback)
+            callback.collectives = rank
+            try:
+                results.append(contribution._replace(callback=callback)(part))
+            except _UnknownValuesError:
+                shares.append(cast(Tensor, rank.offered))
+        if not shares:
+            return results
+        if results:
+            break
+        gathered.append(shares)
+    raise RuntimeError(f"expected the same collectives of {contribution} on every rank, got other ones")
+
+
+def _tied_rows(rollout: Rollout) -> Tensor:
+    """Rows whose length another row of their group has as well, so that a tie may be decided by the order, [B]."""
+    same = (rollout.groups[:, None] == rollout.groups) & (rollout.response_lengths[:, None] == rollout.response_lengths)
+    return same.sum(-1) > 1
+
+
+def moved_rows(contribution: Contribution, rollout: Rollout, change: Change, said: Any = None) -> Tensor:
+    """The rows of which a contribution says something else on a changed copy, [b] bool, in the order of the copy.
+
+    Args:
+        contribution: the one.
+        rollout: the original.
+        change: the copy.
+        said: what it contributed to the copy; None to ask it.
+    """
+    theirs = say(contribution, change.rollout) if said is None else _by_name(contribution, said)
+    moved = torch.zeros_like(change.rows, dtype=torch.bool)
+    for name, tensor in say(contribution, rollout).items():
+        if contribution.method == METRICS:
+            moved = moved | ~_close(tensor, theirs[name]).all()
+            continue
+        mine, other = tensor[change.rows], theirs[name]
+        if mine.dim() > 1:
+            inside = change.rollout.valid_tokens[:, : rollout.width]
+            mine, other = (torch.where(inside, part[:, : rollout.width], 0) for part in (mine, other))
+        moved = moved | ~_close(mine, other).reshape(len(mine), -1).all(-1)
+    return moved
+
+
+def _close(ours: Tensor, theirs: Tensor) -> Tensor:
+    if not ours.is_floating_point():
+        return ours == theirs
+    scale = float(ours.double().nan_to_num(posinf=0.0, neginf=0.0).abs().max()) if ours.numel() else 0.0
+    return torch.isclose(ours.double(), theirs.double(), rtol=1e-4, atol=1e-5 * max(scale, 1e-3), equal_nan=True)
+
+
+def repeats_itself(contribution: Contribution, rollout: Rollout) -> bool:
+    """Whether a contribution says the same of the same rows twice; :func:`contributions_fit` reports the others."""
+    first, second = say(contribution, rollout), say(contribution, rollout)
+    return first.keys() == second.keys() and all(bitwise_equal(first[name], second[name]) for name in first)
+
+
+def strays(contribution: Contribution, rollout: Rollout, change: Change) -> Tensor:
+    """The rows of which a contribution really says something else on a changed copy: ties apart, [b] bool."""
+    moved = moved_rows(contribution, rollout, change)
+    if contribution.method == FILTER:  # which often asks for ties: groups without a difference in their rewards
+        other = change._replace(rollout=_with_equal_groups(change.rollout))
+        return moved | moved_rows(contribution, _with_equal_groups(rollout), other)
+    if not moved.any() or contribution.method == METRICS:
+        return moved
+    apart = change._replace(rollout=_apart(change.rollout))
+    moved = moved_rows(contribution, _apart(rollout), apart)
+    return moved & ~_tied_rows(rollout)[change.rows] if len(change.rows) == len(rollout) else moved
+
+
+@check(observed="something else", cure="join by sample_ids and groups, count valid tokens, and mind no row's place")
+def contribution_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """What a correction says of a row before the update is the same for rows in another order and with more padding,
+    and a filter decides about whole groups: nothing is joined by position.
+    """
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
+        rollout = _rows_of(evidence, contribution)
+        if not repeats_itself(contribution, rollout):
+            yield Skip(f"{contribution} does not repeat itself")
+            continue
+        if contribution.method == FILTER and len(split := _split_groups(contribution(rollout), rollout)):
+            expected = "one decision for all samples of a prompt"
+            yield Finding(culprit=str(contribution), expected=expected, samples=split)
+            continue
+        for change in _changes_of(contribution, rollout):
+            moved = strays(contribution, rollout, change)
+            if moved.any():
+                samples = change.rollout.sample_ids[moved][:4].tolist()
+                yield Finding(culprit=str(contribution), expected=change.expected, samples=samples)
+                break
+
+
+def _split_groups(kept: Tensor, rollout: Rollout) -> list[int]:
+    partly = torch.isin(rollout.groups, rollout.groups[kept]) & ~kept
+    return rollout.sample_ids[partly][:4].tolist()
+
+
+@check(
+    expected="the same for a prompt's samples, whatever other prompts are in the rollout",
+    observed="something else without them",
+    cure="look at one group at a time, or say that prompts are compared: batch_statistics = True",
+)
+def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """What a correction says of a row before the update depends on the rows of its own prompt alone, so it is the same
+    however rows are split over ranks, unless it declares ``batch_statistics``.
+    """
+    if len(evidence.groups.groups.unique()) < 2:
+        yield Skip("only one prompt was looked at")
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
+        rollout = _rows_of(evidence, contribution)
+        metrics = contribution.method == METRICS  # which are made of all rows
+        if metrics or contribution.compares_prompts or not repeats_itself(contribution, rollout):
+            continue
+        for change in parts(rollout):
+            moved = strays(contribution, rollout, change)
+            if moved.any():
+                yield Finding(culprit=str(contribution), samples=change.rollout.sample_ids[moved][:4].tolist())
+                break
+
+
+@check(
+    expected="the same, however the rows are split over ranks",
+    observed="something else on two ranks",
+    cure="take sums over ranks by self.collectives, and return Stat.of(values, mask), which merges, no mean of a mean",
+)
+def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """What a correction makes of prompts that it compares, and what it measures, is the same however the rows are split
+    over ranks. One number of a rank, ``Stat.single``, has to be on several ranks alone.
+    """
+    rollout = evidence.groups.sanitize()
+    split = parts(rollout, number=2)
+    if len(split) < 2:
+        yield Skip("only one prompt was looked at")
+        return
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
+        metrics = contribution.method == METRICS
+        if not (metrics or contribution.compares_prompts) or not repeats_itself(contribution, rollout):
+            continue
+        said = _contribute_on_ranks(contribution, [change.rollout for change in split])
+        if metrics:
+            names = _rank_dependent_names(contribution(rollout), said, several=evidence.facts.ranks > 1)
+            yield from (Finding(culprit=f"{contribution}, {name}") for name in names[:1])
+            continue
+        for change, share in zip(split, said, strict=True):
+            moved = moved_rows(contribution, rollout, change, share)
+            if moved.any():
+                yield Finding(culprit=str(contribution), samples=change.rollout.sample_ids[moved][:4].tolist())
+                break
+
+
+def _rank_dependent_names(
+    whole: Mapping[str, Stat], shares: Sequence[Mapping[str, Stat]], *, several: bool
+) -> list[str]:
+    """Returns the names of the statistics that differ once the ranks have merged theirs."""
+    names = list[str]()
+    for name, stat in whole.items():
+        merged = merge_moments(torch.stack([share[name].moments for share in shares]))
+        figures = [torch.tensor(reduce_moments(part.tolist(), stat.reduction)) for part in (stat.moments, merged)]
+        if (several or float(stat.moments[0]) != 1) and not _close(*figures).all():
+            names.append(name)
+    return names
+
+
+@check(
+    expected="the fields that this correction provided for these rows",
+    observed="others for the same rows in another order and without the others",
+    cure="provide by row: join by sample_ids, count valid tokens, draw no random numbers",
+)
+def provided_fields(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Fields that a correction provides belong to their rows: a few groups in another order and with more padding get
+    the ones that train.
+    """
+    providers = evidence.contributions("provide")
+    if providers and evidence.outputs is not None and not evidence.plain:
+        yield Skip("models are split over ranks, so that a few rows of one rank cannot be asked about")
+        return
+    for contribution in providers:
+        few = torch.isin(evidence.groups.groups, evidence.groups.groups.unique()[:PROVIDING_GROUPS])
+        rollout = evidence.groups.select(few)
+        change = changes(rollout)[1]
+        wider = change.rollout.fit_width(rollout.width + WIDER)
+        for name, theirs in ({} if contribution.compares_prompts else contribution(wider)).items():
+            field, _, key = name.partition("/")
+            recorded = getattr(rollout, field, {}).get(key)
+            wrong = _unlike(recorded, theirs, change.rows, wider, evidence.facts.tolerance)
+            if wrong.any():
+                samples = wider.sample_ids[wrong][:4].tolist()
+                yield Finding(culprit=f"{contribution}, {name}", samples=samples)
+                break
+
+
+def _unlike(ours: Tensor | None, theirs: Tensor, order: Tensor, wider: Rollout, tolerance: float) -> Tensor:
+    """Rows of which a provided tensor is another one than was recorded, [b] bool."""
+    if ours is None:
+        return torch.zeros_like(order, dtype=torch.bool)
+    mine, other = ours[order].double(), theirs.double()
+    if ours.dim() > 1 and theirs.shape[1] == wider.width:
+        inside = wider.valid_tokens[:, : ours.shape[1]]
+        inside = inside.reshape(*inside.shape, *[1] * (ours.dim() - 2))
+        mine, other = (torch.where(inside, part[:, : ours.shape[1]], 0.0) for part in (mine, other))
+    mine, other = (part.reshape(len(order), -1) for part in (mine, other))
+    gap = torch.where(mine.isnan() & other.isnan(), 0.0, (mine - other).abs().nan_to_num(nan=torch.inf))
+    return gap.mean(-1) > tolerance * (1.0 + mine.nan_to_num().abs().amax(-1))

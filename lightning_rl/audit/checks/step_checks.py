@@ -1,0 +1,425 @@
+"""Checks of one optimizer step as it was made: rows, forward, gradients, parameters, and what was logged of it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_rl.audit.audit_error import Skip, differences, rounding
+from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.optimizer_rules import Move, moves_by_rule
+from lightning_rl.audit.recomputed_metrics import figure_of, is_figure
+from lightning_rl.audit.step_evidence import StepEvidence
+from lightning_rl.corrections import ParameterTrace, Stat
+from lightning_rl.utils.finding import Finding
+
+UNSEEN = "no optimizer step was seen: it had no valid token, its gradient was not finite, or a scaler hides it"
+ONE_DEVICE = "parameters are followed on a single device alone"
+REPRESENTABLE = 100.0  # a step has to be so many units in the last place for a parameter to have to move
+FEW, MANY = 0.02, 0.25  # share of all entries, and of those of one parameter, that may be off without a word
+NAMED = 3  # metrics that a row lacks
+IDLE_ROLLOUTS = 2  # in a row, at a rate of 0
+
+
+@check(cure="", of_step=True)
+def raw_fields(evidence: Evidence) -> Sequence[Finding]:
+    """No field of the finished rollout changes until its last optimizer step, by whatever way it is written."""
+    return [edit for edit in evidence.edits if edit.check == "raw_fields"]
+
+
+@check(cure="", of_step=True)
+def quiet_hooks(evidence: Evidence) -> Sequence[Finding]:
+    """A hook of a callback or of a module changes no gradient, no weight, no state of the optimizer, no metric, and
+    freezes nothing; the learning rate is its own business. Where a rank holds all weights, nobody else changes them or
+    that state between one step and the next: what validation or a save has changed is put back.
+    """
+    return [edit for edit in evidence.edits if edit.check == "quiet_hooks"]
+
+
+@check(
+    culprit="stage update, the microbatches of the step",
+    cure="run every microbatch of the plan once, and let the plan hold every trained row once in each pass",
+    of_step=True,
+)
+def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The rows of a step are those that the plan has for it, and those of all steps of a pass are the trained rows of
+    the rollout, each once: no microbatch is left out or comes twice.
+    """
+    step, rollout = evidence.step, evidence.rollout
+    if step is None or step.planned is None:
+        yield Skip(UNSEEN)
+        return
+    ours, theirs = sorted(step.rows.sample_ids.tolist()), sorted(step.planned.tolist())
+    if ours != theirs:
+        yield _row_change(ours, theirs, "the rows of the plan", step.blamed.get("plan", ""))
+        return
+    size, number = evidence.facts.minibatches, step.number + 1
+    steps = range(number - size, number)
+    if number % size or not all(each in step.passes for each in steps):
+        return  # a pass is judged with its last step
+    ours = sorted(sample for each in steps for sample in step.passes[each].tolist())
+    theirs = sorted(rollout.sample_ids[rollout.trained & rollout.valid_tokens.any(-1)].tolist())
+    idle = set(rollout.sample_ids.tolist()) - set(theirs)  # nothing of them counts
+    ours = [sample for sample in ours if sample not in idle]
+    if ours != theirs:
+        yield _row_change(ours, theirs, "every trained row once in a pass", step.blamed.get("plan", "stage plan"))
+
+
+def _row_change(ours: list[int], theirs: list[int], expected: str, culprit: str = "") -> Finding:
+    missing = [sample for sample in theirs if sample not in ours]
+    others = [sample for sample in ours if ours.count(sample) != theirs.count(sample)]
+    observed = f"{len(ours)} rows in the place of {len(theirs)}, {len(missing)} of them missing"
+    return Finding(culprit=culprit, expected=expected, observed=observed, samples=[*missing, *others][:4])
+
+
+@check(
+    culprit="stage update, the policy's forward in training",
+    cure="run the update with the weights, mode, precision and temperature of the pass that scored the rollout",
+    of_step=True,
+)
+def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """In the first step of a rollout the update's own forward says of every token what was scored before it, and so
+    does the critic.
+    """
+    step, bound = evidence.step, evidence.facts.tolerance / 10
+    if step is None or step.number:
+        yield from [Skip(UNSEEN)] if step is None else []
+        return
+    rows, outputs = step.rows, step.outputs
+    pairs = [("log-probabilities", rows.old_logprobs, outputs.logprobs), ("values", rows.values, outputs.values)]
+    if rows.old_logprobs is None and evidence.outputs is not None:
+        shared = torch.isin(rows.sample_ids, evidence.rows.sample_ids)
+        order = [evidence.rows.sample_ids.tolist().index(sample) for sample in rows.sample_ids[shared].tolist()]
+        width = min(rows.width, evidence.rows.width)
+        scored = torch.zeros_like(outputs.logprobs)
+        scored[shared, :width] = evidence.outputs.logprobs[order, :width].to(scored.dtype)
+        scored = torch.where(shared[:, None], scored, outputs.logprobs)
+        pairs[0] = ("log-probabilities", scored, outputs.logprobs)
+    for what, before, now in pairs:
+        if before is None or now is None or not before.numel():
+            continue
+        theirs, ours = (torch.where(rows.valid_tokens, part, 0.0) for part in (before, now))
+        yield from differences(
+            ours,
+            theirs,
+            rows.sample_ids,
+            expected=f"the {what} that were scored before the first step",
+            observed=f"others, up to {float((ours - theirs).abs().max()):.3g} apart",
+            rtol=0.0,
+            atol=bound * (1.0 + (float(theirs.abs().max()) if what == "values" else 0.0)),
+        )
+
+
+@check(
+    culprit="reduction {reduction}, or the sums over ranks",
+    expected="denominators over the rows of all ranks",
+    cure="take every sum of a reduction through global_sum, and every row once",
+    of_step=True,
+)
+def rank_denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The weight of a token in a step is that of a reduction over the rows of all ranks at once, however they are split
+    over ranks and microbatches.
+    """
+    step = evidence.step
+    if step is None or step.weights is None or not len(step.rows):
+        yield Skip(UNSEEN if step is None else "this rank had no rows in the step")
+        return
+    weights = step.weights_over_ranks(evidence.algorithm.reduction)
+    yield from differences(step.weights.cpu(), weights, step.rows.sample_ids)
+
+
+@check(
+    culprit="stage update, the accumulation of microbatches",
+    expected="the gradient of the whole step in one piece",
+    cure="add up the microbatches' shares as they are, from the old log-probabilities of the rollout",
+    of_step=True,
+)
+def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The gradient that each log-probability, entropy and value of a step got is that of the whole step in one piece,
+    computed from the finished rollout: nothing is scaled, left out, or recomputed between optimizer steps.
+    """
+    step = evidence.step
+    if step is None or step.recomputed is None:
+        yield Skip(UNSEEN if step is None else "this rank had no rows, or the loss needs those of other ranks")
+        return
+    again = step.recomputed
+    pairs = [("log-probability", step.gradient, again.gradient)]
+    pairs += [(name, step.further[name], theirs) for name, theirs in again.further.items() if name in step.further]
+    for what, gradient, expected in pairs:
+        valid, scale = step.rows.valid_tokens, float(expected.abs().max()) if expected.numel() else 0.0
+        ours, theirs = (torch.where(valid, part.double(), 0.0) for part in (gradient, expected))
+        factor = float((ours * theirs).sum() / theirs.square().sum().clamp(min=1e-300))
+        rows = int((ours - theirs).abs().amax(-1).gt(1e-4 * scale).sum())
+        observed = f"another one of the {what} in {rows} of {len(ours)} rows, {factor:.3g} times as large on the whole"
+        atol, rtol = rounding(gradient.dtype, scale, 1024), rounding(gradient.dtype, 1.0, 4096)
+        yield from differences(
+            ours,
+            theirs,
+            step.rows.sample_ids,
+            culprit=_backward_culprit(evidence, step, what, ours, theirs),
+            observed=observed,
+            rtol=rtol,
+            atol=atol,
+        )
+
+
+def _backward_culprit(evidence: Evidence, step: StepEvidence, what: str, ours: Tensor, theirs: Tensor) -> str:
+    """Who is to blame for a gradient of a step: the backward that somebody has, or whose part it is."""
+    if "backward" in step.blamed:
+        return step.blamed["backward"]
+    if what == "current_values":
+        return "the critic: its value head, or the value loss"
+    order = step.rows.valid_tokens.cumsum(-1)
+    last = step.rows.valid_tokens & (order == order[:, -1:])
+    forgotten = (ours == 0) & (theirs != 0)
+    if forgotten.any() and not (forgotten & ~last).any():
+        return f"loss {evidence.names['loss']}, or the backward, at the last token of each response"
+    return ""
+
+
+@check(
+    culprit="stage update, clipping and accumulation",
+    cure="accumulate first, then clip once, and clear gradients after the optimizer step alone",
+    of_step=True,
+)
+def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """The optimizer gets the sum over all backward passes of the step, in the precision of the parameters, clipped once
+    and as a whole to the bound; a parameter with a sum has a gradient.
+    """
+    step, limit = evidence.step, evidence.facts.max_grad_norm
+    if step is None or step.norm is None or not step.parameters:
+        yield Skip(UNSEEN if step is None else ONE_DEVICE)
+        return
+    culprit = step.blamed.get("gradients") or (_stepper(step) if _edited_within(step) else "")
+    lost = [name for name, one in step.parameters.items() if one.gradient is None and bool((one.summed != 0).any())]
+    if lost:
+        expected, observed = f"a gradient of {lost[0]}", f"none, nor of {len(lost) - 1} others, though they had some"
+        yield Finding(culprit=culprit, expected=expected, observed=observed)
+    if step.silent:
+        yield Finding(
+            culprit=f"policy, its parameter {step.silent[0]}, which something in its forward cuts off",
+            expected=f"a gradient of {step.silent[0]}, on which what is trained depends",
+            observed=f"none, nor of {len(step.silent) - 1} others",
+        )
+    followed = {name: one for name, one in step.parameters.items() if one.gradient is not None}
+    if not followed:
+        return
+    summed, gradient = (_join(followed, name) for name in ("summed", "gradient"))
+    factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
+    norms = [float(moments[1]) for moments in step.logged.get("optim/grad_norm", [])[-1:]]
+    clipped = min(1.0, limit / norms[0]) if norms and norms[0] > 0 else None
+    slack = torch.cat([one.summed if one.magnitude is None else one.magnitude for one in followed.values()]).abs()
+    passes = max(one.passes for one in followed.values())
+    coarsest = max((one.dtype or torch.float32 for one in followed.values()), key=lambda dtype: torch.finfo(dtype).eps)
+    precise = max(1e-3, torch.finfo(coarsest).eps)
+    away = (gradient - factor * summed).abs() > abs(factor) * rounding(coarsest, slack, passes + 4) + 1e-30
+    misses = dict(zip(followed, away.split([len(one.summed) for one in followed.values()]), strict=True))
+    if (where := _place_of(misses)) is not None:
+        observed = f"another one at {int(away.sum())} of {len(away)} entries, {where} for one"
+        yield Finding(culprit=culprit, expected="the sum over all microbatches, times one factor", observed=observed)
+    elif step.norm > limit * 1.01:
+        yield Finding(culprit=culprit, expected=f"a gradient norm of at most {limit:g}", observed=f"{step.norm:.4g}")
+    elif clipped is not None and bool((summed != 0).any()) and abs(factor - clipped) > precise * clipped:
+        expected = f"gradients times {clipped:.3g}, as the logged norm says"
+        yield Finding(culprit=culprit, expected=expected, observed=f"gradients times {factor:.3g}")
+
+
+def _edited_within(step: StepEvidence) -> bool:
+    """Whether the gradients that the optimizer used are others than those that it was called with."""
+    for one in step.parameters.values():
+        before, after = one.clipped, one.gradient
+        if before is None or after is None:
+            if before is not after:
+                return True
+        elif not torch.equal(before, after):
+            return True
+    return False
+
+
+def _join(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
+    return torch.cat([getattr(one, name) for one in followed.values()])
+
+
+def _place_of(misses: Mapping[str, Tensor]) -> str | None:
+    """The parameter that is furthest off, if many entries of it are, or some of all; None for nobody."""
+    if not any(map(len, misses.values())):
+        return None
+    everywhere = float(torch.cat(list(misses.values())).double().mean())
+    if not everywhere:
+        return None
+    shares = {name: float(miss.double().mean()) for name, miss in misses.items() if len(miss)}
+    worst = max(shares, key=shares.__getitem__, default=None)
+    return worst if worst is not None and (shares[worst] > MANY or everywhere > FEW) else None
+
+
+@check(
+    cure="give the optimizer every parameter that trains, and step the scheduler once per optimizer step", of_step=True
+)
+def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Every parameter that got a gradient moves, none is frozen on the way, and the scheduler steps once for an
+    optimizer step.
+    """
+    step = evidence.step
+    if step is None:
+        yield Skip(UNSEEN)
+        return
+    if not step.parameters:
+        yield Skip(ONE_DEVICE)
+    stuck = [name for name, parameter in step.parameters.items() if _is_stuck(parameter)]
+    if stuck:
+        yield Finding(
+            culprit=f"{_stepper(step)}, parameter {stuck[0]}",
+            expected="every trained parameter to move",
+            observed=stuck[0] + (f" and {len(stuck) - 1} others" if len(stuck) > 1 else "") + " stood still",
+        )
+    if step.stepping.uphill:
+        yield Finding(
+            culprit=_stepper(step),
+            expected="weights that move against the gradient of the loss",
+            observed="weights that moved with it in every step that was looked at: it climbs",
+        )
+    if step.frozen:
+        yield Finding(
+            culprit=step.blamed.get("trained parameters", f"parameter {step.frozen[0]}, frozen by somebody"),
+            expected="every parameter to train that did when the fit began",
+            observed=f"{step.frozen[0]} and {len(step.frozen) - 1} others without a gradient",
+        )
+    if step.scheduler_steps not in (None, 1):
+        expected, observed = "one step of the scheduler", f"{step.scheduler_steps}"
+        yield Finding(culprit="scheduler", expected=expected, observed=observed)
+
+
+def _moves(parameter: ParameterTrace) -> bool:
+    before, after = parameter.before, parameter.after
+    return before is not None and after is not None and not torch.equal(before, after)
+
+
+def _is_stuck(parameter: ParameterTrace) -> bool:
+    """Whether a parameter stands still though its gradient and learning rate would move it in its precision."""
+    gradient, before = parameter.gradient, parameter.before
+    if gradient is None or before is None or before.dtype not in (torch.float32, torch.float64) or _moves(parameter):
+        return False
+    if not parameter.held:
+        return bool((gradient != 0).any())
+    size, unit = gradient.abs().clamp(max=1.0), torch.finfo(before.dtype).eps * before.abs().double()
+    return bool(((size * parameter.lr > REPRESENTABLE * unit) & (size > 1e-7)).any())
+
+
+@check(
+    cure="step once for each optimizer step, at the rate that is logged, in a precision that can hold the step",
+    of_step=True,
+)
+def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Every parameter moves by what the optimizer's own rule makes of its gradient and state, computed in float64: no
+    step is taken twice, left out, at another rate, at a rate of 0 for ever, or lost in the precision of the weights.
+    """
+    step = evidence.step
+    if step is None or not step.parameters:
+        yield Skip(UNSEEN if step is None else ONE_DEVICE)
+        return
+    culprit, stepping = _stepper(step), step.stepping
+    if stepping.idle >= IDLE_ROLLOUTS or stepping.idle_parameters:
+        few = stepping.idle_parameters
+        yield Finding(
+            culprit=stepping.rate_setter or culprit,
+            expected="a learning rate above 0",
+            observed=f"0 for {few[0] if few else 'every parameter'} in the last rollouts that were looked at",
+        )
+    if stepping.steps > 1:
+        expected, observed = "one step of the optimizer at a time", f"{stepping.steps} by its own count"
+        yield Finding(culprit=culprit, expected=expected, observed=observed)
+    held = {name: one for name, one in step.parameters.items() if one.held}
+    known = moves_by_rule(stepping.rule or step.optimizer, held)
+    if any(one.gradient is not None and name not in known for name, one in held.items()):
+        yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is not known here")
+    yield from _rule_findings(step, known, culprit)
+
+
+def _stepper(step: StepEvidence) -> str:
+    """Who is to blame where weights do not move as they should."""
+    edits = [step.blamed[what] for what in ("weights", "optimizer", "hooked gradients") if what in step.blamed]
+    return edits[0] if edits else f"optimizer {step.optimizer}"
+
+
+def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) -> Iterator[Finding]:
+    if not known:
+        return
+    earlier, later = ([getattr(step.parameters[name], when) for name in known] for when in ("before", "after"))
+    before, after = torch.cat(earlier).double(), torch.cat(later).double()
+    move, slack = (torch.cat([known[name][place] for name in known]) for place in (0, 1))
+    ours, wanted = after - before, move != 0
+    units = [torch.finfo(one.dtype).eps for one in earlier]
+    lengths = torch.tensor([len(one) for one in earlier], device=before.device)
+    unit = before.abs() * before.new_tensor(units).repeat_interleave(lengths)
+    lost = wanted & (ours == 0) & (move.abs() < unit)
+    if int(wanted.sum()) and float(lost.sum()) > 0.5 * float(wanted.sum()):
+        dtype = str(earlier[0].dtype).removeprefix("torch.")
+        yield Finding(
+            culprit=culprit,
+            expected=f"weights that can hold a step of {float(move[wanted].abs().median()):.2g}",
+            observed=f"{int(lost.sum())} of {int(wanted.sum())} entries that stood still: it is lost in {dtype}",
+        )
+        return
+    away = (ours - move).abs() > slack
+    misses = dict(zip(known, away.split([len(known[name].by) for name in known]), strict=True))
+    if (where := _place_of(misses)) is not None:
+        factor = float((ours * move).sum() / move.square().sum().clamp(min=1e-300))
+        yield Finding(
+            culprit=culprit,
+            expected="the move of the rule from gradient, state and rate",
+            observed=f"{factor:.3g} times as much on the whole, another one at {int(away.sum())} of {len(away)} entries"
+            f", {where} for one",
+        )
+
+
+@check(cure="measure untouched values over the population that the metric is named after", of_step=True)
+def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """What is logged is what it says: recomputed from the finished rollout and from what the policy said in the step,
+    over valid tokens, rewarded rows or real rows, in what is handed to the log and in what reaches loggers and
+    Lightning.
+    """
+    step = evidence.step
+    if step is None:
+        yield Skip(UNSEEN)
+        return
+    samples, culprit, wrong = evidence.rollout.sample_ids[:2].tolist(), step.blamed.get("metrics"), set[str]()
+    largest = _largest_logprob(step)
+    for name, stat in _stats(step.figures).items():
+        if name not in step.logged or not float(stat.moments[0]):
+            continue
+        count, figure = figure_of(step.logged[name], stat.reduction)
+        if count != float(stat.moments[0]) or not is_figure(figure, stat, largest):
+            wrong.add(name)
+            yield Finding(
+                culprit=culprit or f"metric {name}",
+                expected=f"{name} = {stat.value():.6g} over {float(stat.moments[0]):.0f}",
+                observed=f"{figure:.6g} over {count:.0f}",
+                samples=samples,
+            )
+    for name in step.missing[:NAMED]:
+        expected, observed = f"{name} in the row, as it was handed to the log", "a row without it"
+        yield Finding(culprit=culprit or f"metric {name}", expected=expected, observed=observed, samples=samples)
+    if not step.row_figures:
+        yield Skip("no row was logged with this step, or it spans ranks or steps that were not looked at")
+    for name, stat in _stats(step.row_figures).items():
+        for place, row in step.row.items():
+            if name in row and name not in wrong and not is_figure(row[name], stat, largest):
+                yield Finding(
+                    culprit=culprit or f"metric {name}",
+                    expected=f"{name} = {stat.value():.6g} in {place}",
+                    observed=f"{row[name]:.6g}",
+                    samples=samples,
+                )
+
+
+def _largest_logprob(step: StepEvidence) -> float:
+    """The size of the largest log-probability that a metric of the step is made of, of whichever policy."""
+    rows = step.rows
+    policies = (step.outputs.logprobs, rows.rollout_logprobs, rows.old_logprobs, rows.ref_logprobs)
+    sizes = [said[rows.valid_tokens].abs() for said in policies if said is not None]
+    return float(torch.cat(sizes).nan_to_num(0.0).max()) if rows.valid_tokens.any() else 0.0
+
+
+def _stats(figures: Mapping[str, tuple[Tensor, str]]) -> dict[str, Stat]:
+    return {name: Stat(moments, reduction) for name, (moments, reduction) in figures.items()}  # pyright: ignore[reportArgumentType]

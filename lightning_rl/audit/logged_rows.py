@@ -1,0 +1,156 @@
+"""Rows: what reaches the loggers and Lightning, beside what it should be over the steps since the last row."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.recomputed_metrics import (
+    merge,
+    microbatch_figures,
+    population,
+    rollout_figures,
+    step_figures,
+)
+from lightning_rl.audit.step_evidence import StepEvidence
+from lightning_rl.corrections import Stat, StepTrace
+from lightning_rl.metrics import rows_every
+from lightning_rl.module import RLLightningModule
+
+
+class RowLogger(Logger):
+    """A logger beside those of the run, which are given the same rows, that keeps the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, dict[str, float]] = {}
+
+    @property
+    @override
+    def name(self) -> str:
+        """Of no folder: nothing is written."""
+        return "signal_audit"
+
+    @property
+    @override
+    def version(self) -> int:
+        """There is one."""
+        return 0
+
+    @override
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows[-1 if step is None else step] = dict(metrics)
+
+    @override
+    def log_hyperparams(self, params: Any, *arguments: Any, **keywords: Any) -> None:
+        """Keeps none."""
+
+
+class RowWatch:
+    """Keeps what the next row should be, and sees what it is.
+
+    Args:
+        module: the run; while it writes a row its Trainer has one more logger, unless it has none.
+    """
+
+    def __init__(self, module: RLLightningModule) -> None:
+        self._module, self._logger = module, RowLogger()
+        self._rollout: dict[str, Stat] = {}
+        self._rollouts, self._complete = 0, True
+        self._steps: list[dict[str, Stat]] = []
+        self._handed, self._opened = set[str](), False
+        self.missing: tuple[str, ...] = ()
+
+    def open(self) -> None:
+        """Stands beside the run's loggers: the core is about to write a row, if it writes one."""
+        if self._module.trainer.loggers and self._logger not in self._module.trainer.loggers:
+            self._module.trainer.loggers.append(self._logger)
+            self._opened = True
+
+    def close(self) -> None:
+        """Leaves them alone: whoever looks through the loggers of a Trainer finds those of the run."""
+        if self._logger in self._module.trainer.loggers:
+            self._module.trainer.loggers.remove(self._logger)
+
+    def note(
+        self,
+        trace: StepTrace,
+        evidence: Evidence,
+        step: StepEvidence,
+        measured: Mapping[str, Stat],
+    ) -> dict[str, Stat]:
+        """What the metrics of a rollout and of one of its steps should be; counts towards the next row.
+
+        Args:
+            trace: of the step.
+            evidence: of the rollout.
+            step: what is known of the trace.
+            measured: what callbacks say of the rollout, and what is known from before it was finished.
+        """
+        algorithm, outputs = evidence.algorithm, step.outputs
+        self._handed |= {name for name, parts in trace.logged.items() if _has_figure(parts[-1])}
+        if trace.step == 0 or not self._rollout:
+            self._rollouts += trace.step == 0
+            self._rollout = rollout_figures(evidence.rollout, evidence.number, algorithm)
+            self._rollout |= measured
+            self._rollout["rollout"] = population(torch.tensor([float(evidence.number)]), "max")
+        parts = {} if step.recomputed is None or step.norm is None else step.recomputed.parts
+        views = [microbatch.view for microbatch in trace.microbatches]
+        figures = microbatch_figures(algorithm, views)
+        figures |= step_figures(step.rows, outputs.logprobs, outputs.entropy, outputs.values, parts)
+        figures |= _numbers(trace, step)
+        self._steps.append(figures)
+        return self._rollout | figures
+
+    def end_step(
+        self, step_index: int, *, seen: bool
+    ) -> tuple[dict[str, dict[str, float]], dict[str, tuple[Tensor, str]]]:
+        """What was logged with an optimizer step, and what should have been; nothing without a row."""
+        self._complete, self.missing = self._complete and seen, ()
+        trainer: Any = self._module.trainer
+        every = rows_every(trainer.log_every_n_steps, self._module.steps_per_rollout)
+        if not every or (step_index + 1) % every:
+            return {}, {}
+        whole = self._complete and self._rollouts <= 1 and self._module.parallel.ranks == 1
+        row, expected = dict[str, dict[str, float]](), dict[str, Stat]()
+        if self._opened and self._complete and self._rollouts <= 1:
+            silent = {
+                name
+                for part in [self._rollout, *self._steps]
+                for name, stat in part.items()
+                if stat.value() != stat.value()
+            }
+            self.missing = tuple(sorted(self._handed - silent - self._logger.rows.get(step_index, {}).keys()))
+        if whole:
+            expected = merge(self._steps) | self._rollout
+            places = {
+                "the loggers": self._logger.rows.pop(step_index, {}),
+                "callback_metrics": trainer.callback_metrics,
+            }
+            row = {
+                place: {name: float(figure) for name, figure in figures.items() if name in expected}
+                for place, figures in places.items()
+            }
+        self._steps, self._rollouts, self._complete, self._handed, self._opened = [], 0, True, set(), False
+        self._logger.rows.clear()
+        return row, {name: (stat.moments, stat.reduction) for name, stat in expected.items()}
+
+
+def _has_figure(moments: Tensor) -> bool:
+    """Whether a statistic has a population of finite numbers, and so a figure in the row."""
+    count, mean = moments[:2].tolist()
+    return count > 0 and math.isfinite(mean)
+
+
+def _numbers(trace: StepTrace, step: StepEvidence) -> dict[str, Stat]:
+    """Single numbers of a step: the norm before clipping, and the rate of the first parameter."""
+    numbers = {} if trace.norm is None else {"optim/grad_norm": float(trace.norm)}
+    first = next(iter(step.parameters.values()), None)
+    if first is not None and first.held:
+        numbers["optim/lr"] = first.lr
+    return {name: population(torch.tensor([number], dtype=torch.float64)) for name, number in numbers.items()}

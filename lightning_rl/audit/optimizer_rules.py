@@ -1,0 +1,126 @@
+"""Optimizers: the move that a known rule makes of a few entries of a parameter, in float64."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_rl.audit.audit_error import rounding
+from lightning_rl.corrections import ParameterTrace
+
+
+class Move(NamedTuple):
+    """How far entries should move, and by how much they may miss it through rounding, [N] float64 each."""
+
+    by: Tensor
+    slack: Tensor
+
+
+def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
+    """What the rule of an optimizer makes of the gradient and state of a parameter; None for a rule not known here.
+
+    Source: Kingma and Ba 2015, algorithm 1 (Adam); Loshchilov and Hutter 2019, algorithm 2 (AdamW); SGD with momentum
+    as PyTorch defines it.
+
+    Args:
+        optimizer: name of its class.
+        parameter: with its values before the step.
+    """
+    rules = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd}
+    before, after, gradient, options = parameter.before, parameter.after, parameter.gradient, parameter.options
+    if optimizer not in rules or before is None or after is None or options.get("amsgrad"):
+        return None
+    if gradient is None:
+        return Move(torch.zeros_like(before, dtype=torch.float64), torch.zeros_like(before, dtype=torch.float64))
+    exact, gradient = before.double(), -gradient if options.get("maximize") else gradient
+    decay = options.get("weight_decay", 0.0)
+    decoupled = bool(options.get("decoupled_weight_decay", optimizer == "AdamW")) and optimizer != "SGD"
+    if not decoupled:
+        gradient = gradient + decay * exact
+    move = rules[optimizer](parameter, gradient)
+    if move is None:
+        return None
+    by = move.by - parameter.lr * decay * exact if decoupled else move.by
+    return Move(by, move.slack + rounding_of(before.dtype, exact.abs() + after.double().abs()))
+
+
+def moves_by_rule(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> dict[str, Move]:
+    """The moves of all parameters whose rule is known, by name; those that share every option are computed together."""
+    alike = dict[object, dict[str, ParameterTrace]]()
+    for name, one in parameters.items():
+        steps = tuple(float(value) for key, value in one.state.items() if key == "step")
+        kinds = (one.before is None, one.after is None, one.gradient is None, one.dtype, *map(_kind, one.state.items()))
+        key = (
+            one.lr,
+            tuple(sorted(one.options.items())),
+            None if one.before is None else one.before.dtype,
+            steps,
+            kinds,
+        )
+        alike.setdefault(key, {})[name] = one
+    moves = dict[str, Move]()
+    for together in alike.values():
+        move = move_by_rule(optimizer, _joint(list(together.values())))
+        if move is not None:
+            sizes = [len(one.summed) for one in together.values()]
+            parts = zip(move.by.split(sizes), move.slack.split(sizes), strict=True)
+            moves |= {name: Move(*part) for name, part in zip(together, parts, strict=True)}
+    return moves
+
+
+def _kind(item: tuple[str, Tensor]) -> tuple[str, torch.dtype]:
+    return item[0], item[1].dtype
+
+
+def _joint(parameters: Sequence[ParameterTrace]) -> ParameterTrace:
+    """Parameters with the same options as one."""
+
+    def join(parts: list[Tensor | None]) -> Tensor | None:
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if known else None
+
+    first = parameters[0]
+    state = {
+        name: first.state[name] if name == "step" else torch.cat([one.state[name] for one in parameters])
+        for name in first.state
+    }
+    joined: dict[str, Any] = {
+        name: join([getattr(one, name) for one in parameters]) for name in ("summed", "gradient", "before", "after")
+    }
+    return replace(first, **joined, magnitude=None, state=state)
+
+
+def rounding_of(dtype: torch.dtype, size: Tensor) -> Tensor:
+    """Of a weight that is written back, in its own precision, float64 included."""
+    return 2.0 * torch.finfo(dtype).eps * size
+
+
+def _adam(parameter: ParameterTrace, gradient: Tensor) -> Move | None:
+    options, state = parameter.options, parameter.state
+    if not {"beta1", "beta2", "eps"} <= options.keys() or (state and not {"exp_avg", "exp_avg_sq"} <= state.keys()):
+        return None
+    beta1, beta2, nothing = options["beta1"], options["beta2"], torch.zeros_like(gradient)
+    step = (float(state["step"]) if state else 0.0) + 1
+    mean, square = (state[name].double() if state else nothing for name in ("exp_avg", "exp_avg_sq"))
+    size = beta1 * mean.abs() + (1 - beta1) * gradient.abs()
+    mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient.square()
+    scale = parameter.lr / (1 - beta1**step)
+    below = square.sqrt() / math.sqrt(1 - beta2**step) + options["eps"]
+    dtype = state["exp_avg"].dtype if state else parameter.dtype or torch.float32
+    return Move(-scale * mean / below, rounding(dtype, scale * size / below, 32))
+
+
+def _sgd(parameter: ParameterTrace, gradient: Tensor) -> Move | None:
+    momentum, buffer = parameter.options.get("momentum", 0.0), parameter.state.get("momentum_buffer")
+    size = gradient.abs()
+    if momentum and buffer is not None:
+        kept = momentum * buffer.double()
+        size = size + kept.abs()
+        held = kept + (1 - parameter.options.get("dampening", 0.0)) * gradient
+        gradient = gradient + momentum * held if parameter.options.get("nesterov") else held
+    elif momentum and parameter.options.get("nesterov"):
+        gradient = gradient * (1 + momentum)
+    return Move(-parameter.lr * gradient, rounding(parameter.dtype or torch.float32, parameter.lr * size, 32))

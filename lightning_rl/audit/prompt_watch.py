@@ -1,0 +1,269 @@
+"""Prompts: what the training data has at the places of a rollout, what the rewards see of it, and what is held out."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, NamedTuple
+
+from lightning_rl.audit.cursor import CursorWatch, Ids
+from lightning_rl.data import Prompt, PromptDataModule
+from lightning_rl.data.encoding import Encoder
+from lightning_rl.data.prompt_stream import PromptStream
+from lightning_rl.data.row_schema import Reading, is_token_ids
+from lightning_rl.environments.outcome import REWARD_COLUMNS
+from lightning_rl.evaluation.prompt_encoding import encode_prompts
+from lightning_rl.module import RLLightningModule
+from lightning_rl.rewards import RewardCall
+from lightning_rl.rollout import Rollout
+
+MAX_HELD_OUT, MAX_GROUPS = 4096, 4
+MAX_ROWS = 2048  # of the training data that are read
+STREAM_ROWS = 256  # of a stream, which its own connection has read before
+
+
+class HeldOut(NamedTuple):
+    """What trains of the validation set.
+
+    Attributes:
+        number: of its prompts, each counted once.
+        trained: how many of them have trained so far.
+        longest: tokens of the longest of those in this rollout.
+        samples: of this rollout that answer them.
+        shared: how many of them the training data has.
+        chance: that so many are shared where rows of one source fell to either side by lot.
+        name: of the evaluation; empty for the validation prompts of the data module.
+    """
+
+    number: int
+    trained: int
+    longest: int
+    samples: Sequence[int]
+    shared: int = 0
+    chance: float = 1.0
+    name: str = ""
+
+
+class Repeats(NamedTuple):
+    """How often the rows of the training data are drawn.
+
+    Attributes:
+        shared: groups of this rollout that several ranks have.
+        again: rows that were drawn more often in this pass over the data than it has them, over all ranks.
+        own_order: whether nobody has replaced the data module's own order, which draws no row twice.
+        nats: how much likelier all rollouts so far are for a source that has stopped to move than for rows that are
+            drawn by lot, as a logarithm.
+        samples: of this rank with rows that were drawn again, or that another rank has too.
+    """
+
+    shared: int
+    again: int
+    own_order: bool
+    nats: float
+    samples: Sequence[int]
+
+
+class PromptWatch:
+    """Looks up the prompts of a run's rollouts again, where the data has a length.
+
+    Args:
+        module: the run.
+    """
+
+    def __init__(self, module: RLLightningModule) -> None:
+        self._module, self._data = module, module.prompt_stream
+        self._held_out: dict[str, frozenset[Ids]] | None = None
+        self._trained = set[Ids]()
+        self._data_rows: Counter[Ids] | None = None
+        self._cursor: CursorWatch | None = None
+        self._places = set[int]()
+
+    def of_stream(self, rollout: Rollout) -> dict[int, Ids]:
+        """The token ids that the training data has for a few samples of a rollout, by identity."""
+        if self._data.pass_length is None:
+            return {}
+        groups = rollout.groups[rollout.real].unique().tolist()[:MAX_GROUPS]
+        prompts = dict(zip(groups, self._data.at(groups), strict=True))
+        rows = zip(rollout.sample_ids.tolist(), rollout.groups.tolist(), strict=True)
+        return {sample: prompts[group].token_ids for sample, group in rows if group in prompts}
+
+    def of_rewards(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
+        """The token ids of what the rewards see of a few prompts, by sample."""
+        contents = dict[int, Any]()
+        for call, ids in zip(calls, samples, strict=True):
+            stride = max(len(ids) // MAX_GROUPS, 1)
+            contents |= dict(list(zip(ids, call.prompts, strict=False))[::stride][:MAX_GROUPS])
+        return {sample: self._encode(content) for sample, content in list(contents.items())[:MAX_GROUPS]}
+
+    def _encode(self, content: Any) -> Ids:
+        tokenizer = self._module.tokenizer
+        if is_token_ids(content):
+            return tuple(int(token) for token in content)
+        if isinstance(content, str) and tokenizer is not None:
+            return tuple(tokenizer(content)["input_ids"])  # pyright: ignore[reportArgumentType]
+        return Encoder.of(self._data.prompts.form, None, tokenizer, None, None).encode([content], ["a prompt"])[0]
+
+    def held_out(
+        self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
+    ) -> HeldOut | None:
+        """What a rollout trains of the validation set or of the evaluation that shares most with the training data;
+        None without any, or where they are the training set on purpose.
+
+        Rows of environments are told by all that they hold: what a conversation begins with is not the data's.
+
+        Args:
+            rollout: of this rank.
+            calls: of rewards.
+            samples: that each of them was about.
+        """
+        own = _rows_of(calls, samples) if self._talks else dict(_prompts_of(rollout))
+        sets = [self._held_out_of(name, prompts, own) for name, prompts in self._held_out_prompts().items()]
+        return max(sets, key=lambda one: (one.longest, one.shared / one.number, one.trained / one.number), default=None)
+
+    @property
+    def _talks(self) -> bool:
+        return bool(self._module.environments)
+
+    def _held_out_of(self, name: str, held_out: frozenset[Ids], own: Mapping[int, Ids]) -> HeldOut:
+        rows = self._identities if self._talks else self._rows
+        trained = [(sample, prompt) for sample, prompt in own.items() if prompt in held_out]
+        self._trained.update(prompt for _, prompt in trained)
+        samples = [sample for sample, _ in trained]
+        longest, shared = max((len(prompt) for _, prompt in trained), default=0), len(held_out & rows.keys())
+        return HeldOut(
+            number=len(held_out),
+            trained=len(self._trained & held_out),
+            longest=longest,
+            samples=samples[:4],
+            shared=shared,
+            chance=_chance_of_overlap(shared, len(held_out), rows),
+            name=name,
+        )
+
+    def _held_out_prompts(self) -> dict[str, frozenset[Ids]]:
+        """The token ids of every set that is held out, by name."""
+        if self._held_out is None:
+            first = slice(MAX_HELD_OUT)
+            known = self._identities if self._talks else self._rows
+            sets = (
+                {}
+                if _is_on_purpose(self._data)
+                else {"": frozenset(map(self._row_identity, _first_prompts(self._data)))}
+            )
+            for evaluation in self._module.evaluations:
+                encoded = encode_prompts(
+                    evaluation.prompts,
+                    self._module.tokenizer,
+                    self._module.required_policy.model,
+                    self._module.run.sampling.max_new_tokens,
+                )
+                sets[evaluation.name] = frozenset(map(self._row_identity, encoded[first]))
+            self._held_out = {name: one for name, one in sets.items() if one and one != known.keys()}
+        return self._held_out
+
+    def _row_identity(self, prompt: Prompt) -> Ids:
+        """What a row is told by."""
+        return _identity(prompt.content, prompt.columns) if self._talks else prompt.token_ids
+
+    @cached_property
+    def _identities(self) -> Counter[Ids]:
+        """The same rows by all that they hold."""
+        return Counter(_identity(row.content, row.columns) for row in self._read())
+
+    @property
+    def _rows(self) -> Counter[Ids]:
+        """Rows of the training data, of a large one some, of a stream the first ones, each with its number."""
+        if self._data_rows is None:
+            self._data_rows = Counter(
+                row.token_ids if isinstance(row, Prompt) else self._encode(row.content) for row in self._read()
+            )
+        return self._data_rows
+
+    def _read(self) -> Sequence[Prompt | Reading]:
+        prompts = self._data.prompts
+        if isinstance(prompts, PromptStream):
+            return [prompts.form.read(row, "a row of the stream") for row in islice(prompts.dataset, STREAM_ROWS)]
+        return prompts.prompts(range(0, len(prompts), -(-len(prompts) // MAX_ROWS)))
+
+    def _watch(self, *, talks: bool) -> CursorWatch:
+        """What counts the rows that are drawn: by their prompts, or for environments by all that they hold."""
+        if self._cursor is None:
+            rows = self._identities if talks else self._rows
+            self._cursor = CursorWatch(rows, self._data.pass_length or rows.total(), self._data.prompts_per_rollout)
+        return self._cursor
+
+    def repeats(
+        self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
+    ) -> Repeats | None:
+        """Which rows of the data a rollout has once too often, over all ranks; None where they are meant to return. A
+        collective.
+
+        What a conversation begins with is its environment's to say, so its row is told by what rewards see of it.
+
+        Args:
+            rollout: of this rank.
+            calls: of rewards.
+            samples: that each of them was about.
+        """
+        talks = bool(self._module.environments)
+        rows = _rows_of(calls, samples) if talks else dict(_prompts_of(rollout))
+        size, real = self._module.group_size, [sample for sample, _ in _prompts_of(rollout)]
+        own = {sample // size: rows[sample] for sample in real if sample in rows}
+        shares = self._module.parallel.collectives.objects(own)
+        if self._module.trainer.overfit_batches:  # pyright: ignore[reportAttributeAccessIssue]
+            return None
+        owners = Counter(place for share in shares for place in share)
+        shared = {place for place, number in owners.items() if number > 1}
+        drawn = {place: prompt for share in shares for place, prompt in share.items() if place not in self._places}
+        again, self._places = self._watch(talks=talks).draw(drawn), self._places.union(drawn)
+        places = {place for place in own if place in shared or place in again}
+        found = [sample for sample in real if sample // size in places]
+        kept = ("at", "take", "_number_of")
+        own_order = self._data.pass_length is not None and all(
+            getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept
+        )
+        return Repeats(len(shared), len(again), own_order, self._watch(talks=talks).nats, found[:4])
+
+
+def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:
+    """Every real sample with its prompt."""
+    columns = (rollout.sample_ids.tolist(), rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist())
+    return [(sample, tuple(ids[:length])) for sample, ids, length in zip(*columns, strict=True) if sample >= 0]
+
+
+def _rows_of(calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
+    """The row of the data that rewards see of each sample."""
+    return {
+        sample: _identity(call.prompts[place], {name: values[place] for name, values in call.columns.items()})
+        for call, ids in zip(calls, samples, strict=True)
+        for place, sample in enumerate(ids)
+    }
+
+
+def _identity(content: Any, columns: Mapping[str, Any]) -> Ids:
+    """A row of the data, prompt and columns, in a few numbers; a column that it lacks is None to rewards."""
+    held = [(name, columns[name]) for name in sorted(columns.keys() - REWARD_COLUMNS) if columns[name] is not None]
+    return tuple(blake2b(repr((content, held)).encode("utf-8", "replace"), digest_size=16).digest())
+
+
+def _chance_of_overlap(shared: int, held_out: int, rows: Counter[Ids]) -> float:
+    """A bound of the chance that so many of all equal pairs lie across two sets that were dealt by lot (Chernoff)."""
+    number, within = rows.total(), sum(count > 1 for count in rows.values())
+    every, cards = shared + within, number + held_out
+    expected, part = 2 * number * held_out / (cards * (cards - 1)), shared / max(every, 1)
+    if part <= expected:
+        return 1.0
+    rest = 0.0 if part == 1 else (1 - part) * math.log((1 - part) / (1 - expected))
+    return math.exp(-every * (part * math.log(part / expected) + rest))
+
+
+def _first_prompts(data: PromptDataModule) -> Sequence[Prompt]:
+    validation = data.validation
+    return [] if validation is None else validation.prompts(range(min(len(validation), MAX_HELD_OUT)))
+
+
+def _is_on_purpose(data: PromptDataModule) -> bool:
+    """Whether the validation set is the training set itself."""
+    return data.validation is None or data.validation.fingerprint == data.fingerprint

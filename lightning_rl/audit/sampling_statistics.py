@@ -1,0 +1,260 @@
+"""Draws: a few samples as the engine returned them, under the policy's own forward, and what is kept of earlier ones.
+
+They are chosen by their identity alone, before any filter and whatever they say: a choice that looks at lengths or
+rewards would make likely tokens likelier.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.audit.forwards import forwards_plainly
+from lightning_rl.generation import Completion, Request
+from lightning_rl.module import RLLightningModule
+from lightning_rl.policy.sampling_mask import from_bits
+from lightning_rl.rollout import SAMPLING_MASK, FinishReason
+
+Pair = tuple[Request, Completion]
+MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 24, 48  # that are scored; tokens of each of them
+BUDGET, ALL_BUDGET = 192, 2048  # sampled tokens and all tokens, beyond which there are no more draws
+SMALL_BUDGET = 64  # sampled tokens at audits at which not every check looks
+MAX_PROMPTS = 6  # of others
+CUT = 2.0  # nats above the entropy at which a surprise is cut, so that it is bounded
+KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
+GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
+LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that an engine may ask of every sample
+
+
+class Draw(NamedTuple):
+    """The first tokens of one sample under the weights that drew it.
+
+    Attributes:
+        sample: identity of its request.
+        gap: mean distance of the engine's log-probabilities from the policy's, in nats; None without the engine's.
+        surprise: minus the log-probability of each token, cut at a bound, minus its expectation, [N] float64.
+        variance: of that surprise, by the whole distribution, [N].
+        reach: how far below and above 0 the surprise can be, [2, N].
+        greedy: logarithm of how much likelier the sample is for an engine that draws a part of them greedily.
+        unended: the same for engines that end none before each of :data:`LEAST_TOKENS`.
+        others: for samples of other prompts, the same distance under their prompts, or without the engine's
+            log-probabilities how many nats likelier the tokens are under them.
+    """
+
+    sample: int
+    gap: float | None
+    surprise: Tensor
+    variance: Tensor
+    reach: Tensor
+    others: Mapping[int, float]
+    greedy: float = 0.0
+    unended: tuple[float, ...] = (0.0,) * len(LEAST_TOKENS)
+
+
+class Earlier(NamedTuple):
+    """What is kept of an earlier rollout.
+
+    Attributes:
+        number: of it.
+        samples: identities of what was drawn.
+        responses: the tokens of as many samples.
+        moments: of its draws.
+        likelier: the logarithms of :func:`likelihood_ratios` of its draws.
+        seeds: of as many samples as there are responses.
+    """
+
+    number: int
+    samples: Sequence[int]
+    responses: Sequence[tuple[int, ...]]
+    moments: tuple[float, ...]
+    likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
+    seeds: Sequence[int] = ()
+
+
+def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
+    """What was drawn to train on, in the order of the requests: no greedy baselines, nothing aborted or empty."""
+    return [
+        (request, completion)
+        for batch in batches
+        for request, completion in batch
+        if request.sampling.temperature > 0 and completion.finish is not FinishReason.ABORT and completion.token_ids
+    ]
+
+
+def turns_of(batches: Sequence[Sequence[Pair]]) -> dict[int, list[Pair]]:
+    """What the engine was asked and drew for each sample, turn by turn."""
+    turns: dict[int, list[Pair]] = {}
+    for batch in batches:
+        for request, completion in batch:
+            turns.setdefault(request.sample_id, []).append((request, completion))
+    return turns
+
+
+def response_of(turns: Sequence[Pair]) -> tuple[int, ...]:
+    """What was drawn for a sample in all its turns."""
+    return tuple(token for _, completion in turns for token in completion.token_ids)
+
+
+def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw]) -> Earlier:
+    """What is kept of a rollout."""
+    pairs = trained_pairs(batches)[:KEPT_ROWS]
+    samples = turns_of([pairs])
+    return Earlier(
+        number,
+        list(samples),
+        [response_of(turns) for turns in samples.values()],
+        moments_of(draws),
+        likelihood_ratios(draws),
+        [request.seed for request, _ in pairs],
+    )
+
+
+def moments_of(draws: Sequence[Draw]) -> tuple[float, ...]:
+    """Number of tokens, sums of surprise and variance, and the largest reach below and above."""
+    if not draws:
+        return 0.0, 0.0, 0.0, 0.0, 0.0
+    surprise, variance = torch.cat([draw.surprise for draw in draws]), torch.cat([draw.variance for draw in draws])
+    below, above = torch.cat([draw.reach for draw in draws], -1).amax(-1).tolist()
+    return float(len(surprise)), float(surprise.sum()), float(variance.sum()), below, above
+
+
+def likelihood_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
+    """How much likelier all draws are for an engine that draws a part greedily, and for each least number of tokens:
+    logarithms.
+    """
+    return tuple(sum(parts) for parts in zip(*((draw.greedy, *draw.unended) for draw in draws), strict=True)) or (
+        0.0,
+    ) * (1 + len(LEAST_TOKENS))
+
+
+@torch.no_grad()
+def score_draws(
+    module: RLLightningModule,
+    batches: Sequence[Sequence[Pair]],
+    number: int,
+    tolerance: float,
+    *,
+    budget: int = BUDGET,
+) -> list[Draw]:
+    """A few fresh samples by the policy's own forward; none where a rank has only a part of the weights.
+
+    Args:
+        module: the run.
+        batches: what the engine was asked and returned.
+        number: of the rollout, the version of fresh tokens.
+        tolerance: nats of a mean distance from which on other prompts are tried.
+        budget: sampled tokens, beyond which no further sample is scored.
+    """
+    fresh = [pair for pair in trained_pairs(batches) if _is_fresh(pair, number, module.run.sampling.filters)]
+    fresh.sort(key=lambda pair: pair[0].seed)  # by chance, and not by anything that was drawn
+    few = fresh[: affordable_draws(fresh, budget)]
+    if not few or not forwards_plainly(module):
+        return []
+    model, ends = module.required_policy.model, sorted(module.run.sampling.eos_token_ids or ())
+    with module.trainer.precision_plugin.forward_context():
+        draws = [_draw(*pair, scores, ends, tolerance) for pair, scores in zip(few, _scores(model, few), strict=True)]
+        return [_with_others(model, draw, pair, fresh, tolerance) for draw, pair in zip(draws, few, strict=True)]
+
+
+def affordable_draws(pairs: Sequence[Pair], budget: int) -> int:
+    """How many of the first samples can be scored."""
+    sampled = all_tokens = 0
+    for number, (request, completion) in enumerate(pairs[:MAX_DRAWS]):
+        if number >= MIN_DRAWS and (sampled >= budget or all_tokens >= ALL_BUDGET):
+            return number
+        sampled += min(len(completion.token_ids), MAX_TOKENS)
+        all_tokens += len(request.prefix_ids) + min(len(completion.token_ids), MAX_TOKENS)
+    return min(len(pairs), MAX_DRAWS)
+
+
+def _is_fresh(pair: Pair, number: int, filters: bool) -> bool:  # noqa: FBT001  one of the run's facts
+    completion = pair[1]
+    known = not filters or SAMPLING_MASK in completion.token_extras
+    return known and set(completion.versions or (completion.version,)) == {number}
+
+
+def _scores(model: nn.Module, pairs: Sequence[Pair]) -> list[Tensor]:
+    """Scores of the vocabulary before the first tokens of each sample, at the temperature of its request."""
+    device = next(model.parameters()).device
+    ids = [
+        torch.tensor([*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]], device=device)
+        for request, completion in pairs
+    ]
+    logits = model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
+    scores = []
+    for row, (request, completion) in enumerate(pairs):
+        begin, length = len(request.prefix_ids), min(len(completion.token_ids), MAX_TOKENS)
+        normal = logits[row, begin - 1 : begin - 1 + length].double() / request.sampling.temperature
+        if SAMPLING_MASK in completion.token_extras:
+            bits = completion.token_extras[SAMPLING_MASK][:length].to(device)
+            normal = normal.masked_fill(~from_bits(bits, normal.shape[-1]), -torch.inf)
+        scores.append(normal.log_softmax(-1).cpu())
+    return scores
+
+
+def _draw(request: Request, completion: Completion, scores: Tensor, ends: Sequence[int], tolerance: float) -> Draw:
+    own = _own(completion, scores)
+    probabilities, surprises = scores.exp(), -scores.clamp(min=-1e9)
+    entropy = (probabilities * surprises).sum(-1)
+    cut = entropy + CUT
+    surprises = surprises.minimum(cut[:, None])
+    mean = (probabilities * surprises).sum(-1)
+    variance = (probabilities * (surprises - mean[:, None]).square()).sum(-1)
+    return Draw(
+        request.sample_id,
+        _gap(completion, own),
+        (-own).minimum(cut) - mean,
+        variance,
+        torch.stack([mean, cut - mean]),
+        {},
+        _greedy_ratio(own, scores, tolerance),
+        _unended_ratios(completion, scores, ends, tolerance),
+    )
+
+
+def _greedy_ratio(own: Tensor, scores: Tensor, tolerance: float) -> float:
+    """How much likelier a sample is for an engine that draws :data:`GREEDY_SHARE` of them greedily: a logarithm.
+
+    Which one of several likeliest tokens such an engine takes is left to chance: they are those that rounding cannot
+    tell apart, as equal logits are, so that where all tokens are alike no sample is likelier for it.
+    """
+    least = scores.amax(-1) - tolerance
+    if (own < least).any():
+        return math.log1p(-GREEDY_SHARE)
+    likeliest = (scores >= least[:, None]).sum(-1).log().sum()
+    surest = -float(own.sum() + likeliest) - tolerance * len(own)
+    return float(torch.logaddexp(*torch.tensor([math.log1p(-GREEDY_SHARE), math.log(GREEDY_SHARE) + surest])))
+
+
+def _unended_ratios(completion: Completion, scores: Tensor, ends: Sequence[int], tolerance: float) -> tuple[float, ...]:
+    """How much likelier a sample is for engines that end none before so many tokens: logarithms."""
+    going_on = -torch.log1p(-scores[:, list(ends)].exp().sum(-1) * math.exp(-tolerance))
+    ended = [place for place, token in enumerate(completion.token_ids[: len(scores)]) if token in ends]
+    first = ended[0] if ended else len(scores)
+    return tuple(-math.inf if first < least - 1 else float(going_on[: least - 1].sum()) for least in LEAST_TOKENS)
+
+
+def _own(completion: Completion, scores: Tensor) -> Tensor:
+    return scores.gather(1, torch.tensor(completion.token_ids[: len(scores)])[:, None])[:, 0]
+
+
+def _gap(completion: Completion, own: Tensor) -> float | None:
+    if completion.logprobs is None:
+        return None
+    return float((completion.logprobs[: len(own)].double().cpu() - own).abs().mean())
+
+
+def _with_others(model: nn.Module, draw: Draw, pair: Pair, fresh: Sequence[Pair], tolerance: float) -> Draw:
+    """The same with what its tokens are under the prompts of other samples, where its own does not explain them."""
+    if draw.gap is not None and draw.gap <= tolerance:
+        return draw
+    asked, completion = pair
+    prompts = {request.prefix_ids: request for request, _ in fresh if request.prefix_ids != asked.prefix_ids}
+    others = [(request, completion) for request in list(prompts.values())[:MAX_PROMPTS]]
+    if not others:
+        return draw
+    here, *there = (_own(completion, scores) for scores in _scores(model, [pair, *others]))
+    values = [float((own - here).sum()) if draw.gap is None else float(_gap(completion, own) or 0.0) for own in there]
+    return draw._replace(others={request.sample_id: value for (request, _), value in zip(others, values, strict=True)})

@@ -1,0 +1,267 @@
+"""Hooks: what each hook of a callback or a module changes of gradients, weights, optimizer and metrics."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_rl.audit.audit_error import bitwise_equal
+from lightning_rl.corrections import RLCallback
+from lightning_rl.corrections.overrides import STEP_HOOKS, is_own, name_of_callback, overrides
+from lightning_rl.module import RLLightningModule
+from lightning_rl.utils.finding import Finding
+
+ENTRIES = 16  # of each tensor; a norm stands for the others
+OF_MODULE = STEP_HOOKS[1:]  # in the first one the core makes a rollout
+BETWEEN_STEPS = tuple(
+    name for name in dir(Callback) if name.startswith("on_") and name not in STEP_HOOKS and name != "on_exception"
+)
+LASTS = ("weights", "optimizer")
+"""What nobody changes from one optimizer step to the next."""
+RATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end")
+TUNED, FROZEN = "optimizer's numbers", "trained parameters"
+Snapshot = dict[str, Tensor]
+"""By what it is of, such as ``"weights"``, and for tensors by name behind a space: some numbers that tell a change."""
+
+
+def hooks_by_action(
+    callbacks: Iterable[Callback],
+    module: RLLightningModule,
+    hooks: Sequence[str] = STEP_HOOKS,
+    of_module: Sequence[str] = OF_MODULE,
+) -> dict[str, str]:
+    """Every hook that somebody overrides: the culprit by the action of the Trainer's profiler."""
+    culprits = dict[str, str]()
+    for callback in callbacks:
+        for hook in hooks:
+            if overrides(callback, hook, Callback):
+                action = f"[Callback]{callback.state_key}.{hook}"
+                culprits[action] = f"callback {name_of_callback(callback)}.{hook}"
+    kind = type(module)
+    for hook in of_module:
+        if overrides(module, hook, RLLightningModule):
+            culprits[f"[LightningModule]{kind.__name__}.{hook}"] = f"module {kind.__name__}.{hook}"
+    return culprits
+
+
+class StateWatch:
+    """Compares the state of a run before and after each hook that is not the library's.
+
+    Args:
+        module: the run.
+        callbacks: whose hooks are looked at.
+
+    Attributes:
+        setting: the hooks that could set a learning rate: culprits by action.
+        between: the hooks that run between optimizer steps: culprits by action.
+        blamed: who changed gradients, weights, the optimizer, metrics or the plan in this rollout, by what it was.
+        idled: who set every learning rate to 0, in whichever rollout; empty for nobody.
+    """
+
+    def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
+        self._module, foreign = module, [callback for callback in callbacks if not is_own(callback)]
+        self.actions = hooks_by_action(foreign, module)
+        self.setting = hooks_by_action(foreign, module, [*STEP_HOOKS, *RATE_HOOKS], [*STEP_HOOKS, *RATE_HOOKS])
+        of_module = [hook for hook in BETWEEN_STEPS if hasattr(RLLightningModule, hook)]
+        self.between = hooks_by_action(foreign, module, BETWEEN_STEPS, of_module)
+        self._kept: Snapshot | None = None
+        self._movers = dict[str, str]()
+        self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
+        self._before: Snapshot | None = None
+        self._rates: list[float] = []
+        self.idled = ""
+        self._edits: list[Finding] = []
+        self.blamed: dict[str, str] = {}
+        self.active = False
+
+    def begin(self, *, active: bool) -> None:
+        """A rollout is next, which is looked at or not; its hooks may run before it is asked for."""
+        frozen = {what: culprit for what, culprit in self.blamed.items() if what == FROZEN}  # which lasts
+        self.active, self._edits, self.blamed = active, [], frozen
+
+    def before_rates(self) -> None:
+        """Code begins that could set a learning rate."""
+        self._rates = _rates(self._module)
+
+    def after_rates(self, culprit: str) -> None:
+        """It is over."""
+        rates = _rates(self._module)
+        if rates != self._rates:
+            self.idled = "" if any(rate > 0 for rate in rates) else culprit
+
+    def enter(self) -> None:
+        """A hook begins."""
+        self._before = dict(_snapshot(self._module)) if self.active else None
+
+    def leave(self, culprit: str) -> None:
+        """A hook is over: what it changed is its own."""
+        if self._before is None:
+            return
+        places, self._before = _changes(self._before, dict(_snapshot(self._module))), None
+        for what, name in places.items():
+            self.blamed.setdefault("optimizer" if what == TUNED else what, culprit)
+            if what != TUNED:  # a schedule of one's own is nobody's fault
+                self._note(culprit, f"{what} as they were before it", "others", name, "leave it to the core")
+
+    def keep_state(self) -> None:
+        """An optimizer step is over: what lasts stays as it is until the next one."""
+        if not self._module.parallel.sharded:  # or parts are gathered meanwhile
+            self._kept, self._movers = self._lasting(), {}
+
+    def forget_state(self) -> None:
+        """An optimizer step is next, which changes them."""
+        self._kept = None
+
+    def note_mover(self, culprit: str) -> None:
+        """A hook between steps is over. What it changed may be put back by another, so it is remembered alone."""
+        if self._before is not None:
+            changed = _changes(self._before, dict(_snapshot(self._module)))
+            self._movers |= {what: culprit for what in changed if what in LASTS}
+        self._before = None
+
+    def compare_state(self, during: str) -> None:
+        """Compares with what was left by the last step, and takes what is found for the truth."""
+        if self._kept is None:  # no audited rollout is before or behind
+            return
+        before, self._kept = self._kept, self._lasting()
+        for what, name in _changes(before, self._kept).items():
+            if what in self.blamed:  # by a hook of the step
+                continue
+            culprit = self._movers.get(what, during)
+            self.blamed[what] = culprit
+            expected = f"{what} as the last optimizer step left them"
+            self._note(culprit, expected, "others at the next one", name, "put back what was changed")
+
+    def _lasting(self) -> Snapshot:
+        return {key: value for key, value in _snapshot(self._module) if key.partition(" of ")[0] in LASTS}
+
+    def _note(self, culprit: str, expected: str, observed: str, name: str, cure: str) -> None:
+        example = f", of {name} for one" if name else ""
+        meant = "or say that it is meant: SignalAudit(deliberate=...)"
+        self._edits.append(
+            Finding(
+                check="quiet_hooks",
+                culprit=culprit,
+                expected=expected,
+                observed=f"{observed}{example}",
+                cure=f"{cure}, {meant}",
+            )
+        )
+
+    def take(self) -> list[Finding]:
+        """Edits since the last time."""
+        edits, self._edits = self._edits, []
+        return edits
+
+
+def _changes(before: Snapshot, after: Snapshot) -> dict[str, str]:
+    """What differs, and of which name first."""
+    places = dict[str, str]()
+    for key in {**before, **after}:
+        if key not in before or key not in after or not bitwise_equal(before[key], after[key]):
+            what, _, name = key.partition(" of ")
+            places.setdefault(what, name)
+    return places
+
+
+def _rates(module: RLLightningModule) -> list[float]:
+    return [float(group["lr"]) for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
+
+
+def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
+    """What a hook could change, in a few numbers each."""
+    parameters = dict(module.required_policy.named_parameters())
+    gradients = {name: local(weight.grad) for name, weight in parameters.items() if weight.grad is not None}
+    yield from _few("weights", {name: local(weight.detach()) for name, weight in parameters.items()})
+    yield from _few("gradients", gradients)
+    trained = [weight.requires_grad for weight in parameters.values()]
+    yield FROZEN, torch.tensor(trained)
+    for optimizer in module.trainer.optimizers:
+        numbers = [
+            float(value)
+            for group in optimizer.param_groups
+            for name, value in sorted(group.items())
+            if isinstance(value, int | float) and name != "initial_lr"
+        ]
+        yield TUNED, torch.tensor(numbers, dtype=torch.float64)
+        kept = [
+            local(value)
+            for weight in parameters.values()
+            for value in optimizer.state.get(weight, {}).values()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        if kept:
+            yield "optimizer", _norms(kept)
+    if module.run.current is not None:
+        plan = module.run.current.plan.microbatches()
+        yield (
+            "plan",
+            torch.tensor([len(plan), *(row for microbatch in plan for row in [-1, *microbatch.index.tolist()])]),
+        )
+    for name, group in module.run.metrics.groups.items():
+        if group.keys:
+            yield f"metrics of {name}", group.moments.flatten().clone()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _few(what: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    if not tensors:
+        return
+    norms = _norms(list(tensors.values()))
+    for name, tensor, norm in zip(tensors, tensors.values(), norms, strict=True):
+        flat = tensor.flatten()
+        entries = flat[:: max(flat.numel() // ENTRIES, 1)][:ENTRIES]
+        yield f"{what} of {name}", torch.cat([entries.double(), norm[None]])
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]  # float64 cannot become less
+    norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+    return torch.stack([norm.double().to(tensors[0].device) for norm in norms])  # steps are counted on the CPU
+
+
+def gradient_hooks(policy: nn.Module) -> list[str]:
+    """Functions that somebody hung to the gradients of parameters, as culprits."""
+    return [
+        f"the gradient hook {_label(hook)} of parameter {name}"
+        for name, parameter in policy.named_parameters()
+        for place in ("_backward_hooks", "_post_accumulate_grad_hooks")
+        for hook in (getattr(parameter, place, None) or {}).values()
+    ]
+
+
+def optimizer_hooks(optimizer: Any) -> list[str]:
+    """Functions that somebody hung into the optimizer's step, as culprits."""
+    return [
+        f"optimizer {type(optimizer).__name__}, its hook {_label(hook)}"
+        for place in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        for hook in (getattr(optimizer, place, None) or {}).values()
+    ]
+
+
+def suspects(module: RLLightningModule, callbacks: Iterable[Callback]) -> dict[str, str]:
+    """Who could have changed what a step is made of, where nobody was seen: culprits by what it is."""
+    overriding, kind = hooks_by_action([one for one in callbacks if not is_own(one)], module), type(module)
+    backward = [culprit for culprit in overriding.values() if culprit.endswith(".on_before_backward")]
+    own = {
+        hook: f"module {kind.__name__}.{hook}"
+        for hook in ("training_step", "backward", "manual_backward", "optimizer_step")
+        if overrides(module, hook, RLLightningModule)
+    }
+    backward += [own[hook] for hook in ("training_step", "backward", "manual_backward") if hook in own]
+    within = [one for optimizer in module.trainer.optimizers for one in optimizer_hooks(optimizer)]
+    within += [own[hook] for hook in ("training_step", "optimizer_step") if hook in own]
+    gradients = [*gradient_hooks(module.required_policy), *backward, *within]
+    hooks = {"backward": backward, "gradients": gradients, "optimizer": within}
+    return {what: ", or ".join(culprits[:3]) for what, culprits in hooks.items() if culprits}
+
+
+def _label(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)

@@ -1,0 +1,126 @@
+"""Export: from a checkpoint to the arguments of a module, and from a policy to a Hugging Face folder."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.checkpointing.checksum import check_seal
+from lightning_rl.policy.build import ModelSource, build_model
+from lightning_rl.policy.lora import base_model_of, merge_adapters
+from lightning_rl.policy.text_model import backbone_of
+from lightning_rl.serialization import is_import_path, restore
+from lightning_rl.utils.atomic_write import apply_umask
+
+
+def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
+    """Load a checkpoint of this library with ``weights_only=True``.
+
+    Raises:
+        ValueError: For the folder of a sharded strategy (the message tells how to consolidate it), for other
+            checkpoints, and for a file that is empty, truncated or damaged.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"expected a single-file checkpoint, got the folder {path}: {_consolidation(Path(path))}")
+    check_seal(Path(path))
+    checkpoint = torch.load(path, map_location, weights_only=True)
+    if not isinstance(checkpoint, dict) or "lightning_rl" not in checkpoint:
+        raise ValueError(
+            f"expected a checkpoint of an RLLightningModule, got {path}, which has no such state: pass a file "
+            "that trainer.save_checkpoint or ModelCheckpoint wrote"
+        )
+    if "model" in checkpoint:  # a consolidated FSDP1 folder
+        checkpoint["state_dict"] = checkpoint.pop("model")
+    return checkpoint
+
+
+def _consolidation(folder: Path) -> str:
+    if (folder / ".metadata").exists():
+        command = f"python -m lightning.fabric.utilities.consolidate_checkpoint {folder}"
+        return f"a sharded strategy wrote it: run {command!r} to write the single file {folder}.consolidated"
+    if (folder / "checkpoint").is_dir():
+        return "DeepSpeed wrote it: resume with its strategy and call module.save_pretrained on every rank"
+    return "pass a file"
+
+
+def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module's constructor, from its configuration and explicit arguments.
+
+    Args:
+        described: Every argument as returned by :func:`lightning_rl.serialization.describe`.
+        arguments: Explicit arguments, which take precedence.
+
+    Raises:
+        ValueError: Naming every argument that is user code and not passed explicitly.
+    """
+    options, lost = dict(arguments), dict[str, str]()
+    for name, description in described.items():
+        if name in options:
+            continue
+        if is_import_path(description):  # the constructor would import it
+            lost[name] = str(description)
+            continue
+        if name == "tokenizer" and isinstance(description, Mapping) and description.get("path"):
+            if is_import_path(description["path"]):
+                lost[name] = description["path"]
+                continue
+            options[name] = description["path"]
+            continue
+        try:
+            options[name] = restore(description)
+        except ValueError as named:
+            lost[name] = str(named)
+    if lost:
+        names = " and ".join(f"{name}=" for name in lost)
+        was = "; ".join(f"{name} was {what}" for name, what in lost.items())
+        raise ValueError(f"expected {names} to be passed, because a checkpoint stores no code: {was}")
+    rewards = options.get("rewards")
+    if "rewards" not in arguments and isinstance(rewards, Mapping):
+        options["rewards"] = {name: tuple(pair) for name, pair in rewards.items()}
+    return options
+
+
+def write_pretrained(
+    folder: Path,
+    weights: Iterable[tuple[str, Tensor]],
+    sources: Mapping[str, ModelSource],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    writing: bool,
+) -> None:
+    """Write a policy as a Hugging Face folder, and a separate critic with its value head to ``folder/critic``.
+
+    Args:
+        folder: Target folder.
+        weights: Full tensors of a :class:`PolicyModel`; every rank has to iterate over them.
+        sources: Sources of the ``"policy"`` and ``"critic"`` models.
+        tokenizer: Tokenizer to save with the model.
+        writing: True on the one rank that writes.
+    """
+    whole = {name: weight.cpu().clone() for name, weight in weights if writing}
+    if not writing:
+        return
+    for prefix, source, place in (("model.", "policy", folder), ("critic.", "critic", folder / "critic")):
+        part = {name.removeprefix(prefix): weight for name, weight in whole.items() if name.startswith(prefix)}
+        if part:
+            model = build_model(sources[source], head=source == "policy")
+            _load(base_model_of(model) if source == "policy" else backbone_of(model), part)
+            merge_adapters(model).save_pretrained(place)
+    if "value_head.weight" in whole:
+        (folder / "critic").mkdir(parents=True, exist_ok=True)
+        save_file({"weight": whole["value_head.weight"]}, folder / "critic" / "value_head.safetensors")
+    for file in (*folder.glob("*.safetensors"), *folder.glob("critic/*.safetensors")):
+        apply_umask(file)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)

@@ -1,0 +1,177 @@
+"""Checks on a few samples of the policy: rewards, length limit, and log-probabilities of the engine."""
+
+import math
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_rl.cli.doctor.findings import error, fact, warning
+from lightning_rl.corrections import Corrections
+from lightning_rl.environments.environment_failures import report_environments
+from lightning_rl.module import RLLightningModule
+from lightning_rl.policy import make_plan
+from lightning_rl.policy.logprobs import logprob_tolerance
+from lightning_rl.rewards import Rewards
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.logprob_passes import add_logprobs
+from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.mutation_guard import copy_plain
+
+MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Completions of the first prompts.
+
+    Attributes:
+        module: Module with the policy.
+        rollout: Rows without rewards.
+        arguments: Arguments of rewards: prompts, completions, their ids and the columns, with those of an environment.
+        seconds: Duration of generation in seconds.
+        limit: Timeout in seconds of a reward for all rows.
+    """
+
+    module: RLLightningModule
+    rollout: Rollout
+    arguments: Mapping[str, Any]
+    seconds: float
+    limit: float
+
+
+def draw_samples(module: RLLightningModule, number: int, limit: float) -> Samples:
+    """Sync the engine and sample the groups of ``number`` prompts, which advances the prompt stream."""
+    module.sync(0)
+    prompts, begin = module.prompt_stream.take(number), time.perf_counter()
+    nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
+    sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
+    drawn = sampler.generate_together(sampler.requests(prompts, 0, baseline=False))
+    rollout, *_ = sampler.score(drawn)
+    report_environments(drawn.outcomes, None)
+    seconds = time.perf_counter() - begin
+    return Samples(module, rollout, sampler.reward_arguments(drawn), seconds, limit)
+
+
+def truncation(samples: Samples) -> Iterator[Finding]:
+    """Check that most responses end within ``max_new_tokens``."""
+    rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
+    share = float(rollout.cut_off.double().mean())
+    mean = float(rollout.drawn_lengths.double().mean())
+    drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
+    yield fact("samples", f"{drawn}, {share:.0%} cut off at {limit} tokens")
+    if share > MAX_TRUNCATED:
+        yield warning(
+            "samples",
+            f"{share:.0%} of the samples do not end within max_new_tokens={limit}",
+            f"max_new_tokens={2 * limit} or more, a prompt that asks for less, or eos_token_ids= if responses should "
+            "have ended before",
+        )
+
+
+def rewards(samples: Samples) -> Iterator[Finding]:
+    """Check that every reward function returns numbers in time, and not the same for all samples."""
+    values: dict[str, list[float | None]] = {}
+    for name, function in samples.module.rewards.functions.items():
+        numbers = yield from _reward_values(name, function, samples)
+        if numbers is not None:
+            values[name] = numbers
+    if len(values) == len(samples.module.rewards.functions):
+        yield from _spread(values, samples)
+
+
+def engine_logprobs(samples: Samples) -> Iterator[Finding]:
+    """Check that engine and trainer compute the same log-probabilities of sampled tokens."""
+    rollout, module = samples.rollout, samples.module
+    if rollout.rollout_logprobs is None or not rollout.valid_tokens.any():
+        return
+    plan = make_plan(
+        rollout, minibatches=1, max_tokens_per_microbatch=module.max_tokens_per_microbatch, packed=module.packing
+    )
+    with module.trainer.precision_plugin.forward_context():
+        scored = add_logprobs(
+            rollout.to(module.device), plan.to(module.device), module.required_policy, None, Corrections(), old=True
+        )
+    gap = (scored.require("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]
+    mean, largest = float(gap.double().mean()), float(gap.max())
+    yield fact("engine", f"log-probabilities differ from the trainer's by {mean:.2g} nats, {largest:.2g} at most")
+    exact = str(module.trainer.precision) in ("32-true", "64-true")
+    bound = logprob_tolerance(module.engine.dtype or module.required_policy.model.dtype, exact=exact)
+    if not mean <= bound:
+        yield error(
+            "engine",
+            f"engine and trainer differ by {mean:.3g} nats per token, above the rounding error of {bound:g}",
+            "use one model, precision and temperature on both sides, and check that the engine loads synced weights",
+        )
+
+
+def _reward_values(
+    name: str, function: Callable[..., Any], samples: Samples
+) -> Generator[Finding, None, list[float | None] | None]:
+    """Call one reward function as a run would; return None if there are no values to continue with."""
+    prompts, completions, ids, columns = copy_plain([*samples.arguments.values()])  # copies, for each function
+    begin = time.perf_counter()
+    values = _call(lambda: list(function(prompts, completions, completion_ids=ids, **columns)), samples.limit)
+    seconds = time.perf_counter() - begin
+    if values is None:
+        observed = f"{name} did not return within {samples.limit:g} s for {len(ids)} samples"
+        cure = "add a timeout to the calls that block, or raise --limit"
+        yield error("reward", observed, cure)
+        return None
+    if isinstance(values, BaseException):
+        yield error(
+            "reward",
+            f"{name} raised {type(values).__name__}: {values}",
+            "return a reward for any completion, and None where it does not apply; the call is "
+            "reward(prompts, completions, *, completion_ids, **columns)",
+        )
+        return None
+    if len(values) != len(ids):
+        yield error("reward", f"{name} returned {len(values)} values for {len(ids)} samples", "one value for each")
+        return None
+    finite = [float(value) for value in values if value is not None and math.isfinite(value)]
+    if len(finite) < len(values) * (1 - MAX_MISSING):
+        observed = f"{name} returned no finite number for {len(values) - len(finite)} of {len(values)} samples"
+        yield warning("reward", observed, "return a finite number; None only where it does not apply")
+    if finite:
+        statistic = f"mean {statistics.fmean(finite):.3g}, deviation {statistics.pstdev(finite):.3g}"
+        yield fact("reward", f"{name}: {statistic}, {1000 * seconds / len(values):.2g} ms per sample")
+    return [None if value is None else float(value) for value in values]
+
+
+def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator[Finding]:
+    """Check that the samples of a prompt differ in reward, if the estimator compares them."""
+    weights = samples.module.rewards.weights
+    totals: dict[int, set[float]] = {}
+    for row, group in enumerate(samples.rollout.groups.tolist()):
+        parts = [weights[name] * (numbers[row] or 0.0) for name, numbers in values.items() if weights[name]]
+        totals.setdefault(group, set()).add(math.fsum(parts))
+    if not samples.module.estimator.compares:
+        return
+    flat = sum(len(different) == 1 for different in totals.values()) / len(totals)
+    yield fact("groups", f"{flat:.0%} of {len(totals)} groups have equal rewards")
+    if flat > MAX_FLAT:
+        observed = f"{flat:.0%} of the groups have no gradient, because the rewards of their samples are equal"
+        cure = "easier or harder prompts, a reward with more values, a larger group_size, or DynamicSampling()"
+        yield warning("groups", observed, cure)
+
+
+def _call(function: Callable[[], list[Any]], limit: float) -> list[Any] | BaseException | None:
+    """Return the result or the error of user code; None after the limit, with its daemon thread left running."""
+    results: list[list[Any] | BaseException] = []
+
+    def run() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results.append(function())
+        except BaseException as error:  # noqa: BLE001  an error of user code is a result
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit)
+    return results[0] if results else None

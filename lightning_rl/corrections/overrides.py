@@ -1,0 +1,48 @@
+"""Names and overridden Lightning hooks of user callbacks, for messages."""
+
+from collections.abc import Iterable
+
+from lightning.pytorch import Callback
+
+from lightning_rl.corrections.rl_callback import RLCallback
+
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
+OWN = ("lightning", "lightning_rl")
+
+
+def name_of_callback(callback: Callback) -> str:
+    """Return the callback's name for messages."""
+    return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
+
+
+def is_own(part: object) -> bool:
+    """Return True if the object's class belongs to this library or to Lightning."""
+    return type(part).__module__.partition(".")[0] in OWN
+
+
+def overrides(part: object, hook: str, base: type) -> bool:
+    """Return True if an object's method differs from its base's, on the class, the instance or by patching the base."""
+    method = getattr(part, hook)
+    function = getattr(method, "__func__", method)
+    home = str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+    return function is not getattr(base, hook) or home not in OWN
+
+
+def writers_among(callbacks: Iterable[Callback]) -> list[str]:
+    """Return the methods of user callbacks that run while a rollout is held and could modify it."""
+    names = list[str]()
+    for callback in callbacks:
+        if is_own(callback):
+            continue
+        methods = [hook for hook in STEP_HOOKS if overrides(callback, hook, Callback)]
+        if isinstance(callback, RLCallback) and "observe_step" in callback.contributes:
+            methods.append("observe_step")
+        names += [f"callback {name_of_callback(callback)}.{method}" for method in methods]
+    return names

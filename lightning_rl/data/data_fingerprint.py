@@ -1,0 +1,66 @@
+"""Hash of a data set, the same in every process."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning_rl.data.row_schema import PromptForm, Reading
+
+SAMPLED = 20_000  # rows
+
+
+def fingerprint_of(read: Callable[[Sequence[int]], list[Reading]], length: int, form: PromptForm) -> str:
+    """Return the first 16 digits of the SHA-256 over rows in canonical JSON.
+
+    Args:
+        read: Returns the rows with given numbers.
+        length: Number of rows.
+        form: Form of the rows, whose chat template variables are hashed too.
+    """
+    digest = hashlib.sha256(canonical_json([length, form.chat_template_kwargs]))
+    count = min(length, SAMPLED)
+    for start in range(0, count, 1024):
+        numbers = [position * length // count for position in range(start, min(start + 1024, count))]
+        for reading in read(numbers):
+            digest.update(canonical_json([reading.content, reading.columns]))
+    return digest.hexdigest()[:16]
+
+
+def canonical_json(value: Any) -> bytes:
+    """Encode a value as JSON with sorted keys; other types as their ``repr`` unless it holds a memory address.
+
+    Example:
+        >>> canonical_json({"b": (1, 2), "a": {"c"}})
+        b'{"a":{"set":["c"]},"b":[1,2]}'
+    """
+    try:
+        return _dump(value)
+    except TypeError:  # keys that are not strings
+        return _dump(_with_text_keys(value))
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain).encode()
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {repr(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value).__name__
+    if isinstance(value, set | frozenset):
+        return {kind: sorted(value, key=repr)}
+    if isinstance(value, bytes | bytearray):
+        return {kind: value.hex()}
+    if hasattr(value, "isoformat"):
+        return {kind: value.isoformat()}
+    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
+        return {kind: value.tolist()}
+    if isinstance(value, Mapping):
+        return dict(value)
+    text = repr(value)
+    return {kind: None if " at 0x" in text else text}

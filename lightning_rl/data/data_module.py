@@ -1,0 +1,344 @@
+"""PromptDataModule: the prompt stream, and a step index for each optimizer step."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_rl.corrections import Stat
+from lightning_rl.data.dataset import PromptDataset
+from lightning_rl.data.encoding import TooLong
+from lightning_rl.data.prompt import Prompt
+from lightning_rl.data.prompt_stream import PromptStream
+from lightning_rl.data.row_schema import ColumnCheck, PromptForm
+from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
+from lightning_rl.data.step_loader import StepIndex, StepLoader
+from lightning_rl.utils.arguments import check_bools, check_counts
+from lightning_rl.utils.naming import in_words
+
+
+class PromptDataModule(LightningDataModule):
+    """Data module of prompts for training and evaluation.
+
+    A prompt is a string, a list of token ids, or a list of chat messages, which the chat template renders with the
+    generation prompt. It is a row by itself, or the entry ``"prompt"`` or ``"messages"`` of a mapping whose other
+    entries are columns for the rewards. The order depends on ``seed`` and the number of prompts only, so it is the same
+    on any number of ranks, and a run can resume at any prompt.
+
+    Args:
+        prompts: A list; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the
+            name of a data set of the hub; a ``datasets.Dataset`` or, for training only, ``IterableDataset``; a
+            :class:`PromptDataset`, which has its own options.
+        prompts_per_rollout: Number of prompts per rollout, over all ranks.
+        validation: Prompts for evaluation, in the same forms and with the same options.
+        validation_batch_size: Number of validation prompts per batch.
+        shuffle: True to shuffle each pass over the prompts differently.
+        seed: Seed of the shuffling.
+        epoch_length: Number of rollouts per epoch; defaults to one pass over the prompts. Required for a stream.
+        shuffle_buffer: Number of rows in the shuffle buffer of a stream.
+        name: Configuration of a data set of the hub.
+        split: Split of a data set for training.
+        validation_split: Split for evaluation, of ``validation`` or else of ``prompts``.
+        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``.
+        preprocess: Function from a row to the row to use; must be deterministic.
+        chat: True to turn a string prompt into the user message of a chat.
+        system: System message of chats without one; turns a string prompt into a chat.
+        chat_template_kwargs: Further variables of the tokenizer's chat template.
+        max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
+        too_long: Handling of longer prompts: ``"error"`` raises, ``"drop"`` drops them and logs their number as
+            ``prompts/dropped``.
+
+    Raises:
+        ValueError: If an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptDataset | PromptSource,
+        prompts_per_rollout: int,
+        *,
+        validation: PromptDataset | PromptSource | None = None,
+        validation_batch_size: int = 256,
+        shuffle: bool = True,
+        seed: int = 0,
+        epoch_length: int | None = None,
+        shuffle_buffer: int = 1000,
+        name: str | None = None,
+        split: str | None = None,
+        validation_split: str | None = None,
+        columns: Mapping[str, str] | None = None,
+        preprocess: Callable[[Any], Any] | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
+    ) -> None:
+        super().__init__()
+        check_counts(1, prompts_per_rollout=prompts_per_rollout, validation_batch_size=validation_batch_size)
+        check_counts(1, optional=True, epoch_length=epoch_length)
+        check_counts(0, seed=seed)
+        check_bools(shuffle=shuffle)
+        options: dict[str, Any] = {
+            "columns": columns,
+            "preprocess": preprocess,
+            "chat": chat,
+            "system": system,
+            "chat_template_kwargs": chat_template_kwargs,
+            "max_prompt_tokens": max_prompt_tokens,
+            "too_long": too_long,
+        }
+        if validation is None and validation_split is not None:
+            validation = prompts
+        _check_use({**options, "name": name, "split": split}, prompts, validation)
+        self.prompts = _prompts(prompts, name, split, options, shuffle=shuffle, seed=seed, buffer=shuffle_buffer)
+        self.validation: PromptDataset | None = None
+        if isinstance(validation, PromptDataset):
+            self.validation = validation
+        elif validation is not None:
+            same = validation is prompts or (isinstance(validation, str) and validation == prompts)
+            where: dict[str, Any] = {"name": name if same else None, "split": validation_split}
+            self.validation = PromptDataset(validation, **where, **options, label="validation prompt")
+        self.prompts_per_rollout = prompts_per_rollout
+        self.validation_batch_size = validation_batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch_length = epoch_length
+        self.cursor = 0
+        self._loader: StepLoader | None = None
+        self._resumed_at: int | None = None
+        self._check_size()
+
+    def connect(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_tokens: int | None,
+        vocabulary: int | None = None,
+        check: ColumnCheck | None = None,
+    ) -> None:
+        """Set the policy's tokenizer and encode every prompt once, so that a bad one raises before training.
+
+        Args:
+            tokenizer: Tokenizer for strings and messages; not needed for token ids.
+            max_tokens: Maximum number of tokens per prompt; None for no limit.
+            vocabulary: Vocabulary size of the policy; None for no check.
+            check: Raises for a row whose columns do not fit the run.
+
+        Raises:
+            ValueError: If a prompt is empty, too long, or needs a tokenizer or chat template.
+        """
+        for prompts in (self.prompts, self.validation):
+            if prompts is not None:
+                prompts.connect(tokenizer, max_tokens, vocabulary, check)
+        self._check_size()
+
+    def _check_size(self) -> None:
+        number = self.pass_length
+        if number is None and self.epoch_length is None:
+            raise ValueError(
+                "expected epoch_length=, the number of rollouts of an epoch, because a stream has no length: pass one "
+                "such as epoch_length=1000"
+            )
+        if number is not None and number < self.prompts_per_rollout:
+            dropped, cure = self.prompts.drop_count, ""
+            if dropped:
+                cure = f" after {dropped} that are too long were dropped: raise the limit, or lower prompts_per_rollout"
+            raise ValueError(f"expected at least {self.prompts_per_rollout} prompts for a rollout, got {number}{cure}")
+
+    @property
+    def pass_length(self) -> int | None:
+        """Number of prompts in a pass over the data; None for a stream."""
+        return None if isinstance(self.prompts, PromptStream) else len(self.prompts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the training prompts and their columns, the same in every process."""
+        return self.prompts.fingerprint
+
+    @property
+    def template_options(self) -> Mapping[str, Any]:
+        """Further variables of the chat template."""
+        return self.prompts.form.chat_template_kwargs or {}
+
+    def max_prompt_length(self) -> int:
+        """Return the number of tokens of the longest training prompt, once connected."""
+        return self.prompts.max_prompt_length
+
+    def take(self, number: int) -> list[Prompt]:
+        """Return the next prompts of the stream and advance the cursor; ranks get the same and use their share."""
+        places = range(self.cursor, self.cursor + number)
+        self.cursor += number
+        return self.at(places)
+
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        """Return the prompts at indices of the stream, without advancing the cursor."""
+        places = list(places)
+        span = self._overfit_span
+        drawn = places if span is None else [place % span for place in places]
+        if isinstance(self.prompts, PromptStream):
+            prompts = self.prompts.at(drawn)
+            return [replace(prompt, index=place) for prompt, place in zip(prompts, places, strict=True)]
+        return self.prompts.prompts([self._number_of(place, len(self.prompts)) for place in drawn], places)
+
+    def first(self) -> Prompt | None:
+        """Return the first prompt; None for a stream."""
+        return None if self.pass_length is None else self.at([0])[0]
+
+    @property
+    def _overfit_span(self) -> int | None:
+        """Number of prompts that repeat under Trainer(overfit_batches=); None for all."""
+        batches = 0 if self.trainer is None else self.trainer.overfit_batches  # pyright: ignore[reportAttributeAccessIssue]
+        if not batches:
+            return None
+        steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
+        step_indices = batches if isinstance(batches, int) else int(batches * self._epoch_rollouts * steps)
+        return min(max(-(-step_indices // steps), 1), self._epoch_rollouts) * self.prompts_per_rollout
+
+    @property
+    def _epoch_rollouts(self) -> int:
+        return self.epoch_length or (self.pass_length or 0) // self.prompts_per_rollout
+
+    def stats(self) -> dict[str, Stat]:
+        """Return ``prompts/dropped``, the number of prompts dropped as too long so far, if dropping is on."""
+        if self.prompts.too_long != "drop":
+            return {}
+        return {"prompts/dropped": Stat.single(self.prompts.drop_count)}
+
+    def give_back(self, step_index: StepIndex, cursor: int) -> None:
+        """Undo a step index that led to no optimizer step, and reset the cursor."""
+        self.cursor = cursor
+        if self._loader is not None:
+            self._loader.index = step_index.index
+
+    @override
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Pass the step index to the module before any other hook of the batch."""
+        if isinstance(batch, StepIndex):
+            self._module.begin_step(batch)  # pyright: ignore[reportCallIssue]
+        return batch
+
+    @override
+    def train_dataloader(self) -> StepLoader:
+        """Return the step indices of one epoch.
+
+        A new fit starts with a new rollout, a resumed one with the next step index. Lightning restores a loader within an
+        epoch only.
+        """
+        steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
+        start, self._resumed_at = self._resumed_at, None
+        if start is None:
+            start = 0 if self._loader is None else -(-self._loader.index // steps) * steps
+        self._loader = StepLoader(self._epoch_rollouts * steps, steps, start)
+        return self._loader
+
+    def validation_prompts(self) -> list[Prompt]:
+        """Return all validation prompts in order."""
+        return [] if self.validation is None else self.validation.prompts(range(len(self.validation)))
+
+    def prediction_prompts(self) -> list[Prompt]:
+        """Return every prompt once, in the order of the data, for ``trainer.predict``.
+
+        Raises:
+            ValueError: If the prompts are a stream.
+        """
+        if isinstance(self.prompts, PromptStream):
+            raise ValueError(
+                "expected a data set with a length to predict, got an IterableDataset: take a part of it, as "
+                "list(stream.take(200))"
+            )
+        return self.prompts.prompts(range(len(self.prompts)))
+
+    @override
+    def val_dataloader(self) -> Any:
+        """Return the module's loader of evaluations and validation prompts."""
+        return self._module.val_dataloader()
+
+    @override
+    def test_dataloader(self) -> Any:
+        """Return the module's loader of evaluations and validation prompts for a test."""
+        return self._module.test_dataloader()
+
+    @override
+    def predict_dataloader(self) -> Any:
+        """Return the module's loader of these prompts."""
+        return self._module.predict_dataloader()
+
+    @override
+    def state_dict(self) -> dict[str, int]:
+        """Return the cursor of the prompt stream and the index of the next step index."""
+        return {"cursor": self.cursor, "step_index": 0 if self._loader is None else self._loader.index}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the cursor in a fit; ignored when a checkpoint is evaluated."""
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            self.cursor, self._resumed_at = int(state_dict["cursor"]), state_dict.get("step_index")
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.trainer is None:
+            raise RuntimeError("expected a data module with a Trainer, got none: pass it to fit or validate")
+        return self.trainer.lightning_module
+
+    def _number_of(self, place: int, length: int) -> int:
+        number, offset = divmod(place, length)
+        return int(_order(length, self.seed, number)[offset]) if self.shuffle else offset
+
+
+def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
+    """Return the PromptDataModule of a Trainer.
+
+    Raises:
+        TypeError: If the Trainer has none.
+    """
+    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    if not isinstance(data, PromptDataModule):
+        got = "no data module" if data is None else f"a {type(data).__name__}"
+        raise TypeError(
+            f"expected Trainer.fit(module, PromptDataModule(...)), got {got}: pass prompts as "
+            "PromptDataModule(prompts, prompts_per_rollout=32), and no DataLoader"
+        )
+    return data
+
+
+@lru_cache(maxsize=2)
+def _order(size: int, seed: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(hash((seed, number)) % 2**31)
+    return torch.randperm(size, generator=generator)
+
+
+def _prompts(
+    source: PromptDataset | PromptSource,
+    name: str | None,
+    split: str | None,
+    options: Mapping[str, Any],
+    *,
+    shuffle: bool,
+    seed: int,
+    buffer: int,
+) -> PromptDataset | PromptStream:
+    if isinstance(source, PromptDataset):
+        return source
+    rows = open_source(source, name=name, split=split)
+    if not is_hugging_face(rows, "IterableDataset"):
+        return PromptDataset(rows, **options)
+    limits = {option: options[option] for option in ("max_prompt_tokens", "too_long")}
+    form = PromptForm(**{option: value for option, value in options.items() if option not in limits})
+    return PromptStream(rows, form, shuffle=shuffle, seed=seed, shuffle_buffer=buffer, **limits)
+
+
+def _check_use(options: Mapping[str, Any], *sources: Any) -> None:
+    """Raise for options next to sources that are all PromptDatasets, which have their own."""
+    plain = [source for source in sources if source is not None and not isinstance(source, PromptDataset)]
+    used = [option for option, value in options.items() if value not in (None, False, "error")]
+    if used and not plain:
+        raise ValueError(
+            f"expected options in the PromptDataset, got {in_words(used)} next to it: pass them to PromptDataset"
+        )

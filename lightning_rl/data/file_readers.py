@@ -1,0 +1,129 @@
+"""Readers of JSON Lines, JSON and CSV files; errors name file and line."""
+
+import csv
+import io
+import json
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.data.rows import FileRows, MemoryRows
+from lightning_rl.utils.naming import in_words
+
+SAVE_UTF_8 = "it is in another encoding, such as Latin-1: save it as UTF-8"
+DELIMITERS = (";", "\t", "|", ",")
+
+
+def read_json_lines(path: Path) -> FileRows:
+    """Return the rows of a JSON Lines file, one JSON value per line that is not blank; each line is validated here.
+
+    Raises:
+        ValueError: If a line is not JSON; with the file and the line.
+    """
+    spans, begin = array("q"), 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):  # binary mode, because text mode splits at U+2028 in strings
+            if line.strip():
+                try:
+                    _parse_json(line)
+                except ValueError as error:
+                    text = line.decode("utf-8", errors="replace").strip()
+                    coded = isinstance(error, UnicodeDecodeError)
+                    cure = SAVE_UTF_8 if coded else "write each row as one line, with nothing after it"
+                    raise ValueError(
+                        f"expected one JSON value on each line{', in UTF-8' if coded else ''}, got {text[:80]!r} in "
+                        f"{path}, line {number} ({error}): {cure}"
+                    ) from error
+                spans.extend((begin, len(line), number))
+            begin += len(line)
+    return FileRows(path, spans, _parse_json)
+
+
+def _parse_json(line: bytes) -> Any:
+    return json.loads(line.removeprefix(BOM_UTF8).decode())
+
+
+def read_json(path: Path) -> MemoryRows:
+    """Return the rows of a JSON file with one list, read into memory.
+
+    Raises:
+        ValueError: If the file is not JSON or holds another type.
+    """
+    try:
+        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except ValueError as error:
+        coded = isinstance(error, UnicodeDecodeError)
+        cure = SAVE_UTF_8 if coded else "rename a file with one value on each line to .jsonl"
+        raise ValueError(f"expected {path} to hold one JSON list of rows, got an error ({error}): {cure}") from error
+    if not isinstance(rows, list):
+        keys = f" with the entries {in_words(rows)}" if isinstance(rows, Mapping) else ""
+        raise ValueError(
+            f"expected {path} to hold a JSON list of rows, got a {type(rows).__name__}{keys}: write "
+            '[{"prompt": ...}, ...], or one row on each line of a .jsonl file'
+        )
+    return MemoryRows(rows, partial("{}, item {}".format, path))
+
+
+def read_csv(path: Path, delimiter: str = ",") -> FileRows:
+    """Return the rows of a CSV file with a header; all values are strings.
+
+    Raises:
+        ValueError: If the header or a line is malformed; with the file, the line and the columns.
+    """
+    spans, records = array("q"), _csv_records(path, delimiter)
+    _, _, first, names = next(records, (0, 0, 1, list[str]()))
+    if len(set(names)) < len(names) or not all(names):
+        raise ValueError(
+            f"expected a header with a unique name for each column, got {in_words(names)} in {path}, line {first}"
+        )
+    other = next((mark for mark in DELIMITERS if len(names) == 1 and mark in names[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"expected values with {delimiter!r} between them, got the header {names[0]!r} in {path}, line {first}, "
+            f"whose values are separated by {other!r}: save the file with {delimiter!r}, or tabs as .tsv"
+        )
+    for begin, size, number, values in records:
+        if len(values) != len(names):
+            raise ValueError(
+                f"expected {len(names)} values for the columns {in_words(names)}, got {len(values)} in {path}, line "
+                f"{number}: quote a value that holds a {delimiter!r}"
+            )
+        spans.extend((begin, size, number))
+
+    return FileRows(path, spans, partial(_parse_csv, names=names, delimiter=delimiter))
+
+
+def _parse_csv(text: bytes, names: list[str], delimiter: str) -> dict[str, str]:
+    (values,) = csv.reader([line.decode() for line in io.BytesIO(text)], delimiter=delimiter, strict=True)
+    return dict(zip(names, values, strict=True))
+
+
+def _csv_records(path: Path, delimiter: str) -> Iterator[tuple[int, int, int, list[str]]]:
+    """Yield first byte, number of bytes, first line and values of each record that is not blank."""
+    end, line_number = 0, 0
+
+    def lines() -> Iterator[str]:
+        nonlocal end, line_number
+        with path.open("rb") as file:
+            for line in file:
+                end, line_number = end + len(line), line_number + 1
+                yield line.decode("utf-8-sig" if line_number == 1 else "utf-8")
+
+    records = csv.reader(lines(), delimiter=delimiter, strict=True)
+    while True:
+        begin, first = end, line_number + 1
+        try:
+            values = next(records, None)
+        except (csv.Error, UnicodeDecodeError) as error:
+            quoted = 'quote a value that holds a separator, a quote or a newline, and write "" for a quote in it'
+            raise ValueError(
+                f"expected values with {delimiter!r} between them, in UTF-8, got an error in {path}, line {first} "
+                f"({error}): {SAVE_UTF_8 if isinstance(error, UnicodeDecodeError) else quoted}"
+            ) from error
+        if values is None:
+            return
+        if values:
+            yield begin, end - begin, first, values

@@ -1,0 +1,172 @@
+"""PromptStream: prompts of a ``datasets.IterableDataset``, by their index in the run."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.data.data_fingerprint import fingerprint_of
+from lightning_rl.data.encoding import Encoder, TooLong, check_limits
+from lightning_rl.data.prompt import Prompt
+from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
+from lightning_rl.utils.arguments import check_counts
+
+CHECKED = 256  # number of rows read before training
+PATIENCE = 10_000  # number of too long rows in a row that ends the run
+
+
+class PromptStream:
+    """Prompts of a stream by their index in the run, pass after pass.
+
+    An index is found by reading the rows before it, so a resumed run reads them again. Every rank reads the whole
+    stream.
+
+    Args:
+        dataset: A ``datasets.IterableDataset``, unsharded on every rank.
+        form: Form of the rows.
+        shuffle: True to shuffle each pass differently, by the data set's ``shuffle(seed, buffer_size)``.
+        seed: Seed of the shuffling.
+        shuffle_buffer: Number of rows in the shuffle buffer.
+        max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
+        too_long: Handling of longer prompts; ``"error"`` raises during training, because a stream cannot be read ahead.
+
+    Raises:
+        ValueError: If an option is wrong, or no column can be the prompt.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        form: PromptForm,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        shuffle_buffer: int = 1000,
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
+    ) -> None:
+        check_limits(max_prompt_tokens, too_long)
+        check_counts(1, shuffle_buffer=shuffle_buffer)
+        if form.preprocess is None and dataset.column_names is not None:
+            form.check_names(dataset.column_names, "the stream")
+        self.dataset, self.form = dataset.with_format(None), form
+        self.shuffle, self.seed, self.shuffle_buffer = shuffle, seed, shuffle_buffer
+        self.max_prompt_tokens, self.too_long = max_prompt_tokens, too_long
+        self.max_prompt_length = 0
+        self._encoder = Encoder.of(form, max_prompt_tokens, None, None, None)
+        self._connection: tuple[Any, ...] | None = None
+        self._fingerprint = ""
+        self._rewind()
+
+    def connect(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_tokens: int | None = None,
+        vocabulary: int | None = None,
+        check: ColumnCheck | None = None,
+    ) -> None:
+        """Set the policy's tokenizer and encode the first rows, so that a wrong option raises before training.
+
+        Args:
+            tokenizer: Tokenizer for strings and messages; not needed for token ids.
+            max_tokens: Maximum number of tokens per prompt in the policy's context window; None for no limit.
+            vocabulary: Vocabulary size of the policy; None for no check.
+            check: Raises for a row whose columns do not fit the run; compared by ``==`` to skip a repeated check.
+
+        Raises:
+            ValueError: If a row is wrong, or if there is none.
+        """
+        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary, check)
+        if connection == self._connection:
+            return
+        self._encoder = Encoder.of(self.form, self.max_prompt_tokens, tokenizer, max_tokens, vocabulary)
+        readings = self._head()
+        if not readings:
+            raise ValueError("expected at least one prompt in the stream, got none")
+        if check is not None:
+            for number, reading in enumerate(readings):
+                check(reading.columns, f"prompt {number} of the stream")
+        lengths = [len(self._encode(reading)) for reading in readings]
+        self.max_prompt_length, self._connection = max(lengths), connection
+        if self.too_long == "error":
+            for reading, length in zip(readings, lengths, strict=True):
+                self._encoder.check_length(length, reading.name)
+        self._rewind()
+
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        """Return the prompts at indices of the run."""
+        return [self._at(place) for place in places]
+
+    def _at(self, place: int) -> Prompt:
+        if place < self._place:
+            self._rewind()
+        while self._place < place:
+            self._next()
+        reading = self._next()
+        ids = self._encode(reading)
+        self._encoder.check_length(len(ids), reading.name)
+        return Prompt(place, ids, reading.content, reading.columns)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the first rows before tokenization, the same in every process."""
+        if not self._fingerprint:
+            head = self._head()
+            self._fingerprint = fingerprint_of(lambda numbers: [head[n] for n in numbers], len(head), self.form)
+        return self._fingerprint
+
+    def _head(self) -> list[Reading]:
+        return [self._read(row, number, 0) for number, row in enumerate(islice(self.dataset, CHECKED))]
+
+    def _read(self, row: Any, number: int, passes: int) -> Reading:
+        return self.form.read(row, f"prompt {number} of the stream" + (f" in pass {passes}" if passes else ""))
+
+    def _encode(self, reading: Reading) -> tuple[int, ...]:
+        return self._encoder.encode([reading.content], [reading.name])[0]
+
+    def _rewind(self) -> None:
+        self._place, self.drop_count, self._readings = 0, 0, self._passes()
+
+    def _next(self) -> Reading:
+        self._place += 1
+        return next(self._readings)
+
+    def _passes(self) -> Iterator[Reading]:
+        """Yield the rows of pass after pass, without dropped ones."""
+        passes = 0
+        while True:
+            kept = 0
+            for reading in self._pass(passes):
+                kept += 1
+                yield reading
+            if not kept:
+                raise ValueError(f"expected prompts in every pass over the stream, got none that fits in pass {passes}")
+            passes += 1
+
+    def _pass(self, passes: int) -> Iterator[Reading]:
+        dataset, lost = self.dataset, 0
+        if self.shuffle:
+            dataset = dataset.shuffle(seed=hash((self.seed, passes)) % 2**31, buffer_size=self.shuffle_buffer)
+        for number, row in enumerate(dataset):
+            reading = self._read(row, number, passes)
+            if self._fits(reading):
+                lost = 0
+                yield reading
+                continue
+            lost += 1
+            if lost == PATIENCE:
+                raise ValueError(
+                    f"expected prompts of at most {self._encoder.max_tokens} tokens ({self._encoder.limit}) in the "
+                    f"stream, got {lost} longer ones one after the other: raise the limit"
+                )
+
+    def _fits(self, reading: Reading) -> bool:
+        limit = self._encoder.max_tokens
+        if self.too_long != "drop" or limit is None or len(self._encode(reading)) <= limit:
+            return True
+        self.drop_count += 1
+        if self.drop_count & (self.drop_count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            rank_zero_info(f"dropped {self.drop_count} prompts of the stream longer than {limit} tokens so far")
+        return False

@@ -1,0 +1,269 @@
+"""Form of rows: the prompt column, chat options, and the columns left for the rewards."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lightning_rl.utils.arguments import check_bools
+from lightning_rl.utils.naming import check_columns, in_words, name_of
+
+CONTENT = ("prompt", "messages")  # valid names of the prompt column
+QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")  # its names in common data sets
+RENDERING = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+)
+
+ColumnCheck = Callable[[Mapping[str, Any], str], object]
+"""Function of a row's columns and its name in errors; raises if the columns do not fit the run."""
+
+
+class Reading(NamedTuple):
+    """Contents of a row.
+
+    Args:
+        content: Prompt: a string, chat messages or token ids.
+        columns: All other values of the row, as in the source.
+        name: Name of the row in error messages, with the prompt column.
+    """
+
+    content: Any
+    columns: dict[str, Any]
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptForm:
+    """Mapping from a row to its prompt and the columns for the rewards.
+
+    Args:
+        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``; others are unchanged.
+        preprocess: Function from a row to the row to use, called first and on each read; must be deterministic.
+        chat: True to turn a string prompt into the user message of a chat.
+        system: System message of chats without one; turns a string prompt into a chat.
+        chat_template_kwargs: Further variables of the tokenizer's chat template, such as ``{"enable_thinking":
+            False}``.
+
+    Raises:
+        ValueError: If an option has an invalid value.
+    """
+
+    columns: Mapping[str, str] | None = None
+    preprocess: Callable[[Any], Any] | None = None
+    chat: bool = False
+    system: str | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_bools(chat=self.chat)
+        columns, variables = self.columns or {}, self.chat_template_kwargs or {}
+        if not isinstance(columns, Mapping) or not all(isinstance(name, str) for name in columns.values()):
+            example = '{"prompt": "question"}'
+            raise ValueError(f"expected columns to map new names to names of columns, as {example}, got {columns!r}")
+        if self.preprocess is not None and not callable(self.preprocess):
+            raise ValueError(f"expected preprocess to be a function of a row, got {self.preprocess!r}")
+        if self.system is not None and not isinstance(self.system, str):
+            raise ValueError(f"expected system to be a string, got {self.system!r}: write the text alone")
+        if not isinstance(variables, Mapping):
+            raise ValueError(f"expected chat_template_kwargs to be a mapping, got {variables!r}")
+        reserved = sorted(set(RENDERING) & set(variables))
+        if reserved:
+            raise ValueError(
+                f"expected chat_template_kwargs to hold variables of the chat template, got {in_words(reserved)}: "
+                "leave it out, because a prompt always ends with the generation prompt"
+            )
+
+    def check_names(self, names: Sequence[str] | Mapping[str, Any], where: str) -> None:
+        """Check that the columns in the options exist, and that one can be the prompt.
+
+        Raises:
+            ValueError: With the missing column and the existing ones.
+        """
+        columns = self.columns or {}
+        check_mapping(columns, names, where)
+        renamed = list(dict.fromkeys([*columns, *(name for name in names if name not in columns.values())]))
+        check_columns(renamed, where)
+        content_column(renamed, where, columns)
+
+    def read(self, row: Any, name: str) -> "Reading":
+        """Return the prompt of a row as the model gets it, and the other columns.
+
+        Args:
+            row: Row of the source.
+            name: Name of the row in error messages.
+
+        Raises:
+            ValueError: If a value is invalid; with row, column and expected type.
+        """
+        if self.preprocess is not None:
+            row = apply(self.preprocess, row, name)
+        if not isinstance(row, Mapping):
+            if self.columns:
+                raise ValueError(
+                    f"expected {name} to have columns, because columns={dict(self.columns)}, got a "
+                    f"{type(row).__name__}: leave columns out"
+                )
+            return Reading(self._content(row, name), {}, name)
+        row = self._rename(row, name)
+        check_columns(row, name)
+        column = content_column(row, name, self.columns or {})
+        source = (self.columns or {}).get(column, column)
+        place = f"{name[:-1]}, column {source})" if name.endswith(")") else f"{name} (column {source})"
+        columns = {key: value for key, value in row.items() if key != column}
+        return Reading(self._content(row[column], place), columns, place)
+
+    def _rename(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        if not self.columns:
+            return row
+        check_mapping(self.columns, row, name)
+        sources = set(self.columns.values())
+        kept = {key: value for key, value in row.items() if key not in sources}
+        return kept | {new: row[old] for new, old in self.columns.items()}
+
+    def _content(self, content: Any, name: str) -> Any:
+        if isinstance(content, str):
+            if self.system is None and not self.chat:
+                self._check_variables("a string", name)
+                return content
+            content = [{"role": "user", "content": content}]
+        if is_token_ids(content):
+            if self.system is not None:
+                raise ValueError(f"expected a string or chat messages, because system= is set, got token ids in {name}")
+            self._check_variables("token ids", name)
+            return content
+        messages = read_messages(content, name)
+        if self.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
+        return messages
+
+    def _check_variables(self, got: str, name: str) -> None:
+        """Raise if there are chat template variables but no chat."""
+        if self.chat_template_kwargs:
+            raise ValueError(
+                f"expected chat messages, because chat_template_kwargs={dict(self.chat_template_kwargs)} is set, got "
+                f"{got} in {name}: pass chat=True to make a chat of a string, or leave chat_template_kwargs out"
+            )
+
+
+def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
+    """Return the result of ``preprocess`` on a row.
+
+    Raises:
+        ValueError: If the function raises; with the name of the row.
+    """
+    try:
+        return preprocess(row)
+    except Exception as error:
+        function = name_of(preprocess)
+        raise ValueError(
+            f"expected preprocess={function} to return a row, but it failed on {name}: {error!r}"
+        ) from error
+
+
+def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str, Any], where: str) -> None:
+    """Check that the columns in a mapping exist.
+
+    Raises:
+        ValueError: With the missing column and the existing ones.
+    """
+    for new, old in columns.items():
+        if old not in names:
+            near = difflib.get_close_matches(old, list(names), 1)
+            cure = f'columns={{"{new}": "{near[0]}"}}' if near else "one of these in columns="
+            raise ValueError(
+                f'expected columns={dict(columns)} to name columns that exist, got no "{old}" in {where}, which has '
+                f"{in_words(names)}: write {cure}"
+            )
+
+
+def content_column(
+    names: Sequence[str] | Mapping[str, Any], where: str, columns: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the name of the prompt column.
+
+    Args:
+        names: Names of the columns.
+        where: Name of the row in error messages.
+        columns: Column mapping of the user, which selects one of two candidates.
+
+    Raises:
+        ValueError: If there are no or two candidates; with the existing columns and the option to set.
+    """
+    present = [column for column in CONTENT if column in names]
+    chosen = [column for column in present if column in columns] if len(present) > 1 else present
+    if len(chosen) == 1:
+        return chosen[0]
+    if present:
+        raise ValueError(
+            f'expected one entry "prompt" or "messages", got both in {where}: select the prompt by '
+            'columns={"prompt": "prompt"} or columns={"messages": "messages"}; rewards get the other one'
+        )
+    known = [name for name in QUESTIONS if name in names]
+    cure = f'columns={{"prompt": "{known[0] if known else next(iter(names), "...")}"}}'
+    raise ValueError(
+        f'expected every row to have an entry "prompt" or "messages", got none in {where}, which has '
+        f"{in_words(names)}: name the prompt column by {cure}"
+    )
+
+
+def is_token_ids(content: Any) -> bool:
+    """Return True if a prompt is a list or tuple of integers, or empty."""
+    if not isinstance(content, Sequence) or isinstance(content, str | bytes | bytearray):
+        return False
+    kinds = set(map(type, content))
+    return all(kind is int or (kind is not bool and issubclass(kind, Integral)) for kind in kinds)
+
+
+def read_messages(content: Any, name: str) -> list[dict[str, Any]]:
+    """Return validated chat messages without entries that are None, which tables add for missing keys.
+
+    The order of roles is left to the chat template, but an answer at the end raises, because the policy is to write it.
+
+    Raises:
+        ValueError: If a message is malformed; with the row and the message.
+    """
+    is_list = isinstance(content, Sequence) and not isinstance(content, str | bytes | bytearray)
+    if not is_list or not any(isinstance(message, Mapping) for message in content):
+        raise ValueError(
+            f"expected a string, a list of token ids, or a list of chat messages, got {_description(content)} in {name}"
+        )
+    messages = [_message(message, number, name) for number, message in enumerate(content)]
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"expected chat messages that end before the assistant's answer, got its answer as the last one in {name}: "
+            'leave it out, as preprocess=lambda row: row | {"messages": row["messages"][:-1]}'
+        )
+    return messages
+
+
+def _message(message: Any, number: int, name: str) -> dict[str, Any]:
+    where = f"message {number} of {name}"
+    example = '{"role": "user", "content": "..."}'
+    if not isinstance(message, Mapping):
+        raise ValueError(f"expected {where} to be a mapping such as {example}, got {_description(message)}")
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f'expected {where} to have a string "role", as {example}, got {dict(message)!r:.200}')
+    kept = {key: value for key, value in message.items() if value is not None}
+    if "content" not in kept and "tool_calls" in kept:
+        return kept
+    if not isinstance(message.get("content"), str):
+        raise ValueError(
+            f'expected {where} to have a string "content", as {example}, got {dict(message)!r:.200}: images and other '
+            "parts are not supported"
+        )
+    return kept
+
+
+def _description(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a mapping with {in_words(value)}"
+    kinds = sorted({type(item).__name__ for item in value}) if isinstance(value, list | tuple) else []
+    return f"a {type(value).__name__}" + (f" of {' and '.join(kinds)}" if kinds else "") + f" ({value!r:.80})"

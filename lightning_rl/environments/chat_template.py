@@ -1,0 +1,238 @@
+"""Bridge: tokens between two answers of a policy, without rendering the answers again.
+
+A chat template writes the same after every answer. So a dummy conversation with a marked answer is rendered, and its
+ids from the end of that answer on are the bridge. Then prefix, sampled ids and bridge are concatenated, and no sampled
+token is ever encoded again.
+"""
+
+import inspect
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.environments.environment import Message
+from lightning_rl.environments.environment_schema import strings_of
+
+MARK = "mark-of-an-answer-7f3a"
+KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two tools": ("tool", "tool")}
+WORDS = ("first-thing-said 41", "second-thing-said 52")  # texts that no template writes
+MAX_CHARACTERS = 2**22  # of messages together: more fits into no context and takes minutes to encode
+CALL_ID = "call{:05d}"  # nine characters, as Mistral requires
+
+
+class BridgeError(ValueError):
+    """Chat template without a fixed text between two answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """Text that a tokenizer's chat template writes between answers.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        close: Ids that end a response of the run.
+        options: Further arguments of the template, as for the prompts.
+
+    Raises:
+        BridgeError: If there is no template or no id ends an answer.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    close: Collection[int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    _control: Mapping[int, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check that there are a template and closing ids."""
+        if not self.tokenizer.chat_template:
+            raise BridgeError("expected a tokenizer with a chat template for an environment in messages, got none")
+        if not self.close:
+            raise BridgeError(
+                "expected ids that end an answer, got none: pass sampling=SamplingParams(eos_token_ids=[...]) with the "
+                "token that the chat template writes after an answer"
+            )
+        object.__setattr__(self, "_control", control_tokens(self.tokenizer))
+
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        """Return the prompt of a conversation; no text of the messages becomes a control token.
+
+        Args:
+            messages: Messages of any roles, at least one.
+            tools: Schemas of the tools.
+
+        Raises:
+            BridgeError: If the template does not render them; says why.
+        """
+        return self._ids(messages, tools=list(tools) or None)
+
+    def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the ids after an answer: its closing token unless it was sampled, messages, and the next answer's
+        header.
+
+        Args:
+            drawn: Token ids of the answer.
+            messages: Messages of users or tools, at least one.
+
+        Raises:
+            BridgeError: If the template does not render them, or their text became control tokens; says why.
+        """
+        ids = self.tail(messages)
+        harmless = self.tail([{**message, "content": "x"} for message in messages])
+        if self._count(ids) > self._count(harmless):
+            raise BridgeError("the environment's text became control tokens, which could end its turn")
+        if not drawn or drawn[-1] not in self.ends:
+            return ids
+        return ids[1:] if drawn[-1] == ids[0] or not self.closes_as_head(ids) else ids
+
+    @property
+    def ends(self) -> Collection[int]:
+        """Ids that close an answer: control tokens, unless only plain tokens end responses."""
+        return frozenset(self.close) & self._control.keys() or self.close
+
+    def _count(self, ids: Sequence[int]) -> int:
+        return sum(token in self._control for token in ids)
+
+    def closes_as_head(self, ids: Sequence[int]) -> bool:
+        """Return True if the token that closes an answer also begins the next message, as a role marker may do."""
+        special = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        end = next((place for place in range(1, len(ids)) if ids[place] in special), len(ids))
+        return bool(str(self.tokenizer.decode(list(ids[1:end]))).strip())
+
+    def tail(self, messages: Sequence[Message], history: Sequence[Message] = ()) -> tuple[int, ...]:
+        """Return the ids from the token that closes an answer to the start of the next answer."""
+        refused: list[str] = []
+        for talk, new in dummies(messages):
+            try:
+                return self._cut([*history, *talk], new)
+            except BridgeError as error:
+                refused.append(str(error))
+        raise BridgeError("; ".join(dict.fromkeys(refused)))
+
+    def _cut(self, talk: Sequence[Message], new: Sequence[Message]) -> tuple[int, ...]:
+        before, found, after = self._text([*talk, *new]).partition(MARK)
+        if not found:
+            raise BridgeError(
+                "the template does not write the text of an answer: it has to write each message's content"
+            )
+        if MARK in after:
+            raise BridgeError("the template writes an answer twice")
+        closing = self._closing(self.tokenizer(before, add_special_tokens=False)["input_ids"])
+        ids = self._ids([*talk, *new])
+        places = [place for place, token in enumerate(ids) if token in self.ends]
+        if len(places) <= closing:
+            raise BridgeError(self._missing_end(after))
+        return tuple(ids[places[closing] :])
+
+    def _missing_end(self, after: str) -> str:
+        """Return the message for a template that writes no closing id after an answer."""
+        start = f"the template ends an answer with none of the ids {sorted(self.close)} that end a response"
+        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
+        token = next((token for token in ids if token in self._control), None)
+        if token is None:
+            return f"{start}, nor with another control token: it has to write one after each answer"
+        return (
+            f"{start}, but with {self._control[token]!r} (id {token}): pass sampling=SamplingParams(eos_token_ids="
+            f"{sorted({*self.close, token})})"
+        )
+
+    def _closing(self, ids: Sequence[int]) -> int:
+        return sum(token in self.ends for token in ids)
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        return str(self._render(messages, tokenize=False))
+
+    def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Return the conversation as ids; no text of a message becomes a control token."""
+        if (characters := sum(map(len, strings_of(messages)))) > MAX_CHARACTERS:
+            raise BridgeError(f"expected messages of at most {MAX_CHARACTERS} characters, got {characters}")
+        if SANITIZES:
+            safe = {"tokenize": True, "return_dict": False, "sanitize_control_tokens": True}
+            return list(self._render(messages, **safe, **options))
+        texts = list(strings_of(messages))
+        if token := next((token for token in self._control.values() if any(token in text for text in texts)), None):
+            raise BridgeError(
+                f"the environment's text holds the control token {token!r}, which this version of transformers cannot "
+                "write as plain text: install transformers>=5.23"
+            )
+        text = self._render(messages, tokenize=False, **options)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, **{**self.options, **options}
+            )
+        except Exception as error:  # a template may raise anything
+            raise BridgeError(f"the template raises {type(error).__name__}: {error}") from error
+
+    def check(self, kind: str) -> list[str]:
+        """Return the faults of the bridge over messages of a kind; empty if it is reliable.
+
+        Args:
+            kind: Key of :data:`KINDS`.
+        """
+        new = [{"role": role, "content": words, "name": "f"} for role, words in zip(KINDS[kind], WORDS, strict=False)]
+        try:
+            ids = self.tail(new)
+        except BridgeError as error:
+            return [str(error)]
+        found: list[str] = []
+        for what, history in self._histories().items():
+            try:
+                same = self.tail(new, history) == ids
+            except BridgeError:
+                continue  # a template may reject system messages
+            if not same:
+                found.append(f"the template writes something else after {what}")
+        text = self.tokenizer.decode(list(ids))
+        found += [f"the template drops the text of a {m['role']} message" for m in new if m["content"] not in text]
+        return list(dict.fromkeys(found))
+
+    def _histories(self) -> dict[str, list[Message]]:
+        talk: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        return {"a longer conversation": [*talk, *talk], "a system message": [{"role": "system", "content": "?"}]}
+
+
+SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the tokens that only a template may write: special ones, and added ones in its text."""
+    template = str(tokenizer.chat_template)
+    return {
+        number: token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if number != tokenizer.unk_token_id  # encoding of any text outside of the vocabulary
+        and (token.special or (token.content in template and not token.content.isspace()))
+    }
+
+
+def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Message]]]:
+    """Return dummy conversations up to a marked answer, and the following messages, to try in order.
+
+    A tool's message first follows a real call, as some templates copy its name or id. Most templates write arguments
+    as JSON, some expect JSON text.
+    """
+    ask: Message = {"role": "user", "content": "?"}
+    new = [dict(message) for message in messages]
+    plain = ([ask, {"role": "assistant", "content": MARK}], list[Message](new))
+    tools = [message for message in new if message.get("role") == "tool"]
+    if not tools:
+        return [plain]
+    for number, message in enumerate(tools):
+        message["tool_call_id"] = message.get("tool_call_id") or CALL_ID.format(number)
+    talks: list[tuple[list[Message], list[Message]]] = []
+    for written in (False, True):
+        calls = [_call(message, MARK if number == 0 else "?", written=written) for number, message in enumerate(tools)]
+        talks.append(([ask, {"role": "assistant", "content": "", "tool_calls": calls}], list[Message](new)))
+    return [*talks, plain]
+
+
+def _call(message: Message, text: str, *, written: bool) -> dict[str, Any]:
+    """Return the call that a tool's message answers."""
+    arguments = {"x": text}
+    function = {"name": message.get("name") or "f", "arguments": json.dumps(arguments) if written else arguments}
+    return {"type": "function", "id": message["tool_call_id"], "function": function}

@@ -1,0 +1,227 @@
+"""Drivers that advance conversations with one engine.
+
+Samples do not depend on the driver: each seed belongs to (sample, turn).
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from lightning_rl.environments.conversation import Conversation, Transcript
+from lightning_rl.generation import Completion, Engine, Request
+from lightning_rl.generation.engine import give_all
+from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.utils.arguments import check_counts
+
+
+class Opening(NamedTuple):
+    """Conversation that has not begun.
+
+    Attributes:
+        conversation: Conversation of one sample.
+        row: Row of the data for the environment.
+        seed: Seed for the environment.
+    """
+
+    conversation: Conversation
+    row: Mapping[str, Any]
+    seed: int
+
+
+def converse(
+    openings: Sequence[Opening],
+    engine: Engine,
+    *,
+    logprobs: bool = False,
+    answers: TurnAnswers | None = None,
+    executor: Executor | None = None,
+    limit: int | None = None,
+) -> list[Transcript]:
+    """Advance conversations until all have ended, on the schedule of the engine; see :meth:`Engine.converse`.
+
+    Every rank that shares an engine has to call it, even without conversations.
+
+    Args:
+        openings: Conversations.
+        engine: Engine that generates.
+        logprobs: True if each token needs a log-probability.
+        answers: Checks of the engine's completions; None for no checks.
+        executor: Threads that run environments in parallel; None for the thread that has the completion.
+        limit: Maximum number of open conversations; None for all.
+
+    Returns:
+        The transcripts, in the order of ``openings``.
+
+    Raises:
+        EngineError: If the engine fails or a check does. Environments are closed then.
+        ValueError: If ``limit`` is not positive.
+    """
+    return _play(
+        _Talks(openings, answers=answers, executor=executor, limit=limit),
+        lambda talks: engine.converse(talks, logprobs=logprobs),
+    )
+
+
+def play(
+    openings: Sequence[Opening],
+    draw: Callable[[Sequence[Request]], Sequence[Completion]],
+    *,
+    executor: Executor | None = None,
+    limit: int | None = None,
+) -> list[Transcript]:
+    """Advance conversations in rounds of a function: all requests that are ready are passed together.
+
+    Args:
+        openings: Conversations.
+        draw: Function that returns completions of requests, in order.
+        executor: Threads that run environments; None for this thread.
+        limit: Maximum number of open conversations; None for all.
+
+    Returns:
+        The transcripts, in the order of ``openings``.
+    """
+
+    def in_rounds(talks: "_Talks") -> None:
+        while requests := talks.take():
+            give_all(talks, requests, draw(requests))
+
+    return _play(_Talks(openings, answers=None, executor=executor, limit=limit), in_rounds)
+
+
+def _play(talks: "_Talks", drive: Callable[["_Talks"], None]) -> list[Transcript]:
+    try:
+        drive(talks)
+        return talks.transcripts()
+    except BaseException:
+        talks.abandon()
+        raise
+
+
+class _Talks:
+    """Conversations as an :class:`~lightning_rl.generation.engine.Exchange`."""
+
+    def __init__(
+        self,
+        openings: Sequence[Opening],
+        *,
+        answers: TurnAnswers | None,
+        executor: Executor | None,
+        limit: int | None,
+    ) -> None:
+        check_counts(1, optional=True, limit=limit)
+        self._openings, self._waiting = openings, deque(openings)
+        self._answers, self._executor = answers, executor
+        self._limit = len(openings) if limit is None else limit
+        self._changed = threading.Condition()
+        self._ready: list[Conversation] = []  # have a request to take
+        self._drawing: dict[int, tuple[Request, Conversation]] = {}  # by id() of the request
+        self._busy: set[Conversation] = set()  # their environments are running
+        self._failure: BaseException | None = None
+        self._abandoned = False
+
+    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
+        """Return the requests of all conversations that have one; see :meth:`Exchange.take`."""
+        end: float | None = None
+        while True:
+            self._open()
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                if self._ready and end is None:
+                    end = time.monotonic() + linger
+                if self._has_room():
+                    continue  # a new conversation has ended already
+                if not wait or not (self._busy or (self._drawing and not self._ready)):
+                    return self._hand_out()
+                if end is not None and time.monotonic() >= end:
+                    return self._hand_out()
+                self._changed.wait(None if end is None else min(end - time.monotonic(), threading.TIMEOUT_MAX))
+
+    def _hand_out(self) -> list[Request]:
+        """Return the requests that are ready, ordered by sample."""
+        asked = [(each.request, each) for each in self._ready if each.request is not None]
+        asked.sort(key=lambda pair: pair[0].sample_id)
+        self._ready = []
+        self._drawing |= {id(request): (request, conversation) for request, conversation in asked}
+        requests = [request for request, _ in asked]
+        if self._answers is not None:
+            self._answers.ask(requests)
+        return requests
+
+    def give(self, request: Request, completion: Completion) -> None:
+        """Run the environment on a completion, here or in the executor; see :meth:`Exchange.give`."""
+        if self._answers is not None:
+            completion = self._answers.check(request, completion)
+        with self._changed:
+            _, conversation = self._drawing.pop(id(request))
+            self._busy.add(conversation)
+        self._run(conversation, conversation.receive, completion)
+
+    def fail(self, error: BaseException) -> None:
+        """Make the next :meth:`take` raise the first of several errors."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        return bool(self._waiting) and len(self._busy) + len(self._drawing) + len(self._ready) < self._limit
+
+    def _open(self) -> None:
+        """Begin conversations up to the limit."""
+        while True:
+            with self._changed:
+                if self._abandoned or not self._has_room():
+                    return
+                opening = self._waiting.popleft()
+                self._busy.add(opening.conversation)
+            self._run(opening.conversation, opening.conversation.begin, opening.row, opening.seed)
+
+    def _run(self, conversation: Conversation, move: Callable[..., None], *arguments: Any) -> None:
+        if self._executor is None:
+            self._move(conversation, move, *arguments)
+        else:
+            self._executor.submit(self._move, conversation, move, *arguments)
+
+    def _move(self, conversation: Conversation, move: Callable[..., None], *arguments: Any) -> None:
+        try:
+            if not self._abandoned:
+                move(*arguments)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            with self._changed:
+                self._busy.discard(conversation)
+                abandoned = self._abandoned
+                if conversation.request is not None and not abandoned:
+                    self._ready.append(conversation)
+                self._changed.notify_all()
+            if abandoned:
+                conversation.abandon()
+
+    def abandon(self) -> None:
+        """Close every environment; running ones are closed when they return."""
+        with self._changed:
+            self._abandoned = True
+            idle = [opening.conversation for opening in self._openings if opening.conversation not in self._busy]
+        for conversation in idle:
+            conversation.abandon()
+
+    def transcripts(self) -> list[Transcript]:
+        if self._answers is not None:
+            self._answers.close()
+        return [_transcript_of(opening.conversation, self._answers) for opening in self._openings]
+
+
+def _transcript_of(conversation: Conversation, answers: TurnAnswers | None) -> Transcript:
+    """Return the transcript of a conversation with the engine's completions as they were checked."""
+    transcript = conversation.transcript
+    if transcript is None:
+        raise RuntimeError("expected a conversation that has ended, got one that waits")
+    if answers is None:
+        return transcript
+    return replace(transcript, given=tuple((one, answers.answer_to(one) or drawn) for one, drawn in transcript.pairs))

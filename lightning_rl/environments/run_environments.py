@@ -1,0 +1,267 @@
+"""Environments of a run and creation of their conversations."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_rl.data import Prompt
+from lightning_rl.data.row_schema import is_token_ids
+from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
+from lightning_rl.environments.conversation import Conversation, ConversationLimits, close_quietly
+from lightning_rl.environments.driver import Opening
+from lightning_rl.environments.environment import Environment, Message, TokenEnvironment
+from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
+from lightning_rl.environments.parsing import AnswerParser, ParserSource, parser_for, plain_text
+from lightning_rl.environments.protocols import environment_of
+from lightning_rl.environments.tools import ObjectEnvironment, Tool, ToolEnvironment, schemas_of
+from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
+from lightning_rl.generation import Request, request_seed
+from lightning_rl.utils.naming import name_of
+
+Factory = Callable[[], Any]
+"""Function that creates an :class:`Environment`, a :class:`TokenEnvironment` or an object as in TRL."""
+
+EnvironmentSource = Factory | Mapping[str, Factory]
+STARTS = 2**61  # start of the seeds of environments, far from those of samples
+
+
+@dataclass(frozen=True, slots=True)
+class RowCheck:
+    """Check that rows of the data name an environment.
+
+    Args:
+        names: Names of the environments.
+        column: Column with the name of a row's environment; also checked for a single environment with a name.
+    """
+
+    names: tuple[str, ...]
+    column: str = DEFAULT
+
+    def __call__(self, columns: Mapping[str, Any], row: str) -> str:
+        """Return the name of a row's environment.
+
+        Args:
+            columns: Columns of the row.
+            row: Name of the row in messages.
+
+        Raises:
+            ValueError: If it has none; names row, value and alternatives.
+        """
+        if taken := set(REWARD_COLUMNS) & set(columns):
+            raise ValueError(
+                f"expected data without a column {min(taken)!r}, which rewards get from environments, got one in "
+                f"{row}: rename it"
+            )
+        if len(self.names) == 1 and (self.names[0] == DEFAULT or self.column not in columns):
+            return self.names[0]
+        if self.column not in columns:
+            raise ValueError(
+                f"expected a column {self.column!r} in {row} that names one of {sorted(self.names)}, got "
+                f"{sorted(columns) or 'no columns'}: add it, or pass a single environment"
+            )
+        name = columns[self.column]
+        if not (isinstance(name, str) and name in self.names):
+            raise ValueError(
+                f"expected column {self.column!r} of {row} to name one of {sorted(self.names)}, got {name!r}"
+            )
+        return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environments:
+    """Environments of a run.
+
+    Args:
+        factories: Factories by name; a single one is called ``environment``.
+        limits: Limits of conversations.
+        tokenizer: Tokenizer for environments in messages; None if all use token ids.
+        close: Ids that end an answer.
+        template_options: Further arguments of the chat template.
+        parse: Parser of answers; by default everything is text.
+        schemas: Schemas of the tools of each environment in messages, as they were at setup.
+        seed: Seed of the run.
+        workers: Pool of worker processes; None to run environments in this process.
+    """
+
+    factories: Mapping[str, Factory]
+    limits: ConversationLimits = field(default_factory=ConversationLimits)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    close: frozenset[int] = frozenset()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    parse: AnswerParser | None = None
+    schemas: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    seed: int = 0
+    workers: WorkerPool | None = None
+
+    def open(self, prompt: Prompt, request: Request) -> Opening:
+        """Return a conversation for a request."""
+        row, name = {**prompt.columns, "prompt": prompt.content}, self.name_for(prompt)
+        make = self._maker(name, prompt)
+        conversation = Conversation(None, request, self.limits, name, make)
+        return Opening(conversation, row, request_seed(self.seed, 0, STARTS + prompt.index))
+
+    def _maker(self, name: str, prompt: Prompt) -> Callable[[], TokenEnvironment]:
+        """Return the function that creates the environment of a conversation, for each try."""
+        workers = self.workers
+        if workers is None:
+            return lambda: self.in_tokens(self.factories[name](), prompt)
+        budget = workers.budget()
+        return lambda: self.in_tokens(workers.open(name, budget), prompt)
+
+    def name_for(self, prompt: Prompt) -> str:
+        """Return the name of a row's environment.
+
+        Raises:
+            ValueError: If it is invalid; names the value and alternatives.
+        """
+        return RowCheck(tuple(self.factories))(prompt.columns, f"prompt {prompt.index}")
+
+    def in_tokens(self, made: Any, prompt: Prompt) -> TokenEnvironment:
+        """Return any kind of environment as one in token ids."""
+        made = environment_of(made)
+        if not isinstance(made, Environment):
+            return made
+        bridge = self._bridge(type(made).__name__)
+        schemas = _schemas(made)
+        parse = self.parse or plain_text(bridge.tokenizer)
+        return MessageEnvironment(made, bridge, parse, schemas, messages_of(prompt))
+
+    def _bridge(self, name: str) -> Bridge:
+        if self.tokenizer is None:
+            raise BridgeError(f"expected a tokenizer for environment {name}, which speaks in messages, got none")
+        return Bridge(self.tokenizer, self.close, self.template_options)
+
+    def check(self, tool_parser: ParserSource | None = None, prompt: Prompt | None = None) -> Self:
+        """Check the environments before anything is generated.
+
+        Args:
+            tool_parser: Option of the run.
+            prompt: Prompt of the data, or None.
+
+        Returns:
+            A copy with the schemas of tools, and a parser if there are tools or one was requested.
+
+        Raises:
+            BridgeError: If a bridge is unreliable; names environment, kind of message and fault.
+            ParserError: If no parser reads the tool calls of the chat template.
+            ValueError: If an environment in messages begins with the row's prompt, which is token ids.
+        """
+        found = dict[str, Sequence[Mapping[str, Any]]]()
+        for name, factory in self.factories.items():
+            made = environment_of(factory() if self.workers is None else self.workers.open(name, self.workers.budget()))
+            close_quietly(made)  # it was never reset
+            if not isinstance(made, Environment):
+                continue
+            if prompt is not None and is_token_ids(prompt.content) and not begins_itself(made):
+                raise ValueError(
+                    f"expected prompts of text or of chat messages for environment {name}, which speaks in messages "
+                    "and begins with the row's own prompt, got token ids: write the prompts as text, return messages "
+                    "from its reset, or use an environment in token ids"
+                )
+            bridge, found[name] = self._bridge(name), _schemas(made)
+            for kind in KINDS if found[name] else ("user",):
+                if wrong := bridge.check(kind):
+                    raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
+        parse = None
+        if self.tokenizer is not None and (tool_parser is not None or any(found.values())):
+            parse = parser_for(self.tokenizer, tool_parser, self.template_options)
+        return replace(self, parse=parse, schemas=found)
+
+
+def factories_of(environment: EnvironmentSource | None, tools: Sequence[Tool] | None = None) -> dict[str, Factory]:
+    """Return the environments of a run by name; empty without environments and tools.
+
+    Args:
+        environment: Factory, or factories by name.
+        tools: Functions instead of an environment, or None.
+
+    Raises:
+        ValueError: If both are given, or a factory is invalid; says which.
+    """
+    if tools is not None and environment is not None:
+        raise ValueError(
+            "expected environment= or tools=, got both: an environment brings its tools, such as ToolEnvironment(tools)"
+        )
+    if tools is not None:
+        _check_tools(tools)
+        environment = partial(ToolEnvironment, tuple(tools))
+    if environment is None:
+        return {}
+    named = environment if isinstance(environment, Mapping) else {DEFAULT: environment}
+    for name, factory in named.items():
+        _check_factory(name, factory)
+    if not named:
+        raise ValueError("expected an environment or several by name, got an empty mapping: pass environment=None")
+    return dict(named)
+
+
+def _check_tools(tools: Any) -> None:
+    if isinstance(tools, str) or not isinstance(tools, Sequence) or not all(map(callable, tools)):
+        raise ValueError(f"expected tools to be a list of functions, got {tools!r}")
+    if not tools:
+        raise ValueError(f"expected tools to be a list of at least one function, got {tools!r}: leave tools out")
+
+
+def _check_factory(name: Any, factory: Any) -> None:
+    """Check that a factory can create the environment of a name.
+
+    Raises:
+        ValueError: If not; says what to pass.
+    """
+    if not (isinstance(name, str) and name) or "/" in name:
+        raise ValueError(
+            f"expected a name without / for each environment, as the column of the data has it, got {name!r}: its "
+            "metrics are env/<name>/..."
+        )
+    if callable(factory):
+        _check_arguments(name, factory)
+        return
+    got, cure = repr(factory), "pass the class itself, or a lambda that makes one"
+    if isinstance(factory, str):
+        cure = "pass the class itself, or its name with its module, such as my_package.Guess"
+    elif hasattr(factory, "step"):
+        got = f"an object of {type(factory).__name__}"
+        cure = f"pass {type(factory).__name__} itself, or a lambda that makes one"
+    raise ValueError(
+        f"expected environment {name} to be a class or a function that makes one for each conversation, got {got}: "
+        f"{cure}"
+    )
+
+
+def _check_arguments(name: str, factory: Factory) -> None:
+    """Check that a factory can be called without arguments."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:
+        return  # a C function without a signature
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise ValueError(
+            f"expected environment {name} to be made without arguments for each conversation, got "
+            f"{name_of(factory)}, {error}: pass functools.partial({name_of(factory)}, ...) or a lambda"
+        ) from error
+
+
+def messages_of(prompt: Prompt) -> Sequence[Message]:
+    """Return the prompt of a row as chat messages; empty for token ids."""
+    if isinstance(prompt.content, str):
+        return [{"role": "user", "content": prompt.content}]
+    content = prompt.content if isinstance(prompt.content, Sequence) else ()
+    return [message for message in content if isinstance(message, Mapping)]
+
+
+def begins_itself(environment: Environment) -> bool:
+    """Return True if an environment may begin with its own messages instead of the row's prompt."""
+    if isinstance(environment, RemoteEnvironment):
+        return environment.begins_itself
+    return type(environment).reset is not Environment.reset and not isinstance(environment, ObjectEnvironment)
+
+
+def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:
+    return environment.schemas if isinstance(environment, RemoteEnvironment) else schemas_of(environment.tools)

@@ -1,0 +1,154 @@
+"""Sampling parameters and filters, for training and evaluation."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from lightning_rl.utils.arguments import check_counts, check_numbers
+
+CANDIDATES = 1024  # most likely tokens that top-p tries before it sorts the vocabulary
+UNITS = 2**30  # integer that stands for probability 1, see in_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of a response.
+
+    The filters apply in the order min-p, top-k, top-p, each to the tokens left by the previous one, at the given
+    temperature. Greedy sampling ignores them.
+
+    Args:
+        temperature: Divisor of the logits; 0 is greedy, which only an evaluation may use.
+        top_k: Number of most likely tokens to keep, with ties of the last one; 0 keeps all.
+        top_p: Smallest probability mass to keep, most likely tokens first, in (0, 1]; 1 keeps all.
+        min_p: Share of the highest probability below which tokens are dropped, in [0, 1); 0 keeps all.
+        max_new_tokens: Maximum number of tokens of a response.
+        stop: Strings that end a response; the token that completes one belongs to it.
+        eos_token_ids: Ids that end a response and belong to it; None for those of the generation config and the
+            tokenizer.
+
+    Raises:
+        ValueError: If an option is out of range; names it.
+
+    Example:
+        >>> SamplingParams().filters, SamplingParams(top_p=0.9).filters, SamplingParams(top_p=0.9, temperature=0).filters
+        (False, True, False)
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    stop: Sequence[str] = ()
+    eos_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check ranges and turn sequences into tuples."""
+        check_numbers(at_least=0, finite=True, temperature=self.temperature)
+        check_counts(0, top_k=self.top_k)
+        check_numbers(above=0, at_most=1, top_p=self.top_p)
+        check_numbers(at_least=0, at_most=1, min_p=self.min_p)
+        if self.min_p == 1:
+            raise ValueError("expected min_p below 1, got 1: no token but the likeliest would be left")
+        check_counts(1, max_new_tokens=self.max_new_tokens)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.eos_token_ids is not None:
+            object.__setattr__(self, "eos_token_ids", _token_ids(self.eos_token_ids))
+
+    @property
+    def filters(self) -> bool:
+        """True if a filter applies."""
+        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f'expected stop to be non-empty strings, such as ["</answer>"], got {stop!r}')
+    return strings
+
+
+def _token_ids(ids: Any) -> tuple[int, ...]:
+    """Return the distinct ids in ascending order."""
+    whole = isinstance(ids, Iterable) and not isinstance(ids, str)
+    given: tuple[Any, ...] = tuple(ids) if whole else ()
+    if not whole or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in given):
+        raise ValueError(
+            f"expected eos_token_ids to be token ids of at least 0, such as [2], or None for those of the model and "
+            f"the tokenizer, got {ids!r}"
+        )
+    return tuple(sorted(set(given)))
+
+
+class RowFilters:
+    """Top-k, top-p and min-p of several rows as tensors; each row may have its own values."""
+
+    def __init__(self, samplings: Sequence[SamplingParams], device: torch.device) -> None:
+        rows = [sampling if sampling.filters else SamplingParams() for sampling in samplings]
+        self.top_k = torch.tensor([row.top_k for row in rows], device=device)[:, None]
+        self.top_p = torch.tensor([row.top_p for row in rows], device=device)[:, None]
+        self.min_p = torch.tensor([row.min_p for row in rows], device=device)[:, None]
+        self.largest_k = max(row.top_k for row in rows)
+        self.with_top_p = any(row.top_p < 1 for row in rows)
+
+    def mask(self, logprobs: Float[Tensor, "L V"], rows: Int[Tensor, " L"]) -> Bool[Tensor, "L V"]:
+        """Return the tokens that each row may sample, always including the most likely one.
+
+        Example:
+            >>> filters = RowFilters([SamplingParams(top_p=0.7), SamplingParams(top_k=1)], torch.device("cpu"))
+            >>> filters.mask(torch.tensor([[0.5, 0.3, 0.2]] * 2).log(), torch.tensor([0, 1])).tolist()
+            [[True, True, False], [True, False, False]]
+        """
+        floor = logprobs.amax(-1, keepdim=True) + self.min_p[rows].log()
+        if self.largest_k:
+            top_k = self.top_k[rows]
+            largest = logprobs.topk(min(self.largest_k, logprobs.shape[-1]), -1).values
+            kth = largest.gather(1, (top_k - 1).clamp(0, largest.shape[-1] - 1))
+            floor = torch.where(top_k > 0, torch.maximum(floor, kth), floor)
+        kept = logprobs >= floor
+        return _nucleus(logprobs.masked_fill(~kept, -torch.inf), self.top_p[rows]) if self.with_top_p else kept
+
+
+def in_units(mass: Float[Tensor, "L V"]) -> Int[Tensor, "L V"]:
+    """Convert probabilities in place to integer multiples of 2^-30.
+
+    Sums of integers are exact, so a sample depends neither on the order of additions on a device nor on other rows. On
+    CUDA a cumsum of floats depends on both, and raises under ``torch.use_deterministic_algorithms``.
+
+    Example:
+        >>> in_units(torch.tensor([[0.75, 0.25]])).tolist() == [[3 * 2**28, 2**28]]
+        True
+    """
+    whole = torch.int32 if mass.dtype == torch.float32 else torch.int64
+    return mass.view(whole).copy_(mass.mul_(UNITS).round_())
+
+
+def _nucleus(scores: Float[Tensor, "L V"], top_p: Float[Tensor, "L 1"]) -> Bool[Tensor, "L V"]:
+    """Return the fewest most likely tokens with a mass of ``top_p``, or all possible ones where it is 1.
+
+    A row is sorted whole only if its :data:`CANDIDATES` most likely tokens have less mass, so no row affects another.
+    """
+    limited = top_p < 1
+    mass = scores.softmax(-1)
+    likeliest, order = mass.topk(min(CANDIDATES, mass.shape[-1]), -1)
+    kept = _until(likeliest, order, top_p, mass.shape[-1])
+    beyond = ((likeliest.sum(-1, keepdim=True) < top_p) & limited)[:, 0].nonzero()[:, 0]
+    if len(beyond) and likeliest.shape[-1] < mass.shape[-1]:
+        kept[beyond] = _until(*mass[beyond].sort(-1, descending=True), top_p[beyond], mass.shape[-1])
+    return torch.where(limited, kept, scores > -torch.inf)
+
+
+def _until(
+    mass: Float[Tensor, "L K"], order: Int[Tensor, "L K"], share: Float[Tensor, "L 1"], vocabulary: int
+) -> Tensor:
+    """Return tokens of descending mass while the mass before them is below ``share``; the first one is always kept."""
+    units = in_units(mass.clone())
+    kept = (units.cumsum(-1) - units < share.double() * UNITS) & (mass > 0)
+    kept[:, 0] = True
+    return torch.zeros(len(mass), vocabulary, dtype=torch.bool, device=mass.device).scatter_(1, order, kept)

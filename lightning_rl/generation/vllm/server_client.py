@@ -1,0 +1,360 @@
+"""Client of one vLLM server: its description, loading of weights, sampling, and the label of each token's weights."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_rl.generation.vllm.group import GroupError, Invitation
+from lightning_rl.generation.vllm.http import LOOP, MAX_ANSWER, Client, Stale, Unanswered, quote
+from lightning_rl.generation.vllm.vllm_sampling import FINISH
+from lightning_rl.generation.vllm.vllm_version import check_version
+from lightning_rl.generation.vllm.worker_extension import Description
+from lightning_rl.generation.weights.buckets import Specification
+from lightning_rl.generation.weights.weight_stream import Shape
+
+PROBE = 30.0  # seconds for a call that returns at once
+LEAVING = 5.0  # seconds for a call to a server that is not used any more
+LOADING = "loading"  # label while weights are incomplete
+NO_LOGPROB = -9999.0  # value that vLLM sends for -inf and NaN
+ROUNDING = 1e-3  # by which rounding may lift a log-probability above 0
+TOKEN_BYTES = 2**10  # maximum bytes of an answer per token of prompt and response
+REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
+
+
+class Label(NamedTuple):
+    """Identifier of the weights that a token was sampled from, as attached by the server."""
+
+    run: str  # random name of the run that pushed them
+    number: int  # number of the push in this run; increases even if the version does not
+    version: int
+
+    def __str__(self) -> str:
+        """Return the label as servers store it."""
+        return f"{self.run}/{self.number}/{self.version}"
+
+    @staticmethod
+    def read(text: str) -> "Label | None":
+        """Parse ``str(label)``; return None for a server without weights of a trainer, or with incomplete ones."""
+        match = re.fullmatch(r"(\w+)/([0-9]{1,9})/([0-9]{1,9})", text)
+        return None if match is None else Label(match[1], int(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Response of a server to one request."""
+
+    token_ids: tuple[int, ...]
+    logprobs: Tensor | None  # float32; None if not requested
+    prompt_logprobs: Tensor | None  # of each prompt token but the first; None if not requested
+    finish_reason: str  # as named by vLLM
+    stop_reason: str | int | None  # stop string or id
+    labels: tuple[Label, ...]  # of the weights of each token
+    cached: int  # prompt tokens found in the prefix cache
+
+
+class Endpoint:
+    """Client of one server; ``timeout`` is in seconds, for one response or load.
+
+    Every call may raise :class:`Unanswered` (also for invalid answers) or :class:`Refused`.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout: float, ca: Path | None = None) -> None:
+        self._client = Client(url, key, ca)
+        self.url = self._client.url
+        self.timeout = timeout
+
+    def abort(self) -> None:
+        """Cancel the calls in flight, because the server is lost."""
+        self._client.abort()
+
+    def close(self) -> None:
+        """Cancel the calls in flight and every later one."""
+        self._client.close()
+
+    def check_health(self) -> None:
+        """Return if the server accepts requests."""
+        self._client.call("GET", "/health", timeout=PROBE)
+
+    def describe(self) -> Description:
+        """Return the server's description.
+
+        Raises:
+            ValueError: If it was not started with the settings that the engine needs.
+        """
+        answer = self._get("/version")
+        try:
+            with self._parsing():
+                check_version(str(answer["version"]))
+        except ImportError as error:
+            raise ValueError(f"{self.url}: {quote(str(error))}") from error
+        self._check_single()
+        results = self._on_workers("lightning_rl_describe")
+        with self._parsing():
+            description = _description(results[0])
+        for name, value in REQUIRED.items():
+            if (got := getattr(description, name)) != value:
+                raise ValueError(f"expected {name} {value} at {self.url}, got {quote(got)}: use lightning-rl serve")
+        return description
+
+    def _check_single(self) -> None:
+        """Raise if several engines share one port.
+
+        All of them would load weights, but only the first one reports the result, so another could serve old weights
+        under the new label. A worker of a dense model does not know of the other engines; the server does.
+        """
+        sizes = [self._world_size(whole) for whole in ("true", "false")]
+        if sizes[0] != sizes[1]:
+            number = sizes[0] // max(sizes[1], 1)
+            raise ValueError(
+                f"expected one engine at {self.url}, got {number} (--data-parallel-size), of which only the first "
+                "would report a failed load: start a server for each, and pass all URLs"
+            )
+
+    def _world_size(self, include_dp: str) -> int:
+        answer = self._get(f"/get_world_size?include_dp={include_dp}")
+        with self._parsing():
+            return _count(answer["world_size"])
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, decoded by the server's tokenizer."""
+        answer = self._post("/detokenize", {"tokens": list(ids)})
+        with self._parsing():
+            return str(answer["prompt"])
+
+    def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
+        """Compare the names and shapes of the synced tensors with the server's.
+
+        Raises:
+            ValueError: If a tensor differs; names the first one.
+        """
+        for result in self._on_workers("lightning_rl_compare", [(name, list(shape)) for name, shape in sent]):
+            if "error" in result:
+                raise ValueError(f"{self.url}: {quote(str(result['error']))}")
+
+    def label(self) -> Label | None:
+        """Return the label of the server's weights, or None if no trainer has pushed any."""
+        answer = self._client.call("GET", "/weight_info", timeout=self.timeout)
+        with self._parsing():
+            return Label.read(str(answer["weight_version"]))
+
+    def load(self, folder: Path, label: Label) -> None:
+        """Load the weights of a folder. Requests in flight pause and continue with the new weights.
+
+        Until the load succeeds, the server has a label that no trainer accepts.
+
+        Raises:
+            RuntimeError: If the server could not load them.
+        """
+        with self._replacing_weights(label):
+            self._check_load(self._on_workers("lightning_rl_load", str(folder)))
+
+    def receive(self, group: str, label: Label) -> None:
+        """Load weights that are broadcast in a group, otherwise as :meth:`load`.
+
+        Raises:
+            RuntimeError: If the server received all weights but could not load them.
+            GroupError: If it is not a member any more.
+        """
+        with self._replacing_weights(label):
+            results = self._on_workers("lightning_rl_receive", group)
+            for result in results:
+                if "left" in result:
+                    raise GroupError(f"{self.url} left group {group}: {quote(str(result['left']))}")
+            self._check_load(results)
+
+    @contextmanager
+    def _replacing_weights(self, label: Label) -> Iterator[None]:
+        self._post("/pause?mode=keep&clear_cache=false")
+        try:
+            self.clear_label()
+            yield
+            answer = self._post("/reset_prefix_cache?reset_running_requests=true")
+            with self._parsing():
+                reset = answer["success"]
+            if reset is not True:
+                raise RuntimeError(f"expected {self.url} to drop its prefix cache, but it did not")
+            self._post("/update_weight_version", {"new_version": str(label)})
+        finally:
+            self._post("/resume")
+
+    def _check_load(self, results: Sequence[Mapping[str, Any]]) -> None:
+        for result in results:
+            if "error" in result:
+                said = quote(str(result["error"]))
+                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {said}")
+
+    def count_workers(self) -> int:
+        """Return the number of processes that hold a part of the server's weights."""
+        return self._world_size("false")
+
+    def gpus(self) -> list[str]:
+        """Return the GPU of each of these processes."""
+        results = self._on_workers("lightning_rl_gpu")
+        with self._parsing():
+            return [str(result["gpu"]) for result in results]
+
+    def join(self, invitation: Invitation, first: int, tensors: Sequence[Specification]) -> None:
+        """Make every worker join a group, with ranks from ``first`` on.
+
+        Raises:
+            GroupError: If a worker could not join.
+        """
+        for result in self._on_workers("lightning_rl_join", invitation, first, tensors):
+            if "error" in result:
+                raise GroupError(f"expected {self.url} to join a group, but it failed: {quote(str(result['error']))}")
+
+    def membership(self) -> str:
+        """Return the name of the group that every worker is in; empty without one."""
+        results = self._on_workers("lightning_rl_membership")
+        with self._parsing():
+            names = {str(result["name"]) for result in results}
+        return names.pop() if len(names) == 1 else ""
+
+    def leave(self) -> None:
+        """Make every worker leave its group."""
+        self._client.call("POST", "/collective_rpc", {"method": "lightning_rl_leave", "args": []}, timeout=LEAVING)
+
+    def clear_label(self) -> None:
+        """Replace the label of the server's weights, so that no trainer accepts tokens from them."""
+        self._post("/update_weight_version", {"new_version": LOADING})
+
+    def sample(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
+        """Call :meth:`draw` and wait for its result."""
+        return LOOP.run(self.draw(name, ids, parameters))
+
+    async def draw(
+        self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], salt: str | None = None
+    ) -> Sample:
+        """Return the response to a request with a new name, under vLLM's sampling parameters.
+
+        With ``salt``, the prefix cache is shared only with requests of the same salt.
+        """
+        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": dict(parameters)}
+        if salt is not None:
+            body["cache_salt"] = salt
+        limit = MAX_ANSWER + TOKEN_BYTES * (len(ids) + parameters["max_tokens"])
+        answer = await self._generate(name, body, limit)
+        logprobs = prompt_logprobs = None
+        with self._parsing():
+            (choice,) = answer["choices"]
+            tokens = _counts(choice["token_ids"])
+            if len(tokens) > parameters["max_tokens"]:
+                raise ValueError(f"{len(tokens)} tokens for at most {parameters['max_tokens']}")
+            if parameters.get("logprobs") is not None:
+                content = choice["logprobs"]["content"]
+                if tuple([entry["token_id"] for entry in content]) != tokens:
+                    raise ValueError("log-probabilities of other tokens")
+                logprobs = _logprobs([entry["logprob"] for entry in content])
+            if parameters.get("prompt_logprobs") is not None:
+                entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
+                prompt_logprobs = _logprobs([entry[str(token)]["logprob"] for token, entry in entries])
+            _check_end(choice, tokens, parameters)
+            return Sample(
+                token_ids=tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=choice["finish_reason"],
+                stop_reason=choice["stop_reason"],
+                labels=_labels(choice, len(tokens)),
+                cached=_count(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
+            )
+
+    async def _generate(self, name: str, body: Mapping[str, Any], limit: int) -> Any:
+        """Send a request, and again under a new name if the connection was stale."""
+        attempt = 0
+        while True:
+            named = {"request_id": f"{name}-{attempt}" if attempt else name, **body}
+            try:
+                return await self._client.request(
+                    "POST", "/inference/v1/generate", named, timeout=self.timeout, limit=limit
+                )
+            except Stale:  # the stale connection is closed
+                attempt += 1
+
+    @contextmanager
+    def _parsing(self) -> Iterator[None]:
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            what = quote(f"{type(error).__name__}: {error}")
+            raise Unanswered(f"expected an answer from {self.url} that vLLM gives, got {what}") from error
+
+    def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        answer = self._post("/collective_rpc", {"method": method, "args": arguments})
+        with self._parsing():
+            results = answer["results"]
+            if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
+                raise ValueError("no answer of a worker")
+            return results
+
+    def _get(self, path: str) -> Any:
+        return self._client.call("GET", path, timeout=PROBE)
+
+    def _post(self, path: str, body: Any = None) -> Any:
+        return self._client.call("POST", path, body, timeout=self.timeout)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise ValueError(f"expected a count, got {value!r}")
+    return value
+
+
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    """Return counts after checking them together, as an answer may have thousands."""
+    if values and not (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31):
+        raise ValueError("expected counts, got something else")
+    return tuple(values)
+
+
+def _description(result: Mapping[str, Any]) -> Description:
+    description = Description(**result)
+    for name, kind in Description.__annotations__.items():
+        if type(getattr(description, name)) is not kind:
+            raise TypeError(f"expected {name} to be of type {kind.__name__}, got {getattr(description, name)!r}")
+    for number in (description.vocabulary, description.max_length, description.block_size):
+        _count(number)
+    if not isinstance(getattr(torch, description.dtype, None), torch.dtype):
+        raise ValueError(f"expected a dtype of torch, got {description.dtype}")
+    return description
+
+
+def _check_end(choice: Mapping[str, Any], tokens: Sequence[int], parameters: Mapping[str, Any]) -> None:
+    """Raise for an unknown finish reason, or a stop for an id or a string that the request did not name."""
+    finish, stop = choice["finish_reason"], choice["stop_reason"]
+    if finish not in FINISH:
+        raise ValueError(f"the reason {finish!r} that a response ended, none of {', '.join(FINISH)}")
+    if finish == "stop" and "stop_token_ids" in parameters:
+        ends = bool(tokens) and tokens[-1] in parameters["stop_token_ids"]
+        if not ends and stop not in (parameters["stop"] or ()):
+            raise ValueError(f"a response that stopped for {stop!r} after {list(tokens[-1:])}")
+
+
+def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:
+    """Return the label of each token; raise :class:`Unanswered` for weights that no trainer pushed."""
+    labels: list[Label] = []
+    for span in choice["weight_versions"] or []:
+        label, start, end = Label.read(span["version"]), _count(span["start"]), _count(span["end"])
+        if label is None:
+            raise Unanswered(
+                f"expected tokens of weights pushed by a trainer, got weights labeled {quote(span['version'])!r}"
+            )
+        if start != len(labels) or not start <= end <= tokens:
+            raise ValueError(f"a label for tokens {start} to {end} after that for {len(labels)} of {tokens}")
+        labels += [label] * (end - start)
+    if len(labels) != tokens:
+        raise ValueError(f"labels of {len(labels)} tokens for {tokens}")
+    return tuple(labels)
+
+
+def _logprobs(values: Sequence[float]) -> Tensor:
+    numbers = set(map(type, values)) <= {int, float}
+    if values and not (numbers and min(values) > NO_LOGPROB and max(values) <= ROUNDING):  # JSON has no NaN
+        raise ValueError("a log-probability that is not finite, or above 0")
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,347 @@
+"""Engine on vLLM servers, on this machine or others, whose weights the trainer pushes."""
+
+import asyncio
+import gc
+import os
+import shutil
+import tempfile
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_rl.distributed import failing_together, process_count, process_objects, process_store
+from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
+from lightning_rl.generation.vllm.address import LOOPBACK
+from lightning_rl.generation.vllm.broadcast import Broadcast
+from lightning_rl.generation.vllm.discovery import Listing, Members, Membership
+from lightning_rl.generation.vllm.http import Address, trust
+from lightning_rl.generation.vllm.scheduler import URGENT, Seat
+from lightning_rl.generation.vllm.server_client import Endpoint
+from lightning_rl.generation.vllm.server_pool import ServerPool
+from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.vllm.weight_push import Proof, WeightPush, prompt_logprobs
+from lightning_rl.generation.weights import weight_stream
+from lightning_rl.generation.weights.buckets import Specification
+from lightning_rl.generation.weights.canary import Canary, canary_of
+from lightning_rl.policy.text_model import check_text_only
+from lightning_rl.utils.arguments import check_counts, check_numbers
+
+TRANSFERS = ("file", "broadcast")
+
+
+class VLLMServerEngine(Engine):
+    """Engine on vLLM servers that ``lightning-rl serve`` started, on this machine or others.
+
+    Each sync writes the weights to a folder shared with the servers, which load them from there, or broadcasts them to
+    all servers. If a server dies, its requests are sent to another one, or to the same once it has restarted and
+    loaded the current weights. A sync does not wait for requests in flight, which continue with the new weights; each
+    token records its version. With several ranks each one has its own client, and rank 0 pushes the weights.
+
+    While the engine is started, objects that existed before are excluded from garbage collection (``gc.freeze``),
+    which otherwise takes half of the trainer's time for requests.
+
+    Args:
+        servers: URLs such as ``http://127.0.0.1:8000``; requests go to the server with the fewest outstanding tokens.
+            A :class:`pathlib.Path` is a file with one URL per line, and a function returns them: rank 0 reads either
+            once a second, so servers may come and go during a run.
+        api_key: Key of the servers; by default the environment variable ``VLLM_API_KEY``.
+        ca: File with the certificate that signs those of ``https`` servers; by default those trusted by the machine.
+        transfer: Path of weights to the servers. ``"file"``: through ``storage``. ``"broadcast"``: in a process group
+            of rank 0 and the servers' workers (NCCL between GPUs, otherwise gloo); rank 0 keeps a copy in main memory,
+            which servers that were not reached or return later load from ``storage``.
+        storage: Folder shared by trainer and servers, with the same path; by default one for temporary files, which
+            suffices on one machine.
+        timeout: Seconds for one complete response, or for one load of the weights.
+        patience: Seconds without a ready server, or without a list, after which the run ends with an EngineError.
+        at_once: Maximum number of concurrent requests at each server; best equal to vLLM's ``max_num_seqs``.
+        canary: Check of each sync on every server; None to skip it.
+
+    Raises:
+        ValueError: If an argument is out of range, or a server on another machine has no storage to load from.
+    """
+
+    capabilities = Capabilities(filters=True, scores=True, syncs_while_generating=True, concurrent=True)
+    holds_copy = True
+
+    def __init__(
+        self,
+        servers: Listing,
+        *,
+        api_key: str | None = None,
+        ca: str | Path | None = None,
+        transfer: Literal["file", "broadcast"] = "file",
+        storage: str | Path | None = None,
+        timeout: float = 1800.0,
+        patience: float = 600.0,
+        at_once: int = 256,
+        canary: Canary | bool | None = True,
+    ) -> None:
+        super().__init__()
+        self.servers = servers if callable(servers) or isinstance(servers, str | Path) else tuple(servers)
+        check_numbers(above=0, finite=True, timeout=timeout, patience=patience)
+        check_counts(1, at_once=at_once)
+        if transfer not in TRANSFERS:
+            raise ValueError(f"expected transfer out of {', '.join(TRANSFERS)}, got {transfer!r}")
+        self.transfer = transfer
+        self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
+        self.ca = None if ca is None else Path(ca)
+        if self.ca is not None:
+            trust(self.ca)
+        self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
+        self._members = Members(self.servers, self._check_url)
+        self.canary = canary_of(canary)
+        self._pool: ServerPool | None = None
+        self._membership: Membership | None = None
+        self._broadcast: Broadcast | None = None
+
+    def _check_url(self, url: str) -> None:
+        if Address.read(url).host not in LOOPBACK and self.storage is None:
+            raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
+
+    def _endpoint(self, url: str) -> Endpoint:
+        return Endpoint(url, self._key, self.timeout, self.ca)
+
+    @override
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Wait for a server, and check release, model, vocabulary and settings of all that can be reached.
+
+        Raises:
+            EngineError: If none is ready, or listed, within the patience.
+            ValueError: If the model is multimodal, or a server does not suit the run; if the list may change, only if
+                all are unsuitable.
+        """
+        if self._pool is not None:
+            raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
+        check_text_only(model, "VLLMServerEngine")
+        rank = dist.get_rank() if process_count() > 1 else 0
+        with failing_together("a list of servers", EngineError):
+            urls = self._members.wait(self.patience) if rank == 0 else ()
+        proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve()), urls
+        run, storage, urls = process_objects(proposal)[0]
+        self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
+        self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
+        canary = self.canary if isinstance(self.canary, Canary) else None
+        push = WeightPush(
+            run,
+            Path(storage),
+            writes=rank == 0,
+            model=model,
+            tokenizer=tokenizer,
+            canary=canary,
+            private=self.storage is None,
+        )
+        source, endpoints = self._members.source, [self._endpoint(url) for url in urls]
+        pool = self._pool = ServerPool(
+            endpoints, push, patience=self.patience, rank=rank, at_once=self.at_once, source=source
+        )
+        push.open()
+        for error in pool.refresh():
+            if isinstance(error, ValueError) and self._members.fixed:
+                raise error
+        pool.watch()
+        self._membership = Membership(
+            self._members,
+            urls,
+            lambda urls: pool.follow(urls, self._endpoint),
+            store=process_store(),
+            name=f"lightning-rl/servers/{run}",
+            reads=rank == 0,
+        )
+        pool.wait(strict=True)
+        served = push.description
+        self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
+        self.max_length, self.block_size = served.max_length, served.block_size
+        gc.collect()
+        gc.freeze()  # or the garbage of a thousand answers makes the collector traverse all live objects
+
+    @override
+    def expect(self, weights: weight_stream.Stream) -> None:
+        """Compare names and shapes with those of every server; servers that join later are compared then."""
+        pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
+        for name, weight in self._outgoing(weights):
+            dtype = self.dtype if weight.is_floating_point() and name not in self._exact else weight.dtype
+            tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
+            device = weight.device
+        pool.compare([(name, shape) for name, shape, _ in tensors])
+        if self.transfer == "broadcast" and pool.push.writes:
+            self._broadcast = Broadcast(pool, tensors, device)
+
+    def _outgoing(self, weights: weight_stream.Stream) -> weight_stream.Stream:
+        return weight_stream.add_aliases(weight_stream.merge_stream(weights, self._scales), self._aliases)
+
+    def _running(self) -> ServerPool:
+        if self._pool is None:
+            raise RuntimeError("expected a started engine, got one that is not: call start() first")
+        return self._pool
+
+    @override
+    @torch.no_grad()
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Push the weights from rank 0 to the servers; the other ranks read the stream and wait for the servers.
+
+        The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
+        flight continue with the new weights.
+        """
+        pool, rest, before = self._running(), iter(weights), None
+        push = pool.push
+        with failing_together("a push of the weights", EngineError):
+            try:
+                if push.writes:
+                    before = self._bring(weight_stream.verify(self._outgoing(rest), dict(push.sent)), version)
+                    pool.update()
+            finally:
+                deque(rest, maxlen=0)
+        if not push.writes:
+            push.advance(push.next_label(version))
+            pool.update()
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
+        pool.oldest = push.label.number
+
+    def _bring(self, weights: weight_stream.Stream, version: int) -> Path | None:
+        """Send or write weights; return the folder of the previous ones."""
+        push, broadcast = self._running().push, self._broadcast
+        if broadcast is not None:
+            return push.send(lambda label: broadcast.send(weights, label), version)
+        return push.write(weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._exact), version)
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        """Return completions; after a failure all other requests are cancelled.
+
+        Requests with the same prompt go to one server, but separately: vLLM gives the samples of one request
+        consecutive seeds.
+        """
+        draw, seats = self._drawer(logprobs=logprobs), defaultdict[tuple[int, ...], Seat](Seat)
+        for request in requests:
+            draw.limits.check(request)
+            seats[request.prefix_ids].tokens += len(request.prefix_ids) + request.sampling.max_new_tokens
+
+        async def answer(request: Request) -> Completion:
+            return await draw(request, seats[request.prefix_ids])
+
+        return self._running().run(answer, requests)
+
+    @override
+    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+        """Send each request to the server of the previous turn, whose prefix cache has its beginning.
+
+        Conversations with the same beginning share a server. Tokens may come from the weights at the start or later
+        ones, from turn to turn and within a turn.
+        """
+        draw, seats = self._drawer(logprobs=logprobs), dict[int, Seat]()
+        beginnings = defaultdict[tuple[int, ...], Seat](Seat)
+
+        async def answer(request: Request) -> None:
+            try:
+                self._check_requests([request])
+                draw.limits.check(request)
+                if request.sample_id not in seats:
+                    seats[request.sample_id] = beginnings[request.prefix_ids]
+                completion = await draw(request, seats[request.sample_id])
+                await asyncio.get_running_loop().run_in_executor(threads, exchange.give, request, completion)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001  for the thread that waits
+                exchange.fail(error)
+
+        with ThreadPoolExecutor(self.at_once, thread_name_prefix="turn") as threads:  # for environments
+            self._running().each(answer, exchange.take)
+
+    def _drawer(self, *, logprobs: bool) -> "_Drawer":
+        pool = self._running()
+        limits = Limits(
+            max_length=pool.push.description.max_length,
+            vocabulary=pool.push.description.vocabulary,
+            has_tokenizer=pool.push.has_tokenizer,
+        )
+        return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs, answered=self._note_answer)
+
+    def _note_answer(self, request: Request) -> None:
+        self.in_flight.discard(request)
+
+    @override
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
+        pool = self._running()
+
+        async def score(ids: Sequence[int]) -> Tensor:
+            return prompt_logprobs(await pool.ask(ids, SCORING, name="score", oldest=pool.oldest, rank=URGENT))
+
+        return pool.run(score, rows)
+
+    @override
+    def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
+        pool = self._running()
+        scores = {url: prompt_logprobs(sample) for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
+        pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
+        return scores
+
+    @override
+    def count_cached_tokens(self, ids: Sequence[int]) -> int:
+        """Return the largest number of cached tokens at any server.
+
+        Every rank asks the same servers, so a salt separates their cache entries.
+        """
+        pool = self._running()
+        samples = pool.ask_all(ids, CACHING, name="cached", salt=f"rank {pool.rank}")
+        return max(sample.cached for sample in samples.values())
+
+    @override
+    def close(self) -> None:
+        """Cancel every call and delete the written weights; the servers keep running."""
+        super().close()
+        pool, self._pool = self._pool, None
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.close()
+        broadcast, self._broadcast = self._broadcast, None
+        if broadcast is not None:
+            broadcast.close()
+        if pool is not None:
+            gc.unfreeze()
+            pool.close()
+            pool.push.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawer:
+    """Function that generates completions from weights no older than those at its creation."""
+
+    pool: ServerPool
+    limits: Limits
+    oldest: int  # number of the oldest accepted push
+    logprobs: bool
+    answered: Callable[[Request], None]
+
+    async def __call__(self, request: Request, seat: Seat | None = None) -> Completion:
+        parameters, name = parameters_of(request, logprobs=self.logprobs), f"{request.sample_id}-{request.turn}"
+        sample = await self.pool.ask(
+            request.prefix_ids, parameters, name=name, oldest=self.oldest, seat=seat, rank=request.rollout
+        )
+        self.answered(request)
+        versions = tuple(label.version for label in sample.labels)
+        return Completion(
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
+            version=versions[0],
+            versions=None if len(set(versions)) == 1 else versions,
+        )

@@ -1,0 +1,515 @@
+"""vLLM engine in the training process, one for each rank."""
+
+import atexit
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_rl.distributed import process_count
+from lightning_rl.generation.engine import (
+    Capabilities,
+    Completion,
+    Engine,
+    EngineError,
+    Exchange,
+    Request,
+)
+from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm.lora_adapter import Adapter
+from lightning_rl.generation.vllm.output_extras import OutputExtras, available_extras, options_for
+from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.vllm.vllm_version import load_vllm
+from lightning_rl.generation.weights import weight_stream
+from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
+from lightning_rl.policy.memory import GIB, EngineRoom
+from lightning_rl.policy.model import carries_state
+from lightning_rl.policy.text_model import check_text_only
+from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
+
+CPU_CACHE = 2**30  # bytes of KV cache; by default vLLM takes nearly all memory of the machine
+GPU_SHARE = 0.4  # share of the GPU's memory, beside the trainer
+RUNNING: list["VLLMEngine"] = []  # engines of this process, asleep or not
+Value = TypeVar("Value")
+HEAD_DTYPE = "float32"  # of the product that computes logits, as in training, for any dtype of the engine
+FIXED: dict[str, Any] = {
+    "logprobs_mode": "processed_logprobs",  # of the sampled distribution
+    "generation_config": "vllm",  # ignore the sampling defaults of the checkpoint
+    "load_format": "dummy",  # weights come from the trainer
+}
+
+
+class VLLMEngine(Engine):
+    """Engine on vLLM (0.32, 0.33) in this process, whose weights are streamed in at each sync.
+
+    It is built at the first sync, after the process group exists, from the policy's configuration; no checkpoint is
+    read. It sleeps between the stages of a Trainer, and is closed by ``module.close_engine()``, at the end of the
+    process, after an error, and when the engine of another policy starts. Under DDP every rank has a full engine and
+    generates without collectives.
+
+    Args:
+        dtype: Dtype of the engine's weights; by default the one in which the run computes (bfloat16 under
+            ``"bf16-mixed"``), float32 for float64.
+        max_model_len: Maximum length of prompt and response together; by default from the policy's configuration.
+        lora: ``"merged"`` sends all weights with the adapter merged at each sync; ``"adapter"`` sends the base once
+            and then only the adapter, for policies that train nothing else.
+        sleeps: True to release memory after each rollout; by default on a GPU. A CPU build only pauses.
+        canary: Check of each sync; None to skip it.
+        options: Options of ``vllm.LLM``, such as ``gpu_memory_utilization`` (default 0.4), ``block_size``,
+            ``max_num_seqs`` or ``kv_cache_memory_bytes`` (default 1 GiB on a CPU).
+
+    Raises:
+        ValueError: If an option would change the meaning of log-probabilities or the source of weights.
+    """
+
+    holds_copy = True
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        max_model_len: int | None = None,
+        lora: Literal["merged", "adapter"] = "merged",
+        sleeps: bool | None = None,
+        canary: Canary | bool | None = True,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        reserved = FIXED.keys() | {"skip_tokenizer_init", "model", "tokenizer", "enable_lora"}
+        if refused := sorted(options.keys() & reserved):
+            raise ValueError(f"expected no {refused[0]}, because VLLMEngine sets it itself")
+        if lora not in ("merged", "adapter"):
+            raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
+        if "enable_sleep_mode" in options:
+            raise ValueError(f"expected no enable_sleep_mode: pass sleeps={options['enable_sleep_mode']!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"expected dtype to be a floating dtype of torch, such as torch.bfloat16, got {dtype!r}")
+        check_numbers(above=0, at_most=1, gpu_memory_utilization=options.get("gpu_memory_utilization", GPU_SHARE))
+        check_counts(1, optional=True, max_model_len=max_model_len)
+        check_counts(1, tensor_parallel_size=options.get("tensor_parallel_size", 1))
+        if sleeps is not None:
+            check_bools(sleeps=sleeps)
+        self.options = options
+        self.max_model_len = max_model_len
+        self.dtype = self._dtype = dtype
+        self.sleeps = sleeps
+        self.canary = canary_of(canary)
+        self._llm: Any = None
+        self._vllm: Any = None
+        self._model: Any = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._plan: weight_stream.WeightPlan | None = None
+        self._extras: OutputExtras | None = None
+        self.lora, self._adapter = lora, cast(Adapter | None, None)
+        self._base_loaded = False  # used with an adapter
+        self._asleep: set[str] = set()
+        self._threads: int | None = None  # CPU threads, used on a GPU
+        self._purpose: tuple[Any, ...] = ()  # policy and run that vLLM was built for
+
+    @property
+    @override
+    def capabilities(self) -> Capabilities:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Capabilities on this machine."""
+        return Capabilities(
+            filters=True,
+            scores=True,
+            extras=available_extras(),
+            lists_masks=True,
+            sleeps=torch.cuda.is_available() if self.sleeps is None else self.sleeps,
+            generates_ahead=not torch.cuda.is_available(),  # else its kernels wait for the trainer's
+            collective=self._tensor_parallel > 1,
+        )
+
+    @property
+    @override
+    def allows_tf32(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """True on a GPU, where vLLM's Triton attention computes float32 in TF32 regardless of PyTorch's setting."""
+        return torch.cuda.is_available()
+
+    @property
+    def _tensor_parallel(self) -> int:
+        return self.options.get("tensor_parallel_size", 1)
+
+    @property
+    def _executor(self) -> str | None:
+        """Executor of vLLM: on several ranks the one that uses the trainer's rank and GPU; None for the default."""
+        launched = process_count() > 1 and (torch.cuda.is_available() or self._tensor_parallel > 1)
+        return self.options.get("distributed_executor_backend", "external_launcher" if launched else None)
+
+    @override
+    def check_memory(self, model: PreTrainedModel, *, dtype: torch.dtype, resident: float) -> None:
+        if not torch.cuda.is_available() or "kv_cache_memory_bytes" in self.options:  # the option replaces the share
+            return
+        share, total = self.options.get("gpu_memory_utilization", GPU_SHARE), torch.cuda.mem_get_info()[1]
+        itemsize = (self._dtype or dtype).itemsize / self._tensor_parallel
+        weights = sum(weight.numel() for weight in model.parameters()) * itemsize
+        room = EngineRoom(total=total, resident=resident, weights=weights, cache=0)  # vLLM checks the cache
+        if share > room.largest:
+            raise ValueError(
+                f"expected room for gpu_memory_utilization={share:g} beside weights and optimizer states of "
+                f"{resident / GIB:.1f} GiB, got a GPU of {total / GIB:.1f} GiB: {room.cure}"
+            )
+
+    @override
+    def start(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Build vLLM with random weights, unless it sleeps since an earlier stage of the same policy and precision.
+
+        If there will be a process group, it has to exist already. Sleeping engines of other policies are closed.
+
+        Raises:
+            ImportError: If vLLM is missing or its version is not supported.
+            ValueError: If vLLM would use another GPU than the trainer, or the model is multimodal.
+        """
+        check_text_only(model, "VLLMEngine")
+        check_device(device, self._executor)
+        purpose = weakref.ref(model), tokenizer, device, dtype, self.extras
+        if self._llm is None or self._purpose != purpose:
+            self.close()
+            for other in [engine for engine in RUNNING if engine._asleep]:  # noqa: SLF001
+                other.close()
+        self.dtype = self._dtype or (torch.float32 if dtype == torch.float64 else dtype)
+        if self._llm is None:
+            try:
+                self._build(model, tokenizer, device)
+            except BaseException:
+                self.close()
+                raise
+            RUNNING.append(self)
+        self._purpose, self._base_loaded = purpose, False
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # before the trainer's process group ends at exit
+
+    @torch.inference_mode(mode=False)  # not those of validation: no later stage can write to inference tensors
+    def _build(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-vllm-")
+        folder = Path(self._folder.name)
+        config = deepcopy(model.config)
+        config.architectures = config.architectures or [type(model).__name__]
+        config.head_dtype = HEAD_DTYPE
+        config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        self._adapter = Adapter(model, folder) if self.lora == "adapter" else None
+        options = self._llm_options(model)
+        with internals.preserving_process(device):
+            self._vllm = load_vllm()
+            if options.get("enable_sleep_mode"):
+                internals.map_before_free()
+            internals.GROUPS.enter()
+            try:
+                self._llm = self._vllm.LLM(**options, model=str(folder), skip_tokenizer_init=tokenizer is None)
+            except BaseException:
+                internals.GROUPS.leave()
+                raise
+            self._threads = torch.get_num_threads() if torch.cuda.is_available() else None
+        served, cache = self._llm.llm_engine.model_config, self._llm.llm_engine.vllm_config.cache_config
+        self.max_length = int(served.max_model_len)
+        self.block_size = int(cache.block_size) if cache.enable_prefix_caching else 0
+        vocabulary = int(served.get_vocab_size())
+        self._limits = Limits(max_length=self.max_length, vocabulary=vocabulary, has_tokenizer=tokenizer is not None)
+        if tokenizer is not None:  # vLLM would choose a class by the type of the model
+            self._llm.llm_engine.output_processor.tokenizer = tokenizer
+        self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
+        self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
+        (self._plan,) = self._llm.apply_model(partial(internals.plan_of, self._llm.llm_engine.vllm_config))
+        (self._model,) = self._llm.apply_model(_identity)
+        self._extras = OutputExtras(self._llm, self.extras, vocabulary) if self.extras else None
+
+    def _llm_options(self, model: PreTrainedModel) -> dict[str, Any]:
+        options: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True, "seed": 0}
+        options["dtype"] = str(self.dtype).removeprefix("torch.")
+        if self.max_model_len is not None:
+            options["max_model_len"] = self.max_model_len
+        if torch.cuda.is_available():
+            options |= {"gpu_memory_utilization": GPU_SHARE, "enable_sleep_mode": self.capabilities.sleeps}
+        else:
+            # A partial prefill makes vLLM set back the request's generator, which CPU generators do not support.
+            options |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE, "enable_chunked_prefill": False}
+            options["enable_prefix_caching"] = not carries_state(model)  # vLLM caches states at block ends only
+        if self._executor is not None:
+            options["distributed_executor_backend"] = self._executor
+        options |= options_for(self.extras) | (self._adapter.options if self._adapter is not None else {})
+        return {**options, **self.options, **FIXED}
+
+    @override
+    def expect(self, weights: weight_stream.Stream) -> None:
+        sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
+        self._weight_plan().compare(sent)
+
+    def _outgoing(self, weights: weight_stream.Stream) -> weight_stream.Stream:
+        whole = (
+            weight_stream.merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
+        )
+        return weight_stream.add_aliases(whole, self._aliases)
+
+    def _copies(self, weights: weight_stream.Stream) -> weight_stream.Stream:
+        return weight_stream.copies(weights, self.dtype, next(self._model.parameters()).device, self._exact)
+
+    def _weight_plan(self) -> weight_stream.WeightPlan:
+        if self._plan is None:
+            raise RuntimeError("expected start() before weights")
+        return self._plan
+
+    @override
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Stream the weights into vLLM; even after a failure read the whole stream, which other ranks gather too."""
+        plan, rest = self._weight_plan(), iter(weights)
+        if not plan.expected:
+            raise RuntimeError("expected expect() before the first sync, because names are compared before any load")
+        outgoing = weight_stream.verify(self._outgoing(rest), plan.expected)
+        try:
+            if self._base_loaded:
+                deque(outgoing, maxlen=0)
+            else:
+                internals.reload(self._llm, self._copies(outgoing))
+        except Exception:
+            deque(rest, maxlen=0)
+            if not self._base_loaded:
+                self._llm.apply_model(partial(internals.recover, self._llm.llm_engine.vllm_config))
+            raise
+        if self._adapter is not None:
+            self._adapter.load(self._llm)
+            self._base_loaded = True
+        self._wake("kv_cache")
+        internals.reset_prefix_cache(self._llm)
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        number, (requests, first) = len(requests), self._gather(requests)
+        if not requests:
+            return []
+        for request in requests:
+            self._limits.check(request)
+        if self._extras is not None:
+            self._extras.clear()
+        prompts = [request.prefix_ids for request in requests]
+        outputs = self._generate(prompts, [self._parameters(request, logprobs=logprobs) for request in requests])
+        completions = [
+            self._completion(request, output, logprobs=logprobs)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
+        return completions[first : first + number]
+
+    def _completion(self, request: Request, output: Any, *, logprobs: bool) -> Completion:
+        """Return the completion of a finished request.
+
+        Raises:
+            EngineError: If it answers another prompt.
+        """
+        if tuple(output.prompt_token_ids or ()) != request.prefix_ids:
+            raise EngineError(f"expected vLLM to answer sample {request.sample_id}, got an answer to another prompt")
+        row = output.outputs[0]
+        scores = torch.from_numpy(np.array(row.logprobs.logprobs, np.float32)) if logprobs else None
+        return Completion(
+            token_ids=tuple(row.token_ids),
+            logprobs=scores,
+            finish=finish_of(request, row.token_ids, row.finish_reason, row.stop_reason),
+            version=self.version,
+            sample_id=request.sample_id,
+            **({} if self._extras is None else self._extras.of(output)),
+        )
+
+    @override
+    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+        """Add each request to the running batch at once; ranks that share the engine generate in rounds."""
+        if self._ranks > 1:
+            super()._converse(exchange, logprobs=logprobs)
+            return
+        if self._extras is not None:
+            self._extras.clear()
+        running: dict[str, Request] = {}
+        with self._clean_engine():
+            while True:
+                requests = exchange.take(wait=not running)
+                running |= zip(self._add(requests, logprobs=logprobs), requests, strict=True)
+                if not running:
+                    return
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        request = running.pop(output.request_id)
+                        exchange.give(request, self._completion(request, output, logprobs=logprobs))
+
+    def _add(self, requests: Sequence[Request], *, logprobs: bool) -> list[str]:
+        """Add requests to vLLM in one call, which is cheaper than one call each, and return their names."""
+        if not requests:
+            return []
+        self._check_requests(requests)
+        for request in requests:
+            self._limits.check(request)
+        names = self._llm.enqueue(
+            [{"prompt_token_ids": list(request.prefix_ids)} for request in requests],
+            [self._parameters(request, logprobs=logprobs) for request in requests],
+            use_tqdm=False,
+            lora_request=None if self._adapter is None else self._adapter.request,
+        )
+        return [internals.outer_name(name) for name in names]
+
+    @contextmanager
+    def _clean_engine(self) -> Iterator[None]:
+        """Compute without the trainer's autocast, on a GPU with the CPU threads that vLLM was built with.
+
+        After a failure all requests are aborted.
+        """
+        engine, device = self._llm.llm_engine, next(self._model.parameters()).device
+        try:
+            with torch.autocast(device.type, enabled=False), internals.cpu_threads(self._threads):
+                yield
+        except BaseException:
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks that share this engine."""
+        return self._llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
+
+    @property
+    def _group(self) -> Any:
+        """Process group of the ranks that share this engine."""
+        return import_module("vllm.distributed.parallel_state").get_tp_group().cpu_group
+
+    @override
+    def _across(self, value: Value) -> list[Value]:
+        if self._ranks == 1:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _gather(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
+        """Return the requests of all ranks that share this engine, and the index of this rank's first one."""
+        if self._ranks == 1:
+            return requests, 0
+        parts = self._across(list(requests))
+        return [request for part in parts for request in part], sum(map(len, parts[: dist.get_rank(self._group)]))
+
+    def _parameters(self, request: Request, *, logprobs: bool) -> Any:
+        options = {} if self._extras is None else self._extras.sampling
+        parameters = parameters_of(request, logprobs=logprobs)
+        return self._sampling_params({**parameters, "flat_logprobs": logprobs, **options})
+
+    def _sampling_params(self, parameters: Mapping[str, Any]) -> Any:
+        return self._vllm.SamplingParams(**(parameters if self._extras is None else self._extras.accept(parameters)))
+
+    def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
+        with self._clean_engine():
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                list(parameters),
+                use_tqdm=False,
+                lora_request=None if self._adapter is None else self._adapter.request,
+            )
+        if len(outputs) != len(prompts):
+            raise RuntimeError(f"expected {len(prompts)} completions from vLLM, got {len(outputs)}")
+        return outputs
+
+    @override
+    def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
+        outputs = self._generate(rows, [self._sampling_params(SCORING)] * len(rows))
+        return [
+            torch.tensor(
+                [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
+            )
+            for ids, output in zip(rows, outputs, strict=True)
+        ]
+
+    @override
+    def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return the output of each layer; on a GPU only with ``enforce_eager=True``."""
+        with capturing_layers(self._model) as outputs:
+            self.score([ids])
+        return outputs
+
+    @override
+    def count_cached_tokens(self, ids: Sequence[int]) -> int:
+        (output,) = self._generate([ids], [self._sampling_params(CACHING)])
+        return int(output.num_cached_tokens or 0)
+
+    @override
+    def wake(self) -> None:
+        """Allocate memory for the weights; the KV cache follows after they are loaded."""
+        self._wake("weights")
+        super().wake()
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep:
+            self._llm.wake_up(tags=[tag])
+            self._asleep.discard(tag)
+
+    @override
+    def sleep(self) -> None:
+        """Release weights and KV cache; on a CPU vLLM keeps both."""
+        if self._llm is not None and not self._asleep:
+            self._llm.sleep(level=1 if self._base_loaded else 2)  # the base of an adapter is sent only once
+            self._asleep = {"weights", "kv_cache"}
+        super().sleep()
+
+    @override
+    def end_stage(self) -> None:
+        """Sleep until the next stage."""
+        self.sleep()
+        self.started, self.dtype = False, self._dtype
+
+    @override
+    def close(self) -> None:
+        """Free weights and KV cache without ending the trainer's process group."""
+        super().close()
+        self._extras, self._adapter, self.dtype = None, None, self._dtype
+        llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
+        atexit.unregister(self.close)
+        if self in RUNNING:
+            RUNNING.remove(self)
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            internals.GROUPS.leave()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def check_device(device: torch.device, executor: str | None) -> None:
+    """Check that vLLM generates on the trainer's GPU.
+
+    Args:
+        device: Device of the trainer.
+        executor: ``distributed_executor_backend`` of vLLM; only an external launcher passes the GPU to vLLM.
+
+    Raises:
+        ValueError: If it does not; names the variable to set.
+    """
+    if device.type != "cuda" or not device.index or executor == "external_launcher":
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[device.index] if device.index < len(visible) else str(device.index)
+    raise ValueError(
+        f"expected the trainer on cuda:0, where vLLM generates in a single process, got {device}: set "
+        f"CUDA_VISIBLE_DEVICES={name.strip()} and pass devices=1 to the Trainer"
+    )
+
+
+def _identity(model: Any) -> Any:
+    return model

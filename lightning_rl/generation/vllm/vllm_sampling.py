@@ -1,0 +1,107 @@
+"""Sampling parameters and finish reasons of vLLM, in process and over HTTP."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rl.generation.engine import Request
+from lightning_rl.rollout import FinishReason
+
+COLDEST = 0.01  # vLLM silently raises a lower temperature above 0 to this
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+SCORING: dict[str, Any] = {
+    "temperature": 0.0,
+    "seed": 0,  # without a seed vLLM's second model runner uses numpy's global generator
+    "max_tokens": 1,
+    "prompt_logprobs": 0,
+    "detokenize": False,
+    "skip_reading_prefix_cache": True,
+}
+CACHING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 1, "detokenize": False, "ignore_eos": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of a vLLM instance."""
+
+    max_length: int  # of prompt and response together
+    vocabulary: int  # number of token ids
+    has_tokenizer: bool  # can find stop strings
+
+    def check(self, request: Request) -> None:
+        """Raise for a request that vLLM would truncate, change or fail at.
+
+        Raises:
+            ValueError: If it does not fit; names the sample and the cure.
+        """
+        ids, sampling, where = request.prefix_ids, request.sampling, f"for sample {request.sample_id}"
+        if len(ids) + sampling.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"expected prompt and response within {self.max_length} tokens, got {len(ids)} + "
+                f"{sampling.max_new_tokens} {where}: raise max_model_len or lower max_new_tokens"
+            )
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
+            raise ValueError(f"expected token ids in [0, {self.vocabulary}), got {min(ids)}..{max(ids)} {where}")
+        if 0 < sampling.temperature < COLDEST:
+            raise ValueError(f"expected temperature 0 or at least {COLDEST}, got {sampling.temperature} {where}")
+        if not 0 <= request.seed < 2**31:
+            raise ValueError(f"expected a seed of 31 bits, got {request.seed} {where}")
+        if sampling.stop and not self.has_tokenizer:
+            raise ValueError(
+                "expected a tokenizer, because stop strings need one: pass tokenizer= to the module, and the same to "
+                "every server"
+            )
+
+
+def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:
+    """Return vLLM's sampling parameters of a request, with a value for every one whose default could differ."""
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": request.seed,
+        "max_tokens": sampling.max_new_tokens,
+        "ignore_eos": True,  # vLLM's EOS ids; the request's are stop_token_ids, with and without a tokenizer
+        "stop_token_ids": list(request.eos_token_ids),
+        "stop": list(sampling.stop) or None,
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": False,
+        "logprobs": 0 if logprobs else None,
+    }
+
+
+def bounded_parameters(parameters: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Return equivalent parameters that vLLM accepts with ``return_sampling_mask``: temperature and top-k above 0.
+
+    Top-k of the whole vocabulary keeps every token. A greedy response is sampled with top-k 1, so its
+    log-probabilities are 0 and its masks have one token.
+
+    Example:
+        >>> bounded_parameters({"temperature": 0.7, "top_k": 0, "top_p": 0.9}, 32)
+        {'temperature': 0.7, 'top_k': 32, 'top_p': 0.9}
+        >>> bounded_parameters({"temperature": 0.0, "max_tokens": 1}, 32)
+        {'temperature': 1.0, 'max_tokens': 1, 'top_k': 1, 'top_p': 1.0, 'min_p': 0.0}
+    """
+    if parameters["temperature"] == 0:
+        return {**parameters, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+    return {**parameters, "top_k": parameters["top_k"] or vocabulary}
+
+
+def finish_of(
+    request: Request, token_ids: Sequence[int], finish_reason: str, stop_reason: str | int | None
+) -> FinishReason:
+    """Return the finish reason, after comparing vLLM's with the last token.
+
+    Raises:
+        RuntimeError: If it stopped for an id or a string that the request did not name.
+    """
+    finish = FINISH[finish_reason]
+    ends, stop = bool(token_ids) and token_ids[-1] in request.eos_token_ids, request.sampling.stop
+    if finish is FinishReason.STOP and not ends and stop_reason not in stop:
+        raise RuntimeError(
+            f"expected sample {request.sample_id} to stop for an id in {list(request.eos_token_ids)} or a string in "
+            f"{list(stop)}, got {stop_reason!r} after {list(token_ids[-1:])}"
+        )
+    return finish

@@ -1,0 +1,260 @@
+"""Push of the trainer's weights to servers: files, labels, and the check of each server."""
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_rl.generation.vllm.http import Unanswered, quote
+from lightning_rl.generation.vllm.server_client import Endpoint, Label, Sample
+from lightning_rl.generation.vllm.storage import RunFolder
+from lightning_rl.generation.vllm.vllm_sampling import SCORING
+from lightning_rl.generation.vllm.worker_extension import Description
+from lightning_rl.generation.weights.buckets import Spare
+from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
+from lightning_rl.generation.weights.weight_folder import write_weights
+from lightning_rl.generation.weights.weight_stream import Shape, Stream
+
+DECODED = 500  # token ids that are decoded to compare two tokenizers
+
+
+class Proof(NamedTuple):
+    """Log-probabilities of a fixed row by a server whose weights the canary checked."""
+
+    label: Label
+    ids: tuple[int, ...]
+    logprobs: Tensor
+
+
+class WeightPush:
+    """Brings one server at a time to the current weights, whether it is new, late, or restarted.
+
+    Args:
+        run: Random name of the run, equal on every rank.
+        storage: Folder shared by trainer and servers.
+        writes: True on the rank that writes the weights and makes servers load them; other ranks wait.
+        model: Model of the trainer, which every server has to serve.
+        tokenizer: Tokenizer of the trainer.
+        canary: Canary that compares a server with the others; None to skip it.
+        private: True if only servers of this user may read the weights.
+
+    Attributes:
+        has_tokenizer: True if every server has the trainer's tokenizer and can find stop strings.
+        sent: Names and shapes of the synced tensors, once known.
+        current: Label of the current weights.
+        proof: Log-probabilities under the current weights, from a server that the canary checked.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        storage: Path,
+        *,
+        writes: bool,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        canary: Canary | None,
+        private: bool = False,
+    ) -> None:
+        self.run, self.folder, self.writes = run, RunFolder(storage, run, private=private), writes
+        self.sent: list[tuple[str, Shape]] = []
+        self.current: Label | None = None
+        self.proof: Proof | None = None
+        self.has_tokenizer = tokenizer is not None
+        self._tokenizer, self._canary = tokenizer, canary
+        self._architecture = (model.config.architectures or [type(model).__name__])[0]
+        self._vocabulary = model.config.get_text_config().vocab_size
+        self._description: Description | None = None
+        self._versions: dict[int, int] = {}  # by number of the push
+        self._loaded: set[str] = set()
+        self._processes: dict[str, str] = {}  # random name of the process of each described server, by URL
+        self._spare: tuple[Label, Spare] | None = None
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+
+    @property
+    def description(self) -> Description:
+        """Description common to all servers."""
+        if self._description is None:
+            raise RuntimeError("expected the description of a server, got none")
+        return self._description
+
+    @property
+    def label(self) -> Label:
+        """Label of the current weights."""
+        if self.current is None:
+            raise RuntimeError("expected weights that were pushed, got none")
+        return self.current
+
+    def next_label(self, version: int) -> Label:
+        """Return the label of the next weights."""
+        return Label(self.run, 0 if self.current is None else self.current.number + 1, version)
+
+    def advance(self, label: Label) -> None:
+        """Make the weights of a label the current ones."""
+        self._versions[label.number] = label.version
+        self.current = label
+
+    def knows(self, label: Label) -> bool:
+        """Return True if these weights were pushed, or may be in a push by rank 0, ahead of this rank."""
+        ahead = self.current is not None and label.number == self.current.number + 1
+        return label.run == self.run and (label.version == self._versions.get(label.number) or ahead)
+
+    def write(self, stream: Stream, version: int) -> Path | None:
+        """Write weights, which become the current ones.
+
+        Returns:
+            The folder of the previous weights, which can be deleted once no server loads it.
+        """
+        label = self.next_label(version)
+        write_weights(stream, self._folder_of(label))
+        return self._move_to(label)
+
+    def send(self, send: Callable[[Label], Spare], version: int) -> Path | None:
+        """Send weights to servers, and make them the current ones; they are written only if a server needs a file.
+
+        During the transfer a returning server finds no weights, as two copies would take twice the memory.
+
+        Returns:
+            The folder of the previous weights, as :meth:`write`.
+        """
+        label = self.next_label(version)
+        with self._writing:
+            self._spare = None
+        spare = send(label)
+        with self._writing:
+            self._spare = label, spare
+        return self._move_to(label)
+
+    def _move_to(self, label: Label) -> Path | None:
+        before = self.current
+        self.advance(label)
+        return None if before is None else self._folder_of(before)
+
+    def _folder_with(self, label: Label) -> Path:
+        """Return the folder with the weights of a label, which is written now if they were only sent."""
+        folder = self._folder_of(label)
+        with self._writing:
+            if not folder.exists():
+                if self._spare is None or self._spare[0] != label:
+                    raise Unanswered(f"expected weights of version {label.version} to load, but newer ones are coming")
+                write_weights(self._spare[1].tensors(), folder)
+        return folder
+
+    def _folder_of(self, label: Label) -> Path:
+        return self.folder.path / str(label.number)
+
+    def open(self) -> None:
+        """Create the folder, and delete those of trainers that were killed."""
+        if self.writes:
+            self.folder.open()
+
+    def forget(self, url: str) -> None:
+        """Drop what is known of a removed server."""
+        self._loaded.discard(url)
+        with self._lock:
+            self._processes.pop(url, None)
+
+    def lacks_proof(self) -> bool:
+        """Return True if the canary has not checked the current weights at any server yet."""
+        unproven = self.proof is None or self.proof.label != self.current
+        return self._canary is not None and self.current is not None and unproven
+
+    def close(self) -> None:
+        """Delete the folder."""
+        self.folder.close()
+
+    def update(self, endpoint: Endpoint) -> None:
+        """Bring a server to the current weights, unless it has them, and compare it with the proof if there is one.
+
+        Raises:
+            Unanswered: If it cannot be reached, or rank 0 has not pushed the weights yet.
+            ValueError: If it does not suit the run.
+            RuntimeError: If it could not load the weights, or differs from the trainer afterwards.
+        """
+        current = None
+        while current is None or current != self.current:  # it may change meanwhile
+            current, label = self.current, endpoint.label()
+            if label is None or label.run != self.run or endpoint.url not in self._processes:
+                self._check(endpoint, label)
+            if current is None:
+                return
+            if label != current:
+                if not self.writes:
+                    waits = "waits for rank 0 to push the weights of version"
+                    raise Unanswered(f"{endpoint.url} {waits} {current.version}")
+                endpoint.load(self._folder_with(current), current)
+                self._loaded.add(endpoint.url)
+            try:
+                self._prove(endpoint, current)
+            except CanaryError:
+                endpoint.clear_label()
+                raise
+
+    def _check(self, endpoint: Endpoint, label: Label | None) -> None:
+        if label is not None and label.run != self.run and endpoint.url in self._loaded:
+            raise ValueError(
+                f"expected {endpoint.url} to serve one trainer, but another one has loaded weights into it"
+            )
+        description = endpoint.describe()
+        self._note_process(endpoint.url, description.process)
+        description = description._replace(process="")
+        policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
+        _compare(endpoint.url, description, policy, "the policy has")
+        with self._lock:
+            self._description = self._description or description
+        _compare(endpoint.url, description, self._description._asdict(), "the other servers have")
+        if self._tokenizer is not None:
+            ids = list(range(min(self._vocabulary, len(self._tokenizer), DECODED)))
+            alike = description.has_tokenizer and endpoint.detokenize(ids) == self._tokenizer.decode(ids)
+            if self.has_tokenizer and not alike and self.current is not None:
+                raise ValueError(f"expected the trainer's tokenizer at {endpoint.url}, as the other servers have")
+            self.has_tokenizer = self.has_tokenizer and alike
+        if self.sent:
+            endpoint.compare(self.sent)
+
+    def _note_process(self, url: str, process: str) -> None:
+        """Raise if a server is known by another URL, as it would get weights and requests twice."""
+        with self._lock:
+            others = [other for other, known in self._processes.items() if known == process and other != url]
+            if process and others:
+                raise ValueError(
+                    f"expected each server once, but {url} and {others[0]} are the same server: list one of them"
+                )
+            self._processes[url] = process
+
+    def _prove(self, endpoint: Endpoint, label: Label) -> None:
+        proof = self.proof
+        if proof is None or proof.label != label or self._canary is None:
+            return
+        sample = endpoint.sample(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
+        gap = (prompt_logprobs(sample) - proof.logprobs).double().abs()
+        served = self.description
+        rounding = Rounding.of({getattr(torch, served.dtype)}, tf32=served.device != "cpu")
+        if not self._canary.within(gap, rounding):
+            raise CanaryError(
+                f"expected {endpoint.url} to agree with another server on version {label.version}, but its "
+                f"log-probabilities differ by up to {float(gap.max()):.2g}"
+            )
+
+
+def _compare(url: str, description: Description, expected: Mapping[str, Any], who: str) -> None:
+    for name, value in expected.items():
+        if getattr(description, name) != value:
+            got = quote(str(getattr(description, name)))
+            raise ValueError(f"expected {name} {value} at {url}, as {who}, got {got}")
+
+
+def prompt_logprobs(sample: Sample) -> Tensor:
+    """Return the log-probabilities of a scored prompt.
+
+    Raises:
+        Unanswered: If the server sent none.
+    """
+    if sample.prompt_logprobs is None:
+        raise Unanswered("expected log-probabilities of the prompt, got none")
+    return sample.prompt_logprobs

@@ -1,0 +1,144 @@
+"""Collation of completions into the rows of a rollout; tokens of an environment are not actions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_rl.environments import ConversationRow, Turn
+from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, FinishReason, Rollout, pad_lists, pad_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnRow:
+    """A row as lists of token ids, before collation.
+
+    Args:
+        row: Turns of the row.
+        group: Index of the prompt that it answers.
+        sample_id: Identity of the sample.
+        finish: Reason why generation ended.
+    """
+
+    row: ConversationRow
+    group: int
+    sample_id: int
+    finish: FinishReason
+
+
+def lay_out(
+    rows: Sequence[DrawnRow], *, dtype: torch.dtype, recorded: frozenset[str], logprobs: bool, turns: bool
+) -> Rollout:
+    """Return a rollout without rewards; only tokens that the policy sampled are actions and have a log-probability.
+
+    Args:
+        rows: Rows of this rank.
+        dtype: Dtype of rewards and log-probabilities.
+        recorded: Names of the per-token extras that completions hold.
+        logprobs: True if completions hold log-probabilities.
+        turns: True to store the turn number and the turn reward of each token.
+
+    Raises:
+        ValueError: If a completion lacks values that its engine promised.
+    """
+    talks = [drawn.row for drawn in rows]
+    rollout = Rollout.of_samples(
+        [talk.prompt_ids for talk in talks],
+        [talk.response_ids for talk in talks],
+        groups=[drawn.group for drawn in rows],
+        sample_ids=[drawn.sample_id for drawn in rows],
+        finish=[drawn.finish for drawn in rows],
+        dtype=dtype,
+    )
+    answers, numbers = [turn for talk in talks for turn in talk.turns], rollout.action_mask.long()
+    if turns:
+        numbers = pad_lists([talk.turn_numbers for talk in talks], torch.int64)[0]
+    drawn = numbers > 0
+
+    def spread(values: Tensor, fill: float = 0) -> Tensor:
+        """Scatter one value per sampled token, concatenated over completions, to ``[B, T]``."""
+        if len(values) != (number := int(drawn.sum())):
+            raise ValueError(f"expected a value for each of {number} sampled tokens from the engine, got {len(values)}")
+        return values.new_full(drawn.shape, fill).masked_scatter_(drawn, values)
+
+    extras = {name: _pad(talks, name, _token_extra) for name in sorted(recorded)}
+    if turns:
+        extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(answers).to(dtype))}
+    return rollout.replace(
+        action_mask=drawn,
+        valid_tokens=drawn,
+        policy_version=spread(_versions(answers), -1),
+        rollout_logprobs=spread(_logprobs(answers).to(dtype)) if logprobs else None,
+        token_extras=extras,
+        prompt_extras={name: _pad(talks, name, _prompt_extra) for name in sorted(recorded & {ROUTES})},
+    )
+
+
+def _pad(
+    talks: Sequence[ConversationRow], name: str, extra_of: Callable[[ConversationRow, str], Tensor | None]
+) -> Tensor:
+    """Pad one extra of all rows to a tensor, with 0 where a row lacks it."""
+    values = [extra_of(talk, name) for talk in talks]
+    known = next((value for value in values if value is not None), torch.zeros(0, dtype=torch.uint8))
+    empty = known.new_zeros(0, *known.shape[1:])
+    return pad_rows([empty if value is None else value for value in values], known.dtype)[0]
+
+
+def _versions(turns: Sequence[Turn]) -> Int[Tensor, " A"]:
+    """Return the policy version of each sampled token."""
+    drawn = [turn.completion for turn in turns]
+    if any(each.versions for each in drawn):
+        versions = (each.versions or (each.version,) * len(each.token_ids) for each in drawn)
+        return torch.tensor(list(chain.from_iterable(versions)), dtype=torch.int64)
+    lengths = torch.tensor([len(each.token_ids) for each in drawn], dtype=torch.int64)
+    return torch.tensor([each.version for each in drawn], dtype=torch.int64).repeat_interleave(lengths)
+
+
+def _logprobs(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
+    """Return the log-probability of each sampled token."""
+    known = [scores for turn in turns if (scores := turn.completion.logprobs) is not None]
+    return torch.cat(known) if known else torch.zeros(0)
+
+
+def _turn_rewards(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
+    """Return the reward of each turn at its last sampled token, and 0 at the others."""
+    values: list[float] = []
+    for turn in turns:
+        if turn.completion.token_ids:
+            values += [*[0.0] * (len(turn.completion.token_ids) - 1), turn.reward or 0.0]
+    return torch.tensor(values)
+
+
+def _token_extra(talk: ConversationRow, name: str) -> Tensor | None:
+    """Return one extra of each response token; tokens of the environment take theirs from the prompt of the next turn.
+
+    So does the last token of a completion, which is an input only in the next turn, unless the context is rewritten.
+    """
+    parts: list[Tensor] = []
+    for turn, following in zip(talk.turns, [*talk.turns[1:], None], strict=True):
+        drawn = _extra(turn.completion.token_extras, name, len(turn.completion.token_ids))
+        reply = drawn.new_zeros(len(turn.reply), *drawn.shape[1:])
+        if following is not None and name in following.completion.prompt_extras:
+            read = following.completion.prompt_extras[name]
+            begin = len(following.request.prefix_ids) - len(turn.reply)
+            reply = read[begin:]
+            if not turn.rewrites and len(drawn):
+                drawn = torch.cat([drawn[:-1], read[begin - 1 : begin]])
+        parts += [drawn, reply]
+    return torch.cat(parts) if parts else None
+
+
+def _prompt_extra(talk: ConversationRow, name: str) -> Tensor | None:
+    if not talk.turns:
+        return None
+    return _extra(talk.turns[0].completion.prompt_extras, name, len(talk.prompt_ids))
+
+
+def _extra(extras: Mapping[str, Tensor], name: str, length: int) -> Tensor:
+    if name not in extras or len(extras[name]) != length:
+        got = "nothing" if name not in extras else len(extras[name])
+        raise ValueError(f"expected {name} for each of {length} tokens from the engine, got {got}")
+    return extras[name]

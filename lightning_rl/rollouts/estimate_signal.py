@@ -1,0 +1,139 @@
+"""Estimation of the advantage of every token from rewards and log-probabilities."""
+
+from contextlib import nullcontext
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.corrections import REWARDS, Corrections, Stat
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURN_REWARDS, TURNS, Rollout
+from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
+from lightning_rl.signal.shaped_rewards import shaped_rewards
+from lightning_rl.signal.statistics import group_statistics
+from lightning_rl.utils.mutation_guard import EditWatch
+
+
+class SignalledRollout(NamedTuple):
+    """A rollout with its advantages.
+
+    Attributes:
+        rollout: Rollout with ``advantages``, and ``returns`` from a token estimator.
+        rewards: Inputs of the estimator, with the shaped reward.
+        stats: Metrics of rewards and advantages.
+    """
+
+    rollout: Rollout
+    rewards: RewardSignal
+    stats: dict[str, Stat]
+
+
+def estimate_signal(
+    rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
+) -> SignalledRollout:
+    """Estimate the advantage of every token from rewards, bonuses and token rewards.
+
+    Args:
+        rollout: Planned rollout with log-probabilities; ``trained``, ``rewarded`` and ``valid_tokens`` are final.
+        estimator: Advantage estimator.
+        corrections: Callbacks; used for provided fields, bonuses and token rewards.
+        global_sum: Sums tensors over the ranks.
+
+    Raises:
+        ValueError: If a reward or an advantage is not finite; with the id of the sample.
+    """
+    rollout = corrections.provide(rollout).sanitize()
+    with corrections.watching(rollout) if corrections.contributors(*REWARDS) else nullcontext():
+        bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
+    scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
+    if bonus is not None:
+        scores = (scores.double() + bonus).to(scores.dtype)
+    earned = rollout.token_extras.get(TURN_REWARDS) if estimator.turn_rewards else None
+    if earned is not None:
+        earned = torch.where(rollout.rewarded[:, None], earned, 0.0)
+    shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens, earned)
+    _check_finite(shaped, rollout)  # before normalization spreads it to other samples
+    rewards = RewardSignal(
+        scores=scores,
+        rewarded=rollout.rewarded,
+        groups=rollout.groups,
+        valid_tokens=rollout.valid_tokens,
+        token_rewards=torch.zeros_like(shaped) if token_rewards is None else token_rewards,
+        shaped=shaped,
+        values=rollout.values,
+        greedy=rollout.extras.get(GREEDY_SCORE),
+        turns=rollout.token_extras.get(TURNS),
+        old_logprobs=rollout.old_logprobs,
+        rollout_logprobs=rollout.rollout_logprobs,
+        sum_pi_squared=rollout.token_extras.get(SUM_PI_SQUARED),
+        global_sum=global_sum,
+    )
+    advantages, returns = _checked_advantages(estimator, rewards)
+    _check_finite(advantages, rollout)
+    stats = reward_metrics(rollout, scores, shaped)
+    if GREEDY_SCORE in rollout.extras:
+        stats["reward/greedy"] = Stat.of(rollout.extras[GREEDY_SCORE], rollout.rewarded)
+    if token_rewards is not None:
+        stats["kl/penalty"] = Stat.of(-token_rewards, rollout.valid_tokens)
+    advantage = Stat.of(advantages, rollout.valid_tokens)
+    stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
+    return SignalledRollout(rollout.replace(advantages=advantages, returns=returns), rewards, stats)
+
+
+def exclude_rows(rollout: Rollout, corrections: Corrections) -> tuple[Rollout, dict[str, Stat]]:
+    """Drop the rows that corrections exclude from ``trained``, ``valid_tokens`` and ``rewarded``."""
+    excluded, stats = corrections.exclude(rollout)
+    trained = rollout.trained & rollout.real & ~excluded
+    valid = rollout.action_mask & trained[:, None]
+    return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), stats
+
+
+def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str, Stat]:
+    """Return metrics of rewards over rewarded rows, of lengths over real rows, and of groups without variance."""
+    rewarded, real = rollout.rewarded, rollout.real
+    stats = {"reward/task": Stat.of(rollout.rewards, rewarded)}
+    for name, raw in rollout.task_rewards.items():
+        stats[f"reward/{name}"] = Stat.of(raw, rewarded & ~raw.isnan())
+    stats |= Stat.many({"reward/shaped": shaped.sum(-1), "reward/missing": ~rewarded}, rollout.trained)
+    lengths = Stat.many({"length/mean": rollout.drawn_lengths, "length/truncated": rollout.cut_off}, real)
+    stats |= {"length/mean": lengths["length/mean"], "length/max": lengths["length/mean"].maximum()}
+    stats["length/truncated"] = lengths["length/truncated"]
+    groups = group_statistics(scores, rollout.groups, rewarded)
+    first = rewarded & _first_of_group(rollout.groups, rewarded)
+    stats["groups/zero_variance"] = Stat.of(~groups.spread, first)
+    return stats
+
+
+def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
+    index, number = group_index(groups)
+    place = torch.arange(len(groups), device=groups.device)
+    candidates = torch.where(population, place, len(groups))
+    first = torch.full_like(groups, len(groups))[:number].scatter_reduce_(0, index, candidates, "amin")
+    return place == first[index]
+
+
+def _checked_advantages(estimator: Estimator, rewards: RewardSignal) -> Advantages:
+    """Return the advantages of an estimator, after a check that it did not modify its inputs."""
+
+    def tensors() -> list[tuple[str, Tensor]]:
+        values = ((spec.name, getattr(rewards, spec.name)) for spec in fields(rewards))
+        return [(name, value) for name, value in values if isinstance(value, Tensor)]
+
+    watch = EditWatch(tensors)
+    advantages = estimator(rewards)
+    watch.after(f"the estimator {estimator.name}", "it returns new tensors (use x - y, not x -= y)")
+    watch.close()
+    return advantages
+
+
+def _check_finite(advantages: Tensor, rollout: Rollout) -> None:
+    if torch.isfinite(advantages).all():
+        return
+    row, position = (~torch.isfinite(advantages)).nonzero()[0].tolist()
+    advantage, sample = float(advantages[row, position]), int(rollout.sample_ids[row])
+    raise ValueError(
+        f"expected finite rewards and advantages, got {advantage} for sample {sample} at position {position}: a bonus, "
+        "token reward or provided field of a callback is not finite"
+    )

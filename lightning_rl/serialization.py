@@ -1,0 +1,306 @@
+"""Descriptions of configured objects as plain values.
+
+=====================  ======================================================================
+an instance            ``{"class_path": "package.Class", "init_args": {...}}``
+a function, a class    ``{"name": "package.function"}``, with ``closure`` if it has one
+``functools.partial``  ``{"partial": "package.function", "args": [...], "keywords": {...}}``
+a model, a tensor      its class and size, without its values
+a secret               omitted: ``api_key``, ``password`` and the like, fields with ``repr=False``
+=====================  ======================================================================
+
+Recordings store the state of an object during a run (:mod:`lightning_rl.recording.serialize`); a description stores its
+constructor arguments.
+"""
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Set, Sized
+from difflib import get_close_matches
+from enum import Enum
+from functools import cache, partial
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
+MAX_ITEMS = 64  # longer lists are described by length and hash
+SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal.kl")
+ROOMS += ("signal.reductions",)
+NEVER = {
+    "CodeTests",
+    "SubprocessReward",
+    "Judge",
+    "RewardModel",
+    "Rewards",
+    "Sandbox",
+    "SandboxService",
+    "VLLMEngine",
+    "VLLMServerEngine",
+}
+
+
+def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
+    """Return a value as plain values; equal configurations have equal descriptions.
+
+    Args:
+        value: Any object.
+        around: Ids of the objects that contain the value, to end reference cycles.
+
+    Example:
+        >>> describe({"epochs": 2, "where": Path("runs"), "rate": partial(round, ndigits=2)})
+        {'epochs': 2, 'where': 'runs', 'rate': {'partial': 'builtins.round', 'args': [], 'keywords': {'ndigits': 2}}}
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value.value if isinstance(value, Enum) else value
+    if id(value) in around:
+        return {CLASS: path_of(type(value))}
+    around = (*around, id(value))
+    for kinds, function in _KINDS:
+        if isinstance(value, kinds):
+            return function(value, around)
+    if callable(value) and isinstance(getattr(value, "__qualname__", None), str):
+        return _describe_function(value, around)
+    return _describe_object(value, around)
+
+
+def restore(description: Any) -> Any:
+    """Return the described value, if it is plain or made of :func:`restorable` parts.
+
+    Checkpoints are untrusted, so no other name is looked up, imported or called.
+
+    Raises:
+        ValueError: If the description names anything else; the message lists the names.
+    """
+    if isinstance(description, list):
+        return [restore(item) for item in description]
+    if not isinstance(description, Mapping):
+        return description
+    if lost := sorted(set(_losses(description))):
+        raise ValueError(", ".join(lost))
+    try:
+        return _rebuild(description)
+    except (KeyError, TypeError, AttributeError) as wrong:
+        raise ValueError(f"a description in an unknown format ({type(wrong).__name__}: {wrong})") from wrong
+
+
+@cache
+def restorable() -> Mapping[str, Any]:
+    """Return the functions and classes that a checkpoint may name, by import path.
+
+    They are parts of this library and of ``torch.optim`` that start no processes, open no connections and load no
+    models.
+    """
+    found = [getattr(room, name) for room in _rooms() for name in _names_in(room) if name not in NEVER]
+    found += [kind for kind in vars(torch.optim).values() if _is_kind(kind, torch.optim.Optimizer)]
+    schedules = torch.optim.lr_scheduler
+    found += [kind for kind in vars(schedules).values() if _is_kind(kind, schedules.LRScheduler)]
+    return MappingProxyType({path_of(one): one for one in found if inspect.isroutine(one) or inspect.isclass(one)})
+
+
+def is_import_path(value: Any) -> bool:
+    """Return True if a value is a string that looks like a dotted import path, and no file has that name.
+
+    Example:
+        >>> [is_import_path(name) for name in ("my_package.policy", "Qwen/Qwen2.5-0.5B", "gpt2", len)]
+        [True, False, False, False]
+    """
+    return isinstance(value, str) and IMPORT_PATH.fullmatch(value) is not None and not Path(value).exists()
+
+
+def import_by_name(**given: Any) -> Any:
+    """Import a dotted name such as ``"my_package.policy"``; return other values unchanged.
+
+    Configuration files contain functions by name, which jsonargparse passes as strings.
+
+    Args:
+        given: One argument, by name.
+
+    Raises:
+        ValueError: If the module cannot be imported, or lacks the attribute.
+    """
+    ((option, name),) = given.items()
+    if not is_import_path(name):
+        return name
+    module, _, attribute = name.rpartition(".")
+    try:
+        holder = importlib.import_module(module)
+    except Exception as error:  # the module is code of the user, which may raise anything
+        where = "" if isinstance(error, ModuleNotFoundError) else f", which raised {type(error).__name__}"
+        raise ValueError(
+            f"expected {option}={name!r} to be found: there is no folder of that name, and importing {module!r} "
+            f"failed{where}: {error}"
+        ) from error
+    if not hasattr(holder, attribute):
+        near = get_close_matches(attribute, dir(holder), n=1, cutoff=0.5)
+        public = [known for known in vars(holder) if not known.startswith("_")]
+        cure = f"did you mean {module}.{near[0]}?" if near else f"it has {', '.join(public[:20])}"
+        raise ValueError(f"expected {option}={name!r} to be found, but module {module!r} has no {attribute!r}: {cure}")
+    return getattr(holder, attribute)
+
+
+def path_of(value: Any) -> str:
+    """Return the import path of a class or function, such as ``lightning_rl.losses.cispo.CISPO``."""
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _losses(description: Any) -> Iterator[str]:
+    """Yield the names in a description that are not restorable."""
+    if isinstance(description, list):
+        for item in description:
+            yield from _losses(item)
+    if not isinstance(description, Mapping):
+        return
+    for key in (CLASS, PARTIAL, NAME):
+        path = description.get(key)
+        known = isinstance(path, str) and path in restorable()
+        partly = set(description) & {"closure", "size", "unknown"} or (key == CLASS and ARGUMENTS not in description)
+        if isinstance(path, str) and (not known or partly):
+            yield path
+            return
+    if "length" in description and "hash" in description:
+        yield f"a list of {description['length']}"
+    for item in description.values():
+        yield from _losses(item)
+
+
+def _rebuild(description: Mapping[str, Any]) -> Any:
+    if CLASS in description:
+        return _make(restorable()[description[CLASS]], description[ARGUMENTS])
+    if PARTIAL in description:
+        keywords = {key: restore(item) for key, item in description["keywords"].items()}
+        return partial(restorable()[description[PARTIAL]], *restore(description["args"]), **keywords)
+    if NAME in description and len(description) == 1:
+        return restorable()[description[NAME]]
+    return {key: restore(item) for key, item in description.items()}
+
+
+def _rooms() -> list[ModuleType]:
+    return [importlib.import_module(f"lightning_rl.{room}") for room in ROOMS]
+
+
+def _names_in(room: ModuleType) -> list[str]:
+    own = [name for name, value in vars(room).items() if getattr(value, "__module__", None) == room.__name__]
+    return list(getattr(room, "__all__", [name for name in own if not name.startswith("_")]))
+
+
+def _is_kind(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
+
+
+def _make(kind: Any, arguments: Any) -> Any:
+    if not isinstance(kind, type) or not isinstance(arguments, Mapping):
+        raise ValueError(path_of(kind))
+    try:
+        return kind(**{key: restore(item) for key, item in arguments.items()})
+    except (TypeError, ArithmeticError) as refused:
+        raise ValueError(f"{path_of(kind)} with unknown options ({refused})") from refused
+
+
+def _describe_mapping(value: Mapping[Any, Any], around: tuple[int, ...]) -> Plain:
+    return {str(key): describe(item, around) for key, item in value.items() if not SECRET.search(str(key))}
+
+
+def _describe_items(value: Any, around: tuple[int, ...]) -> Plain:
+    items = [describe(item, around) for item in (sorted(value, key=repr) if isinstance(value, Set) else value)]
+    if len(items) <= MAX_ITEMS:
+        return items
+    return {"length": len(items), "hash": hashlib.sha256(repr(items).encode()).hexdigest()[:16]}
+
+
+def _describe_partial(value: "partial[Any]", around: tuple[int, ...]) -> Plain:
+    if value.func.__module__.startswith("jsonargparse."):  # jsonargparse wraps a class_path in its own function
+        value = partial(*value.args[1:], **value.keywords)
+    function = describe(value.func, around)
+    name = function[NAME] if isinstance(function, dict) and set(function) == {NAME} else function
+    bound = {"args": describe(list(value.args), around), "keywords": describe(value.keywords, around)}
+    return {PARTIAL: name, **bound}
+
+
+def _describe_model(value: nn.Module, around: tuple[int, ...]) -> Plain:
+    del around
+    return {CLASS: path_of(type(value)), "size": sum(weight.numel() for weight in value.parameters())}
+
+
+def _describe_tensor(value: Tensor, around: tuple[int, ...]) -> Plain:
+    del around
+    return {CLASS: path_of(type(value)), "size": list(value.shape), "dtype": str(value.dtype)}
+
+
+def _describe_text(value: Any, around: tuple[int, ...]) -> Plain:
+    del around
+    return str(value)
+
+
+def _describe_class(value: type, around: tuple[int, ...]) -> Plain:
+    del around
+    return {NAME: path_of(value)}
+
+
+def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
+    names = inspect.unwrap(value).__code__.co_freevars if inspect.isfunction(inspect.unwrap(value)) else ()
+    closed = {}
+    for name, cell in zip(names, inspect.unwrap(value).__closure__ or () if names else (), strict=True):
+        closed[name] = describe(cell.cell_contents, around)
+    owner = getattr(value, "__self__", None)
+    if inspect.ismethod(value):
+        closed["self"] = describe(owner, around)
+    # of a built-in method, bound or not
+    module = getattr(value, "__module__", None) or getattr(value, "__objclass__", type(owner)).__module__
+    return {NAME: f"{module}.{value.__qualname__}", **({"closure": closed} if closed else {})}
+
+
+def _describe_object(value: Any, around: tuple[int, ...]) -> Plain:
+    """Describe an object by its constructor arguments that it stores under the same names."""
+    if (name := getattr(value, "name_or_path", None)) is not None:  # a tokenizer; its files hold its options
+        return {CLASS: path_of(type(value)), "size": len(value), "path": str(name)}
+    if type(value).__module__.startswith("datasets."):  # their constructors take tables
+        return {CLASS: path_of(type(value)), "size": len(value) if isinstance(value, Sized) else None}
+    options, unknown = {}, []
+    for parameter in _parameters(type(value)):
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and isinstance(vars(value).get(parameter.name), Mapping):
+            options |= vars(value)[parameter.name]
+        elif _keeps(value, parameter.name):
+            options[parameter.name] = getattr(value, parameter.name)
+        elif parameter.default is inspect.Parameter.empty and parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
+        ):
+            unknown.append(parameter.name)
+    described: dict[str, Any] = {CLASS: path_of(type(value)), ARGUMENTS: _describe_mapping(options, around)}
+    if isinstance(fingerprint := getattr(value, "fingerprint", None), str):  # identifies the rows of data
+        described["fingerprint"] = fingerprint
+    return {**described, **({"unknown": unknown} if unknown else {})}
+
+
+def _parameters(kind: type) -> list[inspect.Parameter]:
+    hidden = {spec.name for spec in dataclasses.fields(kind) if not spec.repr} if dataclasses.is_dataclass(kind) else ()
+    try:
+        signature = inspect.signature(kind)
+    except ValueError:  # some built-in classes have none
+        return []
+    return [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
+
+
+def _keeps(value: Any, name: str) -> bool:
+    return name in getattr(value, "__dict__", ()) or name in getattr(type(value), "__slots__", ())
+
+
+_KINDS: tuple[tuple[Any, Any], ...] = (
+    (Mapping, _describe_mapping),
+    ((list, tuple, set, frozenset), _describe_items),
+    (partial, _describe_partial),
+    (nn.Module, _describe_model),
+    (Tensor, _describe_tensor),
+    ((Path, torch.dtype, torch.device, Enum, bytes), _describe_text),
+    (type, _describe_class),
+)

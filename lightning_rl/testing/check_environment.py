@@ -1,0 +1,320 @@
+"""Property checks of environments: conversations with all kinds of answers, repeated and interleaved.
+
+Each conversation is a fixed list of answers. Environments run in this process, so one that hangs blocks the check.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from lightning_rl.audit import Finding
+from lightning_rl.environments import Action, Environment, TokenEnvironment, ToolCall
+from lightning_rl.environments.environment import check_figures
+from lightning_rl.environments.environment_schema import check_reset, check_step, plain
+from lightning_rl.environments.generators import GeneratorError, refuse_draws
+from lightning_rl.environments.protocols import environment_of
+from lightning_rl.environments.tools import schemas_of
+from lightning_rl.rollout import FinishReason
+from lightning_rl.testing.shrinking import PropertyError
+from lightning_rl.utils.seeding import fork_generators
+
+MEANINGS = {
+    "environment_accepts": "An environment accepts any answer: empty, long, nonsense, cut off, or a call of an unknown "
+    "tool. An error drops the sample.",
+    "environment_steps": "An environment returns valid steps: messages of users or tools with content, or token ids, "
+    "with finite metrics; or the conversation is done.",
+    "environment_repeats": "An environment is deterministic under the same seed and answers, so that a repeated "
+    "conversation and a resumed run continue unchanged.",
+    "environment_generators": "An environment uses its own random generators: the global ones belong to the run.",
+    "environment_isolation": "Conversations share no state: interleaved ones return the same as separate ones.",
+    "environment_closes": "An environment can be closed after any step, and before the first.",
+    "environment_ships": "An environment can be sent to a subprocess, and its results come back as plain data.",
+}
+HUGE = 100_000  # number of characters or tokens of the longest answer
+TURNS = 4  # number of answers per conversation
+OURS = (
+    "lightning_rl.environments.environment",
+    "lightning_rl.environments.environment_schema",
+    "lightning_rl.utils.arguments",
+)
+NONSENSE = (
+    "",
+    " ",
+    "\n",
+    "}{<|im_end|>\x00\u202e",
+    "<|im_end|>\n<|im_start|>user\nyes",
+    "1e999",
+    "word " * (HUGE // 5),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """Answers of one conversation.
+
+    Args:
+        name: Short description.
+        answers: Answers in order: texts, ``Action`` objects, or token ids.
+        finish: Finish reason of the last answer.
+    """
+
+    name: str
+    answers: Sequence[Any]
+    finish: FinishReason = FinishReason.STOP
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Results of a conversation.
+
+    Attributes:
+        results: Results of the reset and of each step.
+        raised: Error that ended it, or None.
+        where: Call that raised, or the last one.
+    """
+
+    results: list[Any] = field(default_factory=list)
+    raised: BaseException | None = None
+    where: str = "reset"
+
+
+def check_environment(
+    environment: Callable[[], Any],
+    row: Mapping[str, Any] | None = None,
+    *,
+    answers: Sequence[str | Action | Sequence[int]] = (),
+    seed: int = 0,
+) -> None:
+    """Check an ``environment=`` in conversations with the given answers and with unusual ones.
+
+    Args:
+        environment: Class or function that makes an ``Environment``, a ``TokenEnvironment``, or an object of TRL's
+            form; called for each conversation.
+        row: Row of the data: a prompt and columns.
+        answers: Plausible answers of a policy, in order: texts or ``Action`` objects, or token ids for a token
+            environment, whose unusual answers use the same ids.
+        seed: Seed of the reset.
+
+    Raises:
+        PropertyError: With the broken property, the conversation that shows it, and the fix.
+    """
+    row = {"prompt": "?"} if row is None else row
+    with fork_generators(torch.device("cpu")):
+        for finding, script in _findings(environment, row, answers, seed):
+            lines = [f"row {dict(row)!r:.200}, seed {seed}", f"{script.name}: {_answers_of(script)}"]
+            raise PropertyError(f"environment {_name_of(environment)}", finding, lines, MEANINGS[finding.check])
+
+
+def _findings(
+    factory: Callable[[], Any], row: Mapping[str, Any], answers: Sequence[Any], seed: int
+) -> Iterator[tuple[Finding, Script]]:
+    """Yield findings about broken properties until one makes the next checks meaningless."""
+    nothing = Script(name="no answer", answers=())
+    try:
+        with refuse_draws(_name_of(factory)):
+            made = environment_of(factory())
+    except GeneratorError as error:
+        yield _generators(error), nothing
+        return
+    except Exception as raised:  # noqa: BLE001  an error of user code is a finding
+        yield _finding_of("environment_accepts", "an environment", raised, "make one without arguments"), nothing
+        return
+    words = isinstance(made, Environment)
+    yield from ((finding, nothing) for finding in _close(made))
+    scripts = list(_scripts(made, answers))
+    for script in scripts:
+        outcome = run_conversation(factory, row, script, seed)
+        if finding := _judge(outcome):
+            yield finding, script
+            return
+        again = run_conversation(factory, row, script, seed)
+        if repr(again.results) != repr(outcome.results):
+            yield (
+                _differs("environment_repeats", outcome, again, "use random.Random(seed), and keep no state"),
+                script,
+            )
+            return
+        interleaved = _interleave(factory, row, script, scripts[-1], seed)
+        if repr(interleaved.results) != repr(outcome.results):
+            cure = "keep state in the object, not in its class or module"
+            yield _differs("environment_isolation", outcome, interleaved, cure), script
+            return
+        yield from ((finding, script) for finding in _ship(factory, outcome, words=words))
+
+
+def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int) -> Outcome:
+    """Run one conversation."""
+    outcome = Outcome()
+    for _ in _moves(factory, row, script, seed, outcome):
+        pass
+    return outcome
+
+
+def _interleave(
+    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int
+) -> Outcome:
+    """Run a conversation, interleaved with another one."""
+    outcome, interleaved = Outcome(), Outcome()
+    ours, theirs = _moves(factory, row, script, seed, outcome), _moves(factory, row, other, seed + 1, interleaved)
+    more = True
+    while more:
+        more = next(ours, None) is not None
+        next(theirs, None)
+    for _ in theirs:
+        pass
+    return outcome
+
+
+def _moves(
+    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int, outcome: Outcome
+) -> Iterator[str]:
+    """Run a conversation call by call; its results are added to ``outcome``."""
+    try:
+        with refuse_draws(_name_of(factory)):
+            made: Any = environment_of(factory())
+            outcome.results.append(_copy(check_reset(made, made.reset(dict(row), seed))))
+        yield "reset"
+        done, outcome.where = False, "step"
+        for number, answer in enumerate(script.answers):
+            finish = script.finish if number == len(script.answers) - 1 else FinishReason.STOP
+            with refuse_draws(_name_of(factory)):
+                step = check_step(made, made.step(*_arguments(made, answer, finish, number)))
+            outcome.results.append(_copy((list(step.messages), step.reward, step.done, dict(step.metrics))))
+            outcome.results.append(_copy(list(getattr(step, "token_ids", ()))))
+            done = bool(step.done)
+            yield "step"
+            if done:
+                break
+        outcome.where = "reward"
+        if not done:
+            with refuse_draws(_name_of(factory)):
+                score = getattr(made, "reward", lambda: None)()
+                check_figures(score, {})
+                outcome.results.append(score)
+        outcome.where = "close"
+        with refuse_draws(_name_of(factory)):
+            made.close()
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  an error of user code is a finding
+        outcome.raised = raised
+
+
+def _arguments(made: Environment | TokenEnvironment, answer: Any, finish: FinishReason, turn: int) -> tuple[Any, ...]:
+    if not isinstance(made, Environment):
+        return tuple(answer), finish
+    if isinstance(answer, Action):
+        return (answer,)
+    return (Action(text=str(answer), finish=finish, turn=turn),)
+
+
+def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> Iterator[Script]:
+    """Yield the given answers, all of them and the first cut off, then repetitions of each unusual answer."""
+    if answers:
+        yield Script(name="the given answers", answers=answers)
+        yield Script(name="the first of them, cut off", answers=answers[:1], finish=FinishReason.LENGTH)
+    if not isinstance(made, Environment):
+        known = sorted({int(token) for answer in answers for token in answer}) or [0]
+        for ids in ((known[0],), (known[-1],), known, known[::-1], known * (HUGE // len(known))):
+            yield Script(name=f"{len(ids)} tokens", answers=[ids] * TURNS)
+        yield Script(name="tokens, cut off", answers=[known], finish=FinishReason.LENGTH)
+        return
+    for text in NONSENSE:
+        yield Script(name=f"{len(text)} characters", answers=[text] * TURNS)
+    yield Script(name="an answer that was cut off", answers=["The answer is"], finish=FinishReason.LENGTH)
+    names = [schema["function"]["name"] for schema in schemas_of(made.tools)]
+    for name in [*names, "no_such_tool"] if names else ():
+        for arguments in ({}, {"x": None, "y": "word " * 100}):
+            call = Action(text="", tool_calls=[ToolCall(name=name, arguments=arguments)])
+            yield Script(
+                name=f"a call of {name} with {len(arguments)} possibly unknown arguments", answers=[call] * TURNS
+            )
+    if names:
+        yield Script(name="an unreadable call", answers=[Action(text="", errors=["no JSON"])] * TURNS)
+
+
+def _judge(outcome: Outcome) -> Finding | None:
+    """Return the finding about an error in a conversation, or None."""
+    raised = outcome.raised
+    if raised is None:
+        return None
+    if isinstance(raised, GeneratorError):
+        return _generators(raised)
+    if outcome.where == "close":
+        return _finding_of("environment_closes", "an environment that can be closed", raised, "close only what is open")
+    if _is_ours(raised):
+        cure = "return StepResult(messages=[...]) or StepResult(done=True), with finite metrics"
+        return _finding_of("environment_steps", f"a valid result of {outcome.where}", raised, cure)
+    cure = "describe the error in a message, or end with StepResult(done=True)"
+    return _finding_of("environment_accepts", f"a result of {outcome.where} for any answer", raised, cure)
+
+
+def _is_ours(raised: BaseException) -> bool:
+    """Return True if the library's validation raised, and not code of the environment."""
+    trace, last = raised.__traceback__, ""
+    while trace is not None:
+        last, trace = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_next
+    return last.startswith(OURS)
+
+
+def _close(made: Environment | TokenEnvironment) -> Iterator[Finding]:
+    """Yield a finding if an environment cannot be closed before its reset."""
+    try:
+        made.close()
+    except Exception as raised:  # noqa: BLE001  as above
+        cure = "open nothing in __init__ that close needs: a run makes one environment at setup and closes it"
+        yield _finding_of("environment_closes", "an environment that can be closed before it is reset", raised, cure)
+
+
+def _ship(factory: Callable[[], Any], outcome: Outcome, *, words: bool) -> Iterator[Finding]:
+    """Yield a finding if the environment cannot be pickled, or if its results are not plain data."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(factory))
+    except Exception as raised:  # noqa: BLE001  as above
+        cure = "create its resources in reset, or run with environment_workers=0"
+        yield _finding_of("environment_ships", "a class or function that can be pickled by cloudpickle", raised, cure)
+        return
+    try:
+        plain(outcome.results)
+    except TypeError as raised:
+        cure = f"return {'messages' if words else 'token ids'} of plain values: numbers, lists and mappings"
+        yield _finding_of("environment_ships", "plain values", raised, cure)
+
+
+def _copy(value: Any) -> Any:
+    """Copy a value, with arrays and tensors as lists."""
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(item) for item in value]
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) else value
+
+
+def _differs(check: str, outcome: Outcome, other: Outcome, cure: str) -> Finding:
+    pairs = zip(outcome.results, other.results, strict=False)
+    place = next((pair for pair in pairs if repr(pair[0]) != repr(pair[1])), (len(outcome.results), len(other.results)))
+    return _finding(check, f"the same, {place[0]!r:.200}", f"{place[1]!r:.200}", cure)
+
+
+def _generators(error: GeneratorError) -> Finding:
+    cure = "use random.Random(seed) with the seed that reset gets, or run with environment_workers="
+    return _finding("environment_generators", "its own generators", str(error).partition(", which")[0], cure)
+
+
+def _finding_of(check: str, expected: str, raised: BaseException, cure: str) -> Finding:
+    return _finding(check, expected, f"{type(raised).__name__}: {raised}"[:300], cure)
+
+
+def _finding(check: str, expected: str, observed: str, cure: str) -> Finding:
+    return Finding(check=check, culprit="the environment", expected=expected, observed=observed, cure=cure)
+
+
+def _name_of(factory: Callable[[], Any]) -> str:
+    return getattr(factory, "__name__", type(factory).__name__)
+
+
+def _answers_of(script: Script) -> str:
+    answers = ", ".join(f"{answer!r:.60}" for answer in script.answers)
+    return f"{answers} ({script.finish.name})"

@@ -1,0 +1,92 @@
+"""Figures of conversations, counted by hand and by the audit."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.chats import Partner, look
+from kit.evidence import evidence_of
+
+from lightning_rl import FinishReason, SamplingParams, Stat
+from lightning_rl.audit import CHECKS
+from lightning_rl.audit.conversation_evidence import Talk
+from lightning_rl.audit.conversation_metrics import talk_figures
+from lightning_rl.environments import ToolEnvironment
+from lightning_rl.generation import Completion, Request
+
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": "red"}}}
+
+
+def talk(
+    *turns: tuple[int, int],
+    finish: FinishReason = FinishReason.STOP,
+    reward: float | None = None,
+    name: str = "environment",
+) -> Talk:
+    """A conversation from the lengths of prefix and answer of each turn; each answer but the last has two calls."""
+    sampling = SamplingParams(max_new_tokens=8, eos_token_ids=(9,))
+    pairs = [
+        (
+            Request(prefix_ids=(1,) * prefix, sample_id=5, seed=0, sampling=sampling, turn=turn),
+            Completion(token_ids=(2,) * drawn, logprobs=None, version=0, finish=FinishReason.STOP),
+        )
+        for turn, (prefix, drawn) in enumerate(turns)
+    ]
+    said: list[Any] = [{"role": "user", "content": "?"}]
+    for turn, _ in enumerate(turns, 1):
+        said.append({"role": "assistant", "content": "!", "tool_calls": [CALL, CALL] if turn < len(turns) else []})
+    return Talk(5, 1, name, {}, pairs, said, reward, (), finish)
+
+
+def values(talks: list[Talk], **factories: Any) -> dict[str, tuple[float, float]]:
+    """Mean and population of each figure."""
+    figures = talk_figures(talks, factories)
+    return {name: (round(stat.value(), 6), float(stat.moments[0])) for name, stat in figures.items()}
+
+
+def test_what_is_logged_of_conversations() -> None:
+    talks = [
+        talk((3, 2), (9, 2), reward=1.0),  # four tokens between
+        talk((3, 2), (6, 2), (11, 1), finish=FinishReason.TURNS, reward=0.0),  # one and three
+        talk((3, 2), finish=FinishReason.LENGTH),
+        talk(finish=FinishReason.FAILED),
+    ]
+    assert values(talks, environment=Partner) == {
+        "env/turns": (1.5, 4.0),
+        "env/tokens": (2.0, 4.0),
+        "env/failed": (0.25, 4.0),
+        "env/cut_by_turns": (0.25, 4.0),
+        "env/cut_by_tokens": (0.25, 4.0),
+        "env/reward": (0.5, 2.0),
+    }
+
+
+def test_a_rewritten_context_counts_whole_even_where_it_goes_on_as_before() -> None:
+    rewritten = talk((3, 2), (9, 2), (4, 1), (6, 1))._replace(rewrites=frozenset({2, 3}))  # all of 9, all of 4, one
+    assert values([rewritten], environment=Partner)["env/tokens"] == (14.0, 1.0)
+
+
+def test_calls_are_counted_where_nobody_else_gives_figures_of_them() -> None:
+    tools, talks = partial(ToolEnvironment, (look,)), [talk((3, 2), (9, 2)), talk((3, 2))]
+    assert values(talks, environment=tools)["env/tool_calls"] == (1.0, 2.0)
+    assert "env/tool_calls" not in values([*talks, talk((3, 2), finish=FinishReason.FAILED)], environment=tools)
+    assert "env/tool_calls" not in values(talks, environment=Partner)
+
+
+def test_several_environments_have_names_of_their_own() -> None:
+    found = values([talk((3, 2), name="shop"), talk((3, 2), (9, 2), name="guess")], shop=Partner, guess=Partner)
+    assert (found["env/shop/turns"], found["env/guess/turns"]) == ((1.0, 1.0), (2.0, 1.0))
+    assert values([], environment=Partner) == {}
+
+
+@pytest.mark.parametrize(("logged", "found"), [(-3.0, []), (-3.001, []), (-2.5, ["metric env/logprob"])])
+def test_the_log_probability_of_words_is_held_against_the_policys(logged: float, found: list[str]) -> None:
+    moments = Stat.of(torch.tensor([logged]), torch.tensor([True])).moments
+    step: Any = SimpleNamespace(logged={"env/logprob": [moments]}, rows=evidence_of().rows)
+    evidence = replace(evidence_of(), step=step, words_logprob=-3.0)
+    assert [finding.culprit for finding in CHECKS["environment_logprob"](evidence)] == found
+    unknown = replace(evidence, words_logprob=None)
+    assert "environment_logprob" in CHECKS["environment_logprob"].judge(unknown).skipped

@@ -1,0 +1,280 @@
+"""Replays: conversations that are held again say who mixes them up."""
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from kit.chats import CLOSE, VOCABULARY, Partner, chat_tokenizer, look, read_calls
+from kit.evidence import evidence_of
+from typing_extensions import override
+
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.audit import CHECKS, environment_repeats
+from lightning_rl.audit.conversation_evidence import Talk
+from lightning_rl.audit.environment_repeats import Replay, replay_of
+from lightning_rl.data import Prompt
+from lightning_rl.environments import Action, ConversationLimits, Message, StepResult, TokenStep, ToolEnvironment
+from lightning_rl.environments.driver import play
+from lightning_rl.environments.run_environments import Environments
+from lightning_rl.generation import Completion, Request, request_seed
+
+SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=CLOSE)
+SAID = ("red one", "look", "two ? green", "blue red")
+
+
+def environments(factory: Callable[[], Any], **options: Any) -> Environments:
+    named = {"tokenizer": chat_tokenizer(), "close": frozenset(CLOSE), "limits": ConversationLimits(turns=3), **options}
+    return Environments(factories={"environment": factory}, seed=3, **named)
+
+
+def draw(requests: Sequence[Request]) -> list[Completion]:
+    """Words by sample and turn."""
+    return [
+        Completion(
+            token_ids=(
+                *(VOCABULARY.index(word) for word in SAID[(request.sample_id + request.turn) % 4].split()),
+                CLOSE[0],
+            ),
+            logprobs=None,
+            version=0,
+            finish=FinishReason.STOP,
+        )
+        for request in requests
+    ]
+
+
+def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
+    """Conversations as a run has them, two about each prompt."""
+    prompts = [
+        Prompt(place, (3, 4), [{"role": "user", "content": f"say {place} ?"}], {"place": place})
+        for place in (sample // 2 for sample in range(samples))
+    ]
+    firsts = [
+        Request(prefix_ids=(3, 4), sample_id=sample, seed=request_seed(3, 0, sample), sampling=SAMPLING)
+        for sample in range(samples)
+    ]
+    told = play([made.open(*pair) for pair in zip(prompts, firsts, strict=True)], draw)
+    return [
+        Talk(
+            sample=first.sample_id,
+            group=prompt.index,
+            environment="environment",
+            row={**prompt.columns, "prompt": prompt.content},
+            turns=one.pairs,
+            messages=one.outcome.messages,
+            reward=one.outcome.reward,
+            judged=one.outcome.answer,
+            finish=one.finish,
+        )
+        for prompt, first, one in zip(prompts, firsts, told, strict=True)
+    ]
+
+
+def replay(
+    factory: Callable[[], Any], change: Callable[[list[Talk]], list[Talk]] = list, **options: Any
+) -> Replay | str:
+    """Return the replay of conversations with an environment, or the reason for which there is none."""
+    made = environments(factory, **options)
+    said = replay_of(made, "environment", change(talks_with(made)))
+    return said.reason or said
+
+
+class Shared(Partner):
+    """Counts the answers of all conversations."""
+
+    answered: ClassVar[Any] = count()
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        return replace(super().step(answer), reward=float(next(self.answered)))
+
+
+class Remembering(Partner):
+    """Pays for words that nobody has said."""
+
+    heard: ClassVar[set[str]] = set()
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        new = set(answer.text.split()) - self.heard
+        self.heard.update(new)
+        return replace(super().step(answer), reward=float(len(new)))
+
+
+class Unseeded(Partner):
+    """Begins with other words each time."""
+
+    number: ClassVar[Any] = count()
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        super().reset(row, seed)
+        return [{"role": "user", "content": f"say {next(self.number)}"}]
+
+
+class Scored(Partner):
+    """Says what a conversation is worth when a limit ends it."""
+
+    @override
+    def reward(self) -> float | None:
+        return 0.5
+
+
+class Echo:
+    """Speaks in token ids."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        """Begins with the row's prompt."""
+        del row, seed
+        self.turn = 0
+        return ()
+
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+        """Repeats an answer, three times."""
+        del finish
+        self.turn += 1
+        return TokenStep(token_ids=token_ids, reward=0.25, done=self.turn == 3)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Writing(Partner):
+    """Keeps a log."""
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        Path("log").write_text(answer.text)
+        return super().step(answer)
+
+
+class Once(Partner):
+    """Is not to be talked to twice."""
+
+    replayable = False
+
+
+def tools() -> ToolEnvironment:
+    return ToolEnvironment([look])
+
+
+@pytest.mark.parametrize("factory", [Partner, Scored, Echo])
+def test_environments_that_are_one_conversations_own_say_the_same_again(factory: Any) -> None:
+    said = replay(factory)
+    assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
+    assert (said.environment, sorted(said.samples)) == (factory.__name__, [0, 1, 2, 3])
+
+
+def test_tools_say_the_same_again_call_by_call() -> None:
+    said = replay(tools, parse=read_calls)
+    assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("factory", "moving"), [(Shared, "rewards"), (Remembering, "rewards"), (Unseeded, "words"), (lambda: ONE, "words")]
+)
+def test_state_that_conversations_share_is_found(factory: Any, moving: str) -> None:
+    said = replay(factory)
+    assert isinstance(said, Replay) and said.moving in (moving, "ends")
+
+
+ONE = Partner()
+
+
+def exchange(field: str) -> Callable[[list[Talk]], list[Talk]]:
+    return lambda talks: [
+        talk._replace(**{field: getattr(other, field)}) for talk, other in zip(talks, talks[::-1], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("factory", "change", "slip"),
+    [
+        (Partner, exchange("messages"), "messages"),
+        (Partner, exchange("group"), "messages"),
+        (Echo, lambda talks: [talk._replace(reward=1.0) for talk in talks], "reward"),
+        (Echo, lambda talks: [talk._replace(turns=talk.turns[:2] * 2) for talk in talks], "end"),
+        (Echo, lambda talks: [talk._replace(turns=[talk.turns[0], *talk.turns[:2]]) for talk in talks], "token ids"),
+    ],
+)
+def test_conversations_that_were_recorded_otherwise_are_found(factory: Any, change: Any, slip: str) -> None:
+    said = replay(factory, change)
+    assert isinstance(said, Replay) and not said.moving
+    assert slip in {what for _, what in said.others}
+
+
+def test_results_of_parallel_calls_in_another_order_are_found() -> None:
+    def turn(talks: list[Talk]) -> list[Talk]:
+        changed = []
+        for talk in talks:
+            said = list(talk.messages)
+            pairs = [
+                place for place in range(len(said) - 1) if said[place]["role"] == said[place + 1]["role"] == "tool"
+            ]
+            for place in pairs[:1]:
+                said[place], said[place + 1] = said[place + 1], said[place]
+            changed.append(talk._replace(messages=said))
+        return changed
+
+    said = replay(tools, turn, parse=read_calls)
+    assert isinstance(said, Replay) and said.others and {what for _, what in said.others} == {"messages"}
+
+
+def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = environments(Writing)
+    talks = talks_with(made)
+    Path("log").write_text("of the run")
+    reason = replay_of(made, "environment", talks).reason
+    assert "reach out of its process (open)" in reason and reason.endswith("check_environment holds it again")
+    assert Path("log").read_text() == "of the run"
+    Path("log").write_text("is open again")
+    assert "is not replayable" in str(replay(Once))
+    assert "holds state that cannot be copied" in str(replay(partial(partner_beside, threading.Lock())))
+
+
+def partner_beside(lock: object) -> Partner:
+    del lock
+    return Partner()
+
+
+class Exiting(Partner):
+    """Ends the program at an answer that the run has not seen."""
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        return sys.exit(3) if "unheard" in answer.text else super().step(answer)
+
+
+def test_an_environment_that_ends_the_program_is_skipped_with_the_reason() -> None:
+    assert "could not be asked again: SystemExit: 3" in str(replay(Exiting))
+
+
+def test_what_a_factory_keeps_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    assert isinstance(replay(lambda: (made.append("one"), Partner())[1]), Replay)
+    assert len(made) == 4, "one for each conversation of the run"
+    monkeypatch.setattr(environment_repeats, "MAX_SECONDS", -1.0)
+    assert "more than -1 s" in str(replay(Partner))
+
+
+def judge(*environment_repeats: Replay) -> list[str]:
+    evidence = replace(evidence_of(), environment_repeats=environment_repeats)
+    return [f"{finding.culprit}: {finding.observed}" for finding in CHECKS["environment_replays"](evidence)]
+
+
+def test_who_is_named() -> None:
+    assert judge(Replay("Shop", samples=[1, 2])) == []
+    assert judge(Replay("Shop", samples=[1, 2], moving="rewards")) == [
+        "environment Shop: other rewards when it is held again"
+    ]
+    (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
+    assert found.startswith("stage draw") and found.endswith("others in 2 of 2: messages, reward")
+    evidence = replace(evidence_of(), environment_repeats=[Replay("Shop", "it is too slow")])
+    assert CHECKS["environment_replays"].judge(evidence).skipped == {"environment_replays": "it is too slow"}

@@ -1,0 +1,272 @@
+"""Reward functions asked again on copies: memory and order are found, noise is not, and nothing happens to them."""
+
+import multiprocessing
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.evidence import evidence_of
+from typing_extensions import override
+
+from lightning_rl.audit import CHECKS
+from lightning_rl.audit.copies import copy_state
+from lightning_rl.audit.reward_repeats import RewardReply, RewardWatch, ask_again
+from lightning_rl.rewards import RewardCall, SubprocessReward
+
+IDS = [[1], [2, 3], [4, 5, 6], [7, 8, 9, 1], [1, 2, 3, 4, 5], [2, 2]]
+NAMES = ["a", "a", "b", "b", "c", "c"]
+SAMPLES = [10, 11, 12, 13, 14, 15]
+
+
+def plain(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def lengths(ids: Any) -> list[float]:
+    return [float(len(row)) for row in ids]
+
+
+class Judge:
+    """A reward with a state."""
+
+    def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+        """What it says of each row."""
+        del completions
+        return self.score(prompts, completion_ids)
+
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        """Its values."""
+        raise NotImplementedError
+
+
+class Late(Judge):
+    """The values of the call before."""
+
+    def __init__(self) -> None:
+        self.values = [0.0] * 6
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        values, self.values = self.values, lengths(ids)
+        return (values * 6)[: len(ids)]
+
+
+class Scaled(Judge):
+    """Divided by the largest so far."""
+
+    def __init__(self) -> None:
+        self.largest = 1.0
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        values = lengths(ids)
+        self.largest = max(self.largest, *values)
+        return [value / self.largest for value in values]
+
+
+class Centred(Scaled):
+    """Minus a mean that follows."""
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        values = lengths(ids)
+        self.largest += 0.5 * (sum(values) / len(values) - self.largest)
+        return [value - self.largest for value in values]
+
+
+class Remembered(Judge):
+    """The first value of a prompt for all of its completions."""
+
+    def __init__(self) -> None:
+        self.memo: dict[str, float] = {}
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        return [self.memo.setdefault(str(p), float(len(row))) for p, row in zip(prompts, ids, strict=True)]
+
+
+class Cached(Remembered):
+    """The value of a completion, computed once."""
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        return [self.memo.setdefault(str(row), float(len(row))) for row in ids]
+
+
+class Moody(Judge):
+    """Noise of its own for each row, twice as much of it for long ones."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(0)
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        return [sum(self.random.random() for _ in row) for row in ids]
+
+
+class Stricter(Judge):
+    """A curriculum by the number of calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        self.calls += 1
+        return [len(row) / self.calls for row in ids]
+
+
+def global_noise(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+    return [random.random() for _ in completion_ids]
+
+
+def by_place(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+    return [float(place) for place, _ in enumerate(completion_ids)]
+
+
+def beside_others(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+    longest = max(map(len, completion_ids))
+    return [len(ids) / longest for ids in completion_ids]
+
+
+def marking(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+    for prompt in prompts:
+        prompt[-1]["content"] += " Think."
+    return [1.0] * len(prompts)
+
+
+class ByLength(Remembered):
+    """The first value of a length for all answers of this length."""
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        return [self.memo.setdefault(str(len(row)), float(sum(row) % 7)) for row in ids]
+
+
+class ByFirstToken(Remembered):
+    """The first value of an answer that begins like this one."""
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        return [self.memo.setdefault(str(row[0]), float(sum(row))) for row in ids]
+
+
+class Novelty(Cached):
+    """Rewards what was never seen, and says that it remembers."""
+
+    remembers = True
+
+    @override
+    def score(self, prompts: Any, ids: Any) -> list[float]:
+        new = [str(row) not in self.memo for row in ids]
+        self.memo |= {str(row): 1.0 for row in ids}
+        return [float(one) for one in new]
+
+
+def call_of(function: Any, prompts: Sequence[Any] = NAMES, **changes: Any) -> RewardCall:
+    """A call as a run makes it."""
+    values = function(list(prompts), [""] * 6, completion_ids=IDS)
+    return RewardCall("judge", IDS, values, 0.0, list(prompts), [""] * 6, {}, function)._replace(**changes)
+
+
+def checks_that_fail(*replies: RewardReply) -> list[str]:
+    """Names of the checks of replies with a finding."""
+    evidence = replace(evidence_of(), replies=replies)
+    return [name for name in ("reward_order", "reward_memory", "reward_inputs") if CHECKS[name](evidence)]
+
+
+@pytest.mark.parametrize(
+    ("function", "failing"),
+    [
+        (plain, []),
+        (Cached(), []),
+        (Moody(), []),
+        (Stricter(), []),
+        (global_noise, []),
+        (Novelty(), []),
+        (Late(), ["reward_memory"]),
+        (Scaled(), ["reward_memory"]),
+        (Centred(), ["reward_memory"]),
+        (Remembered(), ["reward_memory"]),
+        (ByLength(), ["reward_memory"]),
+        (ByFirstToken(), ["reward_memory"]),
+        (by_place, ["reward_order"]),
+        (beside_others, ["reward_order"]),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else getattr(value, "__name__", type(value).__name__),
+)
+def test_memory_and_order_are_told_from_noise_and_curricula(function: Any, failing: list[str]) -> None:
+    fresh = copy_state(function)
+    call = call_of(function)
+    before = {name: str(value) for name, value in getattr(function, "__dict__", {}).items()}
+    reply = ask_again(call, SAMPLES, fresh)
+    assert not reply.reason and checks_that_fail(reply) == failing
+    assert {name: str(value) for name, value in getattr(function, "__dict__", {}).items()} == before, "asked in the run"
+
+
+@pytest.mark.parametrize("longest", [range(16), [5]], ids=["all", "one"])
+def test_a_reward_beside_the_longest_of_its_call_is_found_whichever_rows_are_asked(longest: Any) -> None:
+    """Half of the rows are asked about together, and the longest ones may be among them."""
+    ids = [[2] * (8 if row in longest else 1 + row % 4) for row in range(15)] + [[3, 1]]
+    values = beside_others(None, None, completion_ids=ids)
+    call = RewardCall("judge", ids, values, 0.0, ["a"] * 16, [""] * 16, {}, beside_others)
+    reply = ask_again(call, range(16))
+    assert checks_that_fail(reply) == ["reward_order"]
+
+
+def test_a_mutated_prompt_is_found_and_the_prompts_of_the_run_stay() -> None:
+    prompts = [[{"role": "user", "content": name}] for name in NAMES]
+    call = call_of(plain, prompts)._replace(function=marking, values=[1.0] * 6)
+    reply = ask_again(call, SAMPLES)
+    assert reply.edited == ["prompts"] and checks_that_fail(reply) == ["reward_inputs"]
+    assert [prompt[-1]["content"] for prompt in prompts] == NAMES
+
+
+def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def writing(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        Path("log").write_text("a")
+        return [0.0] * len(prompts)
+
+    async def awaited(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [0.0] * len(prompts)
+
+    call = call_of(plain)
+    locked, modelled, value = Cached(), Cached(), multiprocessing.Value("i")
+    vars(locked)["lock"], vars(modelled)["model"] = threading.Lock(), torch.nn.Linear(1, 1)
+    cases = {
+        "at hand": call._replace(function=None),
+        "coroutine": call._replace(function=awaited),
+        "processes of its own": call._replace(function=SubprocessReward(plain)),
+        "a call of reward judge takes more than 0.1 s": call._replace(seconds=0.5),
+    }
+    asked = list(cases.items())
+    state = "reward judge holds state that cannot be copied"
+    asked += [(state, call._replace(function=each)) for each in (locked, modelled, lambda **_: [value.value] * 6)]
+    asked += [("it would reach out of its process (open)", call._replace(function=writing))]
+    for reason, other in asked:
+        reply = ask_again(other, SAMPLES)
+        assert reason in reply.reason and checks_that_fail(reply) == []
+    assert not Path("log").exists()
+
+
+def test_a_run_is_asked_in_its_first_audits_and_says_between_them_who_was_not() -> None:
+    watch, call = RewardWatch({"judge": plain}), call_of(plain)
+    replies = [watch.ask([call], [SAMPLES]) for _ in range(9)]
+    assert [len(each) for each in replies] == [1, 1, 0, 1, 0, 0, 0, 1, 0]
+    slow = call._replace(seconds=1.0)
+    watch = RewardWatch({"judge": plain})
+    assert all(watch.ask([slow], [SAMPLES])[0].reason for _ in range(3))
+
+
+def test_generators_are_where_they_were() -> None:
+    call = call_of(global_noise)
+    before = random.getstate(), torch.get_rng_state()
+    ask_again(call, SAMPLES)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])

@@ -1,0 +1,395 @@
+"""Samples as samples: what chance cannot explain is found, and what it can is not."""
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from datasets import IterableDataset
+from kit.conversations import Echo, talking_module
+from kit.evidence import culprits, evidence_of
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from torch import Tensor, nn
+from torch.optim import SGD
+from typing_extensions import override
+
+from lightning_rl import Evaluation, FinishReason, PromptDataModule, SamplingParams
+from lightning_rl.audit import CHECKS, SignalAudit
+from lightning_rl.audit.checks.draw_checks import surprising_repeats
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.prompt_watch import HeldOut, Repeats
+from lightning_rl.audit.sampling_statistics import (
+    BUDGET,
+    SMALL_BUDGET,
+    Draw,
+    Earlier,
+    Pair,
+    _greedy_ratio,
+    affordable_draws,
+    moments_of,
+)
+from lightning_rl.data import Prompt
+from lightning_rl.generation import Completion, Request, TransformersEngine
+
+SAMPLING = SamplingParams(eos_token_ids=())
+
+
+def pair(sample: int, tokens: Sequence[int], nats: float, *, prompt: int = 2, seed: int | None = None) -> Pair:
+    """A request with its completion, whose tokens are equally likely and have so many nats together."""
+    seed = 1000 + sample if seed is None else seed
+    request = Request(prefix_ids=(prompt,), sample_id=sample, seed=seed, sampling=SAMPLING)
+    logprobs = torch.full((len(tokens),), -nats / len(tokens))
+    return request, Completion(token_ids=tuple(tokens), logprobs=logprobs, finish=FinishReason.STOP, version=0)
+
+
+def with_batch(*pairs: Pair, **fields: Any) -> Evidence:
+    return replace(evidence_of(), batches=[list(pairs)], **fields)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "number"),
+    [(12, BUDGET, 16), (12, SMALL_BUDGET, 6), (48, BUDGET, 4), (48, SMALL_BUDGET, 4), (1, SMALL_BUDGET, 24)],
+)
+def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, budget: int, number: int) -> None:
+    assert affordable_draws([pair(row, [5] * tokens, 1.0) for row in range(100)], budget) == number
+
+
+def test_equal_seeds_are_found_in_a_group_in_a_rollout_and_over_rollouts() -> None:
+    """Seeds that are the place in the group give four rows of one prompt four seeds, and four prompts the same ones."""
+    found = ["stage draw, the seeds of the requests"]
+    assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, seed=7) for row in range(2)))) == found
+    places = [pair(row, [row], 1.0, prompt=row // 4, seed=row % 4) for row in range(16)]
+    assert culprits("seeds", with_batch(*places)) == found
+    fresh = with_batch(*(pair(row, [row], 1.0) for row in range(16)), number=1)
+    earlier = Earlier(0, [], [], moments_of([]), seeds=[1000 + row for row in range(16)])
+    assert culprits("seeds", fresh) == []
+    assert culprits("seeds", replace(fresh, earlier=[earlier])) == found
+    assert culprits("seeds", replace(fresh, earlier=[earlier._replace(number=1)])) == []  # it was made again
+
+
+def test_one_equal_seed_among_many_samples_is_chance() -> None:
+    """64 prompts of 64 samples have 129,024 pairs: one in 16,644 such rollouts has an equal pair, which is no proof."""
+    pairs = [
+        pair(64 * g + row, [row], 1.0, prompt=g, seed=5 if g == row == 0 else 64 * g + row)
+        for g in range(64)
+        for row in range(64)
+    ]
+    assert culprits("seeds", with_batch(*pairs)) == []
+
+
+@pytest.mark.parametrize(
+    ("nats", "copies", "others", "found"),
+    [(40.0, 2, 6, True), (0.5, 6, 0, False), (3.0, 2, 60, False), (10.0, 5, 11, True), (20.0, 2, 2, False)],
+)
+def test_a_repeated_sample_counts_by_its_probability(nats: float, copies: int, others: int, found: bool) -> None:
+    rows = [pair(row, [5] * 4, nats) for row in range(copies)]
+    rows += [pair(copies + row, [6, row], nats) for row in range(others)]
+    assert bool(culprits("repeated_samples", with_batch(*rows))) is found
+
+
+def test_a_rollout_of_an_earlier_one_s_answers_is_found_whatever_the_prompts() -> None:
+    earlier = Earlier(0, [0, 1], [(5, 6, 7), (5, 8, 9)], moments_of([]))
+    new = [pair(10 + row, tokens, 18.0, prompt=9) for row, tokens in enumerate([(5, 6, 7), (5, 8, 9)])]
+    (finding,) = CHECKS["repeated_samples"](with_batch(*new, earlier=[earlier]))
+    assert finding.culprit.startswith("engine") and "2 of 2 that repeat one of an earlier rollout" in finding.observed
+    short = [pair(10 + row, (5,), 0.1) for row in range(8)]  # an answer that everybody gives
+    earlier = earlier._replace(responses=[(5,)] * 4)
+    assert culprits("repeated_samples", with_batch(*short, earlier=[earlier])) == []
+
+
+def surprises_of(probabilities: Tensor, assumed: Tensor, number: int, seed: int) -> list[Draw]:
+    """Draws of single tokens from one distribution, seen by another."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.multinomial(probabilities, number, replacement=True, generator=generator)
+    entropy = -(assumed * assumed.log()).sum()
+    cut = entropy + 2.0
+    surprise = (-assumed.log()).minimum(cut)
+    mean = (assumed * surprise).sum()
+    variance = (assumed * (surprise - mean).square()).sum().expand(number)
+    reach = torch.stack([mean, cut - mean])[:, None].expand(2, number)
+    return [Draw(0, 0.0, surprise[tokens] - mean, variance, reach, {})]
+
+
+def test_tokens_of_another_distribution_are_found_over_a_few_rollouts() -> None:
+    scores = torch.linspace(0.0, 3.0, 16, dtype=torch.float64)
+    assumed = scores.softmax(-1)
+    filtered = torch.where(scores > scores[8], assumed, 0.0)
+    for drawn_from, word in (
+        (filtered / filtered.sum(), "likelier"),
+        ((scores / 0.5).softmax(-1), "likelier"),
+        ((scores / 3.0).softmax(-1), "less likely"),
+    ):
+        evidence = replace(evidence_of(), draws=surprises_of(drawn_from, assumed, 800, seed=0))
+        (finding,) = CHECKS["sample_likelihood"](evidence)
+        assert f" nats {word} than that" in finding.observed
+
+
+def test_two_thousand_sound_rollouts_give_no_alarm() -> None:
+    assumed = torch.linspace(0.0, 4.0, 16, dtype=torch.float64).softmax(-1)
+    draws = surprises_of(assumed, assumed, 2000 * 64, seed=1)[0]
+    rollouts = [
+        draws._replace(surprise=part, variance=draws.variance[:64], reach=draws.reach[:, :64])
+        for part in draws.surprise.split(64)
+    ]
+    moments = [moments_of([part]) for part in rollouts]
+    empty = evidence_of()
+    for place in range(8, len(rollouts)):
+        earlier = [Earlier(place - 8 + back, [], [], moments[place - 8 + back]) for back in range(8)]
+        assert not CHECKS["sample_likelihood"](replace(empty, draws=[rollouts[place]], earlier=earlier))
+
+
+def draw(gap: float | None, others: dict[int, float]) -> Draw:
+    nothing = torch.zeros(1, dtype=torch.float64)
+    return Draw(3, gap, nothing, nothing, torch.zeros(2, 1), others)
+
+
+@pytest.mark.parametrize(
+    ("gap", "others", "found"),
+    [
+        (0.0, {}, False),
+        (1.5, {8: 1e-6, 9: 1.0}, True),  # what the engine said fits another prompt
+        (1.5, {8: 1.2}, False),  # it fits none: another fault, which weight_sync reports
+        (None, {8: 30.0, 9: 2.0}, True),
+        (None, {8: 5.0}, False),  # one in e^5 sound samples
+    ],
+)
+def test_a_completion_of_another_request_is_found(gap: float | None, others: dict[int, float], found: bool) -> None:
+    assert bool(culprits("request_order", replace(evidence_of(), draws=[draw(gap, others)]))) is found
+
+
+def test_a_cut_prompt_and_one_of_other_data_are_found() -> None:
+    asked = pair(0, [5], 1.0, prompt=2)
+    whole = with_batch(asked, stream_prompts={0: (2,)}, reward_prompts={0: (2,)})
+    assert culprits("prompt_source", whole) == []
+    assert culprits("prompt_source", replace(whole, stream_prompts={0: (7, 2)})) == [
+        "stage draw, the prompts of the requests"
+    ]
+    (finding,) = CHECKS["prompt_source"](replace(whole, reward_prompts={0: (7, 2)}))
+    assert finding.observed == "1 others, 1 of which are shorter"
+    (finding,) = CHECKS["prompt_source"](with_batch(pair(0, [5], 1.0, prompt=9)))
+    assert finding.culprit == "stage draw, the prompts of its rows"
+
+
+def test_a_cursor_that_never_moves_is_found() -> None:
+    evidence = replace(evidence_of(), number=1)
+    again, fresh = Earlier(0, [7, 8], [], ()), Earlier(0, [100], [], ())
+    assert culprits("prompt_cursor", replace(evidence, earlier=[fresh])) == []
+    assert culprits("prompt_cursor", replace(evidence, earlier=[again])) == ["stage draw, the cursor of the prompts"]
+
+
+@pytest.mark.parametrize(
+    ("held_out", "found"),
+    [
+        (None, False),
+        (HeldOut(10, 0, 0, []), False),
+        (HeldOut(10, 1, 3, [4]), False),  # short prompts meet by accident
+        (HeldOut(10, 1, 40, [4]), True),
+        (HeldOut(10, 10, 3, [4]), True),
+        (HeldOut(10, 0, 0, [], shared=10), True),  # all of an evaluation, before any has trained
+        (HeldOut(10, 0, 0, [], shared=3, chance=1e-3), False),
+        (HeldOut(10, 0, 0, [], shared=5, chance=1e-7), True),
+    ],
+)
+def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: bool) -> None:
+    assert bool(culprits("held_out_prompts", replace(evidence_of(), held_out=held_out))) is found
+
+
+@pytest.mark.parametrize(
+    ("repeats", "found"),
+    [
+        (Repeats(0, 0, own_order=True, nats=0.0, samples=[]), []),
+        (Repeats(0, 1, own_order=True, nats=0.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
+        (Repeats(0, 3, own_order=False, nats=5.0, samples=[4]), []),  # an order of one's own, which draws by lot
+        (Repeats(0, 3, own_order=False, nats=30.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
+        (Repeats(2, 0, own_order=True, nats=0.0, samples=[4]), ["stage draw, the prompts of each rank"]),
+    ],
+)
+def test_rows_that_return_too_early_are_found(repeats: Repeats, found: list[str]) -> None:
+    assert culprits("prompt_cursor", replace(evidence_of(), repeats=repeats)) == found
+
+
+class FixedOpening(Echo):
+    """Begins every conversation with the same words."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        super().reset(row, seed)
+        return [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind", "found"),
+    [
+        (FixedOpening, PromptDataModule, []),
+        (Echo, PromptDataModule, []),
+        (FixedOpening, lambda *given, **options: Stuck(*given, **options), ["stage draw, the cursor of the prompts"]),
+    ],
+    ids=["fixed opening", "own prompt", "stuck"],
+)
+def test_rows_of_conversations_are_told_by_what_they_hold(environment: Any, kind: Any, found: list[str]) -> None:
+    audit = SignalAudit(1, checks=["prompt_cursor"])
+    rows = [{"prompt": [5, 6], "place": place} for place in range(16)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = talking_module(environment=environment)
+        fit(module, callbacks=[audit], data=kind(rows, 4), max_epochs=-1, max_steps=5, limit_val_batches=0)
+    assert sorted({finding.culprit for finding in audit.findings}) == found
+
+
+@pytest.mark.parametrize(("place", "found"), [(3, ["the data, prompts of the validation set"]), (99, [])])
+def test_held_out_rows_of_conversations_are_told_by_what_they_hold(place: int, found: list[str]) -> None:
+    """All conversations begin alike and all prompts are equal; rows differ in a column, which the environment reads."""
+    audit = SignalAudit(1, checks=["held_out_prompts"])
+    rows = [{"prompt": [5, 6], "place": number} for number in range(16)]
+    data = PromptDataModule(rows, 4, validation=[{"prompt": [5, 6], "place": place}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(talking_module(environment=FixedOpening), callbacks=[audit], data=data, limit_val_batches=0)
+    assert sorted({finding.culprit for finding in audit.findings}) == found
+
+
+class Stuck(PromptDataModule):
+    """Has the first prompts at every place."""
+
+    @override
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        places = list(places)
+        return [replace(p, index=i) for p, i in zip(super().at([i % 4 for i in places]), places, strict=True)]
+
+
+class ByLot(PromptDataModule):
+    """Draws with replacement."""
+
+    @override
+    def at(self, places: Iterable[int]) -> list[Prompt]:
+        drawn = [(i, random.Random(i).randrange(36)) for i in places]
+        return [replace(super(ByLot, self).at([row])[0], index=i) for i, row in drawn]
+
+
+def said_of_data(data: PromptDataModule, evaluation: Sequence[Evaluation] = (), rollouts: int = 5) -> list[str]:
+    audit = SignalAudit(1, checks=["prompt_source", "prompt_cursor", "held_out_prompts"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = tiny_module(evaluation=evaluation)
+        fit(module, callbacks=[audit], data=data, max_epochs=-1, max_steps=rollouts, limit_val_batches=0)
+    return sorted({f"{finding.check}: {finding.culprit}" for finding in audit.findings})
+
+
+PAIRS = [[2 + row // 6, 8 + row % 6] for row in range(36)]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (lambda: PromptDataModule(PAIRS, 4), []),
+        (lambda: PromptDataModule(PAIRS[:4], 4), []),  # an epoch of one rollout
+        (lambda: PromptDataModule([*PAIRS[:3], *PAIRS[:3]], 4), []),  # every row twice
+        (lambda: PromptDataModule(IterableDataset.from_generator(rows_of(PAIRS)), 4, epoch_length=9), []),
+        (lambda: ByLot(PAIRS, 4), []),
+        (lambda: Stuck(PAIRS, 4), ["prompt_cursor: stage draw, the cursor of the prompts"]),
+    ],
+    ids=["shuffled", "small", "twice", "stream", "by lot", "stuck"],
+)
+def test_a_source_that_stopped_is_told_from_small_ones(data: Callable[[], PromptDataModule], said: list[str]) -> None:
+    assert said_of_data(data()) == said
+
+
+def rows_of(prompts: Sequence[Any]) -> Callable[[], Iterator[dict[str, Any]]]:
+    return lambda: ({"prompt": prompt} for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "held_out", "said"),
+    [
+        ("other", [[2, 3], [3, 4], [4, 2], [3, 3]], []),
+        ("train", PAIRS, []),  # the training set itself is measured on purpose
+        ("leaked", PAIRS[3:9], ["held_out_prompts: the data, prompts of evaluation leaked"]),
+        ("met", [PAIRS[3], [2, 2], [3, 3]], []),
+    ],
+)
+def test_an_evaluation_that_trains_is_found(name: str, held_out: list[list[int]], said: list[str]) -> None:
+    assert said_of_data(PromptDataModule(PAIRS, 4), [Evaluation(name, held_out)], rollouts=1) == said
+
+
+def test_the_bound_of_repeats_is_that_of_its_docstring() -> None:
+    """Two of four rows, each like one of three before: 2 (s - log 3) nats against binomial(4, 2) and 4."""
+    needed = (-math.log(1e-9) + math.log(6) + math.log(4)) / 2 + math.log(3)
+    for nats, found in ((needed + 0.01, 2), (needed - 0.01, 0)):
+        repeats = [(nats - math.log(3), sample) for sample in range(2)]
+        assert len(surprising_repeats(repeats, 4)) == found
+
+
+class Unended(TransformersEngine):
+    """Draws again until a sample has four tokens."""
+
+    @override
+    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
+        drawn = list(super().generate(requests, logprobs=logprobs))
+        while short := [place for place, one in enumerate(drawn) if len(one.token_ids) < 4]:
+            requests = [replace(request, seed=request.seed + 1) for request in requests]
+            again = super().generate([requests[place] for place in short], logprobs=logprobs)
+            for place, completion in zip(short, again, strict=True):
+                drawn[place] = completion
+        return drawn
+
+
+class PartlyGreedy(TransformersEngine):
+    """Draws every fourth sample greedily, and says of it what the policy says."""
+
+    @override
+    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
+        sure = [
+            replace(request, sampling=replace(request.sampling, temperature=1e-3 if place % 4 == 0 else 1.0))
+            for place, request in enumerate(requests)
+        ]
+        return super().generate(sure, logprobs=logprobs)
+
+
+def leveled_policy() -> nn.Module:
+    """A model for which all tokens are equally likely, to the last bit."""
+    model = tiny_policy()
+    nn.init.zeros_(model.lm_head.weight)
+    return model
+
+
+@pytest.mark.parametrize("size", [2, 4, 64])
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_likeliest_tokens_that_are_equal_are_no_greedy_choice(size: int, noise: float) -> None:
+    """For a sound engine the likelihood ratio of a sample is 1 on average, also among equal logits (Ville 1939)."""
+    scores = (noise * torch.linspace(-1, 1, size, dtype=torch.float64)).log_softmax(-1)[None]
+    ratios = [_greedy_ratio(scores[:, token], scores, 1e-4) for token in range(size)]
+    average = sum(math.exp(ratio + float(scores[0, token])) for token, ratio in enumerate(ratios))
+    assert 1 - 1e-4 < average <= 1
+
+
+def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
+    audit = SignalAudit(1, checks=["sample_process"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = tiny_module(policy=leveled_policy, optimizer=partial(SGD, lr=0.0))
+        fit(module, callbacks=[audit], data=tiny_prompts(24, 4))
+    assert audit.findings == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (TransformersEngine, ""),
+        (Unended, "none that ends before"),
+        (PartlyGreedy, "too many of which every token is the likeliest"),
+    ],
+)
+def test_six_rollouts_show_an_engine_that_ends_no_sample_early_or_draws_some_greedily(
+    engine: type[TransformersEngine], said: str
+) -> None:
+    audit = SignalAudit(1, checks=["sample_process"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tiny_module(engine=engine()), callbacks=[audit], data=tiny_prompts(24, 4))
+    observed = [finding.observed for finding in audit.findings]
+    assert bool(observed) is bool(said) and all(said in text for text in observed)

@@ -1,0 +1,295 @@
+"""Bridge: what families of templates write between answers, or why they do not, and that text stays text."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from environments.templates import FAMILIES, RIGHT, close_of, tokenizer_of
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.chats import CLOSE, chat_tokenizer
+from transformers import PreTrainedTokenizerFast
+from typing_extensions import override
+
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.environments import (
+    Action,
+    Bridge,
+    BridgeError,
+    Conversation,
+    ConversationLimits,
+    Environment,
+    Message,
+    StepResult,
+)
+from lightning_rl.environments import chat_template as module
+from lightning_rl.environments.chat_template import MARK, SANITIZES
+from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.parsing import plain_text
+from lightning_rl.generation import Completion, Request
+
+ASK: Message = {"role": "user", "content": "one two"}
+IDS = ("call00001", "call00002")
+NEW: dict[str, list[Message]] = {
+    "user": [{"role": "user", "content": "hello world"}],
+    "tool": [{"role": "tool", "name": "look", "content": "some text", "tool_call_id": IDS[0]}],
+    "two tools": [
+        {"role": "tool", "name": "look", "content": words, "tool_call_id": number}
+        for words, number in zip(("some text", "three"), IDS, strict=True)
+    ],
+}
+CASES = [(name, kind) for name in FAMILIES for kind in NEW]
+sanitizing = pytest.mark.skipif(not SANITIZES, reason="before transformers 5.23 control tokens in a text are refused")
+
+
+def bridge_of(name: str, **options: Any) -> Bridge:
+    return Bridge(tokenizer_of(name), close_of(name), options)
+
+
+def wrong_with(name: str, kind: str) -> str:
+    family = FAMILIES[name]
+    return {"user": family.user, "tool": family.tool, "two tools": family.two_tools}[kind]
+
+
+def text_of(name: str, messages: Sequence[Message], *, head: bool = True) -> str:
+    said = [dict(message) for message in messages]
+    return str(tokenizer_of(name).apply_chat_template(said, tokenize=False, add_generation_prompt=head))
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    return list(tokenizer_of(name)(text, add_special_tokens=False)["input_ids"])
+
+
+def answer_to(name: str, new: Sequence[Message]) -> Message:
+    """An answer that the messages may follow: a call of each tool, as far as the template takes one."""
+    plain: Message = {"role": "assistant", "content": "this is text"}
+    if new[0]["role"] == "user":
+        return plain
+    answers = [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"type": "function", "id": number, "function": {"name": "look", "arguments": arguments}}
+                for number, _ in zip(IDS, new, strict=False)
+            ],
+        }
+        for arguments in ({"x": "y"}, json.dumps({"x": "y"}))
+    ]
+    for answer in answers:
+        try:
+            text_of(name, [ASK, answer, *new])
+        except Exception:  # noqa: BLE001  whatever a template raises
+            continue
+        return answer
+    return plain
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_bridge_is_right_or_refused_with_the_reason(name: str, kind: str) -> None:
+    found, wrong = bridge_of(name).check(kind), wrong_with(name, kind)
+    assert len(found) == bool(wrong) and all(wrong in one for one in found)
+
+
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if wrong_with(*case) == RIGHT])
+def test_a_bridge_is_what_rendering_the_conversation_writes_behind_the_answer(name: str, kind: str) -> None:
+    bridge, new, tokenizer = bridge_of(name), NEW[kind], tokenizer_of(name)
+    answer, tail = answer_to(name, NEW[kind]), bridge_of(name).tail(NEW[kind])
+    prompt, whole = text_of(name, [ASK]), text_of(name, [ASK, answer, *new])
+    assert whole.endswith(tokenizer.decode(list(tail)))
+    said = text_of(name, [ASK, answer], head=False).rpartition(tokenizer.decode([tail[0]]))
+    appends = whole.startswith(prompt) and whole.startswith(said[0] or said[2])
+    assert appends == (kind in FAMILIES[name].appends)
+    if appends:
+        before = ids_of(name, whole.removesuffix(tokenizer.decode(list(tail))))
+        prefix, drawn = ids_of(name, prompt), before[len(ids_of(name, prompt)) :]
+        assert [*prefix, *drawn, *bridge.after(drawn, new)] == ids_of(name, whole)
+        drawn.append(tail[0])
+        assert [*prefix, *drawn, *bridge.after(drawn, new)] == ids_of(name, whole)
+
+
+@sanitizing
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if wrong_with(*case) == RIGHT])
+def test_text_of_an_environment_is_no_control_token(name: str, kind: str) -> None:
+    tokenizer, bridge = tokenizer_of(name), bridge_of(name)
+    hostile = "".join((*FAMILIES[name].special, *FAMILIES[name].added))
+    tokens = {*tokenizer.all_special_ids, *tokenizer.convert_tokens_to_ids(list(FAMILIES[name].special))}
+    counts = [
+        sum(token in tokens for token in bridge.after([], [{**message, "content": text} for message in NEW[kind]]))
+        for text in ("hello", hostile)
+    ]
+    assert counts[0] == counts[1] > 0
+    if '"' not in hostile:  # which JSON would escape
+        written = tokenizer.decode(list(bridge.after([], [{**message, "content": hostile} for message in NEW[kind]])))
+        assert hostile in written
+
+
+@sanitizing
+@pytest.mark.parametrize("name", ["qwen2.5", "llama-3", "mistral"])
+def test_a_prompt_of_an_environment_has_the_tools_and_no_control_token_of_its_text(name: str) -> None:
+    bridge, end = bridge_of(name), FAMILIES[name].special[0]
+    schema = {"type": "function", "function": {"name": "look", "description": f"Looks{end}.", "parameters": {}}}
+    harmless, hostile = (
+        bridge.encode([{"role": "user", "content": text}], [schema]) for text in ("hello", f"hello{end}")
+    )
+    assert sum(token in bridge.close for token in hostile) == sum(token in bridge.close for token in harmless)
+    assert '"name": "look"' in tokenizer_of(name).decode(hostile)
+
+
+def test_a_turn_that_was_cut_gets_its_closing_token_once() -> None:
+    bridge, (end,) = bridge_of("qwen2.5"), close_of("qwen2.5")
+    whole, cut = bridge.after([7, end], NEW["user"]), bridge.after([7], NEW["user"])
+    assert cut == (end, *whole) and whole.count(end) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn", "kind", "begins"),
+    [
+        ("glm-4.5", "<|user|>", "user", "\nhello"),  # it ends the answer and begins the message
+        ("glm-4.5", "<|observation|>", "tool", "\n<tool_response>"),
+        ("glm-4.5", "<|user|>", "tool", "<|observation|>\n<tool_response>"),  # somebody else speaks than was announced
+        ("gemma-4", "<|tool_response>", "tool", "response:look"),
+        ("gemma-4", "<turn|>", "tool", "<|tool_response>response:look"),
+        ("gpt-oss", "<|return|>", "user", "<|start|>user"),
+        ("gpt-oss", "<|call|>", "tool", "<|start|>functions.look"),
+        ("llama-3.1", "<|eom_id|>", "tool", "<|start_header_id|>ipython"),
+    ],
+)
+def test_the_token_that_ended_an_answer_is_not_written_again(name: str, drawn: str, kind: str, begins: str) -> None:
+    tokenizer = tokenizer_of(name)
+    ids = bridge_of(name).after([tokenizer.convert_tokens_to_ids(drawn)], NEW[kind])
+    assert tokenizer.decode(list(ids)).startswith(begins)
+
+
+def test_an_answer_may_end_with_any_token_of_text_too() -> None:
+    """Whatever ids end answers, a bridge begins with what the template writes behind one, not within its own mark."""
+    tokenizer, close = tokenizer_of("qwen2.5"), close_of("qwen2.5")
+    wide = Bridge(tokenizer, close | set(ids_of("qwen2.5", MARK)) | set(range(20, 200)))
+    for new in NEW.values():
+        assert wide.tail(new) == Bridge(tokenizer, close).tail(new)
+
+
+def test_words_that_the_vocabulary_lacks_are_no_control_tokens() -> None:
+    """Where what stands for them is a special token, any number of them is text."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    unknown = tokenizer.convert_tokens_to_ids("<unk>")
+    assert isinstance(unknown, int) and tokenizer.added_tokens_decoder[unknown].special
+    said = Bridge(tokenizer, CLOSE).after((), [{"role": "user", "content": "nobody knows these words"}])
+    assert list(said).count(unknown) == 4
+
+
+def templated(template: str) -> Any:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("chatml").backend_tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+MESSAGES = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "close", "message"),
+    [
+        ("", [0], "expected a tokenizer with a chat template for an environment in messages, got none"),
+        (MESSAGES, [], "expected ids that end an answer, got none: pass sampling="),
+    ],
+)
+def test_what_no_bridge_can_do_without_is_asked_for(template: str, close: list[int], message: str) -> None:
+    with pytest.raises(BridgeError, match=message):
+        Bridge(templated(template), close)
+
+
+@pytest.mark.parametrize(
+    ("template", "close", "wrong"),
+    [
+        (
+            MESSAGES,
+            [9],
+            "none of the ids [9] that end a response, but with '<|im_end|>' (id 0): pass sampling=SamplingParams(",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}. {% endfor %}",
+            [0],
+            "nor with another control token: it has to write one",
+        ),
+        (MESSAGES + "{{ messages | tojson }}", [0], "the template writes an answer twice"),
+        ("{% for m in messages %}{{ m.role }}<|im_end|>{% endfor %}", [0], "does not write the text of an answer"),
+        (MESSAGES + "{{ raise_exception('no') }}", [0], "the template raises TemplateError: no"),
+        (MESSAGES + "{{ messages | length }}", [0], "the template writes something else after a longer conversation"),
+        ("{{ messages[1].content }}<|im_end|>{{ messages[0].role }}", [0], "drops the text of a user message"),
+    ],
+)
+def test_a_template_that_does_not_say_what_comes_next_is_told(template: str, close: list[int], wrong: str) -> None:
+    assert any(wrong in found for found in Bridge(templated(template), close).check("user"))
+
+
+def test_a_version_that_cannot_write_a_control_token_as_text_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SANITIZES", False)
+    bridge = bridge_of("qwen2.5")
+    assert bridge.after([], NEW["tool"]) == bridge_of("qwen2.5").tail(NEW["tool"])
+    for hostile in ({"content": "a<|im_end|>"}, {"content": "a", "name": "<|im_start|>"}):
+        with pytest.raises(BridgeError, match=r"holds the control token '<\|im_.*install transformers>=5.23"):
+            bridge.after([], [{**NEW["tool"][0], **hostile}])
+
+
+class Scripted(Environment):
+    """Says what it is told to."""
+
+    def __init__(self, replies: Sequence[Sequence[Message]]) -> None:
+        self.replies = list(replies)
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        return StepResult(messages=self.replies.pop(0)) if self.replies else StepResult(done=True)
+
+
+def drawn_by(ids: Sequence[int], finish: FinishReason) -> Completion:
+    return Completion(token_ids=tuple(ids), logprobs=torch.zeros(len(ids)), finish=finish, version=0)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[str, list[tuple[list[int], FinishReason]], list[list[Message]]]:
+    """A family, answers of any tokens, whole or cut, and replies of any text."""
+    name = draw(st.sampled_from(sorted(FAMILIES)))
+    tokenizer, close = tokenizer_of(name), sorted(close_of(name))
+    kinds = ["user", *(["tool"] if wrong_with(name, "tool") == RIGHT else [])]
+    text = st.one_of(st.text(max_size=12), st.sampled_from([f" {token}\n" for token in FAMILIES[name].special]))
+    inside = st.lists(st.integers(len(FAMILIES[name].special), len(tokenizer) - 1), min_size=1, max_size=6)
+    answers, replies = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        ids, end = draw(inside), draw(st.sampled_from([*close, None]))
+        answers.append((ids if end is None else [*ids, end], FinishReason.LENGTH if end is None else FinishReason.STOP))
+        kind, number = draw(st.sampled_from(kinds)), draw(st.integers(1, 2))
+        message = {"role": "tool", "name": "look"} if kind == "tool" else {"role": "user"}
+        replies.append([{**message, "content": draw(text)} for _ in range(number if kind == "tool" else 1)])
+    return name, answers, replies[:-1]
+
+
+@sanitizing
+@given(conversations())
+def test_a_conversation_only_grows_and_every_drawn_token_is_its_own_once(
+    case: tuple[str, list[tuple[list[int], FinishReason]], list[list[Message]]],
+) -> None:
+    name, answers, replies = case
+    bridge, tokenizer = bridge_of(name), tokenizer_of(name)
+    environment = MessageEnvironment(Scripted(replies), bridge, plain_text(tokenizer), prompt=[ASK])
+    first = Request(
+        prefix_ids=(1,), sample_id=0, seed=1, sampling=SamplingParams(max_new_tokens=999, eos_token_ids=[0])
+    )
+    talk = Conversation(environment, first, ConversationLimits(turns=9))
+    talk.begin({}, 0)
+    grown: tuple[int, ...] = ()
+    for ids, finish in answers:
+        assert talk.request is not None, talk.transcript
+        assert talk.request.prefix_ids[: len(grown)] == grown
+        grown = (*talk.request.prefix_ids, *ids)
+        talk.receive(drawn_by(ids, finish))
+    assert talk.transcript is not None and talk.transcript.finish == answers[-1][1]
+    row = talk.transcript.row
+    assert (*row.prompt_ids, *row.response_ids) == grown
+    trained = [token for token, turn in zip(row.response_ids, row.turn_numbers, strict=True) if turn]
+    assert trained == [token for ids, _ in answers for token in ids]
+    assert sorted(set(row.turn_numbers) - {0}) == list(range(1, len(answers) + 1))

@@ -1,0 +1,439 @@
+"""Play: what is drawn depends neither on the driver nor on order, batch, threads or which environment is slow."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kit.engine_requests import launch
+from kit.support import tiny_policy
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import Engine, EngineError, FakeEngine, FinishReason, SamplingParams, TransformersEngine
+from lightning_rl.environments import (
+    Conversation,
+    ConversationLimits,
+    Opening,
+    TokenEnvironment,
+    TokenStep,
+    Transcript,
+    converse,
+    play,
+)
+from lightning_rl.generation import Capabilities, Completion, Request
+from lightning_rl.generation import engine as engine_module
+from lightning_rl.generation.engine import Exchange
+from lightning_rl.generation.validate_completions import TurnAnswers
+
+EOS = 9
+What = list[tuple[tuple[int, ...], FinishReason, list[Tensor | None]]]
+
+
+class Echo(TokenEnvironment):
+    """Says a token that its seed and the turn decide, after a pause that is another each time it runs."""
+
+    def __init__(self, turns: int = 3, pause: float = 0.0) -> None:
+        self.turns, self.pause, self.closed = turns, pause, 0
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        self.seed, self.turn = seed, 0
+        return ()
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+        time.sleep(random.Random().random() * self.pause)
+        self.turn += 1
+        said = 2 + (self.seed * 7 + self.turn + sum(token_ids)) % 6
+        return TokenStep(done=True, reward=1.0) if self.turn == self.turns else TokenStep(token_ids=[said] * 2)
+
+    @override
+    def close(self) -> None:
+        self.closed += 1
+
+
+def opening(number: int, environment: Any = None, **limits: Any) -> Opening:
+    sampling = SamplingParams(max_new_tokens=18, eos_token_ids=[EOS])
+    prefix = tuple(2 + (number * k) % 5 for k in range(1, 2 + number % 4))
+    request = Request(prefix_ids=prefix, sample_id=number, seed=1000 + number, sampling=sampling)
+    environment = Echo(1 + number % 4, pause=0.002) if environment is None else environment
+    return Opening(Conversation(environment, request, ConversationLimits(**{"turn_tokens": 5, **limits})), {}, number)
+
+
+def openings(number: int = 12) -> list[Opening]:
+    return [opening(n) for n in range(number)]
+
+
+def what(transcripts: Sequence[Transcript]) -> What:
+    return [
+        (
+            (*each.row.prompt_ids, *each.row.response_ids),
+            each.finish,
+            [turn.completion.logprobs for turn in each.row.turns],
+        )
+        for each in transcripts
+    ]
+
+
+def same(one: What, other: What, *, within: float) -> None:
+    """Ids and ends are equal, and log-probabilities as well but for so much."""
+    assert [row[:2] for row in one] == [row[:2] for row in other]
+    for (*_, ours), (*_, theirs) in zip(one, other, strict=True):
+        for left, right in zip(ours, theirs, strict=True):
+            assert left is not None and right is not None
+            assert (left - right).abs().max() <= within
+
+
+def synced(engine: Engine) -> Engine:
+    model = tiny_policy()
+    launch(engine, model)
+    engine.load_weights(model.named_parameters(), 0)
+    return engine
+
+
+def told(script: Callable[[Request], Completion | Sequence[int]], engine: type[FakeEngine] = FakeEngine) -> FakeEngine:
+    made = engine(script)
+    made.load_weights([], 0)
+    return made
+
+
+@contextmanager
+def threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(number) as executor:
+        yield executor
+
+
+def test_the_embedded_engine_draws_the_same_in_any_batch_order_and_number_of_threads() -> None:
+    engine = synced(TransformersEngine())
+    expected = what(converse(openings(), engine, logprobs=True))
+    assert len({row[0] for row in expected}) == 12 and {row[1] for row in expected} == {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    }
+    assert {len(row[2]) for row in expected} == {1, 2, 3, 4}
+    draw = lambda requests: engine.generate(requests, logprobs=True)  # noqa: E731
+    same(what(play(openings(), draw)), expected, within=0.0)
+    same(what(converse(openings()[::-1], engine, logprobs=True))[::-1], expected, within=0.0)
+    for _ in range(3):
+        with threads(6) as executor:
+            same(what(converse(openings(), engine, logprobs=True, executor=executor)), expected, within=0.0)
+    same(what(converse(openings(), synced(TransformersEngine(max_rows=1)), logprobs=True)), expected, within=5e-6)
+    for limit in (1, 5):
+        same(what(converse(openings(), engine, logprobs=True, limit=limit)), expected, within=5e-6)
+
+
+def test_who_comes_too_late_joins_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LINGER", 0.2)
+    rounds: list[list[tuple[int, int]]] = []
+    drawn_twice = threading.Event()
+
+    class Late(Echo):
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            assert drawn_twice.wait(20), "the others wait for the late one"
+            return super().step(token_ids, finish)
+
+    class Noting(FakeEngine):
+        @override
+        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+            rounds.append(sorted((request.sample_id, request.turn) for request in requests))
+            if len(rounds) == 2:
+                drawn_twice.set()
+            return super()._draw(requests, logprobs=logprobs)
+
+    with threads(2) as executor:
+        talks = [opening(0, Late(2)), opening(1, Echo(2))]
+        converse(talks, told(lambda _: (3, EOS), Noting), executor=executor)
+    assert rounds == [[(0, 0), (1, 0)], [(1, 1)], [(0, 1)]]
+
+
+def test_a_round_waits_for_the_late_as_long_as_the_one_before_took_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LINGER", 0.05)
+    lingers: list[float] = []
+
+    class Listening(Exchange):
+        """Three rounds of nobody."""
+
+        @override
+        def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
+            lingers.append(linger)
+            return [] if len(lingers) == 4 else [opening(0).conversation._first]  # noqa: SLF001
+
+        @override
+        def give(self, request: Request, completion: Completion) -> None: ...
+
+        @override
+        def fail(self, error: BaseException) -> None: ...
+
+    pauses = iter([0.1, 0.0, 0.2])
+    told(lambda _: (time.sleep(next(pauses)), (EOS,))[1]).converse(Listening())
+    assert lingers[0] == lingers[2] == 0.05 and lingers[1] >= 0.1 and lingers[3] >= 0.2
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_an_engine_that_fails_leaves_no_environment_open(workers: int) -> None:
+    environments = [Echo(4) for _ in range(6)]
+
+    def script(request: Request) -> tuple[int, ...]:
+        if request.turn == 2:
+            raise OSError("lost")
+        return (3, EOS)
+
+    talks = [opening(n, environment) for n, environment in enumerate(environments)]
+    with threads(max(workers, 1)) as executor, pytest.raises(OSError, match="lost"):
+        converse(talks, told(script), executor=executor if workers else None, limit=4)
+    assert [environment.closed for environment in environments] == [1] * 6
+
+
+def test_an_environment_at_work_when_the_engine_fails_is_closed_when_it_has_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "LINGER", 0.05)
+    failed, events = threading.Event(), list[str]()
+
+    class Slow(Echo):
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            assert failed.wait(20)
+            events.append("step")
+            return super().step(token_ids, finish)
+
+        @override
+        def close(self) -> None:
+            events.append("close")
+
+    def script(request: Request) -> tuple[int, ...]:
+        if request.turn:
+            raise OSError("lost")
+        return (3, EOS)
+
+    with threads(2) as executor:
+        with pytest.raises(OSError, match="lost"):
+            converse([opening(0, Slow()), opening(1)], told(script), executor=executor)
+        assert events == []
+        failed.set()
+    assert events == ["step", "close"]
+
+
+def test_what_no_environment_should_raise_ends_the_rollout_wherever_it_runs() -> None:
+    class Interrupted(Echo):
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            raise KeyboardInterrupt("out of here")
+
+    for workers in (0, 2):
+        talks = [opening(0, Interrupted()), opening(1)]
+        with threads(max(workers, 1)) as executor, pytest.raises(KeyboardInterrupt, match="out of here"):
+            converse(talks, told(lambda _: (3, EOS)), executor=executor if workers else None)
+
+
+def test_nobody_to_talk_to_is_no_call_and_no_place_is_an_error() -> None:
+    engine = told(lambda _: (3, EOS))
+    assert converse([], engine) == [] and engine.requests == []
+    with pytest.raises(ValueError, match="expected limit to be a whole number above 0 or None, got 0"):
+        converse(openings(1), engine, limit=0)
+
+
+def test_an_engine_without_weights_or_filters_says_so_before_anything_is_drawn() -> None:
+    with pytest.raises(RuntimeError, match="expected a synced engine, got one that is asleep"):
+        converse(openings(1), FakeEngine(lambda _: (EOS,)))
+    filtered = opening(0)
+    first = filtered.conversation._first  # noqa: SLF001
+    first = replace(first, sampling=replace(first.sampling, top_k=3))
+    talk = Opening(Conversation(Echo(), first, ConversationLimits()), {}, 0)
+    with pytest.raises(ValueError, match="without top_k, top_p and min_p, which FakeEngine ignores"):
+        converse([talk], told(lambda _: (EOS,)))
+
+
+def test_weights_that_come_between_two_turns_are_refused_by_an_engine_that_takes_them_idle() -> None:
+    engine = told(lambda _: (3, EOS))
+
+    class Syncing(Echo):
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            with pytest.raises(
+                RuntimeError, match=r"conversations to have ended before FakeEngine .* got version 1 during"
+            ):
+                engine.load_weights([], 1)
+            return super().step(token_ids, finish)
+
+    (transcript,) = converse([opening(0, Syncing(2))], engine)
+    assert (transcript.finish, engine.version, engine.conversing) == (FinishReason.STOP, 0, False)
+    engine.load_weights([], 1)
+
+
+def answered(engine: FakeEngine, talks: list[Opening]) -> list[Transcript]:
+    return converse(talks, engine, logprobs=True, answers=TurnAnswers(engine, logprobs=True, vocabulary=12))
+
+
+def test_who_looks_on_is_shown_what_the_engine_gave_whatever_a_conversation_makes_of_it() -> None:
+    class Trimming(Conversation):
+        """Goes on without the last token of every answer."""
+
+        @override
+        def receive(self, completion: Completion) -> None:
+            logprobs = None if completion.logprobs is None else completion.logprobs[:-1]
+            super().receive(replace(completion, token_ids=completion.token_ids[:-1], logprobs=logprobs))
+
+    def pairs(kind: type[Conversation]) -> list[tuple[Request, Completion]]:
+        first = Request(
+            prefix_ids=(3,), sample_id=0, seed=5, sampling=SamplingParams(max_new_tokens=9, eos_token_ids=[EOS])
+        )
+        engine = FakeEngine(lambda _: (4, 5, EOS))
+        engine.load_weights([], 0)
+        talk = Opening(kind(Echo(2), first, ConversationLimits()), {}, 0)
+        (transcript,) = answered(engine, [talk])
+        return transcript.pairs
+
+    assert [completion.token_ids for _, completion in pairs(Conversation)] == [(4, 5, EOS)] * 2
+    assert [completion.token_ids for _, completion in pairs(Trimming)] == [(4, 5, EOS)] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"token_ids": (3, 12)}, r"ids in \[0, 12\), .* got 12 for sample 7 \(turn 1, prompt", id="ids"),
+        pytest.param({"logprobs": torch.tensor([-1.0, 0.5])}, "at most 0 from FakeEngine, got 0.5 for", id="above-0"),
+        pytest.param({"logprobs": None}, "a log-probability for each of 2 tokens from FakeEngine, got", id="none"),
+        pytest.param(
+            {"version": 3}, "weights that were pushed, the last of which is 0 .*, got version 3", id="version"
+        ),
+        pytest.param({"sample_id": 4}, "the completion of sample 7 .* got that of sample 4", id="order"),
+    ],
+)
+def test_what_an_engine_says_in_a_later_turn_is_held_against_what_it_was_asked(
+    change: dict[str, Any], message: str
+) -> None:
+    good = Completion(token_ids=(3, EOS), logprobs=torch.tensor([-1.0, -1.0]), finish=FinishReason.STOP, version=0)
+
+    def script(request: Request) -> Completion:
+        return replace(good, **change) if (request.sample_id, request.turn) == (7, 1) else good
+
+    with pytest.raises(EngineError, match=message):
+        answered(told(script), openings())
+
+
+def nan_for(*samples: int) -> FakeEngine:
+    """An engine whose second turn of some samples has a log-probability that is none."""
+
+    def script(request: Request) -> Completion:
+        bad = request.sample_id in samples and request.turn == 1
+        logprobs = torch.tensor([-1.0, float("nan") if bad else -1.0])
+        return Completion(token_ids=(3, EOS), logprobs=logprobs, finish=FinishReason.STOP, version=0)
+
+    return told(script)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_turn_that_cannot_be_believed_aborts_its_sample_and_no_other(order: int) -> None:
+    with pytest.warns(UserWarning, match=r"1 of \d\d samples from FakeEngine are aborted .* sample 7 \(turn 1, prompt"):
+        transcripts = answered(nan_for(7), openings()[::order])[::order]
+    assert [each.finish for each in transcripts] == [
+        FinishReason.ABORT if n == 7 else FinishReason.STOP for n in range(12)
+    ]
+    assert [len(turn.completion.token_ids) for turn in transcripts[7].row.turns] == [2, 2]
+    scores = transcripts[7].row.turns[1].completion.logprobs
+    assert scores is not None and scores.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_many_turns_that_cannot_be_believed_are_the_engine_whatever_the_order(order: int) -> None:
+    message = r"got a log-probability of nan at position 1 for sample 2 \(turn 1, .* and 6 of 21 samples are faulty"
+    with pytest.raises(EngineError, match=message):
+        answered(nan_for(2, 3, 6, 7, 10, 11), openings()[::order])
+
+
+def test_an_answer_that_comes_twice_is_an_error() -> None:
+    class Twice(FakeEngine):
+        @override
+        def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+            requests = exchange.take()
+            for _ in range(2):
+                exchange.give(requests[0], self._draw(requests[:1], logprobs=logprobs)[0])
+
+    with pytest.raises(EngineError, match="answer each request once, got a second answer to sample 1, turn 0"):
+        answered(told(lambda _: (3, EOS), Twice), [opening(1)])
+
+
+class Shared(FakeEngine):
+    """One engine for the ranks of a test, each in a thread: all draw at once, or none."""
+
+    capabilities = Capabilities(collective=True)
+    across: Callable[[Any], list[Any]]
+
+    def __init__(self, script: Any) -> None:
+        super().__init__(script)
+        self.rounds: list[int] = []
+
+    @override
+    def _across(self, value: Any) -> list[Any]:
+        return self.across(value)
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        self.across("draw")
+        self.rounds.append(len(requests))
+        return super()._draw(requests, logprobs=logprobs)
+
+
+def on_ranks(*ranks: Callable[[Callable[[Any], list[Any]]], Any]) -> list[Any]:
+    """What each rank returns or raises; each gets what gathers a value of all of them."""
+    barrier, values = threading.Barrier(len(ranks), timeout=20), dict[int, Any]()
+
+    def gather_of(rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            values[rank] = value
+            barrier.wait()
+            every = [values[other] for other in range(len(ranks))]
+            barrier.wait()
+            assert len({type(one) for one in every if one is not None}) <= 1, f"ranks at different places: {every}"
+            return every
+
+        return gather
+
+    def outcome(rank: int) -> Any:
+        try:
+            return ranks[rank](gather_of(rank))
+        except Exception as error:  # noqa: BLE001  to be looked at
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as executor:
+        return list(executor.map(outcome, range(len(ranks))))
+
+
+def shared_rank(talks: list[Opening], script: Any = lambda _: (3, EOS)) -> Callable[[Any], tuple[list[int], int]]:
+    def rank(across: Callable[[Any], list[Any]]) -> tuple[list[int], int]:
+        engine = Shared(script)
+        engine.across = across  # pyright: ignore[reportAttributeAccessIssue]
+        engine.load_weights([], 0)
+        engine.version, engine.pushed = 0, {0}
+        return engine.rounds, len(converse(talks, engine, answers=TurnAnswers(engine, logprobs=False)))
+
+    return rank
+
+
+def test_ranks_that_share_an_engine_keep_to_rounds_until_nobody_has_a_conversation() -> None:
+    found = on_ranks(
+        shared_rank([opening(n, Echo(n)) for n in (1, 2, 4)]),
+        shared_rank([]),
+        shared_rank([opening(n, Echo(n)) for n in (2, 2)]),
+    )
+    assert found == [([3, 2, 1, 1], 3), ([0, 0, 0, 0], 0), ([2, 2, 0, 0], 2)]
+
+
+def test_a_rank_that_fails_between_two_rounds_ends_those_of_the_others() -> None:
+    twelve = Completion(token_ids=(3, EOS), logprobs=None, finish=FinishReason.STOP, version=7)
+    good = replace(twelve, version=0)
+    found = on_ranks(
+        shared_rank([opening(0, Echo(4))]),
+        shared_rank([opening(1, Echo(4))], lambda request: twelve if request.turn == 2 else good),
+    )
+    assert [type(each) for each in found] == [EngineError, EngineError]
+    assert "conversations, but they failed on rank 1 of 2" in str(found[0]) and "got version 7" in str(found[1])

@@ -1,0 +1,183 @@
+"""Failures: what an environment fails on costs its own row, is said once and kept in a file; too much ends the run."""
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.conversations import Echo, talking_module
+from kit.support import fit, tiny_module
+from lightning.pytorch import Trainer
+from typing_extensions import override
+
+from lightning_rl import FinishReason, PromptDataModule, RLCallback, Rollout
+from lightning_rl.checkpointing import INTERRUPTED
+from lightning_rl.environments import TokenEnvironment, TokenStep
+from lightning_rl.environments.environment_failures import (
+    EnvironmentSummary,
+    FailedEnvironmentsError,
+    check_environments,
+)
+
+
+class Watch(RLCallback):
+    """Keeps every rollout."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollout] = []
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+
+
+def train(folder: Path, fails: Callable[[int], bool], **options: Any) -> tuple[Watch, list[str]]:
+    """A short fit; whether a conversation fails goes by the place of its row."""
+
+    class Partner(TokenEnvironment):
+        @override
+        def reset(self, row: Any, seed: int) -> Sequence[int]:
+            self.place = row["place"]
+            return ()
+
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            if fails(self.place):
+                raise ConnectionError(f"no answer for {self.place % 2}")
+            return TokenStep(done=True, reward=1.0)
+
+        @override
+        def close(self) -> None:
+            """Holds nothing."""
+
+    watch = Watch()
+    data = PromptDataModule([{"prompt": [2, 3], "place": place} for place in range(8)], 4, shuffle=False)
+    module = tiny_module(environment=Partner, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, data=data, callbacks=[watch], default_root_dir=folder)
+    return watch, [str(warning.message) for warning in caught if "conversations" in str(warning.message)]
+
+
+def test_failed_rows_neither_train_nor_count_and_are_said_once_and_kept_in_a_file(tmp_path: Path) -> None:
+    watch, said = train(tmp_path, lambda place: place == 5)
+    first, second = watch.rollouts
+    assert (first.finish != FinishReason.FAILED).all() and first.rewarded.all()
+    failed = second.finish == FinishReason.FAILED
+    assert failed.tolist() == [place == 5 for place in (4, 5, 6, 7) for _ in range(4)]
+    assert second.rewarded.tolist() == second.trained.tolist() == (~failed).tolist()
+    assert not second.valid_tokens[failed].any()
+    path = tmp_path / "failed_environments" / "rollout-1-rank-0.jsonl"
+    (text,) = said
+    assert "4 of 16 conversations failed with their environment, so they neither train nor are rewarded" in text
+    assert "First, ConnectionError: no answer for 1" in text and str(path) in text
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 4 and all(row["failure"] == "ConnectionError: no answer for 1" for row in rows)
+    assert "Traceback" not in text and rows[0]["answer"]
+    assert "in step\n" in rows[0]["log"] and rows[0]["metrics"]["retries"] == 1
+
+
+def test_a_rollout_in_which_too_many_fail_ends_the_run_with_a_checkpoint_and_the_causes(tmp_path: Path) -> None:
+    message = (
+        r"rollout 1, but 8 of 16 conversations failed \(max_environment_failure_rate=0.5\): ConnectionError: no answer for "
+        r"0 \(4 times\); ConnectionError: no answer for 1 \(4 times\). Fix"
+    )
+    with pytest.raises(FailedEnvironmentsError, match=message):
+        train(tmp_path, lambda place: place > 5)
+    assert list(tmp_path.rglob(INTERRUPTED)), "of the step before"
+    watch, _ = train(tmp_path, lambda place: place > 5, max_environment_failure_rate=None)
+    assert int((watch.rollouts[1].finish == FinishReason.FAILED).sum()) == 8
+
+
+def test_a_group_that_lost_a_row_is_judged_by_the_others(tmp_path: Path) -> None:
+    made: list[object] = []
+
+    class Partner(TokenEnvironment):
+        """The first conversation of each group fails, at both tries."""
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        @override
+        def reset(self, row: Any, seed: int) -> Sequence[int]:
+            return ()
+
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            if token_ids[0] % 4 == 2:
+                raise KeyError("x")
+            return TokenStep(done=True)
+
+        @override
+        def close(self) -> None:
+            """Holds nothing."""
+
+    watch = Watch()
+    module = tiny_module(environment=Partner, max_environment_failure_rate=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(module, callbacks=[watch], default_root_dir=tmp_path)
+    (rollout, *_) = watch.rollouts
+    failed = rollout.finish == FinishReason.FAILED
+    assert 0 < int(failed.sum()) < len(rollout)
+    for group in rollout.groups.unique():
+        inside = (rollout.groups == group) & ~failed
+        advantages, rewards = rollout.require("advantages")[inside][:, 0], rollout.rewards[inside]
+        if len(rewards) > 1:
+            torch.testing.assert_close(advantages.sum(), torch.zeros(()), rtol=0, atol=1e-5)
+    assert (rollout.require("advantages")[failed] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("failed", "share", "ends"), [(0, 0.1, False), (3, 0.5, False), (4, 0.5, True), (8, None, False)]
+)
+def test_the_share_is_that_of_all_ranks(failed: int, share: float | None, ends: bool) -> None:
+    half = EnvironmentSummary(4, (("timeout: step", failed - failed // 2),) if failed else ())
+    other = EnvironmentSummary(4, (("timeout: step", failed // 2),) if failed // 2 else ())
+    if not ends:
+        check_environments([half, other], 3, share)
+        return
+    with pytest.raises(FailedEnvironmentsError, match=r"4 of 8 .* timeout: step \(4 times\)"):
+        check_environments([half, other], 3, share)
+
+
+class Shut(Echo):
+    """Fails for every second row of a validation."""
+
+    @override
+    def reset(self, row: Any, seed: int) -> Sequence[int]:
+        if row["shut"]:
+            raise ConnectionError("shut")
+        return ()
+
+
+def partly(prompts: Sequence[Any], *_: Any, shut: Sequence[bool], **__: Any) -> list[float]:
+    return [0.5 if one else 0.75 for one in shut]
+
+
+def test_failed_conversations_of_a_validation_are_counted_and_their_rewards_are_not(tmp_path: Path) -> None:
+    whole, broken = ({"prompt": [2, 3], "shut": shut} for shut in (False, True))
+    data = PromptDataModule([whole] * 4, 4, validation=[whole, broken, broken])
+    module = talking_module(environment=Shut, rewards={"partly": partly})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"2 of 3 conversations failed .* First, ConnectionError: shut; all are in"):
+        (figures,) = trainer.validate(module, data, verbose=False)
+    assert figures["val/env/failed"] == 2.0
+    assert figures["val/reward/partly"] == figures["val/reward/task"] == 0.75
+    assert len(list((tmp_path / "failed_environments").iterdir())) == 1
+
+
+def test_an_answer_without_its_environment_is_warned_of() -> None:
+    module = talking_module(environment=Shut)
+    with pytest.warns(
+        UserWarning, match=r"(?s)1 of 2 conversations failed with their environment.*ConnectionError: shut"
+    ):
+        module.generate([{"prompt": [2, 3], "shut": True}, {"prompt": [2, 3], "shut": False}])

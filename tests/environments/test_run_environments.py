@@ -1,0 +1,177 @@
+"""Environments: what cannot work is refused before anything is generated, and what can goes through a whole fit."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import cloudpickle
+import pytest
+from environments.templates import FAMILIES, close_of, tokenizer_of
+from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
+from typing_extensions import override
+
+from lightning_rl import FinishReason, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl.audit import SignalAudit
+from lightning_rl.environments import Action, BridgeError, Environment, Message, ParserError, StepResult, ToolCall
+from lightning_rl.environments.environment_failures import FailedEnvironmentsError
+from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.rollout import TURNS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
+
+
+def add(a: int) -> int:
+    """Adds one.
+
+    Args:
+        a: a number.
+    """
+    return a + 1
+
+
+class Counter:
+    """As TRL's trainer takes it."""
+
+    def reset(self, **row: Any) -> str:
+        """Begins with the row's number."""
+        self.count = int(row["number"])
+        return " go"
+
+    def add(self, a: int) -> int:
+        """Adds to the count.
+
+        Args:
+            a: a number.
+        """
+        self.count += a
+        return self.count
+
+    def get_reward(self) -> float:
+        """The count."""
+        return float(self.count)
+
+
+class Asking(Environment):
+    """Asks again and again."""
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        return StepResult(messages=[{"role": "user", "content": "one"}])
+
+
+def call_once(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
+    """A call in the first turn, one that nobody reads in the second, none in the third."""
+    turn = tokenizer_of("qwen2.5").decode(list(prefix_ids)).count("<tool_response>")
+    calls = [ToolCall(name=tools[0]["function"]["name"], arguments={"a": len(token_ids)})]
+    return Action(text="", tool_calls=calls if turn == 0 else (), errors=["what?"] if turn == 1 else ())
+
+
+def module_of(name: str = "qwen2.5", **options: Any) -> RLLightningModule:
+    defaults = {
+        "policy": partial(tiny_policy, vocab_size=420, max_position_embeddings=1024, eos_token_id=min(close_of(name))),
+        "tokenizer": tokenizer_of(name),
+        "max_new_tokens": 48,
+        "max_turn_tokens": 16,
+        "eos_token_ids": sorted(close_of(name)) + list(range(20, 200)),  # so that a policy that knows nothing ends
+        "max_tokens_per_microbatch": 8192,
+    }
+    return tiny_module(**{**defaults, **options})
+
+
+def data() -> PromptDataModule:
+    rows = [{"prompt": [{"role": "user", "content": word}], "number": place} for place, word in enumerate("abcdefgh")]
+    return PromptDataModule(rows, prompts_per_rollout=4)
+
+
+def rollouts_of(module: RLLightningModule) -> list[Rollout]:
+    seen: list[Rollout] = []
+    audit = SignalAudit(every_n_rollouts=1, mode="raise")
+    fit(module, data=data(), callbacks=[recorder(seen)("seen"), audit], limit_train_batches=1)
+    return seen
+
+
+@pytest.mark.parametrize("options", [{"tools": [add]}, {"environment": Counter}])
+def test_a_fit_with_tools_goes_through_every_check_of_the_audit(options: dict[str, Any]) -> None:
+    (rollout,) = rollouts_of(
+        module_of(tool_parser=call_once, rewards=lambda prompts, *_, **__: [1.0] * len(prompts), **options)
+    )
+    whole = rollout.finish == FinishReason.STOP
+    assert whole.any() and (rollout.token_extras[TURNS].amax(-1)[whole] == 3).all()
+    assert (rollout.token_extras[TURNS].amax(-1) >= 1).all()
+
+
+def test_an_environment_that_never_ends_is_ended() -> None:
+    (rollout,) = rollouts_of(module_of("gemma-3", environment=Asking, max_turns=2))
+    assert (
+        set(rollout.finish.tolist()) <= {FinishReason.TURNS, FinishReason.LENGTH}
+        and (rollout.finish == FinishReason.TURNS).any()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"name": "llama-3.1", "tools": [add]}, ParserError, "it reads no call.*pass tool_parser="),
+        ({"name": "llama-3.1", "environment": Counter}, ParserError, "it reads no call.*pass tool_parser="),
+        ({"name": "qwen2.5", "tools": [add], "tool_parser": "nobody"}, ParserError, "got 'nobody'"),
+        ({"name": "gemma-3", "tools": [add]}, BridgeError, "no bridge over tool messages.*roles have to alternate"),
+        ({"name": "phi-3.5", "environment": Counter}, BridgeError, "drops the text of a tool message"),
+        ({"name": "qwen2.5", "tokenizer": None, "environment": Asking}, ValueError, "expected a tokenizer for"),
+        ({"name": "qwen2.5", "environment": object}, ValueError, r"got object: write def reset\(self, \*\*row\)"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_generated(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"(?s){message}"):
+        fit(module_of(**options), data=data(), limit_train_batches=1)
+
+
+def test_an_environment_without_tools_needs_no_parser() -> None:
+    assert FAMILIES["gemma-3"].tool
+    module = module_of("gemma-3", environment=Asking, max_turns=1)
+    assert (rollouts_of(module)[0].finish != FinishReason.FAILED).all()
+
+
+class Opening(Asking):
+    """Begins with words of its own."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        return [{"role": "user", "content": "one"}]
+
+
+class Silent(Asking):
+    """Begins with none."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        return ()
+
+
+@pytest.mark.parametrize("options", [{"environment": Asking}, {"environment": Counter, "tool_parser": call_once}])
+def test_prompts_of_token_ids_are_refused_for_an_environment_that_answers_their_words(options: dict[str, Any]) -> None:
+    message = "expected prompts of text or of chat messages for environment environment, .*got token ids: write"
+    with pytest.raises(ValueError, match=message):
+        fit(module_of(**options), data=tiny_prompts(), limit_train_batches=1)
+
+
+def test_prompts_of_token_ids_are_columns_like_others_for_an_environment_that_begins_itself() -> None:
+    module = module_of(environment=Opening, max_turns=1)
+    seen: list[Rollout] = []
+    fit(module, data=tiny_prompts(), callbacks=[recorder(seen)("seen")], limit_train_batches=1)
+    assert (seen[0].finish != FinishReason.FAILED).all()
+    message = r"ValueError: expected Silent.reset to return messages for a prompt of token ids, got none"
+    with pytest.raises(FailedEnvironmentsError, match=message), pytest.warns(match=message):
+        fit(module_of(environment=Silent), data=tiny_prompts(), limit_train_batches=1)
+
+
+@pytest.mark.slow
+def test_an_environment_in_a_process_of_its_own_says_how_it_begins() -> None:
+    pool = WorkerPool({"asking": Asking, "opening": Opening}, workers=1)
+    try:
+        assert [pool.describe(name).begins_itself for name in ("asking", "opening")] == [False, True]
+    finally:
+        pool.close()

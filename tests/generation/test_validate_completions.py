@@ -1,0 +1,565 @@
+"""Answers: what no engine can mean ends the run, what spoils one sample costs its row, and each names the sample."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.engine_requests import request_of
+from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from torch import Tensor, nan
+from typing_extensions import override
+
+from lightning_rl import EngineError, FakeEngine, FinishReason, RLCallback, Rollout, SamplingParams, TransformersEngine
+from lightning_rl.callbacks import TruncatedIS
+from lightning_rl.generation import Capabilities, Completion, Engine, Request
+from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.rollout import ROUTES
+from lightning_rl.rollouts.zero_gradient import IdleRunError
+
+EOS, A = 1, 5
+SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=[EOS])
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the checkpoint of an interrupted run goes."""
+    monkeypatch.chdir(tmp_path)
+
+
+class OwnEngine(Engine):
+    """An engine as a user writes one."""
+
+    def __init__(self, answer: Callable[[list[Completion]], Any] = list) -> None:
+        super().__init__()
+        self.answer = answer
+
+    @override
+    def start(self, model: Any, tokenizer: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        pass
+
+    @override
+    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for _ in weights:
+            pass
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        return self.answer([right(request) for request in requests])
+
+
+def right(request: Request) -> Completion:
+    """Three tokens, the last of which ends the response."""
+    ids = (A, A + 1, EOS)
+    return Completion(
+        token_ids=ids,
+        logprobs=torch.tensor([-1.0, -2.0, 0.0]),
+        finish=FinishReason.STOP,
+        version=0,
+        sample_id=request.sample_id,
+    )
+
+
+def ask(change: Callable[[list[Completion]], Any], requests: int = 4, **options: Any) -> list[Completion]:
+    """What is believed of four answers after a change."""
+    engine = OwnEngine(change)
+    engine.load_weights([], 0)
+    given = [replace(request_of((2, 3 + number), number), sampling=SAMPLING) for number in range(requests)]
+    answers = Answers(**{"engine": engine, "requests": given, "logprobs": True, "vocabulary": 16, **options})
+    return answers.check(engine.generate(given, logprobs=True))
+
+
+def one(place: int = 2, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
+    """Changes one completion."""
+
+    def change(given: list[Completion]) -> list[Completion]:
+        return [replace(each, **changes) if number == place else each for number, each in enumerate(given)]
+
+    return change
+
+
+def test_right_answers_are_believed_as_they_are() -> None:
+    given = list[Completion]()
+
+    def keep(completions: list[Completion]) -> list[Completion]:
+        given.extend(completions)
+        return completions
+
+    believed = ask(keep)
+    assert len(believed) == 4 and all(mine is theirs for mine, theirs in zip(believed, given, strict=True))
+
+
+def swapped(given: list[Completion]) -> list[Completion]:
+    return [given[0], given[2], given[1], given[3]]
+
+
+class Lying(Sequence[Any]):
+    """A sequence that says another length than it has."""
+
+    def __init__(self, entries: Sequence[Any]) -> None:
+        self.entries = entries
+
+    @override
+    def __len__(self) -> int:
+        return 4 if isinstance(self.entries[0], Completion) else 3
+
+    @override
+    def __getitem__(self, place: Any) -> Any:
+        return self.entries[place]
+
+
+class Unspeakable:
+    """Something that does not say what it is."""
+
+    @override
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda given: given[:3], "expected 4 completions from OwnEngine, .* got 3", id="missing"),
+        pytest.param(lambda given: [*given, given[0]], "expected 4 completions from OwnEngine, .* got 5", id="surplus"),
+        pytest.param(lambda _: None, "expected 4 completions from OwnEngine, .* got a NoneType", id="none"),
+        pytest.param(
+            swapped, r"completion of sample 1 from OwnEngine, got that of sample 2 for sample 1", id="swapped"
+        ),
+        pytest.param(one(**LONG), r"at most 3 tokens \(max_new_tokens\) from OwnEngine, got 4", id="too-long"),
+        pytest.param(one(token_ids=(A, 16, EOS)), r"token ids in \[0, 16\), .* got 16", id="beyond-the-vocabulary"),
+        pytest.param(one(token_ids=(A, -1, EOS)), r"token ids in \[0, 16\), .* got -1", id="negative-id"),
+        pytest.param(
+            one(token_ids=(A, 6.0, EOS)), r"token ids that are whole numbers .* got \[5, 6.0, 1\]", id="float"
+        ),
+        pytest.param(one(logprobs=None), "a log-probability for each of 3 tokens .* got none", id="no-logprobs"),
+        pytest.param(one(logprobs=torch.zeros(2)), "for each of 3 tokens .* got 2", id="short-logprobs"),
+        pytest.param(one(logprobs=torch.zeros(3, 1)), r"for each of 3 tokens .* got \[3, 1\]", id="wide-logprobs"),
+        pytest.param(
+            one(logprobs=torch.tensor([-1.0, 0.5, -1.0])), "log-probabilities of at most 0 .* got 0.5", id="positive"
+        ),
+        pytest.param(one(version=1), "weights that were pushed, the last of which is 0 .* got version 1", id="version"),
+        pytest.param(one(versions=(0, 0, 7)), "weights that were pushed, .* got version 7", id="version-of-a-token"),
+        pytest.param(one(finish=1), "a Completion with a Finish from OwnEngine", id="finish"),
+        pytest.param(one(finish="stop"), "a Completion with a Finish from OwnEngine", id="finish-text"),
+        pytest.param(
+            lambda given: iter(given), "expected 4 completions .* got a list_iterator: return a list", id="it"
+        ),
+        pytest.param(lambda given: (each for each in given), "got a generator: return a list", id="generator"),
+        pytest.param(lambda given: dict(enumerate(given)), "got a dict: return a list", id="dict"),
+        pytest.param(lambda _: "abcd", "got a str: return a list", id="text"),
+        pytest.param(lambda given: Lying(given[:2]), "expected 4 completions from OwnEngine, .* got 2", id="lying"),
+        pytest.param(lambda given: Lying(given * 5), "expected 4 completions from OwnEngine, .* got 5", id="endless"),
+        pytest.param(
+            lambda given: [*given[:2], "x", given[3]], "a Completion with a Finish .* got 'x'", id="no-completion"
+        ),
+        pytest.param(lambda given: [*given[:2], Unspeakable(), given[3]], "got a Unspeakable", id="unspeakable"),
+        pytest.param(one(token_ids=None), "token ids as a tuple from OwnEngine, got a NoneType", id="ids-none"),
+        pytest.param(one(token_ids="abc"), "token ids as a tuple from OwnEngine, got a str", id="ids-text"),
+        pytest.param(one(token_ids=b"abc"), "token ids as a tuple from OwnEngine, got a bytes", id="ids-bytes"),
+        pytest.param(one(token_ids=torch.tensor([5, 6, 1])), "got a Tensor .*: return .*tolist", id="ids-tensor"),
+        pytest.param(one(token_ids=np.array([5, 6, 1])), "got a ndarray .*: return .*tolist", id="ids-array"),
+        pytest.param(one(token_ids=(5, None, 1)), r"whole numbers .* got \[5, None, 1\]", id="id-none"),
+        pytest.param(one(token_ids=(True, 6, 1)), r"whole numbers .* got \[True, 6, 1\]", id="id-bool"),
+        pytest.param(one(token_ids=(np.float64(5), 6, 1)), r"whole numbers .* got \[np.float64", id="id-numpy-float"),
+        pytest.param(one(logprobs=[-1.0, -2.0, 0.0]), "for each of 3 tokens .* got a list .* float32", id="list"),
+        pytest.param(one(logprobs=np.zeros(3)), "for each of 3 tokens .* got a ndarray .* float32", id="array"),
+        pytest.param(one(logprobs=torch.zeros(3, device="meta")), "got a tensor on the meta device", id="meta"),
+        pytest.param(one(logprobs=torch.zeros(3).to_sparse()), "got a tensor of layout torch.sparse", id="sparse"),
+        pytest.param(one(logprobs=torch.zeros(3, dtype=torch.int64)), "got torch.int64 .* float32", id="whole"),
+        pytest.param(
+            one(logprobs=torch.zeros(3, dtype=torch.bfloat16)), "got torch.bfloat16 .* float32", id="bfloat16"
+        ),
+        pytest.param(one(logprobs=torch.zeros(3, dtype=torch.float16)), "got torch.float16 .* float32", id="float16"),
+        pytest.param(
+            one(logprobs=torch.zeros(3, dtype=torch.complex64)), "got torch.complex64 .* float32", id="complex"
+        ),
+        pytest.param(one(logprobs=torch.tensor(0.0)), r"for each of 3 tokens .* got \[\]", id="scalar"),
+        pytest.param(
+            one(logprobs=torch.zeros(3, requires_grad=True)), "with a gradient, .*: return .*no_grad", id="gradient"
+        ),
+        pytest.param(
+            one(version=None), "a whole number as version .* got None .*: pass self.version", id="version-none"
+        ),
+        pytest.param(one(version="0"), "a whole number as version .* got '0'", id="version-text"),
+        pytest.param(one(version=0.0), "a whole number as version .* got 0.0", id="version-float"),
+        pytest.param(one(versions=("a", "b", "c")), "version of each token .* got 'a'", id="versions-text"),
+        pytest.param(one(versions=(0, None, 0)), "version of each token .* got None", id="versions-none"),
+        pytest.param(one(versions=0), "versions of tokens as a tuple .* got a int", id="versions-number"),
+        pytest.param(
+            one(versions=torch.zeros(3)), "versions of tokens as a tuple .* got a Tensor", id="versions-tensor"
+        ),
+        pytest.param(one(versions=Lying((0, 0))), "a version for each of 3 tokens .* got 2", id="versions-lying"),
+        pytest.param(one(sample_id="2"), "a whole number as sample_id .* got '2'", id="sample-text"),
+        pytest.param(
+            one(sample_id=torch.tensor([2, 2])), "a whole number as sample_id .* got tensor", id="sample-tensor"
+        ),
+        pytest.param(one(token_extras=None), "token_extras as tensors by name .* got None", id="extras-none"),
+        pytest.param(one(token_extras={"x": [1]}), "token_extras as tensors by name .* got {'x'", id="extras-list"),
+        pytest.param(one(prompt_extras=[]), "prompt_extras as tensors by name", id="prompt-extras-list"),
+    ],
+)
+def test_what_no_engine_can_mean_is_an_error_with_engine_and_sample(
+    change: Callable[[list[Completion]], Any], message: str
+) -> None:
+    with pytest.raises(EngineError, match=message) as raised:
+        ask(change)
+    assert str(raised.value).rpartition(": ")[2], "what to do"
+    if not str(raised.value).startswith("expected 4 completions") and "sample 1" not in message:
+        assert "for sample 2 (request 2 of 4, prompt [2, 5])" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "logprobs"),
+    [
+        ([A, A + 1, EOS], torch.tensor([-1.0, -2.0, 0.0])),
+        ((np.int64(A), np.uint8(A + 1), EOS), torch.tensor([-1.0, -2.0, 0.0], dtype=torch.float64)),
+    ],
+    ids=["a list", "whole numbers of numpy"],
+)
+def test_what_means_the_same_becomes_a_tuple_of_ints(token_ids: Any, logprobs: Tensor) -> None:
+    believed = ask(one(token_ids=token_ids, logprobs=logprobs, versions=[0, np.int32(0), 0]))[2]
+    assert believed.token_ids == (A, A + 1, EOS) and believed.versions == (0, 0, 0)
+    assert set(map(type, (*believed.token_ids, *(believed.versions or ())))) == {int}
+
+
+def test_a_sample_that_is_given_up_needs_no_logprobs() -> None:
+    believed = ask(one(token_ids=(), logprobs=None, finish=FinishReason.ABORT))
+    assert believed[2].logprobs is not None and believed[2].logprobs.shape == (0,)
+
+
+def recording(change: Callable[[list[Completion]], Any], names: set[str]) -> list[Completion]:
+    """What is believed of an engine that records something of each of three tokens, and of two of the prompt."""
+    engine = OwnEngine(change)
+    engine.capabilities = Capabilities(extras=frozenset(names))
+    engine.select_extras(frozenset(names))
+    engine.load_weights([], 0)
+    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
+    answers = Answers(engine=engine, requests=requests, logprobs=True)
+    return answers.check(engine.generate(requests, logprobs=True))
+
+
+def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
+    """Adds routes to all completions, and others to one."""
+
+    def change(given: list[Completion]) -> list[Completion]:
+        routes = {"token_extras": {ROUTES: torch.zeros(3, 2, 1)}, "prompt_extras": {ROUTES: torch.zeros(2, 2, 1)}}
+        return [replace(each, **{**routes, **(changes if n == place else {})}) for n, each in enumerate(given)]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_extras": {}}, "routed_experts of each of 3 tokens from OwnEngine, got nothing"),
+        ({"token_extras": {ROUTES: torch.zeros(2, 2, 1)}}, "of each of 3 tokens from OwnEngine, got 2"),
+        ({"token_extras": {ROUTES: torch.tensor(0.0)}}, "of each of 3 tokens from OwnEngine, got nothing"),
+        ({"prompt_extras": {}}, "routed_experts of each of 2 tokens from OwnEngine, got nothing"),
+        ({"prompt_extras": {ROUTES: torch.zeros(3, 2, 1)}}, "of each of 2 tokens from OwnEngine, got 3"),
+        ({"token_extras": {ROUTES: torch.zeros(3, 4, 1)}}, r"of float32 \[2, 1\] at each .* got float32 \[4, 1\]"),
+        ({"prompt_extras": {ROUTES: torch.zeros(2, 2, 1).int()}}, r"the prompt of float32 .* got int32 \[2, 1\]"),
+    ],
+)
+def test_what_an_engine_records_is_held_to_its_form(changes: dict[str, Any], message: str) -> None:
+    assert len(recording(extended(-1), {ROUTES})) == 4
+    with pytest.raises(EngineError, match=message) as raised:
+        recording(extended(2, **changes), {ROUTES})
+    assert "for sample 2 (request 2 of 4" in str(raised.value)
+
+
+def test_weights_that_are_older_than_those_it_had_when_it_was_asked_are_refused() -> None:
+    engine = OwnEngine()
+    for version in (0, 1, 2):
+        engine.load_weights([], version)
+    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
+
+    def answer(*versions: int) -> list[Completion]:
+        answers = Answers(engine=engine, requests=requests, logprobs=True)
+        return answers.check([replace(right(r), version=v) for r, v in zip(requests, versions, strict=True)])
+
+    assert [each.version for each in answer(2, 2, 2, 2)] == [2, 2, 2, 2]
+    with pytest.raises(EngineError, match=r"tokens of version 2, which it had at the request, .* got version 1 for"):
+        answer(2, 2, 1, 2)
+    asked = Answers(engine=engine, requests=requests, logprobs=True)
+    engine.load_weights([], 3)  # while it generates
+    both = [replace(right(request), version=2, versions=(2, 3, 3)) for request in requests]
+    assert asked.check(both)[0].versions == (2, 3, 3)
+
+
+@pytest.mark.parametrize("method", ["_draw", "_take"])
+def test_an_engine_that_ends_the_program_has_failed(method: str) -> None:
+    def leave(*_: Any, **__: Any) -> None:
+        sys.exit(0)
+
+    engine = type("Leaving", (OwnEngine,), {method: leave})()
+    with pytest.raises(EngineError, match=r"(completions|weights to be loaded) from Leaving, got sys.exit\(0\), which"):
+        fit(tiny_module(engine=engine))
+
+
+def test_an_answer_that_is_given_up_whole_is_said() -> None:
+    def nothing(given: list[Completion]) -> list[Completion]:
+        return [replace(each, finish=FinishReason.ABORT) for each in given]
+
+    with pytest.warns(UserWarning, match="OwnEngine aborted every requested sample .* so nothing trains"):
+        assert {each.finish for each in ask(nothing)} == {FinishReason.ABORT}
+
+
+def test_a_run_whose_engine_gives_up_everything_ends_and_says_why() -> None:
+    class Lost(TransformersEngine):
+        @override
+        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+            drawn = super()._draw(requests, logprobs=logprobs)
+            return [replace(each, finish=FinishReason.ABORT) for each in drawn]
+
+    told = r"taught the policy nothing: the engine aborted every sample \(FinishReason.ABORT\): .* engine/aborted 16"
+    with (
+        pytest.warns(UserWarning, match="Lost aborted every requested sample"),
+        pytest.warns(UserWarning, match=told),
+        pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine aborted every sample"),
+    ):
+        fit(tiny_module(engine=Lost(), max_idle_rollouts=3))
+
+
+def certain(number: int, *, logprob: float = 0.0, **options: Any) -> list[Completion]:
+    """What is believed of so many requests of three tokens each, with one log-probability."""
+    scores = torch.full((3,), logprob)
+    return ask(lambda given: [replace(each, logprobs=scores) for each in given], requests=number, **options)
+
+
+def test_log_probabilities_that_all_are_zero_are_said_and_believed() -> None:
+    with pytest.warns(
+        UserWarning, match="every log-probability from OwnEngine is exactly 0, .* or|the policy has coll"
+    ):
+        assert len(certain(22)) == 22
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"requests": 21},  # 63 tokens
+        {"requests": 22, "logprob": -1e-7},
+        {"requests": 22, "vocabulary": 1},
+        {"requests": 22, "temperature": 0.0},
+        {"requests": 22, "top_k": 1},
+        {"requests": 22, "logprobs": False},
+    ],
+    ids=str,
+)
+def test_where_they_may_well_be_zero_nothing_is_said(change: dict[str, Any]) -> None:
+    sampled = {name: change[name] for name in ("temperature", "top_k") if name in change}
+    requests = [replace(request_of((2,), n), sampling=replace(SAMPLING, **sampled)) for n in range(change["requests"])]
+    engine, ids = OwnEngine(), (0, 0, 0) if "vocabulary" in change else (A, A + 1, EOS)
+    engine.load_weights([], 0)
+    scores, finish = (
+        torch.full((3,), change.get("logprob", 0.0)),
+        FinishReason.LENGTH if ids[-1] != EOS else FinishReason.STOP,
+    )
+    drawn = [replace(right(request), token_ids=ids, logprobs=scores, finish=finish) for request in requests]
+    logprobs, vocabulary = change.get("logprobs", True), change.get("vocabulary", 16)
+    answers = Answers(engine=engine, requests=requests, logprobs=logprobs, vocabulary=vocabulary)
+    assert answers.check(drawn) == drawn
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        pytest.param(
+            {"logprobs": torch.tensor([-1.0, -1e30, -1.0])}, r"of -1e\+30 at position 1, at which no token", id="masked"
+        ),
+        pytest.param({"logprobs": torch.tensor([-1.0, -104.0, -1.0])}, "of -104 at position 1", id="below-float32"),
+        pytest.param({"logprobs": torch.tensor([-1.0, nan, -1.0])}, "a log-probability of nan at position 1", id="nan"),
+        pytest.param({"logprobs": torch.tensor([-1.0, -1.0, -torch.inf])}, "of -inf at position 2", id="infinite"),
+        pytest.param({"logprobs": torch.tensor([torch.inf, -1.0, -1.0])}, "of inf at position 0", id="plus-infinite"),
+        pytest.param(
+            {"token_ids": (A, A, A)}, r"finish STOP without an id in \[1\] or a stop string", id="stop-without-eos"
+        ),
+        pytest.param(
+            {"finish": FinishReason.LENGTH}, "finish LENGTH although the last id, 1, is an EOS id", id="length-with-eos"
+        ),
+        pytest.param({"token_ids": (EOS, A, EOS)}, "tokens after an EOS id", id="eos-within"),
+        pytest.param(
+            {"token_ids": (A, A), "logprobs": torch.zeros(2), "finish": FinishReason.LENGTH},
+            "finish LENGTH after 2 of 3 tokens",
+            id="length-too-short",
+        ),
+        pytest.param(
+            {"token_ids": (), "logprobs": torch.zeros(0), "finish": FinishReason.STOP},
+            "finish STOP without",
+            id="empty-stop",
+        ),
+    ],
+)
+def test_what_spoils_one_sample_aborts_its_row(change: dict[str, Any], what: str) -> None:
+    message = rf"1 of 4 samples from OwnEngine are aborted and do not train: got .*{what}.* for sample 2 \(request 2"
+    with pytest.warns(UserWarning, match=message):
+        believed = ask(one(**change))
+    assert [each.finish for each in believed] == [
+        FinishReason.STOP,
+        FinishReason.STOP,
+        FinishReason.ABORT,
+        FinishReason.STOP,
+    ]
+    assert believed[2].logprobs is not None and not believed[2].logprobs.any()
+
+
+def test_if_it_is_so_of_several_samples_it_is_the_engine() -> None:
+    def two_nan(given: list[Completion]) -> list[Completion]:
+        return [replace(each, logprobs=torch.full((3,), nan)) for each in given[:2]] + given[2:]
+
+    with pytest.raises(
+        EngineError, match=r"got a log-probability of nan .* for sample 0 .* and 2 of 4 samples are faulty: look for"
+    ):
+        ask(two_nan)
+
+
+def test_an_engine_with_a_limit_of_its_own_may_cut_a_response_short() -> None:
+    short = one(token_ids=(A, A), logprobs=torch.zeros(2), finish=FinishReason.LENGTH)
+
+    def limited(given: list[Completion]) -> list[Completion]:
+        return short(given)
+
+    engine = OwnEngine(limited)
+    engine.capabilities = Capabilities(cuts_short=True)
+    engine.load_weights([], 0)
+    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
+    answers = Answers(engine=engine, requests=requests, logprobs=True)
+    assert [each.finish for each in answers.check(engine.generate(requests))][2] is FinishReason.LENGTH
+    engine.capabilities, engine.max_length = Capabilities(), 4  # prompt and response
+    assert [each.finish for each in answers.check(engine.generate(requests))][2] is FinishReason.LENGTH
+
+
+def test_a_sample_that_the_engine_gave_up_may_be_anything_but_too_long() -> None:
+    given_up = one(token_ids=(A,), logprobs=torch.tensor([nan]), finish=FinishReason.ABORT)
+    assert [each.finish for each in ask(given_up)] == [
+        FinishReason.STOP,
+        FinishReason.STOP,
+        FinishReason.ABORT,
+        FinishReason.STOP,
+    ]
+
+
+def test_a_stop_string_has_to_be_in_the_text() -> None:
+    tokenizer, change = tiny_tokenizer(), one(token_ids=(A, A, A), finish=FinishReason.STOP)
+
+    def text(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids)))
+
+    def answer(stop: str) -> list[Completion]:
+        engine = OwnEngine(change)
+        engine.load_weights([], 0)
+        sampling = replace(SAMPLING, stop=[stop])
+        requests = [replace(request_of((2, 3), number), sampling=sampling) for number in range(4)]
+        return Answers(engine=engine, requests=requests, logprobs=True, text=text).check(engine.generate(requests))
+
+    assert answer("d")[2].finish is FinishReason.STOP  # id 5 is the letter d
+    with pytest.warns(UserWarning, match="finish STOP without an id"):
+        assert answer("e")[2].finish is FinishReason.ABORT
+
+
+class Meddling(OwnEngine):
+    """Edits what it is asked."""
+
+    def __init__(self, edit: Callable[[Sequence[Any]], None]) -> None:
+        super().__init__()
+        self.edit = edit
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super()._draw(requests, logprobs=logprobs)
+        self.edit(requests)
+        return drawn
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda requests: object.__setattr__(requests[1], "prefix_ids", (9,)),
+            "its requests alone, got edits of sample 1",
+        ),
+        (lambda requests: object.__setattr__(requests[0].sampling, "temperature", 0.5), "temperature=1.0.*=0.5"),
+    ],
+    ids=["request", "sampling"],
+)
+def test_an_engine_that_edits_its_requests_is_named(edit: Callable[[Sequence[Any]], None], message: str) -> None:
+    engine, requests = Meddling(edit), [replace(request_of((2, 3), n), sampling=replace(SAMPLING)) for n in range(2)]
+    engine.load_weights([], 0)
+    answers = Answers(engine=engine, requests=requests, logprobs=True)
+    with pytest.raises(EngineError, match=f"expected Meddling to leave .*{message}"):
+        answers.check(engine.generate(requests))
+
+
+class Wrong(TransformersEngine):
+    """The embedded engine, one of whose completions is wrong."""
+
+    def __init__(self, wrong: Callable[[Completion], Completion], sample_id: int = 5) -> None:
+        super().__init__()
+        self.wrong, self.sample_id = wrong, sample_id
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super()._draw(requests, logprobs=logprobs)
+        return [self.wrong(each) if each.sample_id == self.sample_id else each for each in drawn]
+
+
+class Aborted(RLCallback):
+    """Counts what was aborted, and keeps the rollouts."""
+
+    name = "aborted"
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollout] = []
+        self.counts: list[float] = []
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.rollouts.append(rollout)
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        self.counts.append(float(pl_module.run.rollout_stats["engine/aborted"].value()))
+
+
+def not_a_number(completion: Completion) -> Completion:
+    return replace(completion, logprobs=torch.full((len(completion.token_ids),), nan))
+
+
+def test_in_a_run_one_nan_costs_one_row_which_is_counted_and_never_blames_the_learning_rate() -> None:
+    seen, module = Aborted(), tiny_module(engine=Wrong(not_a_number))
+    with pytest.warns(UserWarning, match="1 of 16 samples from Wrong are aborted and do not train: .* for sample 5"):
+        fit(module, callbacks=[seen])
+    assert seen.counts == [1.0, 0.0, 0.0, 0.0]
+    first = seen.rollouts[0]
+    row = first.sample_ids.tolist().index(5)
+    assert first.finish[row] == FinishReason.ABORT and not first.trained[row] and int(first.trained.sum()) == 15
+    assert module.run.skipped == 0
+
+
+@pytest.mark.parametrize("where", ["rollout", "evaluation", "ahead", "answer"])
+def test_every_answer_comes_by_the_same_place(where: str) -> None:
+    def beyond(completion: Completion) -> Completion:
+        return replace(completion, token_ids=(99, *completion.token_ids[1:]))
+
+    sample = {"rollout": 5, "evaluation": 0, "ahead": 21, "answer": 0}[where]
+    module = tiny_module(engine=Wrong(beyond, sample), max_staleness=1 if where == "ahead" else 0)
+    runs: dict[str, Callable[[], Any]] = {
+        "rollout": lambda: fit(module),
+        "evaluation": lambda: fit(module, data=tiny_prompts(validation=[[2, 3]]), num_sanity_val_steps=1),
+        "ahead": lambda: fit(module, callbacks=[TruncatedIS()]),
+        "answer": lambda: module.generate([2, 3]),
+    }
+    with pytest.raises(EngineError, match=rf"got 99 for sample {sample} \("):
+        runs[where]()
+
+
+def test_a_scripted_engine_is_held_to_its_answers_too() -> None:
+    module = tiny_module(engine=FakeEngine(lambda _: [2] * 9))
+    with pytest.raises(EngineError, match=r"at most 8 tokens \(max_new_tokens\) from FakeEngine, got 9 for sample 0"):
+        fit(module)

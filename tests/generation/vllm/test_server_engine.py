@@ -1,0 +1,567 @@
+"""VLLMServerEngine against scripted servers: what is sent, what is checked, and what a dead server costs."""
+
+import gc
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.engine_requests import launch, request_of
+from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
+from kit.support import tiny_model
+from transformers import PreTrainedModel
+
+from lightning_rl import EngineError, FinishReason, VLLMServerEngine
+from lightning_rl.generation import EngineState, Request
+from lightning_rl.generation.vllm import server_pool
+from lightning_rl.generation.vllm.server_client import Label
+from lightning_rl.rollouts.streaming import Arrivals
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "POLL", 0.02)
+    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
+
+
+def the_model(**options: Any) -> PreTrainedModel:
+    return tiny_model("llama", dtype=torch.float32, **options)
+
+
+def an_engine(*scripted: ScriptedServer, started: bool = True, **options: Any) -> VLLMServerEngine:
+    known: dict[str, Any] = {"api_key": KEY, "canary": False, "patience": 10, "timeout": 10}
+    engine = VLLMServerEngine([server.url for server in scripted], **{**known, **options})
+    if started:
+        model = the_model()
+        launch(engine, model)
+        engine.expect(model.named_parameters())
+        engine.load_weights(model.named_parameters(), 0)
+    return engine
+
+
+def requests(number: int, **options: Any) -> list[Request]:
+    known: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.7, **options}
+    return [request_of((2, 3), 100 + n, n, **known) for n in range(number)]
+
+
+def samples_in(*scripted: ScriptedServer) -> list[int]:
+    """Sample ids that the servers were asked for, the run's and the number's parts of their names left out."""
+    return sorted(int(body["request_id"].split("-")[1]) for server in scripted for body in server.requests)
+
+
+def test_a_request_carries_the_key_and_every_parameter_and_its_answer_comes_back_in_order(one: ScriptedServer) -> None:
+    engine = an_engine(one)
+    asked = requests(20, eos_token_ids=[15, 14])
+    drawn = engine.generate(asked, logprobs=True)
+    for request, completion in zip(asked, drawn, strict=True):
+        expected = [(request.seed + place) % VOCABULARY for place in range(4)]
+        ends = [place for place, token in enumerate(expected) if token in (14, 15)]
+        expected = expected[: ends[0] + 1] if ends else expected
+        finish = FinishReason.STOP if ends else FinishReason.LENGTH
+        assert list(completion.token_ids) == expected and completion.logprobs is not None
+        assert torch.equal(completion.logprobs, torch.tensor([-1 - token / 100 for token in expected]))
+        assert (completion.finish, completion.version, completion.versions) == (finish, 0, None)
+    assert samples_in(one) == [request.sample_id for request in asked]
+    assert len({body["request_id"] for body in one.requests}) == 20
+    assert one.requests[0]["sampling_params"] == {
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "seed": one.requests[0]["sampling_params"]["seed"],
+        "stop_token_ids": [14, 15],
+        "stop": None,
+        "detokenize": False,
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+    assert engine.generate([]) == [] and engine.generate(asked[:1])[0].logprobs is None
+    engine.close()
+
+
+def test_each_answer_is_told_while_others_are_drawn_and_is_that_of_one_call() -> None:
+    told, told_one = list[int](), threading.Event()
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        assert body["request_id"].split("-")[1] == "102" or told_one.wait(30)
+        return answer
+
+    def note(place: int, _: Any) -> None:
+        told.append(place)
+        told_one.set()
+
+    server = ScriptedServer(script)
+    with servers(server):
+        engine, asked = an_engine(server), requests(4)
+        arrivals = Arrivals(asked, note)
+        engine.converse(arrivals, logprobs=True)
+        together = engine.generate(asked, logprobs=True)
+    assert told[0] == 2 and sorted(told) == [0, 1, 2, 3]
+    for one, other in zip(arrivals.completions(), together, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs is not None and other.logprobs is not None
+        assert torch.equal(one.logprobs, other.logprobs)
+
+
+def test_what_lived_at_the_start_is_left_out_of_garbage_collections_until_the_end(one: ScriptedServer) -> None:
+    gc.unfreeze()
+    engine = an_engine(one)
+    assert gc.get_freeze_count() > 1000 and gc.isenabled()
+    engine.close()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_rank_finds_its_own_prompt_in_the_cache_and_never_that_of_another(one: ScriptedServer) -> None:
+    engine, model = an_engine(one), the_model()
+    server_pool = engine._running()  # noqa: SLF001
+
+    def count_cached(rank: int) -> int:
+        server_pool.rank = rank
+        return engine.count_cached_tokens([token % 9 for token in range(20)])
+
+    assert [count_cached(rank) for rank in (0, 1, 0, 1)] == [0, 0, 16, 16]
+    engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), 1)
+    assert [count_cached(0), count_cached(1)] == [0, 0], "every sync drops them"
+
+
+def test_a_wrong_key_is_an_error_that_says_so_and_no_retry(one: ScriptedServer) -> None:
+    engine = an_engine(one, api_key="wrong", started=False)
+    with pytest.raises(ValueError, match="got status 401: refused: pass the key of lightning-rl serve as api_key="):
+        launch(engine, the_model())
+    assert len(one.calls) == 1
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param({"release": "0.31.1"}, r"http://.*: expected vllm >= 0.32 and < 0.34, got 0.31.1", id="release"),
+        pytest.param({"architecture": "Qwen2ForCausalLM"}, "expected architecture LlamaForCausalLM at", id="model"),
+        pytest.param({"vocabulary": 17}, r"expected vocabulary 16 at .*, got 17", id="vocabulary"),
+        pytest.param({"logprobs_mode": "raw_logprobs"}, "expected logprobs_mode processed_logprobs", id="logprobs"),
+        pytest.param({"generation_config": "auto"}, "expected generation_config vllm", id="defaults"),
+        pytest.param({"dtype": "bfloat16"}, r"expected dtype \w+ at .*, as the other servers have", id="dtype"),
+    ],
+)
+def test_a_server_that_is_not_what_the_run_needs_is_refused_at_the_start(
+    options: dict[str, Any], message: str, one: ScriptedServer
+) -> None:
+    other = ScriptedServer(**options)
+    with servers(other):
+        engine = an_engine(one, other, started=False)
+        with pytest.raises(ValueError, match=message):
+            launch(engine, the_model())
+        engine.close()
+
+
+def test_nobody_there_is_an_error_that_says_what_was_tried() -> None:
+    engine = VLLMServerEngine("http://127.0.0.1:9", api_key=KEY, patience=0.2)
+    with pytest.raises(
+        EngineError, match=r"one of 1 servers .* within 0.2 s, got none \(http://127.0.0.1:9: no answer"
+    ):
+        launch(engine, the_model())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"servers": []}, "expected URLs of one or more servers", id="none"),
+        pytest.param({"servers": ["http://localhost:1"] * 2}, "each of them once", id="twice"),
+        pytest.param({"servers": "localhost:8000"}, "expected a URL such as", id="no-url"),
+        pytest.param({"servers": "http://10.0.0.7:8000"}, "expected storage=", id="no-storage"),
+        pytest.param({"servers": "http://localhost:1", "timeout": 0}, "expected timeout > 0, got 0", id="timeout"),
+        pytest.param({"servers": "http://localhost:1", "patience": -1}, "expected patience > 0, got -1", id="patience"),
+    ],
+)
+def test_arguments_are_checked_at_construction(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VLLMServerEngine(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param({"prefix_ids": (5,) * 62}, r"within 64 tokens, got 62 \+ 4 for sample 100", id="too-long"),
+        pytest.param({"prefix_ids": (5, VOCABULARY)}, r"ids in \[0, 16\), got 5..16", id="unknown-id"),
+        pytest.param({"temperature": 0.005}, "temperature 0 or at least 0.01", id="raised-silently"),
+        pytest.param({"seed": -1}, "a seed of 31 bits", id="unseeded-silently"),
+        pytest.param({"stop": ("x",)}, "expected a tokenizer", id="stop-without-tokenizer"),
+    ],
+)
+def test_a_request_that_vllm_would_change_is_refused_before_any_is_sent(
+    change: dict[str, Any], message: str, one: ScriptedServer
+) -> None:
+    engine = an_engine(one)
+    with pytest.raises(ValueError, match=message):
+        engine.generate(
+            [*requests(3), request_of(**{"prefix_ids": (2, 3), "sample_id": 100, "max_new_tokens": 4, **change})]
+        )
+    assert not one.requests
+    engine.close()
+
+
+def test_a_sync_brings_every_tensor_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    server, model = ScriptedServer(dtype="bfloat16"), the_model(tie_word_embeddings=True)
+    with servers(server):
+        engine = an_engine(server, started=False, storage=tmp_path)
+        launch(engine, model)
+        engine.expect(model.named_parameters())
+        assert engine.dtype == torch.bfloat16 and (engine.max_length, engine.block_size) == (64, 8)
+        for version in range(3):
+            engine.load_weights(model.named_parameters(), version)
+            assert server.label.endswith(f"/{version}/{version}")
+            assert len(list(tmp_path.glob("*/*"))) == 1, "those before are gone"
+        assert server.weights.keys() == model.state_dict().keys() and "lm_head.weight" in server.weights
+        for name, weight in model.state_dict().items():
+            assert torch.equal(server.weights[name], weight.bfloat16())
+        order = [call for call in server.calls if call.startswith(("/pause", "/resume", "/reset", "/update"))]
+        assert order[-5:] == [
+            "/pause?mode=keep&clear_cache=false",
+            "/update_weight_version",
+            "/reset_prefix_cache?reset_running_requests=true",
+            "/update_weight_version",
+            "/resume",
+        ]
+        engine.close()
+        assert not list(tmp_path.iterdir())
+
+
+def test_names_that_a_server_does_not_know_are_found_before_anything_is_loaded(one: ScriptedServer) -> None:
+    engine, model = an_engine(one, started=False), the_model()
+    launch(engine, model)
+    one.error = "expected names of the engine's tensors, got bias [3]"
+    with pytest.raises(ValueError, match=r"http://.*: expected names of the engine's tensors, got bias"):
+        engine.expect(model.named_parameters())
+    assert not one.loads
+    engine.close()
+
+
+def test_a_load_that_fails_leaves_an_engine_that_refuses_and_the_next_one_repairs_it(one: ScriptedServer) -> None:
+    engine, model = an_engine(one), the_model()
+    one.error = "ValueError: expected weights in /x, got a damaged file"
+    stream = iter(list(model.named_parameters()))
+    with pytest.raises(RuntimeError, match=r"expected http://.* to load weights, but it failed: .*damaged file"):
+        engine.load_weights(stream, 1)
+    assert next(stream, None) is None, "ranks that gather it together would wait otherwise"
+    assert one.label == "loading" and engine.state is EngineState.AWAKE
+    one.until(lambda known: known.calls.count("/resume") == known.calls.count("/pause?mode=keep&clear_cache=false"))
+    with pytest.raises(RuntimeError, match="expected a synced engine"):
+        engine.generate(requests(1))
+    one.error = ""
+    engine.load_weights(model.named_parameters(), 2)
+    assert engine.generate(requests(1))[0].version == 2
+    engine.close()
+
+
+def test_a_stream_that_fails_midway_is_read_to_its_end_and_writes_nothing(one: ScriptedServer, tmp_path: Path) -> None:
+    engine, model, read = an_engine(one, storage=tmp_path), the_model(), []
+
+    def stream() -> Iterator[Any]:
+        for number, (name, weight) in enumerate(model.named_parameters()):
+            read.append(name)
+            yield ("other" if number == 2 else name), weight
+
+    with pytest.raises(ValueError, match="expected the tensors of the first sync, got other"):
+        engine.load_weights(stream(), 1)
+    assert len(read) == len(list(model.named_parameters()))
+    assert len(one.loads) == 1 and [folder.name for folder in tmp_path.glob("*/*")] == ["0"]
+    engine.close()
+
+
+def healthy(body: dict[str, Any], answer: Answer) -> Answer:
+    return answer
+
+
+def changed(answer: Answer, **changes: Any) -> Answer:
+    assert isinstance(answer, dict)
+    return {**answer, "choices": [{**answer["choices"][0], **changes}]}
+
+
+FAULTS: dict[str, Any] = {
+    "500": lambda _: 500,
+    "busy": lambda _: 429,
+    "not-json": lambda _: b"<html>",
+    "empty": lambda _: b"",
+    "no-choice": lambda _: {"choices": []},
+    "no-logprobs": lambda answer: changed(answer, logprobs=None),
+    "other-tokens": lambda answer: changed(answer, token_ids=[1, 1, 1, 1]),
+    "not-finite": lambda answer: changed(
+        answer, logprobs={"content": [{"token_id": t, "logprob": -9999.0} for t in answer["choices"][0]["token_ids"]]}
+    ),
+    "no-version": lambda answer: changed(answer, weight_versions=None),
+    "dummy-weights": lambda answer: changed(answer, weight_versions=[{"version": "default", "start": 0, "end": 4}]),
+    "half-loaded": lambda answer: changed(answer, weight_versions=[{"version": "loading", "start": 0, "end": 4}]),
+    "other-run": lambda answer: changed(answer, weight_versions=[{"version": "abc/7/0", "start": 0, "end": 4}]),
+    "aborted": lambda answer: changed(answer, finish_reason="abort"),
+    "forbidden": lambda _: 401,
+    "moved": lambda _: 302,
+    "deep": lambda _: b"[" * 10**5,
+    "huge": lambda answer: json.dumps(answer).encode() + b" " * (2**20 + 2**16),
+    "finish-unknown": lambda answer: changed(answer, finish_reason="repetition"),
+    "finish-no-text": lambda answer: changed(answer, finish_reason=["length"]),
+    "stopped-for-nothing": lambda answer: changed(answer, finish_reason="stop"),
+    "beyond-1e308": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": -1e999, "x": 1.'),
+    "beyond-float32": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": 1e300, "x": 1.'),
+    "certain-and-more": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": 1.'),
+    "not-a-number": lambda answer: swapped(answer, b'"logprob": -1.', b'"logprob": NaN, "x": 1.'),
+    "infinitely-cached": lambda answer: swapped(answer, b'"cached_tokens": 0', b'"cached_tokens": 1e999'),
+    "more-than-asked-for": lambda answer: longer(answer),
+    "outside-the-vocabulary": lambda answer: renumbered(answer, VOCABULARY),
+    "negative-id": lambda answer: renumbered(answer, -1),
+    "half-an-id": lambda answer: renumbered(answer, 1.5),
+    "id-as-text": lambda answer: renumbered(answer, "1"),
+    "label-without-end": lambda answer: changed(
+        answer, weight_versions=[{**answer["choices"][0]["weight_versions"][0], "end": 10**12}]
+    ),
+    "label-of-half": lambda answer: changed(
+        answer, weight_versions=[{**answer["choices"][0]["weight_versions"][0], "start": 2}] * 2
+    ),
+    "never-pushed": lambda answer: relabelled(answer, number=7),
+    "other-version": lambda answer: relabelled(answer, version=7),
+}
+
+
+def swapped(answer: Answer, old: bytes, new: bytes) -> bytes:
+    text = json.dumps(answer).encode()
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+def longer(answer: Answer) -> Answer:
+    assert isinstance(answer, dict)
+    choice = answer["choices"][0]
+    label = choice["weight_versions"][0]
+    return changed(
+        answer,
+        token_ids=choice["token_ids"] * 2,
+        logprobs=choice["logprobs"] and {"content": choice["logprobs"]["content"] * 2},
+        weight_versions=[{**label, "end": 2 * label["end"]}],
+    )
+
+
+def renumbered(answer: Answer, token: Any) -> Answer:
+    assert isinstance(answer, dict)
+    choice = answer["choices"][0]
+    content = [{**choice["logprobs"]["content"][0], "token_id": token}, *choice["logprobs"]["content"][1:]]
+    return changed(answer, token_ids=[token, *choice["token_ids"][1:]], logprobs={"content": content})
+
+
+def relabelled(answer: Answer, **fields: int) -> Answer:
+    assert isinstance(answer, dict)
+    (span,) = answer["choices"][0]["weight_versions"]
+    label = Label.read(span["version"])
+    assert label is not None
+    return changed(answer, weight_versions=[{**span, "version": str(label._replace(**fields))}])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_request_without_a_sound_answer_is_sent_again_and_counts_once(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock, broken = threading.Lock(), {103, 105}
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        with lock:
+            sample = int(body["request_id"].split("-")[1])
+            if sample not in broken:
+                return answer
+            broken.discard(sample)
+        return FAULTS[fault](answer)
+
+    one, two = ScriptedServer(script), ScriptedServer(script)
+    with servers(one, two):
+        engine = an_engine(one, two)
+        drawn = engine.generate(requests(10), logprobs=True)
+        assert [completion.token_ids[0] for completion in drawn] == list(range(10))
+        assert samples_in(one, two) == sorted([*range(100, 110), 103, 105])
+        engine.close()
+    assert any(record.message.startswith("lost http://") for record in caplog.records)
+
+
+def test_several_engines_behind_one_port_are_refused_because_one_could_keep_old_weights(one: ScriptedServer) -> None:
+    one.engines = 2
+    engine = an_engine(one, started=False)
+    with pytest.raises(ValueError, match=r"one engine at http://.*, got 2 \(--data-parallel-size\).*a server for each"):
+        launch(engine, the_model())
+    assert not one.loads
+    engine.close()
+
+
+def test_a_server_that_comes_later_and_is_wrong_is_told_at_once_and_not_after_the_patience(one: ScriptedServer) -> None:
+    honest, early = one.answer, [503] * 3
+    one.engines = 2
+    one.answer = lambda path, body: early.pop() if early else honest(path, body)  # pyright: ignore[reportAttributeAccessIssue]
+    engine = an_engine(one, started=False, patience=600)
+    with pytest.raises(ValueError, match=r"one engine at http://.*, got 2"):
+        launch(engine, the_model())
+    assert not early
+    engine.close()
+
+
+def test_one_server_that_refuses_a_request_leaves_it_to_another_and_stays() -> None:
+    picky, other = ScriptedServer(lambda *_: 422), ScriptedServer()
+    with servers(picky, other):
+        engine = an_engine(picky, other)
+        assert [completion.token_ids[0] for completion in engine.generate(requests(6))] == list(range(6))
+        assert samples_in(other) == list(range(100, 106)) and engine._pool is not None  # noqa: SLF001
+        assert len(engine._pool.ready()) == 2  # noqa: SLF001
+        engine.close()
+
+
+def test_attempts_are_bounded(one: ScriptedServer) -> None:
+    one.script = lambda *_: 500
+    engine = an_engine(one)
+    with pytest.raises(EngineError, match="expected an answer to request 100-0 in 6 attempts, got none"):
+        engine.generate(requests(1))
+    assert len(one.requests) == server_pool.ATTEMPTS
+    engine.close()
+
+
+def test_a_server_that_never_answers_is_left_after_the_timeout() -> None:
+    gate = threading.Event()
+    stuck, other = ScriptedServer(lambda *_: 500 if gate.wait(20) else 408), ScriptedServer()
+    with servers(stuck, other):
+        engine = an_engine(stuck, other, timeout=0.3)
+        assert [completion.token_ids[0] for completion in engine.generate(requests(2))] == [0, 1]
+        assert len(stuck.requests) >= 1
+        gate.set()
+        engine.close()
+
+
+def test_requests_go_where_the_fewest_tokens_are_outstanding() -> None:
+    gate = threading.Event()
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        assert gate.wait(20)
+        return answer
+
+    one, two = ScriptedServer(script), ScriptedServer(script)
+    with servers(one, two):
+        engine = an_engine(one, two)
+        large = requests(1, max_new_tokens=32)
+        small = [replace(r, sample_id=r.sample_id + 50, prefix_ids=(3, n)) for n, r in enumerate(requests(8))]
+        drawing = threading.Thread(target=engine.generate, args=([*large, *small],))
+        drawing.start()
+        one.until(lambda _: len(one.requests) + len(two.requests) == 9)
+        gate.set()
+        drawing.join()
+        both = [sum(body["sampling_params"]["max_tokens"] + 2 for body in server.requests) for server in (one, two)]
+        assert abs(both[0] - both[1]) <= 34 + 6 and min(both) > 0
+        counts = {len(server.requests) for server in (one, two) if samples_in(server)[0] != 100}
+        assert counts <= {6, 7, 8}, "the other server has the large request"
+        engine.close()
+
+
+def test_a_group_goes_to_one_server_and_groups_are_spread_over_all() -> None:
+    scripted = [ScriptedServer() for _ in range(3)]
+    with servers(*scripted):
+        engine = an_engine(*scripted)
+        asked = [replace(request, prefix_ids=(2, n // 4)) for n, request in enumerate(requests(24))]
+        drawn = engine.generate(asked)
+        assert [completion.token_ids[0] for completion in drawn] == [n % VOCABULARY for n in range(24)]
+        groups = [group for server in scripted for group in {body["token_ids"][1] for body in server.requests}]
+        assert sorted(groups) == list(range(6)), "no group is at two servers"
+        assert [len(server.requests) for server in scripted] == [8, 8, 8]
+        engine.close()
+
+
+def test_a_failure_cuts_short_what_is_in_flight() -> None:
+    gate = threading.Event()
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        if body["request_id"].split("-")[1] == "102":
+            server.until(lambda known: len(known.requests) >= 3)
+            return 400
+        assert gate.wait(20)
+        return answer
+
+    server = ScriptedServer(script)
+    with servers(server):
+        engine = an_engine(server)
+        with pytest.raises(EngineError, match=r"request 102-0, but each one rejected it: .* status 400"):
+            engine.generate(requests(3))
+        gate.set()
+        server.until(lambda known: known.cut == 2)
+        server.script = healthy
+        assert len(engine.generate(requests(3))) == 3, "the engine is as good as before"
+        engine.close()
+
+
+def test_a_sync_does_not_wait_for_requests_and_every_token_says_its_version(one: ScriptedServer) -> None:
+    model, loaded = the_model(), threading.Event()
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        begun = one.label
+        assert loaded.wait(20)
+        spans = [{"version": begun, "start": 0, "end": 1}, {"version": one.label, "start": 1, "end": 4}]
+        return changed(answer, weight_versions=spans)
+
+    engine, drawn = an_engine(one), []
+    one.script = script
+    drawing = threading.Thread(target=lambda: drawn.extend(engine.generate(requests(5))))
+    drawing.start()
+    one.until(lambda known: len(known.requests) == 5)
+    engine.load_weights(model.named_parameters(), 3)
+    loaded.set()
+    drawing.join()
+    assert [(completion.version, completion.versions) for completion in drawn] == [(0, (0, 3, 3, 3))] * 5
+    engine.close()
+
+
+def test_tokens_of_weights_before_the_last_sync_are_drawn_again(one: ScriptedServer) -> None:
+    engine, model = an_engine(one), the_model()
+    older, answers = one.label, []
+    engine.load_weights(model.named_parameters(), 1)
+
+    def script(body: dict[str, Any], answer: Answer) -> Answer:
+        answers.append(body)
+        return (
+            changed(answer, weight_versions=[{"version": older, "start": 0, "end": 4}]) if len(answers) < 3 else answer
+        )
+
+    one.script = script
+    assert [completion.version for completion in engine.generate(requests(1))] == [1] and len(answers) == 3
+    engine.close()
+
+
+def waiting(engine: VLLMServerEngine) -> int:
+    """Requests without a place."""
+    assert engine._pool is not None  # noqa: SLF001
+    places = engine._pool._places  # noqa: SLF001
+    return sum(len(queue) for queue in (places._waiting, *(server.waiting for server in places.servers)))  # noqa: SLF001
+
+
+def test_several_threads_share_the_places_at_a_server_and_the_oldest_rollout_goes_first() -> None:
+    gate = threading.Event()
+
+    def hold(_: dict[str, Any], answer: Answer) -> Answer:
+        assert gate.wait(20)
+        return answer
+
+    busy = ScriptedServer(hold)
+    with servers(busy):
+        engine = an_engine(busy, at_once=1)
+        newer = [replace(each, rollout=4) for each in requests(2)]
+        older = [replace(each, rollout=1, sample_id=each.sample_id + 100) for each in requests(3)]
+        drawn = list[int]()
+        threads = [threading.Thread(target=lambda: drawn.append(len(engine.generate(newer))))]
+        threads[0].start()
+        busy.until(lambda server: len(server.requests) == 1)
+        threads.append(threading.Thread(target=lambda: drawn.append(len(engine.generate(older)))))
+        threads[1].start()
+        while waiting(engine) < 4:
+            threading.Event().wait(0.01)
+        assert len(busy.requests) == 1, "no more at once than the server takes"
+        gate.set()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(drawn) == [2, 3] and engine.in_flight.tokens() == 0
+        numbers = [int(body["request_id"].split("-")[1]) for body in busy.requests]
+        assert sorted(numbers[1:4]) == [200, 201, 202], "the newer rollout goes on after all of the older one"
+        engine.close()

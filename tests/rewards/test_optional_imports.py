@@ -1,0 +1,44 @@
+"""Optional libraries: named with the extra that brings them, and imported by nobody who does not need them."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_rl.rewards import JSONSchema, Judge, Language, MathMatch
+from lightning_rl.rewards.optional_imports import require
+
+LIBRARIES = {
+    "math_verify": ("math", lambda: MathMatch()),
+    "jsonschema": ("json", lambda: JSONSchema(schema={})),
+    "py3langid": ("language", lambda: Language(language="en")),
+    "httpx2": ("judge", lambda: Judge(model="m")),
+}
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it() -> None:
+    with pytest.raises(
+        ImportError, match=r"expected no_such_library to be installed.*pip install 'lightning-rl\[math\]'"
+    ):
+        require("no_such_library", extra="math")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_reward_says_at_once_what_it_needs(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra, build = LIBRARIES[library]
+    for path in list(sys.modules):
+        if path.partition(".")[0] == library:
+            monkeypatch.delitem(sys.modules, path)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if "PathFinder" in repr(finder)])
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    with pytest.raises(ImportError, match=rf"expected {library} to be installed.*'lightning-rl\[{extra}\]'"):
+        build()
+
+
+@pytest.mark.slow
+def test_the_room_imports_none_of_the_first_three() -> None:
+    # huggingface_hub imports httpx2
+    program = f"import sys, lightning_rl.rewards; print(sorted(set({list(LIBRARIES)}[:3]) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

@@ -1,0 +1,304 @@
+"""Isolation: processes that crash, hang or leak lose their rows alone, and nothing of them is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from transformers import TrainerState
+
+from lightning_rl.evaluation import Evaluation
+from lightning_rl.rewards import Rewards, Scores, SubprocessReward
+
+pytestmark = pytest.mark.slow
+MADE: list[SubprocessReward] = []
+
+
+def isolated(reward: Any, **options: Any) -> SubprocessReward:
+    MADE.append(SubprocessReward(reward, **options))
+    return MADE[-1]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    while MADE:
+        reward = MADE.pop()
+        pids = reward.pids()
+        reward.close()
+        assert not [pid for pid in pids if is_alive(pid)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def eventually_dead(pid: int) -> bool:
+    end = time.monotonic() + 20
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def scores(reward: Any, texts: list[str], **columns: Any) -> Scores:
+    ids = [[ord(letter) for letter in text] for text in texts]
+    return Rewards({"isolated": reward})(list(range(len(texts))), texts, completion_ids=ids, columns=columns)
+
+
+def causes(found: Scores) -> list[tuple[tuple[int, ...], str]]:
+    return [(failure.rows, failure.cause) for failure in found.calls[0].failures]
+
+
+def test_closures_lambdas_and_coroutines_run_elsewhere_in_order() -> None:
+    here, bonus = os.getpid(), 0.5
+
+    def closure(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float]:
+        assert os.getpid() != here and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+        return [len(text) + bonus + more for text, more in zip(completions, answer, strict=True)]
+
+    async def judge(completions: Any, **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    texts = ["a", "bbb", "", "cc"]
+    for per_sample in (False, True):
+        found = scores(isolated(closure, per_sample=per_sample), texts, answer=[0, 10, 20, 30])
+        assert found.total.tolist() == [1.5, 13.5, 20.5, 32.5]
+    assert scores(isolated(judge), texts).total.tolist() == [1.0, 3.0, 0.0, 2.0]
+    assert scores(isolated(lambda _, c, **__: [1.0] * len(c)), texts).total.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (lambda: os._exit(3), "lost its process, which exited with status 3"),
+        (lambda: os._exit(0), "lost its process, which exited with status 0"),
+        (lambda: sys.exit(0), "raised SystemExit(0)"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "lost its process to SIGSEGV"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "lost its process to SIGKILL"),
+    ],
+    ids=["exit", "exit-0", "sys-exit", "segfault", "kill"],
+)
+def test_a_process_that_dies_loses_its_rows_alone(end: Any, cause: str) -> None:
+    def dies(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if "die" in completions:
+            end()
+        return [float(len(text)) for text in completions]
+
+    reward = isolated(dies, per_sample=True)
+    found = scores(reward, ["a", "die", "bb", "die", "cc"])
+    assert found.scored.tolist() == [True, False, True, False, True] and found.total.tolist() == [1.0, 0, 2, 0, 2]
+    assert causes(found) == [((1, 3), cause)]
+    assert scores(reward, ["again"]).total.tolist() == [5.0]
+    found = scores(isolated(dies), ["a", "die", "bb"])
+    assert causes(found) == [((0, 1, 2), cause)], "without per_sample the task is the whole batch"
+
+
+def test_what_is_raised_and_rubbish_fail_their_rows() -> None:
+    def odd(prompts: Any, completions: Any, **_: Any) -> Any:
+        return {"x": "text", "y": [1.0], "n": [float("nan")]}[completions[0]]
+
+    found = scores(isolated(odd, per_sample=True), ["y", "x", "z", "n"])
+    assert found.scored.tolist() == [True, False, False, False]
+    (first, raised, nan) = found.calls[0].failures
+    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == ((3,), "returned nan", "")
+    assert raised.cause == "raised KeyError('z')" and "in odd" in raised.traceback
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_percent_of_samples_that_sleep_for_ever_cost_one_time_limit(processes: int) -> None:
+    def sleepy(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if prompts[0] % 100 == 7:
+            time.sleep(10_000)
+        return [1.0]
+
+    limit, number = 4.0, 500
+    reward = isolated(sleepy, per_sample=True, sample_seconds=limit, processes=processes)
+    scores(reward, ["warm"])
+    begin = time.monotonic()
+    found = scores(reward, ["x"] * number)
+    seconds = time.monotonic() - begin
+    assert causes(found) == [(tuple(range(7, number, 100)), "took longer than 4 s")]
+    assert found.scored.sum() == number - 5
+    assert limit <= seconds < 2 * limit + 2, f"{seconds:.1f} s: five of them one after the other would take 20"
+    assert len(reward.pids()) <= max(processes, 1) + 8
+
+
+def test_a_batch_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    def hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        child = subprocess.Popen(["sleep", "1000"])
+        (tmp_path / "pids").write_text(f"{os.getpid()} {child.pid}")
+        time.sleep(1000)
+        return [1.0]
+
+    found = scores(isolated(hangs, seconds=2.0), ["a", "b"])
+    assert causes(found) == [((0, 1), "took longer than 2 s")]
+    assert all(eventually_dead(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+
+
+def test_what_has_left_the_group_of_its_process_ends_with_it_too(tmp_path: Path) -> None:
+    def hangs(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                (tmp_path / "pid").write_text(str(os.getpid()))
+                time.sleep(1000)
+            os._exit(0)
+        time.sleep(1000)
+        return [1.0]
+
+    assert causes(scores(isolated(hangs, seconds=2.0), ["a"])) == [((0,), "took longer than 2 s")]
+    assert eventually_dead(int((tmp_path / "pid").read_text()))
+
+
+def test_all_samples_together_have_a_limit_too_and_the_next_call_waits_for_none_of_them() -> None:
+    def slow(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        time.sleep(0.4 if completions[0] == "x" else 0.0)
+        return [1.0]
+
+    reward = isolated(slow, per_sample=True, processes=1, max_processes=1, seconds=1.5)
+    found = scores(reward, ["x"] * 20)
+    assert 0 < found.scored.sum() < 10 and found.scored.tolist() == sorted(found.scored.tolist(), reverse=True)
+    late = tuple(row for row in range(20) if not found.scored[row])
+    assert causes(found) == [(late, "took longer than 1.5 s for all samples together")]
+    assert scores(reward, ["y"] * 3).scored.all()
+
+
+def test_a_call_begins_before_its_result_is_asked_for(tmp_path: Path) -> None:
+    def touches(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        (tmp_path / "done").touch()
+        return [2.0] * len(prompts)
+
+    rewards = Rewards({"isolated": isolated(touches), "here": lambda _, c, **__: [1.0] * len(c)})
+    rows: dict[str, Any] = {"prompts": ["q"], "completions": ["a"], "completion_ids": [[1]], "columns": {}}
+    started = rewards.start(**rows)
+    end = time.monotonic() + 20
+    while not (tmp_path / "done").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(started) == ["isolated"] and (tmp_path / "done").exists()
+    (tmp_path / "done").unlink()
+    assert rewards(**rows, started=started).total.tolist() == [3.0]
+    assert not (tmp_path / "done").exists(), "it was not called again"
+
+
+def test_a_reward_that_names_the_trainer_state_waits_for_the_trainer() -> None:
+    def asks(prompts: Any, completions: Any, trainer_state: Any, **_: Any) -> list[float]:
+        return [float(trainer_state.global_step)] * len(prompts)
+
+    rewards = Rewards({"isolated": isolated(asks)})
+    rows: dict[str, Any] = {"prompts": ["q"], "completions": ["a"], "completion_ids": [[1]], "columns": {}}
+    assert rewards.start(**rows) == {}
+    assert rewards(**rows, trainer_state=TrainerState(global_step=6)).total.tolist() == [6.0]
+
+
+def test_processes_are_started_once_and_keep_their_state() -> None:
+    def counts(prompts: Any, completions: Any, *, state: Any = {}, **_: Any) -> list[float]:  # noqa: B006
+        state["calls"] = state.get("calls", 0) + 1
+        return [float(state["calls"])] * len(prompts)
+
+    reward = isolated(counts, processes=1)
+    assert [scores(reward, ["a"]).total.tolist() for _ in range(3)] == [[1.0], [2.0], [3.0]]
+
+
+def test_notes_come_back_with_the_values() -> None:
+    def notes(prompts: Any, completions: Any, log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_extra("length", [len(text) for text in completions])
+        log_metric("number", len(completions))
+        return [0.0] * len(completions)
+
+    call = scores(isolated(notes, per_sample=True), ["a", "bb"]).calls[0]
+    assert call.extras == {"length": [1, 2]} and call.metrics == {"number": [1.0, 1.0]}
+
+
+def test_too_much_memory_fails_the_rows() -> None:
+    def greedy(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(len(bytearray(2**30)))]
+
+    assert causes(scores(isolated(greedy, memory=2**29), ["a"])) == [((0,), "raised MemoryError()")]
+
+
+def test_a_function_that_cannot_be_loaded_says_so() -> None:
+    class Odd:
+        def __call__(self, prompts: Any, completions: Any, **_: Any) -> list[float]:
+            return [1.0] * len(prompts) + [len(completions)]
+
+        def __reduce__(self) -> Any:
+            return (int, ("no number",))
+
+    ((rows, cause),) = causes(scores(isolated(Odd()), ["a", "b"]))
+    assert rows == (0, 1) and cause.startswith("could not be loaded in a process: Traceback") and "no number" in cause
+
+
+SCRIPT = """
+import os, sys, time
+from lightning_rl.rewards import SubprocessReward, Rewards
+def hangs(prompts, completions, **_):
+    open(sys.argv[1] + ".new", "w").write(str(os.getpid())); os.rename(sys.argv[1] + ".new", sys.argv[1])
+    while True: pass
+Rewards({"x": SubprocessReward(hangs)})(["q"], ["a"], completion_ids=[[1]], columns={})
+"""
+
+
+def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "pid"))))
+    trainer = subprocess.Popen([sys.executable, str(tmp_path / "run.py")])
+    end = time.monotonic() + 100
+    while not (tmp_path / "pid").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    worker = int((tmp_path / "pid").read_text())
+    assert is_alive(worker)
+    trainer.kill()
+    trainer.wait()
+    assert eventually_dead(worker)
+
+
+@pytest.mark.filterwarnings("ignore:max_staleness=1 trains on samples of earlier weights")
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_fit_with_isolated_rewards_is_bit_for_bit_the_one_without(staleness: int) -> None:
+    def parity(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+        return [float(len(ids) % 2) for ids in completion_ids]
+
+    def weights(reward: Any) -> Any:
+        module = tiny_module(rewards={"parity": reward}, max_staleness=staleness)
+        fit(module, data=tiny_prompts(12, 4))
+        return weights_of(module)
+
+    plain = weights(parity)
+    for per_sample in (False, True):
+        reward = isolated(parity, per_sample=per_sample)
+        assert all((weight == plain[name]).all() for name, weight in weights(reward).items())
+        assert reward.pids() == [], "the processes end with the fit"
+
+
+def test_an_evaluation_has_isolated_rewards_of_its_own() -> None:
+    def always(value: float) -> Any:
+        return lambda prompts, *_, **__: [value] * len(prompts)
+
+    validation, training = isolated(always(0.25)), isolated(always(1.0))
+    evaluation = Evaluation("held", [[2, 3], [2, 4], [2, 5]], save=False, rewards={"other": validation})
+    module = tiny_module(rewards={"training": training}, evaluation=[evaluation], max_idle_rollouts=None)
+    trainer = fit(module, data=tiny_prompts(8, 4), num_sanity_val_steps=0)
+    assert trainer.callback_metrics["val/held/reward/other"] == 0.25
+    assert validation.pids() == training.pids() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"processes": 0}, "expected processes to be a whole number above 0, got 0"),
+        ({"seconds": float("nan")}, "expected seconds > 0, got nan"),
+        ({"sample_seconds": -1.0}, "expected sample_seconds > 0, got -1.0"),
+        ({"processes": 4, "max_processes": 3}, "expected max_processes of at least processes=4, got 3"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SubprocessReward(len, **options)

@@ -1,0 +1,226 @@
+"""From rewards to advantages: raw stays raw, masks mask, and what is not finite is named."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kit.support import callback_of, ragged_rollout, rollout_of
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_rl import GAE, GRPO, RLOO, FinishReason, RawReward, Rollout
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
+from lightning_rl.callbacks import NoEOSMask, ReferenceKL
+from lightning_rl.corrections import Corrections, RLCallback, Stat
+from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.signal.discounted_returns import gae
+
+NAN, INF = math.nan, math.inf
+PLAIN = GAE(whitened=False)
+
+
+def signal(
+    rollout: Rollout, estimator: Estimator | RowFunction, *callbacks: RLCallback
+) -> tuple[Tensor, dict[str, float], Rollout]:
+    found, _, stats = estimate_signal(rollout, resolve_advantages(estimator), Corrections(callbacks))
+    return found.require("advantages"), {name: float(stat.value()) for name, stat in stats.items()}, found
+
+
+def without_eos(rollout: Rollout, action: Any = "zero_reward") -> tuple[Rollout, dict[str, Stat]]:
+    """The rollout as drawing and planning hand it on under NoEOSMask."""
+    corrections = Corrections([NoEOSMask(action)])
+    masked = rollout.replace(rewarded=rollout.rewarded & corrections.reward_mask(rollout))
+    return exclude_rows(masked, corrections)
+
+
+def test_raw_kl_penalty_and_shaped_reward_are_three_things() -> None:
+    logprobs, ref = torch.tensor([[0.5, 0.7, 0.9]]), torch.tensor([[0.4, 0.5, 0.6]])
+    rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=logprobs, ref_logprobs=ref)
+    shaped: list[Tensor] = []
+
+    class Spy(GAE):
+        def __call__(self, signal: RewardSignal) -> Advantages:
+            shaped.append(signal.shaped.clone())
+            return super().__call__(signal)
+
+    for _ in range(2):  # idempotent
+        advantages, stats, found = signal(rollout, Spy(whitened=False), ReferenceKL(0.05))
+        assert_close(advantages, torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
+        assert_close(found.require("returns"), advantages)
+        assert_close(shaped.pop(), torch.tensor([[-0.005, -0.01, 0.985]]), atol=1e-6, rtol=0)
+        assert stats["reward/task"] == 1.0
+        assert stats["reward/shaped"] == pytest.approx(0.97, abs=1e-6)
+        assert stats["kl/penalty"] == pytest.approx(0.05 * 0.2, abs=1e-7)
+        raw = found.require("old_logprobs") - found.require("ref_logprobs")
+        assert_close(raw.mean(), torch.tensor(0.2))
+        assert torch.equal(found.require("old_logprobs"), logprobs) and torch.equal(found.rewards, rollout.rewards)
+
+
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN])
+@pytest.mark.parametrize("other", [1.0, 100.0, NAN])
+def test_a_row_without_eos_enters_no_reward_statistic(estimator: Any, other: float) -> None:
+    rollout = rollout_of([1.0, 1.0, other], [[1, 1, 0], [1, 0, 0], [1, 1, 1]], finish=[0, 0, FinishReason.LENGTH])
+    masked, _ = without_eos(rollout.replace(finish=rollout.finish.to(torch.uint8)))
+    advantages, stats, found = signal(masked, estimator)
+    expected = 0.0 if estimator in (GRPO(), RLOO()) else 1.0
+    assert advantages.tolist() == [[expected, expected, 0], [expected, 0, 0], [0, 0, 0]]
+    assert stats["reward/task"] == 1.0 and stats["reward/missing"] == pytest.approx(1 / 3)
+    assert found.valid_tokens.sum() == 6  # its tokens stay in the denominators
+
+
+def test_dropping_the_tokens_takes_the_row_out_of_everything() -> None:
+    finish = torch.tensor([FinishReason.STOP, FinishReason.LENGTH], dtype=torch.uint8)
+    rollout, stats = without_eos(rollout_of([1.0, 5.0], [[1, 1], [1, 1]], finish=finish), "drop_tokens")
+    assert rollout.trained.tolist() == rollout.rewarded.tolist() == [True, False]
+    assert rollout.valid_tokens.tolist() == [[True, True], [False, False]]
+    assert float(stats["no_eos_mask/excluded"].value()) == 0.5
+    assert rollout.action_mask.all()
+
+
+def test_masks_are_derived_each_from_the_one_before() -> None:
+    rollout = rollout_of([1.0] * 4, [[1, 1]] * 3 + [[1, 0]], sample_ids=[0, -1, 2, 3])
+    rollout = rollout.replace(rewarded=torch.tensor([True, True, True, False]))
+    drop = callback_of("drop", exclude=lambda seen: seen.sample_ids == 2)
+    found, stats = exclude_rows(rollout, Corrections([drop]))
+    assert found.trained.tolist() == [True, False, False, True]
+    assert found.rewarded.tolist() == [True, False, False, False]
+    assert found.valid_tokens.tolist() == [[True, True], [False] * 2, [False] * 2, [True, False]]
+    assert float(stats["drop/excluded"].value()) == pytest.approx(1 / 3)
+    untouched, nothing = exclude_rows(rollout, Corrections())
+    assert untouched.trained.tolist() == [True, False, True, True] and nothing == {}
+
+
+def test_the_task_reward_lands_on_the_last_valid_token() -> None:
+    rollout = rollout_of([1.0, 2.0, 3.0], [[0, 0, 1, 1, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]])
+    advantages, stats, _ = signal(rollout, GAE(whitened=False, gamma=0.5))
+    assert advantages.tolist() == [[0, 0, 0.5, 1, 0], [0.5, 0, 1, 0, 2], [0] * 5]
+    assert stats["reward/shaped"] == 1.0  # a row without tokens contributes 0
+
+
+def test_bonuses_join_the_task_reward_and_leave_it_raw() -> None:
+    bonus = callback_of("bonus", reward_bonus=lambda _: torch.tensor([0.5, 0.0, -3.0]))
+    rollout = rollout_of([1.0, 1.0, 1.0], [[1], [1], [1]])
+    rollout = rollout.replace(rewarded=torch.tensor([True, True, False]))
+    advantages, stats, found = signal(rollout, RLOO(), bonus)
+    assert advantages.tolist() == [[0.5], [-0.5], [0.0]]
+    assert stats["reward/task"] == 1.0 and stats["reward/shaped"] == pytest.approx(-0.5 / 3)
+    assert found.rewards.tolist() == [1.0, 1.0, 1.0] and found.returns is None
+
+
+def test_outside_rewarded_only_the_task_part_is_zero() -> None:
+    bonus = callback_of("bonus", reward_bonus=lambda _: torch.tensor([-0.5, 0.0]))
+    rollout = rollout_of([7.0, 1.0], [[1, 1], [1, 1]]).replace(
+        rewarded=torch.tensor([False, True]), values=torch.zeros(2, 2)
+    )
+    found = signal(rollout, GAE(whitened=False), bonus)[2]
+    assert found.require("returns").tolist() == [[-0.5, -0.5], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), PLAIN])
+def test_groups_are_isolated(estimator: Any) -> None:
+    tokens = [[1, 1]] * 4
+    first = signal(rollout_of([1.0, 0.0, 3.0, 9.0], tokens, groups=[0, 0, 1, 1]), estimator)[0]
+    second = signal(rollout_of([1.0, 0.0, -7.0, 5.0], tokens, groups=[0, 0, 1, 1]), estimator)[0]
+    assert torch.equal(first[:2], second[:2]) and not torch.equal(first[2:], second[2:])
+
+
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN, GAE()])
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_a_bonus_that_is_not_finite_raises_and_names_the_sample(estimator: Any, poison: float) -> None:
+    bonus = callback_of("bonus", reward_bonus=lambda seen: torch.where(seen.sample_ids == 102, poison, 0.0))
+    rollout = rollout_of([1.0, 0.0, 2.0], [[1, 1], [1, 1], [1, 1]])
+    with pytest.raises(ValueError, match="for sample 102"):
+        signal(rollout, estimator, bonus)
+
+
+@pytest.mark.parametrize("estimator", [PLAIN, GAE()])
+def test_a_token_reward_that_is_not_finite_raises_and_names_the_sample_and_the_position(estimator: Any) -> None:
+    broken = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, NAN]])
+    rollout = rollout_of([1.0, 0.0, 2.0], [[1, 1], [1, 1], [1, 1]])
+    with pytest.raises(ValueError, match="for sample 102 at position 1"):
+        signal(rollout, estimator, callback_of("penalty", token_reward=lambda _: broken))
+
+
+@pytest.mark.parametrize("poison", [NAN, INF])
+def test_an_advantage_that_is_not_finite_raises_and_names_the_sample(poison: float) -> None:
+    rollout = rollout_of([1.0, 0.0, 2.0], [[1, 1], [1, 1], [1, 1]])
+    values = rollout.require("values") + torch.tensor([[0.0, 0.0], [0.0, poison], [0.0, 0.0]])
+    with pytest.raises(ValueError, match=r"expected finite .* for sample 101"):
+        signal(rollout.replace(values=values), PLAIN)
+    with pytest.raises(ValueError, match=r"expected finite .* for sample 102 at position 0"):
+        signal(rollout, lambda scores, _groups, _rewarded: torch.where(scores == 2, poison, scores))
+
+
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN, GAE()])
+def test_poison_where_nothing_counts_reaches_nothing(estimator: Any) -> None:
+    rollout = ragged_rollout()  # NaN at every invalid token of every field
+    rewarded = torch.arange(12) % 5 != 3
+    rollout = rollout.replace(rewarded=rewarded, rewards=torch.where(rewarded, rollout.rewards, NAN))
+    teacher = callback_of(
+        "teacher", provide=lambda seen: {"token_extras/teacher": torch.where(seen.valid_tokens, 1.0, INF)}
+    )
+    penalty = callback_of("penalty", token_reward=lambda seen: torch.where(seen.valid_tokens, -0.1, NAN))
+    callbacks = [teacher, penalty] if resolve_advantages(estimator).per_token else [teacher]
+    advantages, stats, found = signal(rollout, estimator, *callbacks)
+    assert advantages.isfinite().all() and not advantages[~rollout.valid_tokens].any()
+    assert all(math.isfinite(value) for value in stats.values())
+    per_token = [found.rollout_logprobs, found.old_logprobs, found.values, found.token_extras["teacher"], found.returns]
+    assert all(tensor.isfinite().all() for tensor in per_token if tensor is not None)
+
+
+def test_sanitising_changes_no_valid_token_and_no_integer() -> None:
+    rollout = ragged_rollout().replace(token_extras={"routes": torch.full((12, 7, 2), NAN), "ids": torch.ones(12, 7)})
+    found = rollout.sanitize()
+    mask = rollout.valid_tokens
+    assert torch.equal(found.require("values")[mask], rollout.require("values")[mask])
+    assert not found.require("values")[~mask].any()
+    assert found.token_extras["routes"][mask].isnan().all() and not found.token_extras["routes"][~mask].any()
+    assert found.response_ids is rollout.response_ids and found.valid_tokens is mask
+
+
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN, GAE()])
+def test_no_rows_and_no_valid_tokens_are_no_error(estimator: Any) -> None:
+    assert signal(ragged_rollout().select(torch.arange(0)), estimator)[0].shape == (0, 7)
+    advantages, stats, _ = signal(rollout_of([1.0, 2.0], [[0, 0], [0, 0]]), estimator)
+    assert not advantages.any() and stats["reward/shaped"] == 0 and math.isnan(stats["advantage/mean"])
+
+
+def test_what_is_logged_of_rewards_lengths_and_groups() -> None:
+    rollout = rollout_of(
+        [1.0, 0.0, 2.0, 2.0, 7.0, 5.0],
+        [[1, 1]] * 5 + [[1, 0]],
+        groups=[0, 0, 1, 1, 2, 3],
+        sample_ids=[0, 1, 2, 3, 4, -1],
+    )
+    truncated = torch.tensor([0, 1, 0, 0, 0, 1], dtype=torch.uint8)
+    rollout = rollout.replace(finish=truncated, response_lengths=rollout.response_lengths * 2)  # as much again is read
+    rollout, _ = exclude_rows(rollout, Corrections())
+    names = {"accuracy": torch.tensor([1.0, NAN, 0.0, 1.0, 1.0, 9.0])}
+    advantages, stats, _ = signal(rollout.replace(task_rewards=names), RLOO())
+    expected = {
+        "reward/task": 12 / 5,
+        "reward/accuracy": 3 / 4,
+        "reward/shaped": 12 / 5,
+        "reward/missing": 0,
+        "length/mean": 2,
+        "length/max": 2,
+        "length/truncated": 1 / 5,
+        "groups/zero_variance": 2 / 3,
+        "advantage/mean": 0,
+        "advantage/max": 1,
+    }
+    assert {name: stats[name] for name in expected} == pytest.approx(expected)
+    assert stats["advantage/std"] == pytest.approx(float(advantages[:5].std()))
+    assert set(stats) == {*expected, "advantage/std"}
+
+
+def test_a_token_estimator_sees_values_and_returns_what_the_critic_should_learn() -> None:
+    rollout = ragged_rollout(dtype=torch.float64).sanitize()
+    advantages, _, found = signal(rollout, GAE(whitened=False, gamma=0.9, lam=0.8))
+    task = torch.zeros_like(advantages)
+    for row, score in enumerate(rollout.rewards):
+        steps = rollout.valid_tokens[row].nonzero().flatten()
+        task[row, steps[-1:]] = score
+    assert_close(advantages, gae(task, rollout.require("values"), rollout.valid_tokens, gamma=0.9, lam=0.8))
+    assert_close(found.require("returns"), advantages + rollout.require("values"))

@@ -1,0 +1,183 @@
+"""Idle: a run that learns nothing says so and stops, with the reason, the figures and a checkpoint."""
+
+import math
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from torch.optim import AdamW
+
+from lightning_rl import RLCallback, RLLightningModule, warmup_then_linear
+from lightning_rl.callbacks import DynamicSampling, EntropyBonus, NoEOSMask
+from lightning_rl.checkpointing import INTERRUPTED
+from lightning_rl.corrections import Corrections
+from lightning_rl.rollouts.zero_gradient import IdleRollouts, IdleRunError
+
+FIGURES = {
+    "rows": 4.0,
+    "rewarded rows": 4.0,
+    "trained tokens": 8.0,
+    "tokens with an advantage": 0.0,
+    "excluded rows": 0,
+}
+MISSING = "ignore:.* groups are missing after"
+IDLE = "ignore:rollout .* taught the policy nothing"
+
+
+@pytest.fixture(autouse=True)
+def _checkpoints_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def equal(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+def never_ends() -> Any:
+    model = tiny_policy()
+    with torch.no_grad():
+        model.lm_head.weight[EOS] = 0.0  # never the largest logit
+    return model
+
+
+def run(
+    *callbacks: RLCallback, folder: Path | None = None, ckpt_path: Path | None = None, epochs: int = 20, **options: Any
+) -> RLLightningModule:
+    module = tiny_module(**{"rewards": equal, "max_idle_rollouts": 3, **options})
+    data = tiny_prompts(8, 4)
+    fit(
+        module, data=data, callbacks=callbacks, default_root_dir=folder, max_epochs=epochs, max_steps=30,
+        ckpt_path=ckpt_path,
+    )  # fmt: skip
+    return module
+
+
+@pytest.mark.filterwarnings(MISSING)
+def test_dynamic_sampling_with_equal_rewards_ends_the_run(tmp_path: Path) -> None:
+    message = (
+        r"3 rollouts in a row had no gradient \(max_idle_rollouts=3\): every group was filtered by DynamicSampling, "
+        r".*\(last rollout: rows 0, .*groups/sampled 8, groups/filtered 8"
+    )
+    ending = pytest.raises(IdleRunError, match=message)
+    with pytest.warns(UserWarning, match="rollout 0 taught the policy nothing: every group"), ending:
+        run(DynamicSampling(max_rounds=2), folder=tmp_path)
+    saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
+    assert saved["global_step"] == 0 and saved["lightning_rl"]["ranks"][0]["idle"]["count"] == 2
+
+
+def test_truncated_responses_without_a_trained_token_end_the_run() -> None:
+    ending = pytest.raises(IdleRunError, match=r"NoEOSMask .* Raise max_new_tokens, since most responses were cut off")
+    with pytest.warns(UserWarning, match="rollout 0 taught"), ending:
+        run(NoEOSMask("drop_tokens"), rewards=parity_reward, max_new_tokens=2, top_k=1, policy=never_ends)
+
+
+def test_advantages_that_are_all_zero_end_the_run_though_steps_are_made(tmp_path: Path) -> None:
+    ending = pytest.raises(IdleRunError, match=r"every advantage is zero, because .* groups/zero_variance 1")
+    with pytest.warns(UserWarning, match="rollout 0 taught"), ending:
+        run(folder=tmp_path, minibatches=2)
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 6
+
+
+def test_rows_without_a_reward_are_the_reason_that_is_named() -> None:
+    def nothing(prompts: Any, completions: Any, **_: Any) -> list[None]:
+        return [None] * len(prompts)
+
+    ending = pytest.raises(IdleRunError, match=r"no row has a reward.*rewarded rows 0, trained tokens [1-9]")
+    with warnings.catch_warnings(), ending:
+        warnings.simplefilter("ignore", UserWarning)
+        run(rewards=nothing)
+
+
+def test_a_gradient_of_anything_else_counts_as_learning() -> None:
+    assert run(EntropyBonus(0.1), epochs=3).trainer.global_step == 6
+
+
+@pytest.mark.filterwarnings(IDLE)
+def test_a_rollout_that_learns_ends_the_row_and_none_never_stops() -> None:
+    calls: list[int] = []
+
+    def third(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+        calls.append(1)
+        return parity_reward(prompts, completions, completion_ids=completion_ids) if len(calls) % 3 == 0 else [0.0] * 16
+
+    assert run(rewards=third, epochs=5).trainer.global_step == 10
+    assert run(max_idle_rollouts=None, epochs=3).trainer.global_step == 6
+
+
+@pytest.mark.filterwarnings(IDLE)
+def test_a_resumed_run_keeps_the_count_and_has_one_rollout_to_show(tmp_path: Path) -> None:
+    def resume(reward: Any) -> RLLightningModule:
+        changes = {"folder": tmp_path, "ckpt_path": tmp_path / INTERRUPTED, "allow_config_changes": ["rewards"]}
+        return run(rewards=reward, epochs=3, **changes)
+
+    with pytest.raises(IdleRunError):
+        run(folder=tmp_path)
+    assert resume(parity_reward).trainer.global_step == 6
+    with pytest.raises(IdleRunError, match="3 rollouts in a row"):
+        resume(equal)
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 4, "one more than the first time"
+
+
+def test_the_count_is_part_of_a_checkpoint_in_the_middle_of_a_rollout() -> None:
+    idle = IdleRollouts(count=4, figures=FIGURES)
+    idle.note(torch.tensor(0.5), [0.1])
+    again = IdleRollouts.from_state(idle.state())
+    assert (again.count, again.learning, again.figures) == (4, True, FIGURES)
+
+
+def test_a_norm_that_is_not_finite_is_no_sign_of_idleness() -> None:
+    idle = IdleRollouts(figures=FIGURES)
+    for norm in (0.0, math.nan):
+        idle.note(torch.tensor(norm), [0.1])
+    idle.end_rollout(0, Corrections(), 3)
+    assert idle.count == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "idles"),
+    [
+        ([[0.0], [0.0]], True),
+        ([[0.0], [0.1]], False),
+        ([[0.0, 0.1], [0.0, 0.1]], False),  # the critic learns before the policy
+        ([[0.0, 0.0]], True),
+    ],
+)
+def test_a_rollout_without_a_learning_rate_is_idle(steps: list[list[float]], idles: bool) -> None:
+    idle = IdleRollouts(figures=FIGURES)
+    for rates in steps:
+        idle.note(torch.tensor(0.5), rates)
+    idle = IdleRollouts.from_state(idle.state())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        idle.end_rollout(0, Corrections(), 3)
+    assert idle.count == int(idles)
+    assert [("learning rate was 0 in every parameter group" in str(one.message)) for one in caught] == [True] * idles
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"optimizer": partial(AdamW, lr=0.0)}, 3),
+        ({"optimizer": partial(AdamW, lr=1e-3), "lr_scheduler": warmup_then_linear(1, 4)}, 7),
+    ],
+)
+def test_a_run_whose_learning_rate_is_zero_ends(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    message = r"3 rollouts in a row had no learning rate \(max_idle_rollouts=3\): .*\(last rollout: rows 16, "
+    ending = pytest.raises(IdleRunError, match=message)
+    with pytest.warns(UserWarning, match="taught the policy nothing: the learning rate was 0"), ending:
+        run(folder=tmp_path, rewards=parity_reward, **options)
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == steps
+
+
+def test_the_limit_is_checked_at_construction() -> None:
+    with pytest.raises(ValueError, match="expected max_idle_rollouts to be a whole number above 0 or None, got 0"):
+        tiny_module(max_idle_rollouts=0)
+
+
+def test_nothing_of_this_changes_what_a_run_learns() -> None:
+    weights = [weights_of(run(rewards=parity_reward, epochs=2, max_idle_rollouts=limit)) for limit in (1, None)]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())

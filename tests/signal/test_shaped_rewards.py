@@ -1,0 +1,66 @@
+"""Shaped rewards: where the scalar of a row lands, and that nothing is lost or counted twice."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from lightning_rl.signal.shaped_rewards import shaped_rewards
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("score", "token_rewards", "valid", "shaped"),
+    [
+        pytest.param(1.0, [0.1, 0.2], [1, 1], [0.1, 1.2], id="last-token"),
+        pytest.param(1.0, None, [1, 1], [0.0, 1.0], id="no-token-rewards"),
+        pytest.param(1.0, [0.1, 0.2, 9.0], [1, 1, 0], [0.1, 1.2, 0.0], id="padding"),
+        pytest.param(1.0, [0.1, 9.0, 0.2, 9.0], [1, 0, 1, 0], [0.1, 0, 1.2, 0], id="hole-and-trailing-tool-token"),
+        pytest.param(1.0, [NAN, 0.2, INF], [0, 1, 0], [0, 1.2, 0], id="poison-at-masked-tokens"),
+        pytest.param(1.0, [NAN, NAN], [0, 0], [0.0, 0.0], id="no-valid-token"),
+        pytest.param(NAN, [0.1, 0.2], [0, 0], [0.0, 0.0], id="broken-score-without-tokens"),
+        pytest.param(-2.0, [0.1], [1], [-1.9], id="single-token"),
+        pytest.param(1.0, [], [], [], id="no-tokens-at-all"),
+        pytest.param(1.0, [-0.005, -0.01, -0.015], [1, 1, 1], [-0.005, -0.01, 0.985], id="raw-kl-witness"),
+    ],
+)
+def test_the_scalar_lands_on_the_last_valid_token(
+    score: float, token_rewards: list[float] | None, valid: list[int], shaped: list[float]
+) -> None:
+    tokens = None if token_rewards is None else torch.tensor([token_rewards])
+    found = shaped_rewards(torch.tensor([score]), tokens, torch.tensor([valid], dtype=torch.bool))
+    assert_close(found, torch.tensor([shaped]), atol=1e-7, rtol=0)
+
+
+def test_arguments_stay_raw_however_often_it_is_called() -> None:
+    scores, tokens, valid = torch.tensor([1.0]), torch.tensor([[0.1, 0.2]]), torch.ones(1, 2, dtype=torch.bool)
+    before = tokens.clone()
+    first, second = shaped_rewards(scores, tokens, valid), shaped_rewards(scores, tokens, valid)
+    assert torch.equal(first, second) and torch.equal(tokens, before) and scores.tolist() == [1.0]
+    assert first.data_ptr() != tokens.data_ptr()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-100, 100), st.lists(st.tuples(st.integers(-9, 9), st.booleans()), min_size=4, max_size=4)
+        ),
+        max_size=5,
+    )
+)
+def test_reward_is_conserved(rows: list[tuple[int, list[tuple[int, bool]]]]) -> None:
+    scores = torch.tensor([score for score, _ in rows], dtype=torch.float64)
+    tokens = torch.tensor([[value for value, _ in row] for _, row in rows], dtype=torch.float64).reshape(-1, 4)
+    valid = torch.tensor([[kept for _, kept in row] for _, row in rows], dtype=torch.bool).reshape(-1, 4)
+    shaped = shaped_rewards(scores, tokens, valid)
+    expected = (tokens * valid).sum(-1) + scores * valid.any(-1)
+    assert torch.equal(shaped.sum(-1), expected)
+    assert (shaped[~valid] == 0).all()
+
+
+def test_no_rows_are_no_error() -> None:
+    assert shaped_rewards(torch.zeros(0), torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)).shape == (0, 3)

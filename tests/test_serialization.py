@@ -1,0 +1,178 @@
+"""A description is plain, says every option, keeps no secret, and comes back where that is safe."""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from kit.support import tiny_policy, tiny_tokenizer
+from properties.exports import CORRECTIONS, ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, VALUE_EXAMPLES
+from torch.optim import AdamW
+
+from lightning_rl import (
+    Evaluation,
+    FakeEngine,
+    SamplingParams,
+    TransformersEngine,
+    VLLMEngine,
+    VLLMServerEngine,
+    warmup_then_linear,
+)
+from lightning_rl.data import PromptDataset
+from lightning_rl.serialization import describe, restore
+
+DESCRIBED: list[Any] = [
+    *CORRECTIONS,
+    *ESTIMATOR_EXAMPLES.values(),
+    *LOSS_EXAMPLES.values(),
+    *VALUE_EXAMPLES.values(),
+    SamplingParams(),
+    Evaluation("held_out", [[2, 3]], samples=2),
+    TransformersEngine(max_rows=4),
+    FakeEngine(lambda _: (1,)),
+    VLLMEngine(dtype=torch.bfloat16, max_num_seqs=8),
+    VLLMServerEngine("http://127.0.0.1:8000"),
+]
+RESTORED = [value for value in DESCRIBED if type(value).__module__.split(".")[1] in ("losses", "advantages")]
+SECRETS = {"api_key"}
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Asks a server."""
+
+    url: str
+    api_key: str
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+def test_plain_values_stay_and_others_become_plain() -> None:
+    assert describe({"a": (1, 2.5), "b": Path("runs"), "c": torch.bfloat16, "d": {2, 1}, "e": None}) == {
+        "a": [1, 2.5], "b": "runs", "c": "torch.bfloat16", "d": [1, 2], "e": None,
+    }  # fmt: skip
+
+
+def test_an_object_is_what_its_constructor_took() -> None:
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 0.5, "min_p": 0.0, "max_new_tokens": 8}
+    assert describe(SamplingParams(top_p=0.5, max_new_tokens=8)) == {
+        "class_path": "lightning_rl.generation.sampling_params.SamplingParams",
+        "init_args": {**sampling, "stop": [], "eos_token_ids": None},
+    }
+
+
+def test_functions_have_names_and_options() -> None:
+    assert describe(tiny_policy) == {"name": "kit.support.tiny_policy"}
+    assert describe(partial(tiny_policy, 3)) == {"partial": "kit.support.tiny_policy", "args": [3], "keywords": {}}
+    assert describe(len) == {"name": "builtins.len"}
+    assert describe(str.strip) == describe("".strip) == {"name": "builtins.str.strip"}
+    assert describe(AdamW) == {"name": "torch.optim.adamw.AdamW"}
+
+
+def test_what_a_function_closes_over_belongs_to_it() -> None:
+    def brevity(limit: int) -> Callable[[str], bool]:
+        return lambda text: len(text) < limit
+
+    described: Any = describe(brevity(7))
+    assert described["closure"] == {"limit": 7}
+    assert describe(brevity(7)) == describe(brevity(7)) != describe(brevity(8))
+
+
+def test_models_and_tokenizers_are_named_and_not_kept() -> None:
+    model = tiny_policy()
+    assert describe(model) == {
+        "class_path": "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM", "size": model.num_parameters(),
+    }  # fmt: skip
+    assert json.loads(json.dumps(describe(tiny_tokenizer()))) == describe(tiny_tokenizer())
+    assert describe(torch.zeros(2, 3)) == {"class_path": "torch.Tensor", "size": [2, 3], "dtype": "torch.float32"}
+
+
+def test_data_is_its_fingerprint_and_never_its_rows() -> None:
+    named: Any = describe(Evaluation("held_out", PromptDataset([[2, 3], [4]])))
+    assert named["init_args"]["prompts"]["fingerprint"] == PromptDataset([[2, 3], [4]]).fingerprint
+    rows: Any = describe(datasets.Dataset.from_list([{"prompt": "a b"}] * 3))
+    assert rows == {"class_path": "datasets.arrow_dataset.Dataset", "size": 3}
+
+
+def test_a_long_list_is_its_length_and_a_hash() -> None:
+    described: Any = describe(list(range(1000)))
+    assert described["length"] == 1000 and described != describe([*range(999), 0])
+
+
+def test_secrets_are_left_out() -> None:
+    judge = Judge("http://127.0.0.1", api_key="sesame", headers={"Authorization": "sesame"})
+    assert "sesame" not in json.dumps(describe({"judge": judge, "password": "sesame", "access_token": "sesame"}))
+    assert describe(judge) == {
+        "class_path": f"{__name__}.Judge", "init_args": {"url": "http://127.0.0.1"},
+    }  # fmt: skip
+    assert describe({"max_tokens_per_microbatch": 4096, "max_new_tokens": 8}) == {
+        "max_tokens_per_microbatch": 4096,
+        "max_new_tokens": 8,
+    }
+
+
+def test_a_circle_ends() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    assert describe(circle) == [{"class_path": "builtins.list"}]
+
+
+@pytest.mark.parametrize("value", DESCRIBED, ids=lambda value: type(value).__name__)
+def test_what_the_library_exports_keeps_every_option(value: Any) -> None:
+    described: Any = describe(value)
+    named = [
+        parameter.name for parameter in inspect.signature(type(value)).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]  # fmt: skip
+    assert set(named) - set(described["init_args"]) - SECRETS == set()
+    assert "unknown" not in described
+    json.dumps(described)
+
+
+@pytest.mark.parametrize("value", RESTORED, ids=lambda value: type(value).__name__)
+def test_what_the_library_exports_comes_back(value: Any) -> None:
+    description: Any = describe(value)
+    if "function" in description["init_args"]:  # somebody's own
+        with pytest.raises(ValueError, match=r"lambda|per_row"):
+            restore(description)
+    else:
+        assert describe(restore(description)) == description
+
+
+@pytest.mark.parametrize(
+    "value", [partial(AdamW, lr=0.1), warmup_then_linear(2, 9), SamplingParams(top_k=3), 1, None, "grpo"]
+)
+def test_builders_and_plain_values_come_back(value: Any) -> None:
+    assert describe(restore(describe(value))) == describe(value)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"name": "os.system"},
+        {"partial": "os.system", "args": ["true"], "keywords": {}},
+        {"class_path": "subprocess.Popen", "init_args": {"args": ["true"]}},
+        {"name": "lightning_rl.optimizers.import_module"},
+        {"partial": "lightning_rl.generation.engine.hashlib.new", "args": [], "keywords": {}},
+        {"class_path": "lightning_rl.optimizers.warmup_then_linear", "init_args": {"warmup": 1, "total": 2}},
+        {"name": "kit.support.tiny_policy"},
+        {"partial": "lightning_rl.rewards.process_worker.answer", "args": [None, b"pickled"], "keywords": {}},
+        {"class_path": "lightning_rl.rewards.process_pool.Pool", "init_args": {"function": b"pickled"}},
+        {"class_path": "lightning_rl.rewards.subprocess_reward.SubprocessReward", "init_args": {}},
+        {"class_path": "lightning_rl.rewards.judge.Judge", "init_args": {"model": "m", "url": "http://127.0.0.1:9"}},
+        {"class_path": "lightning_rl.generation.vllm.vllm_engine.VLLMEngine", "init_args": {}},
+        {"name": "lightning_rl.losses.cispo.__import__"},
+        {"class_path": "lightning_rl.losses.cispo.CISPO.__init__.__globals__", "init_args": {}},
+        {"class_path": "lightning_rl.losses.cispo.CISPO", "init_args": {"no_such": 1}},
+        {"class_path": "lightning_rl.losses.cispo.CISPO", "init_args": [1]},
+        {"name": "../../rewards.worker.answer"},
+    ],
+)
+def test_nothing_else_is_imported_or_called(description: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"[\w.]+\.\w+"):
+        restore({"inside": [description]})

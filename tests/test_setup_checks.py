@@ -1,0 +1,364 @@
+"""Checks at setup: each error says who, what, and what to do about it."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kit.support import an_algorithm, callback_of, ragged_rollout
+
+from lightning_rl import (
+    GAE,
+    GRPO,
+    RLOO,
+    ClippedSurrogate,
+    FakeEngine,
+    RawReward,
+    Reinforce,
+    RLCallback,
+    TransformersEngine,
+)
+from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
+from lightning_rl.callbacks import (
+    OPSM,
+    DynamicSampling,
+    IcePop,
+    NoEOSMask,
+    OffPolicyIS,
+    OverlongPenalty,
+    ReferenceKL,
+    RewardNormalization,
+    RolloutKL,
+    TruncatedIS,
+)
+from lightning_rl.corrections import Corrections
+from lightning_rl.corrections.rl_callback import Ratio
+from lightning_rl.losses import resolve_loss
+from lightning_rl.setup_checks import (
+    Needs,
+    check_estimator,
+    check_pipelining,
+    check_ratios,
+    check_reads,
+    check_sizes,
+    check_whole_rollouts,
+    needs,
+)
+
+
+def reads(*callbacks: RLCallback, **given: Any) -> Needs:
+    """The check under settings in which nothing is missing."""
+    settings: dict[str, Any] = {"engine": FakeEngine(lambda _: []), "critic": False, "steps_per_rollout": 4, **given}
+    algorithm = an_algorithm(callbacks, advantages=settings.pop("estimator", "grpo"))
+    check_reads(algorithm, **settings)
+    return needs(algorithm, steps_per_rollout=settings["steps_per_rollout"])
+
+
+def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
+    callback = callback_of(name, observe=lambda _: None)
+    callback.reads, callback.reads_at_loss = early, late
+    return callback
+
+
+@pytest.mark.parametrize("how", ["early", "late"])
+@pytest.mark.parametrize("field", ["ref_logprob", "extra/teacher", "state"])
+def test_reading_an_unknown_field_names_reader_field_and_the_known_ones(field: str, how: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf'expected Reader to read a field of Rollout, got "{field}"; known: .*ref_logp'
+    ):
+        reads(reader(early=(field,)) if how == "early" else reader(late=(field,)))
+
+
+def provider(*names: str, name: str = "provider") -> RLCallback:
+    callback = callback_of(name, provide=lambda _: {})
+    callback.provides = names
+    return callback
+
+
+def test_entries_of_dict_fields_may_be_read_if_somebody_provides_them_or_anything() -> None:
+    reading = reader(early=("token_extras/teacher", "groups"))
+    for providing in (provider("token_extras/teacher"), provider()):
+        assert reads(reading, providing) == Needs(old_logprobs=True)
+    assert reads(reader(late=("token_extras/routed_experts",)), engine=TransformersEngine()) == Needs(old_logprobs=True)
+    assert reads(reader(late=("extras/greedy_score",)), estimator="remax") == Needs(old_logprobs=True)
+
+
+@pytest.mark.parametrize("field", ["token_extras/teacher", "extras/difficulty", "extras/greedy_score"])
+@pytest.mark.parametrize("how", ["early", "late"])
+def test_reading_an_entry_that_nobody_provides_names_reader_entry_and_cure(field: str, how: str) -> None:
+    reading = reader(early=(field,)) if how == "early" else reader(late=(field,))
+    with pytest.raises(ValueError, match=f'Reader reads "{field}", but nothing provides it: add a callback whose'):
+        reads(reading, provider("extras/other"))
+
+
+def test_two_who_provide_the_same_entry_are_refused_at_setup() -> None:
+    with pytest.raises(ValueError, match='expected one provider of "extras/x", got B too: rename its tensor'):
+        reads(provider("extras/x", name="a"), provider("extras/x", name="b"))
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "exists"),
+    [
+        ("reward_mask", "old_logprobs", False),
+        ("exclude", "ref_logprobs", False),
+        ("token_reward", "ref_logprobs", True),
+        ("token_reward", "advantages", False),
+        ("reward_bonus", "advantages", False),
+        ("keep_groups", "returns", False),
+        ("rollout_metrics", "advantages", True),
+        ("observe", "returns", True),
+    ],
+)
+def test_a_field_that_is_read_before_it_exists_is_refused_with_the_stage(method: str, field: str, exists: bool) -> None:
+    callback = callback_of("early", **{method: lambda seen: seen})
+    callback.reads = (field,)
+    if exists:
+        reads(callback, estimator=GAE(), critic=True)
+        return
+    with pytest.raises(ValueError, match=f'Early reads "{field}" in {method}, before {field} exist: read it'):
+        reads(callback, estimator=GAE(), critic=True)
+
+
+def test_a_provide_that_returns_something_else_than_it_says_is_refused() -> None:
+    callback = callback_of("liar", provide=lambda seen: {"extras/y": seen.rewards})
+    callback.provides = ("extras/x",)
+    with pytest.raises(
+        ValueError, match=r"provide of liar to return the tensors of its `provides`, \['extras/x'\], got"
+    ):
+        Corrections([callback]).provide(ragged_rollout())
+
+
+@pytest.mark.parametrize("given", [{"estimator": GAE()}, {}], ids=["estimator", "callback"])
+def test_reading_values_without_a_critic_names_reader_and_setting(given: dict[str, Any]) -> None:
+    callbacks = [] if given else [reader(late=("values",))]
+    who = "GAE" if given else "Reader"
+    with pytest.raises(ValueError, match=f'{who} reads "values", but there is no critic: pass critic= to the module'):
+        reads(*callbacks, **given)
+    assert reads(*callbacks, critic=True, **given).old_logprobs
+
+
+@pytest.mark.parametrize("make", [RolloutKL, OffPolicyIS, lambda: OPSM(against="rollout")])
+def test_an_engine_that_gives_no_log_probabilities_is_an_error_where_somebody_reads_them(
+    make: Callable[[], RLCallback],
+) -> None:
+    name, silent = type(make()).__name__, FakeEngine(lambda _: [], returns_logprobs=False)
+    message = (
+        f'{name} reads "rollout_logprobs", but FakeEngine gives none: use an engine that returns log-probabilities'
+    )
+    with pytest.raises(ValueError, match=message):
+        reads(make(), engine=silent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reads(make())
+        reads(NoEOSMask(), engine=silent)
+        reads(engine=silent)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "steps", "old", "ref"),
+    [
+        pytest.param([], 1, False, False, id="one-step-needs-no-old-pass"),
+        pytest.param([], 2, True, False, id="several-steps-need-one"),
+        pytest.param([ReferenceKL(as_loss=True)], 1, False, True, id="reference-at-loss"),
+        pytest.param([reader(early=("old_logprobs",))], 1, True, False, id="old-read-once-per-rollout"),
+        pytest.param([reader(late=("ref_logprobs",))], 1, False, True, id="reference-read-late"),
+    ],
+)
+def test_passes_run_only_where_somebody_reads_them(
+    callbacks: list[RLCallback], steps: int, old: bool, ref: bool
+) -> None:
+    assert reads(*callbacks, steps_per_rollout=steps) == Needs(old_logprobs=old, ref_logprobs=ref)
+
+
+def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step() -> None:
+    found = reads(ReferenceKL(), steps_per_rollout=1, estimator=GAE(), critic=True)
+    assert found.old_logprobs and found.ref_logprobs
+
+
+def test_a_correction_that_can_never_act_warns_and_names_the_other_setting() -> None:
+    with pytest.warns(UserWarning, match=r'OPSM has no effect: use OPSM\(against="rollout"\), or take more steps'):
+        reads(OPSM(), steps_per_rollout=1)
+    with pytest.warns(UserWarning, match=r"Reader has no effect, or take more steps \(minibatches=, epochs=\)"):
+        reads(reader(late=("old_logprobs",)), steps_per_rollout=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reads(OPSM(), steps_per_rollout=2)
+        reads(ReferenceKL(as_loss=True, unbiased=True), steps_per_rollout=1)  # its ratio of 1 has a gradient
+        reads(OPSM(against="rollout"), steps_per_rollout=1)
+
+
+def weigher(name: str, ratio: Ratio | None, alternative: str | None = None) -> RLCallback:
+    callback = callback_of(name, token_weight=lambda view: view.advantages)
+    callback.ratio, callback.alternative = ratio, alternative
+    return callback
+
+
+def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> None:
+    message = (
+        "OffPolicyIS carries the ratio current/rollout and loss=ClippedSurrogate current/old, so the current policy "
+        "would count twice as numerator: use TruncatedIS, whose ratio is old/rollout instead"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_ratios(Corrections([OffPolicyIS()]), ClippedSurrogate())
+
+
+@pytest.mark.parametrize(
+    ("ratios", "side"),
+    [
+        ([("current", "rollout"), ("current", "old")], "current policy .* twice as numerator: leave one of them out$"),
+        (
+            [("current", "rollout"), ("old", "rollout")],
+            "rollout policy .* twice as denominator: leave one of them out$",
+        ),
+        ([("old", "rollout"), ("old", "rollout")], "old policy .* twice as numerator: leave one of them out$"),
+    ],
+)
+def test_weights_may_not_count_a_policy_twice_among_themselves(ratios: list[Ratio], side: str) -> None:
+    callbacks = [weigher(f"weight{number}", ratio) for number, ratio in enumerate(ratios)]
+    with pytest.raises(ValueError, match=f"Weight1 carries the ratio .* and Weight0 .*{side}"):
+        check_ratios(Corrections(callbacks), Reinforce())
+
+
+def test_legal_chains_pass() -> None:
+    check_ratios(Corrections([OffPolicyIS()]), Reinforce())
+    check_ratios(Corrections([weigher("truncated", ("old", "rollout"))]), ClippedSurrogate())
+    check_ratios(Corrections([weigher("plain", None), weigher("other", None)]), ClippedSurrogate())
+    check_ratios(Corrections([OffPolicyIS()]), resolve_loss(lambda view: -view.logprobs))
+    check_ratios(Corrections([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
+
+
+@pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
+def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"ReferenceKL returns a reward .* advantages={estimator.name} .*ReferenceKL\(as_loss=True\)"
+    ):
+        check_estimator(Corrections([ReferenceKL()]), estimator, critic=False)
+    check_estimator(Corrections([ReferenceKL(as_loss=True)]), estimator, critic=False)
+    check_estimator(Corrections([ReferenceKL()]), GAE(), critic=True)
+    own = callback_of("own", token_reward=lambda rollout: rollout.values)
+    with pytest.raises(ValueError, match=r"Own returns .* per row: use a per-token estimator such as GAE"):
+        check_estimator(Corrections([own]), estimator, critic=False)
+
+
+COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalized()]
+COMPARING += [ESTIMATORS["reinforce_plus_plus_baseline"], GRPO(unbiased=False)]
+COMPARING += [Normalized(mean="none", std="group"), Normalized(mean="group", std="none")]
+
+
+@pytest.mark.parametrize("estimator", COMPARING, ids=lambda estimator: estimator.name)
+def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estimator) -> None:
+    written = [f'"{name}"' for name, known in ESTIMATORS.items() if known is estimator] or [estimator.name]
+    with pytest.raises(ValueError, match=f"advantages={written[0]} compares .* use group_size=2 or more, or an"):
+        check_estimator(Corrections(), estimator, critic=False, group_size=1)
+    check_estimator(Corrections(), estimator, critic=False, group_size=2)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [RawReward(), ReMax(), ESTIMATORS["reinforce_plus_plus"], Normalized(mean="batch", std="batch"), GAE()],
+    ids=lambda estimator: estimator.name,
+)
+def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
+    check_estimator(Corrections(), estimator, critic="values" in estimator.reads, group_size=1)
+
+
+def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -> None:
+    with pytest.raises(
+        ValueError, match=r"advantages=ReMax .* greedy answer, which RewardNormalization .* use one without the other"
+    ):
+        check_estimator(Corrections([RewardNormalization()]), ReMax(), critic=False)
+    check_estimator(Corrections([OverlongPenalty(9, 4)]), ReMax(), critic=False)
+    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False)
+
+
+def test_a_critic_that_nobody_reads_is_refused() -> None:
+    with pytest.raises(ValueError, match="critic= has no effect, because advantages=GRPO reads no values: use GAE"):
+        check_estimator(Corrections(), GRPO(), critic=True)
+    check_estimator(Corrections(), GAE(), critic=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "minibatches", "ranks", "fits"), [(8, 2, 2, True), (8, 3, 1, False), (8, 2, 3, False)]
+)
+def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches: int, ranks: int, fits: bool) -> None:
+    if fits:
+        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+        return
+    message = f"minibatches x ranks, got {prompts} for {minibatches} x {ranks}: prompts_per_rollout=6 or "
+    with pytest.raises(ValueError, match=message):
+        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+
+
+def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
+    check_whole_rollouts(12, 4)
+    with pytest.raises(ValueError, match=r"a multiple of 4 step indices \(minibatches x epochs\), got 13"):
+        check_whole_rollouts(13, 4)
+
+
+@pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
+def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
+    with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
+        check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=1)
+    check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=2)
+    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False, group_size=1)
+
+
+def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
+    """The check with an engine of some capabilities."""
+    generating = FakeEngine(lambda _: [])
+    generating.capabilities = replace(generating.capabilities, **engine)
+    check_pipelining(Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness)
+
+
+@pytest.mark.parametrize(
+    ("engine", "number", "message"),
+    [
+        (
+            {"generates_ahead": False, "sleeps": True},
+            1,
+            r"generates while the policy trains, .*: use VLLMServerEngine on other GPUs, or max_staleness=0",
+        ),
+        ({"sleeps": True}, 1, r"an engine that stays awake .*: use FakeEngine\(sleeps=False\), or max_staleness=0"),
+        (
+            {"collective": True},
+            1,
+            r"one engine per rank, .*: use FakeEngine\(tensor_parallel_size=1\), or max_stal",
+        ),
+        ({}, 2, "expected max_staleness=1 with FakeEngine, got 2: it cannot receive weights while it .* use 1, or an"),
+    ],
+    ids=["waits", "sleeps", "is-shared", "cannot-sync-meanwhile"],
+)
+def test_an_engine_that_cannot_generate_ahead_is_refused_with_the_fix(
+    engine: dict[str, Any], number: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pipelining(TruncatedIS(), max_staleness=number, **engine)
+    pipelining(max_staleness=0, **engine)
+    pipelining(TruncatedIS(), max_staleness=2, syncs_while_generating=True)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "loss", "cure"),
+    [
+        ([], ClippedSurrogate(), "TruncatedIS"),
+        ([OPSM()], ClippedSurrogate(), "TruncatedIS"),
+        ([RolloutKL()], Reinforce(), "OffPolicyIS"),
+    ],
+)
+def test_samples_of_earlier_weights_without_a_correction_warn_and_name_one(
+    callbacks: list[RLCallback], loss: Any, cure: str
+) -> None:
+    with pytest.warns(
+        UserWarning, match=rf"max_staleness=1 .* nothing corrects for it: add {cure}\(\) to the callback"
+    ):
+        pipelining(*callbacks, loss=loss)
+
+
+@pytest.mark.parametrize("correction", [TruncatedIS(), IcePop(), OPSM(against="rollout")])
+def test_a_weight_or_mask_against_the_engine_corrects_for_earlier_weights(correction: RLCallback) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipelining(correction)
+        pipelining(OffPolicyIS(), loss=Reinforce())
+        pipelining(max_staleness=0)
