@@ -51,7 +51,7 @@ class PositiveNLL(RLCallback):
     provides = ("extras/positive_nll",)
     batch_statistics = True
     chooses_rows = True
-    minibatches = 1
+    minibatches_per_rollout = 1
 
     def __init__(self, coef: float = 0.1, *, threshold: float = 0.0) -> None:
         check_numbers(at_least=0, finite=True, coef=coef)
@@ -67,13 +67,13 @@ class PositiveNLL(RLCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.minibatches = cast(RLLightningModule, pl_module).minibatches
+        self.minibatches_per_rollout = cast(RLLightningModule, pl_module).minibatches_per_rollout
 
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
         correct = self._correct(rollout)
         tokens = self.collectives.sum(rollout.valid_tokens[correct].sum().double())
-        weight = torch.where(correct, self.minibatches / tokens.clamp(min=1), 0.0)
+        weight = torch.where(correct, self.minibatches_per_rollout / tokens.clamp(min=1), 0.0)
         return {self.provides[0]: weight.to(rollout.rewards.dtype)}
 
     @override

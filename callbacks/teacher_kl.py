@@ -22,12 +22,12 @@ from typing_extensions import override
 
 from lightning_rl.callbacks._frozen_kl import FrozenKL
 from lightning_rl.corrections import RLCallback
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.build import ModelSource
 from lightning_rl.policy.teacher import Teacher
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.kl import KLEstimator
+from lightning_rl.utils.trainer import callbacks_of
 
 KEY = "teacher_logprobs"
 

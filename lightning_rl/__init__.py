@@ -67,11 +67,11 @@ ROOMS = {
     "data": "PromptDataModule",
     "distributed": "FSDP2Strategy",
     "evaluation": "Evaluation",
-    "generation": "Engine EngineError FakeEngine Sampling TransformersEngine VLLMEngine VLLMServerEngine",
+    "generation": "Engine EngineError FakeEngine SamplingParams TransformersEngine VLLMEngine VLLMServerEngine",
     "losses": "CISPO DPPO DRO GMPO GSPO M2PO SAPO VESPO ClipCov ClippedSurrogate KLCov PolicyLoss Reinforce ValueLoss",
     "module": "RLLightningModule",
     "optimizers": "adamw_8bit warmup_then_linear",
-    "rollout": "Finish Rollout",
+    "rollout": "FinishReason Rollout",
     "signal.reductions": "SequenceSumNorm prompt_mean sequence_mean token_mean",
 }
 HOMES = {name: f"lightning_rl.{room}" for room, names in ROOMS.items() for name in names.split()}

@@ -15,8 +15,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_rl.checkpointing import FirstToHear, Interrupts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.serialization import ARGUMENTS, CLASS, Plain, describe, path_of
+from lightning_rl.utils.trainer import callbacks_of
 from lightning_rl.version import __version__
 
 ABSENT = "nothing"

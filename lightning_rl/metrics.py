@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torchmetrics import Metric
@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments, stack_moments
 from lightning_rl.distributed import ALONE, Collectives
+from lightning_rl.utils.trainer import callbacks_of
 
 ON_THE_BAR = "reward/task"  # more would not fit beside the bar; `RolloutSummary` shows the rest
 LIGHTNINGS_DEFAULT = 50  # default of log_every_n_steps
@@ -224,11 +225,6 @@ class PhaseTimes:
         stats = Stat.numbers({f"time/{name}": seconds for name, seconds in self._seconds.items()})
         self._seconds = {}
         return stats
-
-
-def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """Return the trainer's callbacks, an attribute that Lightning does not declare."""
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def monitored_keys(trainer: Trainer) -> set[str]:

@@ -58,14 +58,7 @@ from lightning_rl.generation import Engine, SamplingParams, TransformersEngine, 
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.generation.weights.weight_stream import persistent_buffers
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
-from lightning_rl.metrics import (
-    callbacks_of,
-    global_values,
-    log_for_monitors,
-    log_rest,
-    log_row,
-    rows_every,
-)
+from lightning_rl.metrics import global_values, log_for_monitors, log_rest, log_row, rows_every
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
 from lightning_rl.policy import PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
@@ -96,11 +89,20 @@ from lightning_rl.rollouts.zero_gradient import census
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumulate_gradient
-from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers
+from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers, refuse_renamed
 from lightning_rl.utils.inspection import stop_in_inspection
-from lightning_rl.utils.progress import show_phase
 from lightning_rl.utils.seeding import seed_everything
+from lightning_rl.utils.trainer import callbacks_of, show_phase
 
+RENAMED = {
+    "allow_changes": "allow_config_changes",
+    "epochs": "epochs_per_rollout",
+    "max_failed_environments": "max_environment_failure_rate",
+    "max_failed_rewards": "max_reward_failure_rate",
+    "minibatches": "minibatches_per_rollout",
+    "reward_seconds": "reward_timeout",
+    "token_budget": "max_tokens_per_microbatch",
+}
 VALIDATION_BATCH_SIZE = 256  # without a data module
 
 # Lightning advises to save the weights from before the optimizer step; a checkpoint here resumes after it.
@@ -115,8 +117,8 @@ warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\(
 class RLLightningModule(LightningModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
-    ``on_train_batch_start`` generates a rollout, which is used for ``steps_per_rollout`` = minibatches x epochs
-    optimizer steps. Corrections are callbacks of the Trainer.
+    ``on_train_batch_start`` generates a rollout, which is used for ``steps_per_rollout`` =
+    minibatches_per_rollout x epochs_per_rollout optimizer steps. Corrections are callbacks of the Trainer.
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
@@ -148,8 +150,8 @@ class RLLightningModule(LightningModule):
             hangs; 0 runs all conversations in this process.
         environment_timeout: Time limit in seconds of a reset or step in a subprocess.
         conversation_timeout: Time limit in seconds of a conversation in a subprocess, including its retry.
-        max_environment_failure_rate: Fraction of failed conversations in a rollout at which the run ends with a checkpoint;
-            None for never.
+        max_environment_failure_rate: Fraction of failed conversations in a rollout at which the run ends with a
+            checkpoint; None for never.
         evaluation: One or several ``Evaluation`` for validation and test, besides the data module's validation prompts.
         group_size: Number of samples per prompt.
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout; a group is never split.
@@ -165,14 +167,15 @@ class RLLightningModule(LightningModule):
         max_staleness: Maximum number of rollouts generated ahead while the policy trains on an earlier one.
         max_grad_norm: Maximum gradient norm; None for no clipping.
         reward_timeout: Time limit in seconds of one call of a reward function; None for no limit.
-        max_reward_failure_rate: Fraction of a rollout's rows with failed rewards at which the run ends with a checkpoint;
-            None for never.
+        max_reward_failure_rate: Fraction of a rollout's rows with failed rewards at which the run ends with a
+            checkpoint; None for never.
         max_idle_rollouts: Number of consecutive rollouts without a gradient after which the run ends with a
             checkpoint; None for no limit.
         skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
         checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
             the last complete checkpoint.
-        allow_config_changes: Options that may differ from the resumed checkpoint, such as ``["optimizer", "corrections"]``.
+        allow_config_changes: Options that may differ from the resumed checkpoint, such as
+            ``["optimizer", "corrections"]``.
         seed: Seed of all random numbers of the run.
 
     Attributes:
@@ -183,6 +186,7 @@ class RLLightningModule(LightningModule):
             or data do not fit together.
     """
 
+    @refuse_renamed(**RENAMED)
     def __init__(
         self,
         policy: ModelSource,
@@ -639,7 +643,7 @@ class RLLightningModule(LightningModule):
         self.run.prefetcher.drop(batch.rollout)
 
     def begin_step(self, step_index: StepIndex) -> None:
-        """Record the state of the run before any hook of the batch, and seed the global generators by the step index."""
+        """Record the state of the run before any hook of the batch, and seed the global generators for the step."""
         self.run.set_mark(step_index, self.prompt_stream.cursor)
         self.seed_generators(step_index)
 
@@ -840,7 +844,7 @@ class RLLightningModule(LightningModule):
         return rows_every(self.trainer.log_every_n_steps, self.steps_per_rollout)  # pyright: ignore[reportAttributeAccessIssue]
 
     def seed_generators(self, step_index: StepIndex) -> None:
-        """Seed every global generator from (run seed, rank, step index), so that results do not depend on earlier draws."""
+        """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
         seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
 
     def _writers(self) -> list[str]:
@@ -878,7 +882,7 @@ class RLLightningModule(LightningModule):
         budget = self.run.halve(self.max_tokens_per_microbatch)
         self.run.current = current.divide(budget, packed=self.packing, max_over_ranks=self._max_over_ranks)
         rank_zero_warn(
-            f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated, and the token "
+            f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated, and the "
             f"budget is {budget} from now on; pass max_tokens_per_microbatch={budget} to RLLightningModule"
         )
         self.seed_generators(step_index)
@@ -1218,7 +1222,8 @@ class RLLightningModule(LightningModule):
             sampling = replace(self.sampling, temperature=temperature or 0.0)
         elif temperature is not None:
             raise ValueError(
-                f"expected sampling= or temperature={temperature}, got both: write SamplingParams(temperature={temperature})"
+                f"expected sampling= or temperature={temperature}, got both: write "
+                f"SamplingParams(temperature={temperature})"
             )
         check_counts(1, samples=1 if samples is None else samples)
         setup_checks.check_filters([sampling], self.engine)

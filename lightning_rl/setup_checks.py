@@ -36,7 +36,6 @@ from lightning_rl.distributed import Parallel, parallel_of
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.losses import LOSSES, PolicyLoss, ValueLoss
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.optimizers import OptimizerBuilder
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.attention import ATTENTIONS, AUTO, choose_attention, hardware_of
@@ -44,6 +43,7 @@ from lightning_rl.policy.compilation import BACKENDS
 from lightning_rl.policy.liger import has_liger
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
 from lightning_rl.utils.arguments import check_choices
+from lightning_rl.utils.trainer import callbacks_of
 
 TIMEOUTS = ("environment_timeout", "conversation_timeout")
 CONVERSATION_OPTIONS = (
@@ -299,8 +299,8 @@ def check_flags(trainer: Trainer) -> None:
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: max_tokens_per_microbatch= "
-            "of RLLightningModule splits a step into microbatches"
+            f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: "
+            "max_tokens_per_microbatch= of RLLightningModule splits a step into microbatches"
         )
     if trainer.precision == "16-true":
         raise ValueError(
@@ -339,7 +339,7 @@ def _check_tuner(callback: Callback) -> None:
     if isinstance(callback, BatchSizeFinder):
         raise ValueError(
             "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size: bound memory with "
-            "max_tokens_per_microbatch= of RLLightningModule for updates, and with max_rows= of the engine for generation"
+            "max_tokens_per_microbatch= of RLLightningModule for updates, and max_rows= of the engine for generation"
         )
 
 
@@ -582,7 +582,8 @@ def check_whole_rollouts(step_indices: int, steps_per_rollout: int) -> None:
     """Raise ValueError if the loader's epochs end within a rollout; limits of the Trainer may."""
     if step_indices % steps_per_rollout:
         raise ValueError(
-            f"expected a loader with a multiple of {steps_per_rollout} step indices (minibatches x epochs), got {step_indices}"
+            f"expected a loader with a multiple of {steps_per_rollout} steps (minibatches_per_rollout x "
+            f"epochs_per_rollout), got {step_indices}"
         )
 
 
@@ -590,8 +591,9 @@ def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) 
     """Raise ValueError if the prompts of a rollout do not divide by minibatches x ranks."""
     if prompts_per_rollout % (minibatches * world_size):
         raise ValueError(
-            f"expected prompts_per_rollout to be a multiple of minibatches x ranks, got {prompts_per_rollout} for "
-            f"{minibatches} x {world_size}: {size_cure(prompts_per_rollout, minibatches * world_size)}"
+            f"expected prompts_per_rollout to be a multiple of minibatches_per_rollout x ranks, got "
+            f"{prompts_per_rollout} for {minibatches} x {world_size}: "
+            f"{size_cure(prompts_per_rollout, minibatches * world_size)}"
         )
 
 
@@ -662,6 +664,7 @@ def _warn_of_dead_knobs(corrections: Corrections) -> None:
             cure = f": use {callback.alternative}" if callback.alternative else ""
             warnings.warn(
                 "with one optimizer step per rollout old_logprobs equal logprobs, so "
-                f"{type(callback).__name__} has no effect{cure}, or take more steps (minibatches_per_rollout=, epochs_per_rollout=)",
+                f"{type(callback).__name__} has no effect{cure}, or take more steps (minibatches_per_rollout=, "
+                "epochs_per_rollout=)",
                 stacklevel=2,
             )

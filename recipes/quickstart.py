@@ -63,7 +63,8 @@ def main(
     prompts, held_out = 256 // options["group_size"], task.held_out_prompts()
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, seed), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
-        engine=VLLMEngine() if engine == "vllm" else None, sampling=SamplingParams(max_new_tokens=12), minibatches_per_rollout=updates,
+        engine=VLLMEngine() if engine == "vllm" else None, sampling=SamplingParams(max_new_tokens=12),
+        minibatches_per_rollout=updates,
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(min(5, rollouts // 2) * updates, rollouts * updates),
         max_staleness=max_staleness, seed=seed, **options,

@@ -76,7 +76,8 @@ def test_a_checkpoint_holds_it_and_loads_without_pickles(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "place"),
     [
-        ({"seed": 1}, "seed"), ({"group_size": 2}, "group_size"), ({"minibatches_per_rollout": 2}, "minibatches_per_rollout"),
+        ({"seed": 1}, "seed"), ({"group_size": 2}, "group_size"),
+        ({"minibatches_per_rollout": 2}, "minibatches_per_rollout"),
         ({"loss": "reinforce"}, "loss"), ({"advantages": "rloo"}, "advantages"), ({"top_p": 0.9}, "sampling"),
         ({"optimizer": partial(SGD, lr=1e-2)}, "optimizer"),
         ({"lr_scheduler": warmup_then_linear(1, 5)}, "lr_scheduler"),

@@ -404,7 +404,7 @@ def test_a_critic_that_nothing_reads_is_refused() -> None:
 
 
 def test_an_unequal_split_into_minibatches_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of minibatches x ranks, got 4 for 3 x 1"):
+    with pytest.raises(ValueError, match="multiple of minibatches_per_rollout x ranks, got 4 for 3 x 1"):
         fit(tiny_module(minibatches_per_rollout=3))
 
 

@@ -14,9 +14,9 @@ from lightning_rl import ClippedSurrogate, PromptDataModule, RLLightningModule, 
 from lightning_rl.advantages import ESTIMATORS
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.losses import LOSSES
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.rewards import NumberMatch
 from lightning_rl.signal.reductions import REDUCTIONS
+from lightning_rl.utils.trainer import callbacks_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts.md"
 SMALL: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 2, "enable_progress_bar": False}

@@ -25,9 +25,9 @@ from lightning_rl.metrics import LIGHTNINGS_DEFAULT, MetricLog, RunningStats, gl
 
 CORE = {
     "reward/task", "reward/parity_reward", "reward/shaped", "kl/ref", "kl/rollout", "kl/penalty", "optim/grad_norm",
-    "optim/skipped", "policy/entropy", "policy/ratio_max", "policy/clip_fraction_low", "policy/clip_fraction_high", "length/mean",
-    "length/truncated", "groups/zero_variance", "time/generate", "time/reward", "time/score", "time/signal",
-    "time/sync", "time/update", "trainer/idle",
+    "optim/skipped", "policy/entropy", "policy/ratio_max", "policy/clip_fraction_low",
+    "policy/clip_fraction_high", "length/mean", "length/truncated", "groups/zero_variance", "time/generate",
+    "time/reward", "time/score", "time/signal", "time/sync", "time/update", "trainer/idle",
     "tokens_per_second", "staleness/mean", "staleness/max", "loss/total", "loss/policy",
 }  # fmt: skip
 

@@ -254,7 +254,8 @@ def test_samples_become_padded_rows_that_nobody_has_scored() -> None:
 
 def test_samples_keep_identities_versions_and_what_nobody_drew() -> None:
     rollout = Rollout.of_samples(
-        [[2], [3]], [[5, 6, 7, 1], [8, 9]], groups=[0, 0], sample_ids=[40, 41], finish=[FinishReason.STOP, FinishReason.LENGTH],
+        [[2], [3]], [[5, 6, 7, 1], [8, 9]], groups=[0, 0], sample_ids=[40, 41],
+        finish=[FinishReason.STOP, FinishReason.LENGTH],
         versions=[[3, 3, 4, 4], [5, 5]], actions=[[True, False, False, True], [True, True]],
     )  # fmt: skip
     assert rollout.response_lengths.tolist() == [4, 2], "holes belong to the response"

@@ -285,14 +285,16 @@ def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches
     if fits:
         check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
         return
-    message = f"minibatches x ranks, got {prompts} for {minibatches} x {ranks}: prompts_per_rollout=6 or "
+    message = f"minibatches_per_rollout x ranks, got {prompts} for {minibatches} x {ranks}: prompts_per_rollout=6 or "
     with pytest.raises(ValueError, match=message):
         check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
 
 
 def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
     check_whole_rollouts(12, 4)
-    with pytest.raises(ValueError, match=r"a multiple of 4 step indices \(minibatches x epochs\), got 13"):
+    with pytest.raises(
+        ValueError, match=r"a multiple of 4 steps \(minibatches_per_rollout x epochs_per_rollout\), got 13"
+    ):
         check_whole_rollouts(13, 4)
 
 

@@ -209,13 +209,16 @@ NUMBERS: dict[str, Case] = {
     ),
     "minibatches_per_rollout": (
         made(minibatches_per_rollout=0),
-        "expected minibatches to be a whole number above 0, got 0",
+        "expected minibatches_per_rollout to be a whole number above 0, got 0",
     ),
     "minibatches-uneven": (
         fitted(minibatches_per_rollout=3),
-        "prompts_per_rollout to be a multiple of minibatches x ranks, got 4",
+        "prompts_per_rollout to be a multiple of minibatches_per_rollout x ranks, got 4",
     ),
-    "epochs_per_rollout": (made(epochs_per_rollout=0), "expected epochs to be a whole number above 0, got 0"),
+    "epochs_per_rollout": (
+        made(epochs_per_rollout=0),
+        "expected epochs_per_rollout to be a whole number above 0, got 0",
+    ),
     "max_staleness": (made(max_staleness=-1), "expected max_staleness to be a whole number of at least 0, got -1"),
     "max_tokens_per_microbatch": (
         made(max_tokens_per_microbatch=0),
@@ -716,6 +719,13 @@ def test_every_switch_of_an_estimator_or_loss_is_true_or_false(known: Any) -> No
         if option.init and isinstance(getattr(known, option.name), bool):
             with pytest.raises(ValueError, match=f"expected {option.name} to be True or False, got 'x'"):
                 dataclasses.replace(known, **{option.name: "x"})
+
+
+def test_an_old_name_of_an_option_is_refused_with_the_new_one() -> None:
+    with pytest.raises(
+        TypeError, match="expected max_tokens_per_microbatch=, got token_budget=, its old name: rename it"
+    ):
+        RLLightningModule("model", parity_reward, token_budget=64)  # pyright: ignore[reportCallIssue]
 
 
 def test_a_preset_is_no_list_of_callbacks() -> None:

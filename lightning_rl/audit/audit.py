@@ -58,7 +58,6 @@ from lightning_rl.corrections import RLCallback, Stat, StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation import Completion, Request
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
@@ -66,6 +65,7 @@ from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.seeding import fork_generators
 from lightning_rl.utils.terminal import visible
+from lightning_rl.utils.trainer import callbacks_of
 
 FOLDER = "audit"
 

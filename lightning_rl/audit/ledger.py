@@ -31,7 +31,7 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout, concatenate
 from lightning_rl.utils.arguments import check_counts
-from lightning_rl.utils.progress import show_line
+from lightning_rl.utils.trainer import show_line
 
 UNITS = ("sequences", "tokens", "weight")
 SAMPLED, USED = "sampled", "used"

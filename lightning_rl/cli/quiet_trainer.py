@@ -8,7 +8,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from lightning_rl.metrics import callbacks_of
+from lightning_rl.utils.trainer import callbacks_of
 
 
 class Silent(Logger):

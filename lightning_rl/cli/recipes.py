@@ -14,9 +14,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_rl.cli.quiet_trainer import silence
 from lightning_rl.cli.scripts import sentence_of
 from lightning_rl.data import PromptDataModule
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.inspection import StopRecipe, inspection
+from lightning_rl.utils.trainer import callbacks_of
 
 
 @dataclass(frozen=True, slots=True)

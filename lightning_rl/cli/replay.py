@@ -12,7 +12,6 @@ from typing_extensions import override
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import Recording, Replayed, replay
 from lightning_rl.recording.differences import (
@@ -29,6 +28,7 @@ from lightning_rl.recording.rerun import Rerun, rerun_step
 from lightning_rl.recording.serialize import from_json
 from lightning_rl.utils.inspection import StopRecipe
 from lightning_rl.utils.terminal import visible
+from lightning_rl.utils.trainer import callbacks_of
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import load_recipe
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.recording.recorded_algorithm import replayable
 from lightning_rl.reporting.html_report import write_report
 from lightning_rl.utils.terminal import visible
+from lightning_rl.utils.trainer import callbacks_of
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:

@@ -17,10 +17,11 @@ from lightning_rl import distributed
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import check_launch, load_recipe
 from lightning_rl.corrections import RLCallback
-from lightning_rl.metrics import callbacks_of, is_of_the_clock
+from lightning_rl.metrics import is_of_the_clock
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.rollout import Rollout
+from lightning_rl.utils.trainer import callbacks_of
 
 KINDS = ("prompts", "rollout", "metrics", "weights", "optimizer")  # in order of computation
 
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 
 class StepPrints(RLCallback):
-    """Callback that hashes each step of this rank by step index index, and saves a checkpoint after each step.
+    """Callback that hashes each step of this rank by step index, and saves a checkpoint after each step.
 
     Args:
         folder: Folder for checkpoints; that of rank 0 is used. None to save none.

@@ -33,8 +33,8 @@ class Contribution:
         returns: ``"row mask"``, ``"row float"``, ``"token mask"``, ``"token float"``, ``"term"``, ``"tensors"``,
             ``"context"``, ``"stats"`` or ``"nothing"``.
         combined_by: Operation that combines the contributions of several callbacks.
-        affects: ``"prompts"``, ``"rows"``, ``"rewards"``, ``"policy loss"``, ``"loss"``, ``"forward"``, or ``""`` if the
-            method does not change the training signal itself.
+        affects: ``"prompts"``, ``"rows"``, ``"rewards"``, ``"policy loss"``, ``"loss"``, ``"forward"``, or ``""`` if
+            the method does not change the training signal itself.
     """
 
     when: Literal["sampling", "signal", "update", "watch"]

@@ -228,8 +228,8 @@ class PromptDataModule(LightningDataModule):
     def train_dataloader(self) -> StepLoader:
         """Return the step indices of one epoch.
 
-        A new fit starts with a new rollout, a resumed one with the next step index. Lightning restores a loader within an
-        epoch only.
+        A new fit starts with a new rollout, a resumed one with the next step. Lightning restores a loader within
+        an epoch only.
         """
         steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
         start, self._resumed_at = self._resumed_at, None
@@ -272,7 +272,7 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor of the prompt stream and the index of the next step index."""
+        """Return the cursor of the prompt stream and the next step index."""
         return {"cursor": self.cursor, "step_index": 0 if self._loader is None else self._loader.index}
 
     @override

@@ -42,7 +42,8 @@ class ZeRO(Parallel):
             )
         if config.get("gradient_accumulation_steps", 1) != 1:
             raise ValueError(
-                'expected DeepSpeed\'s config without "gradient_accumulation_steps": microbatches follow max_tokens_per_microbatch'
+                'expected DeepSpeed\'s config without "gradient_accumulation_steps": microbatches follow '
+                "max_tokens_per_microbatch"
             )
         if "bf16" in config:
             config["bf16"].setdefault("check_grad_overflow", True)  # skip steps with a non-finite gradient

@@ -1,7 +1,8 @@
 """Server process that loads environments once and forks a worker process on each request.
 
-A fork starts in milliseconds and shares the server's memory. Each has a guard (:mod:`lightning_rl.rewards.process_worker`)
-that keeps its output, and kills it with all processes that it started. Replies are plain values of limited size.
+A fork starts in milliseconds and shares the server's memory. Each has a guard
+(:mod:`lightning_rl.rewards.process_worker`) that keeps its output, and kills it with all processes that it
+started. Replies are plain values of limited size.
 """
 
 import dataclasses

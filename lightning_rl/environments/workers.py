@@ -1,7 +1,7 @@
 """Worker processes that each run one environment at a time, are killed at a timeout, and replaced when they die.
 
-They are forks of a server that has loaded the environments (:mod:`lightning_rl.environments.fork_server`). A conversation
-leases a worker from reset to close; processes that it started are killed with it.
+They are forks of a server that has loaded the environments (:mod:`lightning_rl.environments.fork_server`). A
+conversation leases a worker from reset to close; processes that it started are killed with it.
 """
 
 import contextlib

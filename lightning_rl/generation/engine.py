@@ -302,7 +302,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Return one completion for each request, in order; :mod:`lightning_rl.generation.validate_completions` checks them."""
+        """Return one completion for each request, in order, for :mod:`lightning_rl.generation.validate_completions`."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the trainer's weights; afterwards the engine is synced.

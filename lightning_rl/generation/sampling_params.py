@@ -35,8 +35,8 @@ class SamplingParams:
         ValueError: If an option is out of range; names it.
 
     Example:
-        >>> SamplingParams().filters, SamplingParams(top_p=0.9).filters, SamplingParams(top_p=0.9, temperature=0).filters
-        (False, True, False)
+        >>> [SamplingParams(**given).filters for given in ({}, {"top_p": 0.9}, {"top_p": 0.9, "temperature": 0})]
+        [False, True, False]
     """
 
     temperature: float = 1.0

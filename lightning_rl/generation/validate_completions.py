@@ -194,8 +194,8 @@ class Answers:
         """Warn if the engine aborted every sample, which leaves nothing to train on."""
         if given and all(completion.finish is FinishReason.ABORT for completion in given):
             warnings.warn(
-                f"{self.name} aborted every requested sample (FinishReason.ABORT), so nothing trains: look at its log, and "
-                "check that prompts fit its context length",
+                f"{self.name} aborted every requested sample (FinishReason.ABORT), so nothing trains: look at its log, "
+                "and check that prompts fit its context length",
                 stacklevel=3,
             )
 

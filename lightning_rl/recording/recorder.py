@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback, StepTrace
 from lightning_rl.data import StepIndex
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.recording.recorded_algorithm import algorithm_to_json, replayable
@@ -30,6 +29,7 @@ from lightning_rl.recording.vocabulary import Vocabulary
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURNS, FinishReason, Rollout, spans_of
 from lightning_rl.utils.arguments import check_counts
+from lightning_rl.utils.trainer import callbacks_of
 
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
 RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "value_loss", "reference", "critic"}

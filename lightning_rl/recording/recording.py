@@ -28,8 +28,8 @@ class Recording:
 
     Attributes:
         header: JSON values: ``rollout`` (its number), ``rank``, ``ranks``, ``device``, ``threads``, ``versions``,
-            ``options`` of the module, ``algorithm`` (see :mod:`lightning_rl.recording.recorded_algorithm`), ``states`` of the
-            callbacks before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (for each
+            ``options`` of the module, ``algorithm`` (:mod:`lightning_rl.recording.recorded_algorithm`), ``states`` of
+            the callbacks before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (for each
             optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the callbacks),
             and ``samples`` as text.
         tensors: CPU tensors by name.

@@ -74,7 +74,7 @@ def log_samples(
         loggers: Loggers of the trainer.
         samples: At least one sample; all have the same keys.
         draw: Function that returns the picture, called if a logger needs it.
-        step index: Ticket of the rollout.
+        step_index: Step of the rollout.
         folder: Folder of ``samples.jsonl``.
     """
     rows = [{"rollout": step_index.rollout, **sample} for sample in samples]

@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_rl.audit import SignalAudit
 from lightning_rl.configuration import configuration
 from lightning_rl.data import StepIndex
-from lightning_rl.metrics import callbacks_of
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.recording.recording import stem_of
@@ -22,6 +21,7 @@ from lightning_rl.reporting.html_report import OWN_FOLDER, Pages, write_report
 from lightning_rl.reporting.run_files import BEGIN, END, FINDINGS, METRICS, RUN, STEP
 from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.utils.terminal import dump_visible
+from lightning_rl.utils.trainer import callbacks_of
 
 FILE = "report.html"
 

@@ -21,8 +21,8 @@ from lightning_rl.reporting.loggers import log_samples
 from lightning_rl.reporting.picture import rollout_picture
 from lightning_rl.rollout import FinishReason, Rollout, spans_of
 from lightning_rl.utils.arguments import check_counts
-from lightning_rl.utils.progress import show_line
 from lightning_rl.utils.terminal import visible
+from lightning_rl.utils.trainer import show_line
 
 TEXTS = ("prompt", "response")
 

@@ -12,7 +12,7 @@ from lightning_rl.data import StepIndex
 from lightning_rl.module import RLLightningModule
 from lightning_rl.reporting.glossary import entry_of
 from lightning_rl.utils.arguments import check_counts
-from lightning_rl.utils.progress import show_line
+from lightning_rl.utils.trainer import show_line
 
 COLUMNS: Mapping[str, str] = {
     "reward/task": "reward",

@@ -53,7 +53,7 @@ class Mark:
     """Snapshot of a run from before a step index or its optimizer step.
 
     Attributes:
-        step index: Current step index.
+        step_index: Current step index.
         cursor: Position in the prompt stream.
         ahead: Numbers of the rollouts submitted ahead.
         current: Rollout in progress.

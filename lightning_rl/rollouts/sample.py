@@ -134,12 +134,12 @@ class Sampler:
         forward_context: Context around generation that sets the precision.
         greedy_baseline: True to score a greedy completion of each prompt for ``extras["greedy_score"]``.
         collectives: Collectives over the ranks.
-        max_reward_failure_rate: Share of a rollout's rows with failed rewards that ends the run; None for no limit.
+        max_reward_failure_rate: Share of a rollout's rows with failed rewards that ends the run; None for never.
         failed_folder: Folder for samples with failed rewards, next to that of failed environments; None to write none.
         trainer_state: Progress of the run, for rewards that take it.
         vocabulary: Vocabulary size of the policy; None if unknown.
         environments: Environments of the samples; None for single-turn completions.
-        max_environment_failure_rate: Share of a rollout's conversations that ends the run if they fail; None for no limit.
+        max_environment_failure_rate: Fraction of failed conversations in a rollout that ends the run; None for never.
     """
 
     engine: Engine

@@ -116,7 +116,7 @@ class RunState:
         rollout_stats: Logged metrics of the current rollout.
         failed_folder: Folder for samples with failed rewards.
         tracer: Tracer of the parameters during an optimizer step.
-        step index: Index of the last step index of this fit.
+        step_index: Last step index of this fit.
         built_alone: True if the policy was built before there was a Trainer, so without a strategy.
         stepped: True if the policy has changed since it was built.
         skipped: Number of skipped optimizer steps.

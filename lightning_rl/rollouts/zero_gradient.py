@@ -132,7 +132,7 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
             "all equal: take easier or harder prompts, a reward with more values, a larger group_size or temperature"
         )
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
-        return "the engine aborted every sample (FinishReason.ABORT): check its log and that prompts fit its context length"
+        return "the engine aborted every sample (FinishReason.ABORT): check its log and its context length"
     if not figures["trained tokens"]:
         truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""
         return f"{_names(corrections, 'exclude')} left no token to train on: keep some rows.{truncated}"

@@ -1,9 +1,36 @@
 """Argument checks for constructors; errors name the argument, the expected value and the actual one."""
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import wraps
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def refuse_renamed(**renamed: str) -> Callable[[F], F]:
+    """Return a decorator that raises TypeError for old names of options.
+
+    Args:
+        renamed: New names by old names.
+
+    Example:
+        >>> refuse_renamed(n="group_size")(lambda *, group_size=8: group_size)(n=4)
+        Traceback (most recent call last):
+        TypeError: expected group_size=, got n=, its old name: rename it
+    """
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in renamed.keys() & kwargs.keys():
+                raise TypeError(f"expected {renamed[old]}=, got {old}=, its old name: rename it")
+            return function(*args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
 
 
 def check_numbers(

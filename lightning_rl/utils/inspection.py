@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule
 
-from lightning_rl.metrics import callbacks_of
+from lightning_rl.utils.trainer import callbacks_of
 
 INSPECTED = "LIGHTNING_RL_INSPECTED"
 

@@ -133,7 +133,8 @@ def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
 
 def test_a_folder_where_another_process_writes_is_refused(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.checkpoint_folder import RunFolder;"
+        "import sys, time; from pathlib import Path\n"
+        "from lightning_rl.checkpointing.checkpoint_folder import RunFolder;"
         "folder = RunFolder(Path(sys.argv[1])); folder.claim('0123abcd'); print('there', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]

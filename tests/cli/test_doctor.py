@@ -145,7 +145,8 @@ class Refusing(RLCallback):
 
 CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
     "minibatches_per_rollout": (
-        lambda: found(module_of(minibatches_per_rollout=3)), "error", "batches", "are not divisible by minibatches x ranks = 3 x 1",
+        lambda: found(module_of(minibatches_per_rollout=3)), "error", "batches",
+        "are not divisible by minibatches_per_rollout x ranks = 3 x 1",
         "prompts_per_rollout=3 or 6",
     ),
     "left_over": (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.cli.recipes import load_recipe, starts_itself
-from lightning_rl.metrics import callbacks_of
+from lightning_rl.utils.trainer import callbacks_of
 
 SCRIPT = """
 import sys

@@ -323,7 +323,8 @@ def test_figures_do_not_depend_on_token_budget_batches_or_rows(options: dict[str
             policy=lambda: tiny_policy(dtype=torch.float64), engine=TransformersEngine(max_rows=max_rows),
             evaluation=[
                 Evaluation("greedy", [[2 + n] for n in range(5)]),
-                Evaluation("several", [[2 + n, 3] for n in range(7)], samples=3, sampling=SamplingParams(max_new_tokens=5)),
+                Evaluation("several", [[2 + n, 3] for n in range(7)], samples=3,
+                           sampling=SamplingParams(max_new_tokens=5)),
             ], **others,
         )  # fmt: skip
         return dict(quiet_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)[0])

@@ -64,8 +64,9 @@ def main(
     """Four optimizer steps for each rollout and pass over the prompts; the policy may lie in a folder."""
     given: dict[str, Any] = {"policy": policy, "tokenizer": tiny_tokenizer()} if policy else {}
     module = tiny_module(
-        minibatches_per_rollout=2, epochs_per_rollout=2, max_tokens_per_microbatch=30, max_new_tokens=12, lr_scheduler=warmup_then_linear(2, 20),
-        max_staleness=max_staleness, **given, **(PPO if algorithm == "ppo" else {}),
+        minibatches_per_rollout=2, epochs_per_rollout=2, max_tokens_per_microbatch=30, max_new_tokens=12,
+        lr_scheduler=warmup_then_linear(2, 20), max_staleness=max_staleness, **given,
+        **(PPO if algorithm == "ppo" else {}),
     )  # fmt: skip
     where: dict[str, Any] = {"strategy": STRATEGIES[strategy]()} if strategy else {}
     quiet = partial(Trainer, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)

@@ -21,7 +21,8 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
     yield fact(NAME, f"{shape} per rollout, for {steps} optimizer steps; {ranks} ranks")
     if prompts % parts:
         observed = (
-            f"{prompts} prompts are not divisible by minibatches x ranks = {module.minibatches_per_rollout} x {ranks}"
+            f"{prompts} prompts are not divisible by minibatches_per_rollout x ranks = "
+            f"{module.minibatches_per_rollout} x {ranks}"
         )
         yield error(NAME, observed, size_cure(prompts, parts))
     length = data.pass_length or 0  # 0 for a stream

@@ -121,7 +121,7 @@ def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None)
     cures = {
         "generate": fewer if room is None else room.cure,
         "score": "a smaller max_tokens_per_microbatch, or a strategy that shards",
-        "update": "a smaller max_tokens_per_microbatch, activation_checkpointing=True, or a strategy that shards (fsdp2)",
+        "update": "a smaller max_tokens_per_microbatch, activation_checkpointing=True, or a sharding strategy (fsdp2)",
     }
     for name, phase in plan.phases().items():
         if phase > USABLE * available:

@@ -1,7 +1,7 @@
 """Access to internals of vLLM: building and closing it beside the trainer, and loading weights.
 
-The code was compared with the releases of :data:`lightning_rl.generation.vllm.vllm_version.WINDOW` and run with the first.
-It uses private parts of vLLM, so the window is narrow.
+The code was compared with the releases of :data:`lightning_rl.generation.vllm.vllm_version.WINDOW` and run with the
+first. It uses private parts of vLLM, so the window is narrow.
 """
 
 import gc

@@ -1,10 +1,15 @@
-"""Progress: the phase of a run on Lightning's progress bars, and lines above them."""
+"""Callbacks and progress bars of a Trainer."""
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
 PHASE_WIDTH = len("generate")  # keeps the bar in place
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return the trainer's callbacks, an attribute that Lightning does not declare."""
+    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def show_phase(trainer: Trainer, rollout: int, phase: str) -> None:
