@@ -86,10 +86,11 @@ from lightning_rl.rollouts.rollback import settle
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
 from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
 from lightning_rl.rollouts.zero_gradient import census
+from lightning_rl.run_spec import RunSpec, check_run, filter_problems, needed_extras, needs
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumulate_gradient
-from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers, refuse_renamed
+from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers, refuse_old_names
 from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.trainer import callbacks_of, show_phase
@@ -186,7 +187,7 @@ class RLLightningModule(LightningModule):
             or data do not fit together.
     """
 
-    @refuse_renamed(**RENAMED)
+    @refuse_old_names(**RENAMED)
     def __init__(
         self,
         policy: ModelSource,
@@ -424,40 +425,43 @@ class RLLightningModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         self.parallel.check(self.max_grad_norm)
-        setup_checks.check_kernels(
-            self.parallel, attention=self.attention, compiled=bool(self.backend), liger=self.liger
-        )
         protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
         protect_loops(self.trainer)
         protect_resume(self.trainer)
-        critic = self.sources["critic"] is not None
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
-        setup_checks.check_ratios(corrections, self.loss)
-        setup_checks.check_pairs(corrections)
-        setup_checks.check_estimator(corrections, self.estimator, critic=critic, group_size=self.group_size)
-        setup_checks.check_turn_rewards(self.rewards.sources, corrections, self.estimator)
-        steps, engine = self.steps_per_rollout, self.engine
-        setup_checks.check_reads(self.algorithm, engine=engine, critic=critic, steps_per_rollout=steps)
-        self.run.needs = setup_checks.needs(self.algorithm, steps_per_rollout=steps)
-        needed = setup_checks.needed_extras(corrections, self.sampling)
-        engine.select_extras(engine.capabilities.extras & needed.keys())  # in each stage, so that stages share a vLLM
+        needed = needed_extras(corrections, self.sampling).keys()
+        self.engine.select_extras(
+            self.engine.capabilities.extras & needed
+        )  # in each stage, so that stages share a vLLM
+        check_run(self._spec(fits=stage == "fit"))
+        self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
         if stage == "fit":
             self.rewards.check_weights()
             self._limit_validation()
-            setup_checks.check_reference(self.sources["reference"], self.run.needs)
-            setup_checks.check_extras(corrections, engine, self.sampling)
-            staleness = self.max_staleness
-            setup_checks.check_pipelining(corrections, self.loss, engine=engine, max_staleness=staleness)
-            setup_checks.check_sizes(
-                prompts_per_rollout=self.prompt_stream.prompts_per_rollout,
-                minibatches=self.minibatches_per_rollout,
-                world_size=self.parallel.ranks,
-            )
-        setup_checks.check_filters([evaluation.sampling for evaluation in self.evaluations], engine)
         self.run.failed_folder = self._folder / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         self.save_hyperparameters(self.run.configuration)
+
+    def _spec(self, *, fits: bool) -> RunSpec:
+        return RunSpec(
+            algorithm=self.algorithm,
+            engine=self.engine,
+            parallel=self.parallel,
+            sampling=self.sampling,
+            evaluations=[evaluation.sampling for evaluation in self.evaluations],
+            rewards=self.rewards.sources,
+            attention=self.attention,
+            compiled=bool(self.backend),
+            liger=self.liger,
+            critic=self.sources["critic"] is not None,
+            reference=self.sources["reference"] is not None,
+            group_size=self.group_size,
+            minibatches=self.minibatches_per_rollout,
+            steps_per_rollout=self.steps_per_rollout,
+            max_staleness=self.max_staleness,
+            prompts_per_rollout=self.prompt_stream.prompts_per_rollout if fits else None,
+        )
 
     @override
     def configure_model(self) -> None:
@@ -1226,7 +1230,8 @@ class RLLightningModule(LightningModule):
                 f"SamplingParams(temperature={temperature})"
             )
         check_counts(1, samples=1 if samples is None else samples)
-        setup_checks.check_filters([sampling], self.engine)
+        for problem in filter_problems(sampling, self.engine):
+            raise ValueError(problem)
         if samples is not None and samples > 1 and sampling.temperature == 0:
             raise ValueError(
                 f"expected a temperature above 0, because samples={samples} greedy answers would all be the same, got "

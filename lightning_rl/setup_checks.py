@@ -1,12 +1,7 @@
-"""Checks that options, callbacks and data are compatible.
+"""Checks of single arguments of the module, of Trainer flags, optimizers and checkpoints."""
 
-They read constructor arguments alone, so every rank raises the same error before weights are loaded.
-"""
-
-import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_rl.advantages import ESTIMATORS, Estimator
-from lightning_rl.algorithm import Algorithm
-from lightning_rl.corrections import (
-    CONTRIBUTIONS,
-    MADE_AFTER,
-    POLICY_LOSS_FACTORS,
-    TOKEN_REWARDS,
-    Corrections,
-    LossView,
-)
-from lightning_rl.distributed import Parallel, parallel_of
+from lightning_rl.distributed import parallel_of
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams
-from lightning_rl.losses import LOSSES, PolicyLoss, ValueLoss
+from lightning_rl.losses import ValueLoss
 from lightning_rl.optimizers import OptimizerBuilder
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.attention import ATTENTIONS, AUTO, choose_attention, hardware_of
 from lightning_rl.policy.compilation import BACKENDS
-from lightning_rl.policy.liger import has_liger
-from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
 from lightning_rl.utils.arguments import check_choices
 from lightning_rl.utils.trainer import callbacks_of
 
@@ -54,160 +37,6 @@ CONVERSATION_OPTIONS = (
     *TIMEOUTS,
     "max_environment_failure_rate",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Optional fields that are read, so the passes that have to run."""
-
-    old_logprobs: bool = False
-    ref_logprobs: bool = False
-    sum_pi_squared: bool = False
-
-
-def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
-    """Return the passes over a rollout that have to run."""
-    early = {field for callback in algorithm.corrections.callbacks for field in callback.reads}
-    early |= set(algorithm.advantages.reads)
-    return Needs(
-        old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
-        ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
-        sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
-    )
-
-
-def check_reference(reference: Any, needed: Needs) -> None:
-    """Warn of a reference that is never loaded."""
-    if reference is not None and not needed.ref_logprobs:
-        warnings.warn(
-            "reference= is given, but nothing reads ref_logprobs, so it is not loaded: add ReferenceKL() or "
-            "AdaptiveKL() to the callbacks, or remove it",
-            stacklevel=2,
-        )
-
-
-def check_reads(algorithm: Algorithm, *, engine: Engine, critic: bool, steps_per_rollout: int) -> None:
-    """Warn of corrections without effect.
-
-    Raises:
-        ValueError: If a field is read that does not exist or that nothing provides.
-    """
-    readers: dict[str, list[str]] = {}
-    early = {field for callback in algorithm.corrections.callbacks for field in callback.reads}
-    for name, fields in _reading(algorithm):
-        for field in fields:
-            readers.setdefault(field, []).append(name)
-    names = {spec.name for spec in dataclasses.fields(LossView)}
-    late = names - {spec.name for spec in dataclasses.fields(Rollout)}
-    if early & late:
-        raise ValueError(
-            f"expected {sorted(early & late)[0]} in reads_at_loss, got it in reads: it exists only at the loss"
-        )
-    for field, who in readers.items():
-        if field.partition("/")[0] not in names:
-            raise ValueError(f'expected {who[0]} to read a field of Rollout, got "{field}"; known: {sorted(names)}')
-    _check_extras(readers, algorithm, engine)
-    _check_stages(algorithm.corrections)
-    if "values" in readers and not critic:
-        raise ValueError(f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module')
-    if "rollout_logprobs" in readers and not engine.capabilities.returns_logprobs:
-        raise ValueError(
-            f'{readers["rollout_logprobs"][0]} reads "rollout_logprobs", but {type(engine).__name__} gives none: use '
-            "an engine that returns log-probabilities"
-        )
-    if steps_per_rollout == 1:
-        _warn_of_dead_knobs(algorithm.corrections)
-
-
-def needed_extras(corrections: Corrections, sampling: SamplingParams) -> dict[str, str]:
-    """Return the extras that a run needs of each token, with the name of the user of each."""
-    needed = {name: type(callback).__name__ for callback in corrections.callbacks for name in callback.records}
-    if sampling.filters:
-        needed[SAMPLING_MASK] = f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}"
-    return needed
-
-
-def check_extras(corrections: Corrections, engine: Engine, sampling: SamplingParams) -> None:
-    """Raise ValueError if the engine cannot record an extra that training needs."""
-    for name, who in needed_extras(corrections, sampling).items():
-        if name not in engine.capabilities.extras:
-            raise ValueError(
-                f'{who} needs "{name}" of every token, which {type(engine).__name__} does not record: use '
-                f"engine=TransformersEngine(), or remove it"
-            )
-
-
-def check_ratios(corrections: Corrections, loss: PolicyLoss) -> None:
-    """Raise ValueError if the importance ratios of loss and weights count one policy twice."""
-    weights = corrections.contributors("token_weight")
-    factors = [(_script_name("loss", loss, LOSSES), loss.ratio, None)]
-    factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
-    for number, (name, ratio, alternative) in enumerate(factors):
-        for other, other_ratio, _ in factors[:number]:
-            if ratio is None or other_ratio is None:
-                continue
-            for place, side in enumerate(("numerator", "denominator")):
-                if ratio[place] == other_ratio[place]:
-                    cure = f": use {alternative} instead" if alternative else ": leave one of them out"
-                    if alternative and other_ratio[1] == "rollout":  # every ratio to the rollout policy counts it twice
-                        cure = f": leave {name} out; a mask such as SequenceRatioMask carries no ratio"
-                    raise ValueError(
-                        f"{name} carries the ratio {ratio[0]}/{ratio[1]} and {other} "
-                        f"{other_ratio[0]}/{other_ratio[1]}, so the {ratio[place]} policy would count twice as "
-                        f"{side}{cure}"
-                    )
-
-
-def check_pairs(corrections: Corrections) -> None:
-    """Raise ValueError if a correction replaces another one, or has no effect beside it."""
-    present = {type(callback).name: type(callback).__name__ for callback in corrections.callbacks}
-    for callback in corrections.callbacks:
-        name = type(callback).__name__
-        for other in set(callback.idle_beside) & present.keys():
-            raise ValueError(
-                f"expected {name} or {present[other]}, got both: {name} has no effect beside {present[other]}; remove "
-                "one of them"
-            )
-        for replaced in set(callback.replaces) & present.keys():
-            raise ValueError(
-                f"expected {name} instead of {present[replaced]}, got both, which would count twice: remove "
-                f"{present[replaced]}"
-            )
-
-
-def check_estimator(corrections: Corrections, estimator: Estimator, *, critic: bool, group_size: int = 2) -> None:
-    """Raise ValueError if the estimator cannot use token rewards, critic or groups."""
-    chosen = _script_name("advantages", estimator, ESTIMATORS)
-    for callback in () if estimator.per_token else corrections.contributors(*TOKEN_REWARDS):
-        cure = f"{callback.alternative}, or " if callback.alternative else ""
-        raise ValueError(
-            f"{type(callback).__name__} returns a reward per token, but {chosen} takes one scalar per row: use "
-            f"{cure}a per-token estimator such as GAE"
-        )
-    if group_size == 1 and estimator.compares:
-        raise ValueError(
-            f"{chosen} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
-            "more, or an estimator without a group such as reinforce, ReMax or GAE"
-        )
-    for callback in corrections.contributors("reward_bonus") if estimator.needs_greedy else ():
-        if callback.reads:
-            raise ValueError(
-                f"{chosen} scores a greedy answer with the bonus of {type(callback).__name__}, which reads "
-                f"{callback.reads[0]}, and greedy answers have none: use one without the other"
-            )
-        if callback.compares_rows:
-            raise ValueError(
-                f"{chosen} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
-                "normalize with the samples: use one without the other"
-            )
-    for callback in corrections.callbacks if group_size == 1 else ():
-        if callback.compares_groups:
-            raise ValueError(
-                f"{type(callback).__name__} compares the samples of a prompt, which group_size=1 does not have: use "
-                "group_size=2 or more, or remove it"
-            )
-    if critic and "values" not in estimator.reads:
-        raise ValueError(f"critic= has no effect, because {chosen} reads no values: use GAE, or no critic")
 
 
 def check_kernel_options(*, attention: str, backend: bool | str, liger: bool, packing: bool) -> None:
@@ -224,70 +53,10 @@ def check_kernel_options(*, attention: str, backend: bool | str, liger: bool, pa
         raise ValueError("expected compile= or liger=, got both, which replace the same operations: remove one of them")
 
 
-def check_kernels(parallel: Parallel, *, attention: str, compiled: bool, liger: bool) -> None:
-    """Raise ValueError if device, packages or strategy do not support the kernels, before a model is loaded."""
-    device = parallel.strategy.root_device
-    choose_attention(attention, hardware_of(device), None)
-    if liger and device.type != "cuda":
-        raise ValueError(f"expected a GPU for liger=True, got {device.type}: remove it")
-    if liger and not has_liger():
-        raise ValueError(
-            "expected liger-kernel to be installed for liger=True, got an environment without it: "
-            'pip install "lightning-rl[liger]", or remove it'
-        )
-    if compiled and not parallel.compiles:
-        name = type(parallel.strategy).__name__
-        raise ValueError(
-            f"expected a strategy that supports compile=, got {name}, which splits the parts of a layer: use one "
-            'device, "ddp", or "fsdp2" without tensor parallelism, or remove it'
-        )
-
-
 def check_attention(attention: str, policy: PolicyModel, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ValueError if the attention kernel does not support the model's dtype or head sizes."""
     for size in policy.head_sizes():
         choose_attention(attention, hardware_of(device), dtype, frozenset((size,)))
-
-
-def check_pipelining(corrections: Corrections, loss: PolicyLoss, *, engine: Engine, max_staleness: int) -> None:
-    """Warn if nothing corrects for stale samples.
-
-    Raises:
-        ValueError: If the engine cannot generate while the policy trains.
-    """
-    name = type(engine).__name__
-    if max_staleness == 0:
-        return
-    if not engine.capabilities.generates_ahead:
-        raise ValueError(
-            f"expected an engine that generates while the policy trains, because max_staleness={max_staleness}, got a "
-            f"{name} on the trainer's GPU, where the trainer's kernels would delay each token: use VLLMServerEngine on "
-            "other GPUs, or max_staleness=0"
-        )
-    if engine.capabilities.sleeps:
-        raise ValueError(
-            f"expected an engine that stays awake while the policy trains, because max_staleness={max_staleness}, got "
-            f"{name}, which sleeps after each rollout: use {name}(sleeps=False), or max_staleness=0"
-        )
-    if engine.capabilities.collective:
-        raise ValueError(
-            f"expected one engine per rank, because max_staleness={max_staleness} generates during the trainer's "
-            f"collectives, got a shared {name}: use {name}(tensor_parallel_size=1), or max_staleness=0"
-        )
-    if max_staleness > 1 and not engine.capabilities.syncs_while_generating:
-        raise ValueError(
-            f"expected max_staleness=1 with {name}, got {max_staleness}: it cannot receive weights while it generates, "
-            "so each sync would wait for all rollouts in flight; use 1, or an engine on a server"
-        )
-    correcting = corrections.contributors(*POLICY_LOSS_FACTORS)
-    reads = [*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))]
-    if "rollout_logprobs" not in reads:
-        cure = "OffPolicyIS" if loss.ratio is None else "TruncatedIS"
-        warnings.warn(
-            f"max_staleness={max_staleness} trains on samples of earlier weights, and nothing corrects for it: add "
-            f"{cure}() to the callbacks",
-            stacklevel=2,
-        )
 
 
 def check_flags(trainer: Trainer) -> None:
@@ -381,58 +150,6 @@ def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
         raise ValueError(
             "expected environment= or tools= for EnvironmentReward, got neither: pass one of them, or another reward"
         )
-
-
-def check_turn_rewards(
-    rewards: Mapping[str, tuple[Any, float]], corrections: Corrections, estimator: Estimator
-) -> None:
-    """Check that the rewards of turns sum to the row's reward if the estimator uses turn rewards.
-
-    Args:
-        rewards: Functions and weights by name.
-        corrections: Corrections of the run.
-        estimator: Advantage estimator.
-
-    Raises:
-        ValueError: If the rewards are not one EnvironmentReward of weight 1, or a correction changes row rewards.
-    """
-    if not estimator.turn_rewards:
-        return
-    chosen = f"{estimator.name}(turn_rewards=True)"
-    weights = [weight for function, weight in rewards.values() if isinstance(function, EnvironmentReward)]
-    if weights != [1.0]:
-        raise ValueError(
-            f"expected one EnvironmentReward() of weight 1 for {chosen}, got "
-            f"{f'weights {weights}' if weights else 'none'}: add it to rewards="
-        )
-    for callback in corrections.contributors("reward_bonus"):
-        if callback.scales_rewards or callback.compares_rows:
-            raise ValueError(
-                f"expected unscaled rewards for {chosen}, got {type(callback).__name__}, which scales rewards of rows "
-                "but not of turns: use one without the other"
-            )
-
-
-def check_filters(samplings: Iterable[SamplingParams | None], engine: Engine) -> None:
-    """Check the sampling filters of evaluations.
-
-    Raises:
-        ValueError: If the engine would ignore a filter, or needs one because it records sampling masks as lists.
-    """
-    lists_masks = SAMPLING_MASK in engine.extras and engine.capabilities.lists_masks
-    for sampling in samplings:
-        if sampling is not None and sampling.temperature > 0 and not sampling.filters and lists_masks:
-            raise ValueError(
-                f"expected a greedy or filtered evaluation, because training filters, got temperature="
-                f"{sampling.temperature} alone: {type(engine).__name__} would list the whole vocabulary per token; "
-                "pass top_k=, top_p= or min_p=, or engine=TransformersEngine()"
-            )
-        if sampling is not None and sampling.filters and not engine.capabilities.filters:
-            raise ValueError(
-                f"expected an engine that supports top_k={sampling.top_k}, top_p={sampling.top_p}, "
-                f"min_p={sampling.min_p} of an evaluation, got {type(engine).__name__}, which ignores them: use "
-                "engine=TransformersEngine(), or remove them"
-            )
 
 
 def check_sources(**sources: Any) -> None:
@@ -585,86 +302,3 @@ def check_whole_rollouts(step_indices: int, steps_per_rollout: int) -> None:
             f"expected a loader with a multiple of {steps_per_rollout} steps (minibatches_per_rollout x "
             f"epochs_per_rollout), got {step_indices}"
         )
-
-
-def check_sizes(*, prompts_per_rollout: int, minibatches: int, world_size: int) -> None:
-    """Raise ValueError if the prompts of a rollout do not divide by minibatches x ranks."""
-    if prompts_per_rollout % (minibatches * world_size):
-        raise ValueError(
-            f"expected prompts_per_rollout to be a multiple of minibatches_per_rollout x ranks, got "
-            f"{prompts_per_rollout} for {minibatches} x {world_size}: "
-            f"{size_cure(prompts_per_rollout, minibatches * world_size)}"
-        )
-
-
-def size_cure(prompts: int, parts: int) -> str:
-    """Return the nearest valid settings for a message."""
-    below = prompts // parts * parts
-    near = " or ".join(str(number) for number in (below, below + parts) if number)
-    return f"prompts_per_rollout={near}, or other minibatches="
-
-
-def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the fields that corrections, loss and estimator read, with the reader's name."""
-    reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in algorithm.corrections.callbacks]
-    reading.append((_script_name("loss", algorithm.loss, LOSSES), algorithm.loss.reads))
-    reading.append((_script_name("advantages", algorithm.advantages, ESTIMATORS), algorithm.advantages.reads))
-    return reading
-
-
-def _script_name(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str, PolicyLoss | Estimator]) -> str:
-    """Return an option as source code, with its registered name if it has one."""
-    names = [name for name, one in known.items() if one is chosen]
-    return f'{option}="{names[0]}"' if names else f"{option}={chosen.name}"
-
-
-def _check_extras(readers: Mapping[str, Sequence[str]], algorithm: Algorithm, engine: Engine) -> None:
-    """Raise ValueError for entries of dict fields that nothing provides, or that two callbacks provide."""
-    providing = algorithm.corrections.contributors("provide")
-    known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in engine.capabilities.extras}
-    known |= {f"extras/{GREEDY_SCORE}"} if algorithm.advantages.needs_greedy else set()
-    known |= {f"token_extras/{SUM_PI_SQUARED}"} & set(algorithm.advantages.reads)
-    for callback in providing:
-        if twice := sorted(known & set(callback.provides)):
-            raise ValueError(
-                f'expected one provider of "{twice[0]}", got {type(callback).__name__} too: rename its tensor, or '
-                "remove one of them"
-            )
-        known |= set(callback.provides)
-    if not all(callback.provides for callback in providing):
-        return  # a callback without `provides` may provide any entry
-    for field, who in readers.items():
-        if "/" in field and not field.startswith("task_rewards/") and field not in known:
-            raise ValueError(
-                f'{who[0]} reads "{field}", but nothing provides it: add a callback whose `provide` returns it, or '
-                f"remove it from `reads`; provided: {sorted(known) or 'nothing'}"
-            )
-
-
-def _check_stages(corrections: Corrections) -> None:
-    """Raise ValueError for fields in ``reads`` that are computed after all of the reader's per-rollout methods."""
-    for callback in corrections.callbacks:
-        rows = [name for name, entry in CONTRIBUTIONS.items() if entry.when != "update"]
-        methods = [method for method in rows if method in callback.contributes]
-        for field in callback.reads:
-            early = MADE_AFTER.get(field, ())
-            if methods and all(method in early for method in methods):
-                raise ValueError(
-                    f'{type(callback).__name__} reads "{field}" in {", ".join(methods)}, before {field} '
-                    f"exist: read it in {'provide, ' if 'provide' not in early else ''}rollout_metrics or observe, or "
-                    "name it in reads_at_loss for a mask, weight or term of the loss"
-                )
-
-
-def _warn_of_dead_knobs(corrections: Corrections) -> None:
-    for callback in corrections.callbacks:
-        if "loss_term" in callback.contributes:
-            continue  # a ratio of 1 in a term still carries its gradient
-        if "old_logprobs" in callback.reads_at_loss and "rollout_logprobs" not in callback.reads_at_loss:
-            cure = f": use {callback.alternative}" if callback.alternative else ""
-            warnings.warn(
-                "with one optimizer step per rollout old_logprobs equal logprobs, so "
-                f"{type(callback).__name__} has no effect{cure}, or take more steps (minibatches_per_rollout=, "
-                "epochs_per_rollout=)",
-                stacklevel=2,
-            )

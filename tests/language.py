@@ -26,6 +26,7 @@ CHECKED = (
     "lightning_rl/algorithm.py",
     "lightning_rl/checkpointing",
     "lightning_rl/cli",
+    "lightning_rl/run_spec.py",
     "lightning_rl/setup_checks.py",
     "lightning_rl/configuration.py",
     "lightning_rl/corrections",

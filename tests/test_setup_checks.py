@@ -3,10 +3,12 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from kit.support import an_algorithm, callback_of, ragged_rollout
+from kit.specs import check, spec_of
+from kit.support import callback_of, ragged_rollout
 
 from lightning_rl import (
     GAE,
@@ -35,24 +37,25 @@ from lightning_rl.callbacks import (
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.rl_callback import Ratio
 from lightning_rl.losses import resolve_loss
-from lightning_rl.setup_checks import (
+from lightning_rl.run_spec import (
     Needs,
     check_estimator,
     check_pipelining,
     check_ratios,
     check_reads,
+    check_run,
     check_sizes,
-    check_whole_rollouts,
     needs,
 )
+from lightning_rl.setup_checks import check_whole_rollouts
 
 
 def reads(*callbacks: RLCallback, **given: Any) -> Needs:
     """The check under settings in which nothing is missing."""
-    settings: dict[str, Any] = {"engine": FakeEngine(lambda _: []), "critic": False, "steps_per_rollout": 4, **given}
-    algorithm = an_algorithm(callbacks, advantages=settings.pop("estimator", "grpo"))
-    check_reads(algorithm, **settings)
-    return needs(algorithm, steps_per_rollout=settings["steps_per_rollout"])
+    settings: dict[str, Any] = {"steps_per_rollout": 4, **given}
+    settings["advantages"] = settings.pop("estimator", "grpo")
+    check(check_reads, *callbacks, **settings)
+    return needs(spec_of(*callbacks, **settings).algorithm, steps_per_rollout=settings["steps_per_rollout"])
 
 
 def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
@@ -179,7 +182,9 @@ def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step
 def test_a_correction_that_can_never_act_warns_and_names_the_other_setting() -> None:
     with pytest.warns(UserWarning, match=r'OPSM has no effect: use OPSM\(against="rollout"\), or take more steps'):
         reads(OPSM(), steps_per_rollout=1)
-    with pytest.warns(UserWarning, match=r"Reader has no effect, or take more steps \(minibatches=, epochs=\)"):
+    with pytest.warns(
+        UserWarning, match=r"Reader has no effect, or take more steps \(minibatches_per_rollout=, epochs_per_rollout=\)"
+    ):
         reads(reader(late=("old_logprobs",)), steps_per_rollout=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -200,7 +205,7 @@ def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> N
         "would count twice as numerator: use TruncatedIS, whose ratio is old/rollout instead"
     )
     with pytest.raises(ValueError, match=message):
-        check_ratios(Corrections([OffPolicyIS()]), ClippedSurrogate())
+        check(check_ratios, OffPolicyIS(), loss=ClippedSurrogate())
 
 
 @pytest.mark.parametrize(
@@ -217,15 +222,15 @@ def test_counting_the_current_policy_twice_names_both_and_the_alternative() -> N
 def test_weights_may_not_count_a_policy_twice_among_themselves(ratios: list[Ratio], side: str) -> None:
     callbacks = [weigher(f"weight{number}", ratio) for number, ratio in enumerate(ratios)]
     with pytest.raises(ValueError, match=f"Weight1 carries the ratio .* and Weight0 .*{side}"):
-        check_ratios(Corrections(callbacks), Reinforce())
+        check(check_ratios, *callbacks, loss=Reinforce())
 
 
 def test_legal_chains_pass() -> None:
-    check_ratios(Corrections([OffPolicyIS()]), Reinforce())
-    check_ratios(Corrections([weigher("truncated", ("old", "rollout"))]), ClippedSurrogate())
-    check_ratios(Corrections([weigher("plain", None), weigher("other", None)]), ClippedSurrogate())
-    check_ratios(Corrections([OffPolicyIS()]), resolve_loss(lambda view: -view.logprobs))
-    check_ratios(Corrections([OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True)]), ClippedSurrogate())
+    check(check_ratios, OffPolicyIS(), loss=Reinforce())
+    check(check_ratios, weigher("truncated", ("old", "rollout")), loss=ClippedSurrogate())
+    check(check_ratios, weigher("plain", None), weigher("other", None), loss=ClippedSurrogate())
+    check(check_ratios, OffPolicyIS(), loss=resolve_loss(lambda view: -view.logprobs))
+    check(check_ratios, OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True), loss=ClippedSurrogate())
 
 
 @pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
@@ -233,12 +238,12 @@ def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator:
     with pytest.raises(
         ValueError, match=rf"ReferenceKL returns a reward .* advantages={estimator.name} .*ReferenceKL\(as_loss=True\)"
     ):
-        check_estimator(Corrections([ReferenceKL()]), estimator, critic=False)
-    check_estimator(Corrections([ReferenceKL(as_loss=True)]), estimator, critic=False)
-    check_estimator(Corrections([ReferenceKL()]), GAE(), critic=True)
+        check(check_estimator, ReferenceKL(), advantages=estimator, critic=False)
+    check(check_estimator, ReferenceKL(as_loss=True), advantages=estimator, critic=False)
+    check(check_estimator, ReferenceKL(), advantages=GAE(), critic=True)
     own = callback_of("own", token_reward=lambda rollout: rollout.values)
     with pytest.raises(ValueError, match=r"Own returns .* per row: use a per-token estimator such as GAE"):
-        check_estimator(Corrections([own]), estimator, critic=False)
+        check(check_estimator, own, advantages=estimator, critic=False)
 
 
 COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalized()]
@@ -250,8 +255,8 @@ COMPARING += [Normalized(mean="none", std="group"), Normalized(mean="group", std
 def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estimator) -> None:
     written = [f'"{name}"' for name, known in ESTIMATORS.items() if known is estimator] or [estimator.name]
     with pytest.raises(ValueError, match=f"advantages={written[0]} compares .* use group_size=2 or more, or an"):
-        check_estimator(Corrections(), estimator, critic=False, group_size=1)
-    check_estimator(Corrections(), estimator, critic=False, group_size=2)
+        check(check_estimator, advantages=estimator, critic=False, group_size=1)
+    check(check_estimator, advantages=estimator, critic=False, group_size=2)
 
 
 @pytest.mark.parametrize(
@@ -260,34 +265,35 @@ def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estima
     ids=lambda estimator: estimator.name,
 )
 def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
-    check_estimator(Corrections(), estimator, critic="values" in estimator.reads, group_size=1)
+    check(check_estimator, advantages=estimator, critic="values" in estimator.reads, group_size=1)
 
 
 def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -> None:
     with pytest.raises(
         ValueError, match=r"advantages=ReMax .* greedy answer, which RewardNormalization .* use one without the other"
     ):
-        check_estimator(Corrections([RewardNormalization()]), ReMax(), critic=False)
-    check_estimator(Corrections([OverlongPenalty(9, 4)]), ReMax(), critic=False)
-    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False)
+        check(check_estimator, RewardNormalization(), advantages=ReMax(), critic=False)
+    check(check_estimator, OverlongPenalty(9, 4), advantages=ReMax(), critic=False)
+    check(check_estimator, RewardNormalization(), advantages=RawReward(), critic=False)
 
 
 def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(ValueError, match="critic= has no effect, because advantages=GRPO reads no values: use GAE"):
-        check_estimator(Corrections(), GRPO(), critic=True)
-    check_estimator(Corrections(), GAE(), critic=True)
+        check(check_estimator, advantages=GRPO(), critic=True)
+    check(check_estimator, advantages=GAE(), critic=True)
 
 
 @pytest.mark.parametrize(
     ("prompts", "minibatches", "ranks", "fits"), [(8, 2, 2, True), (8, 3, 1, False), (8, 2, 3, False)]
 )
 def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches: int, ranks: int, fits: bool) -> None:
+    parallel = cast(Any, SimpleNamespace(ranks=ranks))
     if fits:
-        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+        check(check_sizes, prompts_per_rollout=prompts, minibatches=minibatches, parallel=parallel)
         return
     message = f"minibatches_per_rollout x ranks, got {prompts} for {minibatches} x {ranks}: prompts_per_rollout=6 or "
     with pytest.raises(ValueError, match=message):
-        check_sizes(prompts_per_rollout=prompts, minibatches=minibatches, world_size=ranks)
+        check(check_sizes, prompts_per_rollout=prompts, minibatches=minibatches, parallel=parallel)
 
 
 def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
@@ -301,16 +307,16 @@ def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
 @pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
 def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
     with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
-        check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=1)
-    check_estimator(Corrections([correction]), RawReward(), critic=False, group_size=2)
-    check_estimator(Corrections([RewardNormalization()]), RawReward(), critic=False, group_size=1)
+        check(check_estimator, correction, advantages=RawReward(), critic=False, group_size=1)
+    check(check_estimator, correction, advantages=RawReward(), critic=False, group_size=2)
+    check(check_estimator, RewardNormalization(), advantages=RawReward(), critic=False, group_size=1)
 
 
 def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
     """The check with an engine of some capabilities."""
     generating = FakeEngine(lambda _: [])
     generating.capabilities = replace(generating.capabilities, **engine)
-    check_pipelining(Corrections(callbacks), loss or ClippedSurrogate(), engine=generating, max_staleness=max_staleness)
+    check(check_pipelining, *callbacks, loss=loss, engine=generating, max_staleness=max_staleness)
 
 
 @pytest.mark.parametrize(
@@ -364,3 +370,12 @@ def test_a_weight_or_mask_against_the_engine_corrects_for_earlier_weights(correc
         pipelining(correction)
         pipelining(OffPolicyIS(), loss=Reinforce())
         pipelining(max_staleness=0)
+
+
+def test_all_problems_of_a_run_are_reported_at_once() -> None:
+    spec = spec_of(OffPolicyIS(), ReferenceKL(), reader(early=("extra",)), critic=True, group_size=1)
+    with pytest.raises(ValueError, match=r"^5 problems:") as refused:
+        check_run(spec)
+    starts = ["OffPolicyIS carries", "ReferenceKL returns", 'advantages="grpo"', "critic= has", "expected Reader"]
+    lines = str(refused.value).splitlines()[1:]
+    assert [line.startswith(f"* {start}") for line, start in zip(lines, starts, strict=True)] == [True] * 5

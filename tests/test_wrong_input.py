@@ -158,7 +158,7 @@ MODELS: dict[str, Case] = {
     ),
     "sampling-dict": (
         lambda: RLLightningModule(tiny_policy, parity_reward, sampling={"top_k": 1}),  # pyright: ignore[reportArgumentType]
-        r"expected sampling to be an object such as Sampling\(temperature=1.0, .* got \{'top_k': 1\}",
+        r"expected sampling to be an object such as SamplingParams\(temperature=1.0, .* got \{'top_k': 1\}",
     ),
     "sampling-class": (
         lambda: RLLightningModule(tiny_policy, parity_reward, sampling=SamplingParams),  # pyright: ignore[reportArgumentType]

@@ -23,7 +23,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.rollback import Failure, Mark
 from lightning_rl.rollouts.zero_gradient import IdleRollouts
-from lightning_rl.setup_checks import Needs
+from lightning_rl.run_spec import Needs
 from lightning_rl.update import ParameterTracer
 from lightning_rl.utils.mutation_guard import EditError, Seal
 

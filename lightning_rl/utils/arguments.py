@@ -9,14 +9,14 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def refuse_renamed(**renamed: str) -> Callable[[F], F]:
+def refuse_old_names(**renamed: str) -> Callable[[F], F]:
     """Return a decorator that raises TypeError for old names of options.
 
     Args:
         renamed: New names by old names.
 
     Example:
-        >>> refuse_renamed(n="group_size")(lambda *, group_size=8: group_size)(n=4)
+        >>> refuse_old_names(n="group_size")(lambda *, group_size=8: group_size)(n=4)
         Traceback (most recent call last):
         TypeError: expected group_size=, got n=, its old name: rename it
     """

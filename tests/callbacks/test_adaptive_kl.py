@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.specs import check
 from kit.support import SummedBy, fit, in_lockstep, ragged_rollout, recorder, rollout_of, run_step, tiny_module, view_of
 from torch import Tensor
 from torch.testing import assert_close
@@ -13,7 +14,7 @@ from lightning_rl import GAE, GRPO, Rollout
 from lightning_rl.callbacks import AdaptiveKL, ReferenceKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.rollout import concatenate
-from lightning_rl.setup_checks import check_estimator
+from lightning_rl.run_spec import check_estimator
 from lightning_rl.signal.masked import GlobalSum, row_mean
 
 
@@ -144,9 +145,9 @@ def test_an_estimator_of_scalars_is_sent_to_the_loss_form() -> None:
     with pytest.raises(
         ValueError, match=r"AdaptiveKL returns .* advantages=GRPO .* use AdaptiveKL\(as_loss=True\), or"
     ):
-        check_estimator(Corrections([AdaptiveKL()]), GRPO(), critic=False)
-    check_estimator(Corrections([AdaptiveKL(as_loss=True)]), GRPO(), critic=False)
-    check_estimator(Corrections([AdaptiveKL()]), GAE(), critic=True)
+        check(check_estimator, AdaptiveKL(), advantages=GRPO())
+    check(check_estimator, AdaptiveKL(as_loss=True), advantages=GRPO())
+    check(check_estimator, AdaptiveKL(), advantages=GAE(), critic=True)
 
 
 @pytest.mark.parametrize(

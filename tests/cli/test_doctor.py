@@ -452,7 +452,7 @@ def test_the_quickstart_is_clean(tmp_path: Path) -> None:
 
 def test_the_command_exits_with_1_if_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.py"
-    recipe.write_text("from kit.support import fit, tiny_module\nfit(tiny_module(minibatches=3))\n")
+    recipe.write_text("from kit.support import fit, tiny_module\nfit(tiny_module(minibatches_per_rollout=3))\n")
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(recipe)])
     said = capsys.readouterr().out

@@ -34,7 +34,10 @@ def test_an_evaluation_says_what_it_measures() -> None:
         ({"rewards": {"task": parity_reward}}, "expected names of rewards other than"),
         ({"answer": "answer"}, "expected answer to be a function of a text, got 'answer'"),
         ({"stages": ("fit",)}, r"expected stages among \('val', 'test'\), got \('fit',\)"),
-        ({"sampling": 0.6}, r"expected sampling to be a SamplingParams, such as Sampling\(temperature=0.6\), got 0.6"),
+        (
+            {"sampling": 0.6},
+            r"expected sampling to be a SamplingParams, such as SamplingParams\(temperature=0.6\), got 0.6",
+        ),
         (
             {"samples": 4, "sampling": SamplingParams(temperature=0)},
             "expected a temperature above 0, because samples=4 greedy answers would all be the same",

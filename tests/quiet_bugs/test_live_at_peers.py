@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from kit.support import an_algorithm, callback_of, ragged_rollout, rollout_of, run_step, view_of
+from kit.specs import check
+from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_of
 from silent_bugs import merged, one_step, signal
 from torch import Tensor
 from torch.testing import assert_close
@@ -47,7 +48,7 @@ from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.losses import LOSSES, M2PO, ClipCov, PolicyLoss, resolve_loss
 from lightning_rl.policy import make_plan
 from lightning_rl.rollouts.estimate_signal import exclude_rows
-from lightning_rl.setup_checks import check_reads
+from lightning_rl.run_spec import check_reads
 from lightning_rl.signal.kl import KL_ESTIMATORS, k3, kl_estimator
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.reductions import resolve_reduction
@@ -133,12 +134,10 @@ def test_2_06_masked_tokens_are_no_time_steps() -> None:
 @pytest.mark.parametrize("make", OF_THE_ENGINE)
 def test_2_07_a_correction_without_its_log_probabilities_is_an_error(make: Callable[[], RLCallback]) -> None:
     correction = make()
-    given: dict[str, Any] = {"critic": False, "steps_per_rollout": 2}
-    algorithm = an_algorithm([correction], loss=Reinforce())
     mute, speaking = (FakeEngine(lambda _: [2], returns_logprobs=flag) for flag in (False, True))
     with pytest.raises(ValueError, match='reads "rollout_logprobs", but FakeEngine gives none'):
-        check_reads(algorithm, engine=mute, **given)
-    check_reads(algorithm, engine=speaking, **given)
+        check(check_reads, correction, loss=Reinforce(), engine=mute, steps_per_rollout=2)
+    check(check_reads, correction, loss=Reinforce(), engine=speaking, steps_per_rollout=2)
     with pytest.raises(ValueError, match='expected a rollout with "rollout_logprobs", got none'):
         run_step(view_of([-1.0]), callbacks=[correction])
 

@@ -78,7 +78,7 @@ def test_truncated_responses_without_a_trained_token_end_the_run() -> None:
 def test_advantages_that_are_all_zero_end_the_run_though_steps_are_made(tmp_path: Path) -> None:
     ending = pytest.raises(IdleRunError, match=r"every advantage is zero, because .* groups/zero_variance 1")
     with pytest.warns(UserWarning, match="rollout 0 taught"), ending:
-        run(folder=tmp_path, minibatches=2)
+        run(folder=tmp_path, minibatches_per_rollout=2)
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 6
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.distributed import FSDP2Strategy
-from lightning_rl.setup_checks import size_cure
+from lightning_rl.run_spec import size_cure
 from lightning_rl.utils.finding import Finding
 
 NAME = "batches"

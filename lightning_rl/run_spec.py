@@ -1,0 +1,435 @@
+"""RunSpec: a run as its setup sees it, and the checks that its options, callbacks, engine and data fit together.
+
+The checks read constructor arguments alone, so every rank finds the same problems before weights are loaded.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_rl.advantages import ESTIMATORS, Estimator
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.corrections import (
+    CONTRIBUTIONS,
+    MADE_AFTER,
+    POLICY_LOSS_FACTORS,
+    TOKEN_REWARDS,
+    Corrections,
+    LossView,
+)
+from lightning_rl.distributed import Parallel
+from lightning_rl.environments import EnvironmentReward
+from lightning_rl.generation import Engine, SamplingParams
+from lightning_rl.losses import LOSSES, PolicyLoss
+from lightning_rl.policy.attention import choose_attention, hardware_of
+from lightning_rl.policy.liger import has_liger
+from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
+
+Problems = Iterator[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Run before its models are built.
+
+    Attributes:
+        algorithm: Loss, advantages, reduction and corrections.
+        engine: Engine that generates.
+        sampling: Sampling parameters for training.
+        evaluations: Sampling parameters of the evaluations; None where an evaluation takes those of training.
+        rewards: Reward functions and weights by name.
+        parallel: Strategy.
+        attention: Attention kernel.
+        compiled: True if layers are compiled.
+        liger: True if liger-kernel is used.
+        critic: True if there is a critic.
+        reference: True if ``reference=`` is given.
+        group_size: Number of samples per prompt.
+        minibatches: Number of optimizer steps per pass over a rollout.
+        steps_per_rollout: Number of optimizer steps per rollout.
+        max_staleness: Maximum number of rollouts generated ahead.
+        prompts_per_rollout: Number of prompts per rollout on all ranks; None outside of a fit.
+    """
+
+    algorithm: Algorithm
+    engine: Engine
+    parallel: Parallel
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    evaluations: Sequence[SamplingParams | None] = ()
+    rewards: Mapping[str, tuple[Any, float]] = dataclasses.field(default_factory=dict)
+    attention: str = "auto"
+    compiled: bool = False
+    liger: bool = False
+    critic: bool = False
+    reference: bool = False
+    group_size: int = 2
+    minibatches: int = 1
+    steps_per_rollout: int = 1
+    max_staleness: int = 0
+    prompts_per_rollout: int | None = None
+
+    @property
+    def corrections(self) -> Corrections:
+        """Corrections of the algorithm."""
+        return self.algorithm.corrections
+
+
+def check_run(spec: RunSpec) -> None:
+    """Run all checks; raise one ValueError that lists all problems."""
+    checks = CHECKS if spec.prompts_per_rollout is None else (*CHECKS, *FIT_CHECKS)
+    problems = [problem for check in checks for problem in check(spec)]
+    if len(problems) == 1:
+        raise ValueError(problems[0])
+    if problems:
+        raise ValueError("\n".join([f"{len(problems)} problems:", *(f"* {problem}" for problem in problems)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Optional fields that are read, so the passes that have to run."""
+
+    old_logprobs: bool = False
+    ref_logprobs: bool = False
+    sum_pi_squared: bool = False
+
+
+def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
+    """Return the passes over a rollout that have to run."""
+    early = _early_fields(algorithm) | set(algorithm.advantages.reads)
+    return Needs(
+        old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
+        ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
+        sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
+    )
+
+
+def needed_extras(corrections: Corrections, sampling: SamplingParams) -> dict[str, str]:
+    """Return the extras that a run needs of each token, with the name of the user of each."""
+    needed = {name: type(callback).__name__ for callback in corrections.callbacks for name in callback.records}
+    if sampling.filters:
+        needed[SAMPLING_MASK] = f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}"
+    return needed
+
+
+def check_kernels(spec: RunSpec) -> Problems:
+    """Yield a problem if device, packages or strategy do not support the kernels."""
+    device = spec.parallel.strategy.root_device
+    try:
+        choose_attention(spec.attention, hardware_of(device), None)
+    except ValueError as unsupported:
+        yield str(unsupported)
+    if spec.liger and device.type != "cuda":
+        yield f"expected a GPU for liger=True, got {device.type}: remove it"
+    elif spec.liger and not has_liger():
+        yield (
+            "expected liger-kernel to be installed for liger=True, got an environment without it: "
+            'pip install "lightning-rl[liger]", or remove it'
+        )
+    if spec.compiled and not spec.parallel.compiles:
+        name = type(spec.parallel.strategy).__name__
+        yield (
+            f"expected a strategy that supports compile=, got {name}, which splits the parts of a layer: use one "
+            'device, "ddp", or "fsdp2" without tensor parallelism, or remove it'
+        )
+
+
+def check_ratios(spec: RunSpec) -> Problems:
+    """Yield a problem if the importance ratios of loss and weights count one policy twice."""
+    loss, weights = spec.algorithm.loss, spec.corrections.contributors("token_weight")
+    factors = [(_script_name("loss", loss, LOSSES), loss.ratio, None)]
+    factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
+    for number, (name, ratio, alternative) in enumerate(factors):
+        for other, other_ratio, _ in factors[:number]:
+            if ratio is None or other_ratio is None:
+                continue
+            for place, side in enumerate(("numerator", "denominator")):
+                if ratio[place] == other_ratio[place]:
+                    cure = f": use {alternative} instead" if alternative else ": leave one of them out"
+                    if alternative and other_ratio[1] == "rollout":  # every ratio to the rollout policy counts it twice
+                        cure = f": leave {name} out; a mask such as SequenceRatioMask carries no ratio"
+                    yield (
+                        f"{name} carries the ratio {ratio[0]}/{ratio[1]} and {other} "
+                        f"{other_ratio[0]}/{other_ratio[1]}, so the {ratio[place]} policy would count twice as "
+                        f"{side}{cure}"
+                    )
+                    break
+
+
+def check_pairs(spec: RunSpec) -> Problems:
+    """Yield a problem if a correction replaces another one, or has no effect beside it."""
+    callbacks = spec.corrections.callbacks
+    present = {type(callback).name: type(callback).__name__ for callback in callbacks}
+    for callback in callbacks:
+        name = type(callback).__name__
+        for other in sorted(set(callback.idle_beside) & present.keys()):
+            yield (
+                f"expected {name} or {present[other]}, got both: {name} has no effect beside {present[other]}; remove "
+                "one of them"
+            )
+        for replaced in sorted(set(callback.replaces) & present.keys()):
+            yield (
+                f"expected {name} instead of {present[replaced]}, got both, which would count twice: remove "
+                f"{present[replaced]}"
+            )
+
+
+def check_estimator(spec: RunSpec) -> Problems:
+    """Yield a problem if the estimator cannot use token rewards, critic or groups."""
+    estimator, corrections = spec.algorithm.advantages, spec.corrections
+    chosen = _script_name("advantages", estimator, ESTIMATORS)
+    for callback in () if estimator.per_token else corrections.contributors(*TOKEN_REWARDS):
+        cure = f"{callback.alternative}, or " if callback.alternative else ""
+        yield (
+            f"{type(callback).__name__} returns a reward per token, but {chosen} takes one scalar per row: use "
+            f"{cure}a per-token estimator such as GAE"
+        )
+    if spec.group_size == 1 and estimator.compares:
+        yield (
+            f"{chosen} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
+            "more, or an estimator without a group such as reinforce, ReMax or GAE"
+        )
+    for callback in corrections.contributors("reward_bonus") if estimator.needs_greedy else ():
+        if callback.reads:
+            yield (
+                f"{chosen} scores a greedy answer with the bonus of {type(callback).__name__}, which reads "
+                f"{callback.reads[0]}, and greedy answers have none: use one without the other"
+            )
+        elif callback.compares_rows:
+            yield (
+                f"{chosen} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
+                "normalize with the samples: use one without the other"
+            )
+    for callback in corrections.callbacks if spec.group_size == 1 else ():
+        if callback.compares_groups:
+            yield (
+                f"{type(callback).__name__} compares the samples of a prompt, which group_size=1 does not have: use "
+                "group_size=2 or more, or remove it"
+            )
+    if spec.critic and "values" not in estimator.reads:
+        yield f"critic= has no effect, because {chosen} reads no values: use GAE, or no critic"
+
+
+def check_turn_rewards(spec: RunSpec) -> Problems:
+    """Yield a problem if the estimator uses turn rewards that do not sum to the row's reward."""
+    if not spec.algorithm.advantages.turn_rewards:
+        return
+    chosen = f"{spec.algorithm.advantages.name}(turn_rewards=True)"
+    weights = [weight for function, weight in spec.rewards.values() if isinstance(function, EnvironmentReward)]
+    if weights != [1.0]:
+        yield (
+            f"expected one EnvironmentReward() of weight 1 for {chosen}, got "
+            f"{f'weights {weights}' if weights else 'none'}: add it to rewards="
+        )
+    for callback in spec.corrections.contributors("reward_bonus"):
+        if callback.scales_rewards or callback.compares_rows:
+            yield (
+                f"expected unscaled rewards for {chosen}, got {type(callback).__name__}, which scales rewards of rows "
+                "but not of turns: use one without the other"
+            )
+
+
+def check_reads(spec: RunSpec) -> Problems:
+    """Yield a problem for each field that is read but does not exist; warn of corrections without effect."""
+    readers: dict[str, list[str]] = {}
+    for name, fields in _reading(spec.algorithm):
+        for field in fields:
+            readers.setdefault(field, []).append(name)
+    names = {field.name for field in dataclasses.fields(LossView)}
+    late = names - {field.name for field in dataclasses.fields(Rollout)}
+    for field in sorted(_early_fields(spec.algorithm) & late):
+        yield f"expected {field} in reads_at_loss, got it in reads: it exists only at the loss"
+    for field, who in readers.items():
+        if field.partition("/")[0] not in names:
+            yield f'expected {who[0]} to read a field of Rollout, got "{field}"; known: {sorted(names)}'
+    yield from _extras_problems(
+        {field: who for field, who in readers.items() if field.partition("/")[0] in names}, spec
+    )
+    yield from _stage_problems(spec.corrections)
+    if "values" in readers and not spec.critic:
+        yield f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module'
+    if "rollout_logprobs" in readers and not spec.engine.capabilities.returns_logprobs:
+        yield (
+            f'{readers["rollout_logprobs"][0]} reads "rollout_logprobs", but {type(spec.engine).__name__} gives none: '
+            "use an engine that returns log-probabilities"
+        )
+    if spec.steps_per_rollout == 1:
+        _warn_of_idle_corrections(spec.corrections)
+
+
+def check_filters(spec: RunSpec) -> Problems:
+    """Yield a problem for each evaluation whose filters the engine ignores, or that lacks one it needs."""
+    for sampling in spec.evaluations:
+        yield from filter_problems(sampling, spec.engine)
+
+
+def filter_problems(sampling: SamplingParams | None, engine: Engine) -> Problems:
+    """Yield a problem if the engine ignores a filter, or needs one because it records sampling masks as lists."""
+    if sampling is None:
+        return
+    lists_masks = SAMPLING_MASK in engine.extras and engine.capabilities.lists_masks
+    if sampling.temperature > 0 and not sampling.filters and lists_masks:
+        yield (
+            f"expected a greedy or filtered evaluation, because training filters, got temperature="
+            f"{sampling.temperature} alone: {type(engine).__name__} would list the whole vocabulary per token; "
+            "pass top_k=, top_p= or min_p=, or engine=TransformersEngine()"
+        )
+    if sampling.filters and not engine.capabilities.filters:
+        yield (
+            f"expected an engine that supports top_k={sampling.top_k}, top_p={sampling.top_p}, "
+            f"min_p={sampling.min_p} of an evaluation, got {type(engine).__name__}, which ignores them: use "
+            "engine=TransformersEngine(), or remove them"
+        )
+
+
+def check_reference(spec: RunSpec) -> Problems:
+    """Warn of a reference that is never loaded."""
+    yield from ()
+    if spec.reference and not needs(spec.algorithm, steps_per_rollout=spec.steps_per_rollout).ref_logprobs:
+        warnings.warn(
+            "reference= is given, but nothing reads ref_logprobs, so it is not loaded: add ReferenceKL() or "
+            "AdaptiveKL() to the callbacks, or remove it",
+            stacklevel=2,
+        )
+
+
+def check_extras(spec: RunSpec) -> Problems:
+    """Yield a problem for each extra that training needs and the engine cannot record."""
+    for name, who in needed_extras(spec.corrections, spec.sampling).items():
+        if name not in spec.engine.capabilities.extras:
+            yield (
+                f'{who} needs "{name}" of every token, which {type(spec.engine).__name__} does not record: use '
+                f"engine=TransformersEngine(), or remove it"
+            )
+
+
+def check_pipelining(spec: RunSpec) -> Problems:
+    """Yield a problem if the engine cannot generate while the policy trains; warn if nothing corrects for it."""
+    if spec.max_staleness == 0:
+        return
+    can, name, staleness = spec.engine.capabilities, type(spec.engine).__name__, spec.max_staleness
+    if not can.generates_ahead:
+        yield (
+            f"expected an engine that generates while the policy trains, because max_staleness={staleness}, got a "
+            f"{name} on the trainer's GPU, where the trainer's kernels would delay each token: use VLLMServerEngine on "
+            "other GPUs, or max_staleness=0"
+        )
+        return
+    if can.sleeps:
+        yield (
+            f"expected an engine that stays awake while the policy trains, because max_staleness={staleness}, got "
+            f"{name}, which sleeps after each rollout: use {name}(sleeps=False), or max_staleness=0"
+        )
+    if can.collective:
+        yield (
+            f"expected one engine per rank, because max_staleness={staleness} generates during the trainer's "
+            f"collectives, got a shared {name}: use {name}(tensor_parallel_size=1), or max_staleness=0"
+        )
+    if staleness > 1 and not can.syncs_while_generating:
+        yield (
+            f"expected max_staleness=1 with {name}, got {staleness}: it cannot receive weights while it generates, "
+            "so each sync would wait for all rollouts in flight; use 1, or an engine on a server"
+        )
+    loss, correcting = spec.algorithm.loss, spec.corrections.contributors(*POLICY_LOSS_FACTORS)
+    reads = [*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))]
+    if "rollout_logprobs" not in reads:
+        cure = "OffPolicyIS" if loss.ratio is None else "TruncatedIS"
+        warnings.warn(
+            f"max_staleness={staleness} trains on samples of earlier weights, and nothing corrects for it: add "
+            f"{cure}() to the callbacks",
+            stacklevel=2,
+        )
+
+
+def check_sizes(spec: RunSpec) -> Problems:
+    """Yield a problem if the prompts of a rollout do not divide by minibatches x ranks."""
+    prompts, minibatches, ranks = spec.prompts_per_rollout, spec.minibatches, spec.parallel.ranks
+    if prompts is not None and prompts % (minibatches * ranks):
+        yield (
+            f"expected prompts_per_rollout to be a multiple of minibatches_per_rollout x ranks, got {prompts} for "
+            f"{minibatches} x {ranks}: {size_cure(prompts, minibatches * ranks)}"
+        )
+
+
+def size_cure(prompts: int, parts: int) -> str:
+    """Return the nearest valid settings for a message."""
+    below = prompts // parts * parts
+    near = " or ".join(str(number) for number in (below, below + parts) if number)
+    return f"prompts_per_rollout={near}, or other minibatches_per_rollout="
+
+
+CHECKS = (check_kernels, check_ratios, check_pairs, check_estimator, check_turn_rewards, check_reads, check_filters)
+FIT_CHECKS = (check_reference, check_extras, check_pipelining, check_sizes)
+
+
+def _early_fields(algorithm: Algorithm) -> set[str]:
+    """Return the fields that corrections read before the loss."""
+    return {field for callback in algorithm.corrections.callbacks for field in callback.reads}
+
+
+def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the fields that corrections, loss and estimator read, with the reader's name."""
+    reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in algorithm.corrections.callbacks]
+    reading.append((_script_name("loss", algorithm.loss, LOSSES), algorithm.loss.reads))
+    reading.append((_script_name("advantages", algorithm.advantages, ESTIMATORS), algorithm.advantages.reads))
+    return reading
+
+
+def _script_name(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str, PolicyLoss | Estimator]) -> str:
+    """Return an option as source code, with its registered name if it has one."""
+    names = [name for name, one in known.items() if one is chosen]
+    return f'{option}="{names[0]}"' if names else f"{option}={chosen.name}"
+
+
+def _extras_problems(readers: Mapping[str, Sequence[str]], spec: RunSpec) -> Problems:
+    """Yield entries of dict fields that nothing provides, or that two callbacks provide."""
+    advantages, extras = spec.algorithm.advantages, spec.engine.capabilities.extras
+    providing = spec.corrections.contributors("provide")
+    known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in extras}
+    known |= {f"extras/{GREEDY_SCORE}"} if advantages.needs_greedy else set()
+    known |= {f"token_extras/{SUM_PI_SQUARED}"} & set(advantages.reads)
+    for callback in providing:
+        for twice in sorted(known & set(callback.provides)):
+            yield (
+                f'expected one provider of "{twice}", got {type(callback).__name__} too: rename its tensor, or '
+                "remove one of them"
+            )
+        known |= set(callback.provides)
+    if not all(callback.provides for callback in providing):
+        return  # a callback without `provides` may provide any entry
+    for field, who in readers.items():
+        if "/" in field and not field.startswith("task_rewards/") and field not in known:
+            yield (
+                f'{who[0]} reads "{field}", but nothing provides it: add a callback whose `provide` returns it, or '
+                f"remove it from `reads`; provided: {sorted(known) or 'nothing'}"
+            )
+
+
+def _stage_problems(corrections: Corrections) -> Problems:
+    """Yield fields in ``reads`` that are computed after all of the reader's per-rollout methods."""
+    for callback in corrections.callbacks:
+        rows = [name for name, entry in CONTRIBUTIONS.items() if entry.when != "update"]
+        methods = [method for method in rows if method in callback.contributes]
+        for field in callback.reads:
+            early = MADE_AFTER.get(field, ())
+            if methods and all(method in early for method in methods):
+                yield (
+                    f'{type(callback).__name__} reads "{field}" in {", ".join(methods)}, before {field} '
+                    f"exist: read it in {'provide, ' if 'provide' not in early else ''}rollout_metrics or observe, or "
+                    "name it in reads_at_loss for a mask, weight or term of the loss"
+                )
+
+
+def _warn_of_idle_corrections(corrections: Corrections) -> None:
+    for callback in corrections.callbacks:
+        if "loss_term" in callback.contributes:
+            continue  # a ratio of 1 in a term still carries its gradient
+        if "old_logprobs" in callback.reads_at_loss and "rollout_logprobs" not in callback.reads_at_loss:
+            cure = f": use {callback.alternative}" if callback.alternative else ""
+            warnings.warn(
+                "with one optimizer step per rollout old_logprobs equal logprobs, so "
+                f"{type(callback).__name__} has no effect{cure}, or take more steps (minibatches_per_rollout=, "
+                "epochs_per_rollout=)",
+                stacklevel=2,
+            )
