@@ -132,9 +132,9 @@ def test_several_differences_are_named_at_once(checkpoint: Path) -> None:
 
 def test_steps_per_rollout_cannot_change_within_a_run(checkpoint: Path) -> None:
     with pytest.raises(
-        ValueError, match="start a new run from its weights, since minibatches cannot change within a run"
+        ValueError, match="start a new run from its weights, since minibatches_per_rollout cannot change within a run"
     ):
-        resume(checkpoint, minibatches_per_rollout=2, allow_config_changes=["minibatches"])
+        resume(checkpoint, minibatches_per_rollout=2, allow_config_changes=["minibatches_per_rollout"])
 
 
 def test_what_bends_no_result_may_change(checkpoint: Path) -> None:

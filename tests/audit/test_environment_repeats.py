@@ -264,8 +264,8 @@ def test_what_a_factory_keeps_is_what_it_was(monkeypatch: pytest.MonkeyPatch) ->
     assert "more than -1 s" in str(replay(Partner))
 
 
-def judge(*environment_repeats: Replay) -> list[str]:
-    evidence = replace(evidence_of(), environment_repeats=environment_repeats)
+def judge(*replays: Replay) -> list[str]:
+    evidence = replace(evidence_of(), replays=replays)
     return [f"{finding.culprit}: {finding.observed}" for finding in CHECKS["environment_replays"](evidence)]
 
 
@@ -276,5 +276,5 @@ def test_who_is_named() -> None:
     ]
     (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
     assert found.startswith("stage draw") and found.endswith("others in 2 of 2: messages, reward")
-    evidence = replace(evidence_of(), environment_repeats=[Replay("Shop", "it is too slow")])
+    evidence = replace(evidence_of(), replays=[Replay("Shop", "it is too slow")])
     assert CHECKS["environment_replays"].judge(evidence).skipped == {"environment_replays": "it is too slow"}

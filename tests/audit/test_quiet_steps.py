@@ -254,9 +254,7 @@ def test_a_hook_that_trims_the_plan_is_named() -> None:
         if current is not None:
             plan = current.plan
             short = tuple(step[:1] for step in plan.minibatches)
-            module.run.current = dataclasses.replace(
-                current, plan=dataclasses.replace(plan, minibatches_per_rollout=short)
-            )
+            module.run.current = dataclasses.replace(current, plan=dataclasses.replace(plan, minibatches=short))
 
     found = culprits(
         type("Trim", (Callback,), {"on_before_optimizer_step": trim})(),

@@ -66,7 +66,7 @@ END, TEMPLATE = 7, (7, 20, 30, 31, 7, 20, 40)
 
 def slips(*written: tuple[int, Sequence[int]], opens: bool = False) -> list[str]:
     found = [Seam(5, 0, drawn, tuple(ids), TEMPLATE, opens) for drawn, ids in written]
-    evidence = replace(evidence_of(), turn_boundaries=found)
+    evidence = replace(evidence_of(), seams=found)
     return [finding.observed.partition(" behind")[0] for finding in CHECKS["written_replies"](evidence)]
 
 
@@ -94,7 +94,7 @@ def test_every_slip_shows(drawn: int, written: tuple[int, ...], slip: str) -> No
 
 
 def test_a_template_that_does_not_tell_is_skipped() -> None:
-    evidence = replace(evidence_of(), turn_boundaries=[Seam(5, 0, END, (1, 2), ())])
+    evidence = replace(evidence_of(), seams=[Seam(5, 0, END, (1, 2), ())])
     assert CHECKS["written_replies"](evidence) == []
     assert "does not tell" in CHECKS["written_replies"].judge(evidence).skipped["written_replies"]
 

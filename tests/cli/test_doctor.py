@@ -355,7 +355,7 @@ def test_a_token_budget_beyond_the_minibatch_counts_the_minibatch() -> None:
         < plan_of(max_tokens_per_microbatch=10**6).activations
     )
     assert (
-        plan_of(max_tokens_per_microbatch=10**6, minibatches=2).activations
+        plan_of(max_tokens_per_microbatch=10**6, minibatches_per_rollout=2).activations
         == plan_of(max_tokens_per_microbatch=rows * 35 // 2).activations
     )
 

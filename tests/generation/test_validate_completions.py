@@ -146,8 +146,8 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
         ),
         pytest.param(one(version=1), "weights that were pushed, the last of which is 0 .* got version 1", id="version"),
         pytest.param(one(versions=(0, 0, 7)), "weights that were pushed, .* got version 7", id="version-of-a-token"),
-        pytest.param(one(finish=1), "a Completion with a Finish from OwnEngine", id="finish"),
-        pytest.param(one(finish="stop"), "a Completion with a Finish from OwnEngine", id="finish-text"),
+        pytest.param(one(finish=1), "a Completion with a FinishReason from OwnEngine", id="finish"),
+        pytest.param(one(finish="stop"), "a Completion with a FinishReason from OwnEngine", id="finish-text"),
         pytest.param(
             lambda given: iter(given), "expected 4 completions .* got a list_iterator: return a list", id="it"
         ),
@@ -157,7 +157,7 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
         pytest.param(lambda given: Lying(given[:2]), "expected 4 completions from OwnEngine, .* got 2", id="lying"),
         pytest.param(lambda given: Lying(given * 5), "expected 4 completions from OwnEngine, .* got 5", id="endless"),
         pytest.param(
-            lambda given: [*given[:2], "x", given[3]], "a Completion with a Finish .* got 'x'", id="no-completion"
+            lambda given: [*given[:2], "x", given[3]], "a Completion with a FinishReason .* got 'x'", id="no-completion"
         ),
         pytest.param(lambda given: [*given[:2], Unspeakable(), given[3]], "got a Unspeakable", id="unspeakable"),
         pytest.param(one(token_ids=None), "token ids as a tuple from OwnEngine, got a NoneType", id="ids-none"),

@@ -38,8 +38,8 @@ function chart(name, { height = 130, marked = null, pick = null, axes = false } 
     if (!axes) return;
     ctx.fillStyle = line;
     for (const each of RUN.rollouts)
-      for (const ticket of each.tickets.slice(-1)) {
-        const x = plot.valToPos(ticket, "x", true);
+      for (const stepIndex of each.step_indices.slice(-1)) {
+        const x = plot.valToPos(stepIndex, "x", true);
         if (x >= bbox.left && x <= bbox.left + bbox.width) ctx.fillRect(x - devicePixelRatio, bbox.top + bbox.height - 5 * devicePixelRatio, 2 * devicePixelRatio, 5 * devicePixelRatio);
       }
   };

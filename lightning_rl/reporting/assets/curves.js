@@ -19,8 +19,8 @@ function beyond(name) {
 function placeOf(name, step) {
   const steps = RUN.metrics[name][0];
   const from = steps[steps.indexOf(step) - 1] ?? -Infinity;
-  const recorded = RUN.rollouts.find((line) => line.tickets.some((ticket) => ticket > from && ticket <= step));
-  const distance = (line) => Math.min(...line.tickets.map((ticket) => Math.abs(ticket - step)));
+  const recorded = RUN.rollouts.find((line) => line.step_indices.some((stepIndex) => stepIndex > from && stepIndex <= step));
+  const distance = (line) => Math.min(...line.step_indices.map((stepIndex) => Math.abs(stepIndex - step)));
   const [nearest] = [...RUN.rollouts].sort((one, other) => distance(one) - distance(other));
   return { from, recorded, nearest };
 }
@@ -133,7 +133,7 @@ async function moved(name, step) {
   const { from, recorded, nearest } = placeOf(name, step);
   if (!RUN.rollouts.length) return h("p", { class: "quiet" }, "No rollout was recorded, so there are no values by token.");
   if (!recorded) {
-    const back = RUN.metrics[name][0].reduce((one, other) => (Math.abs(other - nearest.tickets[nearest.tickets.length - 1]) < Math.abs(one - nearest.tickets[nearest.tickets.length - 1]) ? other : one));
+    const back = RUN.metrics[name][0].reduce((one, other) => (Math.abs(other - nearest.step_indices[nearest.step_indices.length - 1]) < Math.abs(one - nearest.step_indices[nearest.step_indices.length - 1]) ? other : one));
     return h("p", { class: "notice" }, "The rollout of this point was not recorded. ",
       recordedAt(name, back) ? h("a", { href: link("metric", { name, step: back }) }, `The nearest point with a recording is step ${back}.`) : h("a", { href: link("rollout", { rollout: nearest.rollout }) }, `The nearest is rollout ${nearest.rollout}.`));
   }

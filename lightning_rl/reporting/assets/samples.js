@@ -127,7 +127,7 @@ async function viewRollout(params) {
   search.value = params.get("find") || "";
   const step = page.steps[0];
   const facts = [plural(page.samples.length, "sample"), plural(new Set(page.samples.map((sample) => sample.group)).size, "group"), plural(page.samples.reduce((sum, sample) => sum + sample.tokens, 0), "token"),
-    step ? `steps ${page.steps[0].ticket}–${page.steps[page.steps.length - 1].ticket}` : null, page.ranks > 1 ? plural(page.ranks, "rank") : null].filter(Boolean).join(" · ");
+    step ? `steps ${page.steps[0].step_index}–${page.steps[page.steps.length - 1].step_index}` : null, page.ranks > 1 ? plural(page.ranks, "rank") : null].filter(Boolean).join(" · ");
   const content = h("div", { class: "stack" },
     h("div", { class: "bar" }, stepper("rollout", numbers, rollout, (other) => set({ rollout: other })), h("span", { class: "quiet small" }, facts)),
     page.findings.length ? h("p", { class: "notice" }, h("a", { href: link("findings", { rollout }) }, `${plural(page.findings.length, "finding")} of the audit in this rollout`)) : null,

@@ -3,7 +3,7 @@
 
 /** For a metric: what it is a figure of, how the figure is made, and the value of each token or row. */
 function sharesOf(metric, page, from, to) {
-  const steps = page.steps.map((step, number) => number).filter((n) => page.steps[n].ticket > from && page.steps[n].ticket <= to);
+  const steps = page.steps.map((step, number) => number).filter((n) => page.steps[n].step_index > from && page.steps[n].step_index <= to);
   const parts = steps.length ? steps : page.steps.map((step, number) => number);
   const values = [];
   const rule = RULES.find((known) => known.fits(metric));

@@ -274,7 +274,7 @@ def test_one_that_blocks_in_this_process_ends_the_run(folder: str, plugins: None
         finally:
             environment.close()
     """
-    script = "from lightning_rl import Finish as adapter_finish\n" + textwrap.dedent(script)
+    script = "from lightning_rl import FinishReason as adapter_finish\n" + textwrap.dedent(script)
     path = f"import sys; sys.path.insert(0, {str(PLUGINS)!r})\n"
     ended = subprocess.run([sys.executable, "-c", path + script], capture_output=True, text=True, timeout=120)
     assert "timeout: the program took longer than 2 s" in ended.stderr
