@@ -19,8 +19,7 @@ from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, ReferenceKL, RouterReplay, TruncatedIS
 from lightning_rl.environments import TokenStep
-from lightning_rl.environments.environment_failures import FailedEnvironmentsError
-from lightning_rl.environments.outcome import DEFAULT
+from lightning_rl.environments.outcome import DEFAULT, FailedEnvironmentsError
 from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.generation import Completion, Request, TransformersEngine
 from lightning_rl.policy.sampling_mask import holds

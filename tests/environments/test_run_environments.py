@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, BridgeError, Environment, Message, ParserError, StepResult, ToolCall
-from lightning_rl.environments.environment_failures import FailedEnvironmentsError
+from lightning_rl.environments.outcome import FailedEnvironmentsError
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.rollout import TURNS
 

@@ -121,7 +121,7 @@ def give_nan(ask: Ask) -> ProgramResult:
         (rewrite, "ValueError: expected question 2 to go on from the 4 ids .* got other ids from place 2"),
         (drop, "ValueError: expected question 2 to go on from the 4 ids .* got 4 ids"),
         (change_agent, "ValueError: expected one agent that asks the policy in a conversation, got a second one"),
-        (go_on_behind_an_end, r"ValueError: expected answers to end at token ids \[20\].* got 20 in the midst"),
+        (go_on_behind_an_end, r"ValueError: expected answers to end at token ids \[20\].* got 20 inside of one"),
         (ask_nothing, "ValueError: expected a program that asks the policy, got one that ended without a question"),
         (fail, "KeyError: 'gone'"),
         (give_nan, "ValueError: expected reward to be a number or None, got nan"),
