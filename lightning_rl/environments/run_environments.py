@@ -32,15 +32,13 @@ STARTS = 2**61  # start of the seeds of environments, far from those of samples
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """Check that rows of the data name an environment.
+    """Check that rows of the data name an environment in the column ``environment``.
 
     Args:
         names: Names of the environments.
-        column: Column with the name of a row's environment; also checked for a single environment with a name.
     """
 
     names: tuple[str, ...]
-    column: str = DEFAULT
 
     def __call__(self, columns: Mapping[str, Any], row: str) -> str:
         """Return the name of a row's environment.
@@ -57,18 +55,16 @@ class RowCheck:
                 f"expected data without a column {min(taken)!r}, which rewards get from environments, got one in "
                 f"{row}: rename it"
             )
-        if len(self.names) == 1 and (self.names[0] == DEFAULT or self.column not in columns):
+        if len(self.names) == 1 and (self.names[0] == DEFAULT or DEFAULT not in columns):
             return self.names[0]
-        if self.column not in columns:
+        if DEFAULT not in columns:
             raise ValueError(
-                f"expected a column {self.column!r} in {row} that names one of {sorted(self.names)}, got "
+                f"expected a column {DEFAULT!r} in {row} that names one of {sorted(self.names)}, got "
                 f"{sorted(columns) or 'no columns'}: add it, or pass a single environment"
             )
-        name = columns[self.column]
+        name = columns[DEFAULT]
         if not (isinstance(name, str) and name in self.names):
-            raise ValueError(
-                f"expected column {self.column!r} of {row} to name one of {sorted(self.names)}, got {name!r}"
-            )
+            raise ValueError(f"expected column {DEFAULT!r} of {row} to name one of {sorted(self.names)}, got {name!r}")
         return name
 
 

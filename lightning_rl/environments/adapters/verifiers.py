@@ -58,6 +58,8 @@ class Verifiers:
         ValueError: If taskset or tokenizer do not fit; says what to change.
     """
 
+    replayable = False  # tasks and harnesses are programs, which may reach outside
+
     def __init__(
         self,
         config: Any,
