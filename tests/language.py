@@ -34,6 +34,7 @@ CHECKED = (
     "lightning_rl/serialization.py",
     "lightning_rl/distributed",
     "lightning_rl/utils/mutation_guard.py",
+    "lightning_rl/environments",
     "lightning_rl/evaluation",
     "lightning_rl/utils/event_loop.py",
     "lightning_rl/utils/atomic_write.py",

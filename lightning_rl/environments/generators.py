@@ -1,4 +1,4 @@
-"""Global random generators, which belong to the run: a check that environments leave them, and states of their own."""
+"""Checks that environments leave the global generators of the run alone, and separate states for those that use them."""
 
 import random
 import threading

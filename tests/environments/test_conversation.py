@@ -1,4 +1,4 @@
-"""Conversation: prefixes grow by concatenation, limits end it, and whatever an environment does costs its own row."""
+"""Conversations, turn by turn: prefixes, limits, rewards, and failures of the environment."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -238,7 +238,7 @@ class Scoring(Scripted):
         self.score = score
 
     def reward(self) -> float | None:
-        """What it was told to say."""
+        """Return or raise the given score."""
         if isinstance(self.score, Exception):
             raise self.score
         return self.score

@@ -159,7 +159,7 @@ def test_a_round_waits_for_the_late_as_long_as_the_one_before_took_to_draw(monke
     lingers: list[float] = []
 
     class Listening(Exchange):
-        """Three rounds of nobody."""
+        """Exchange of three rounds."""
 
         @override
         def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
@@ -384,7 +384,7 @@ class Shared(FakeEngine):
 
 
 def on_ranks(*ranks: Callable[[Callable[[Any], list[Any]]], Any]) -> list[Any]:
-    """What each rank returns or raises; each gets what gathers a value of all of them."""
+    """Return the result or exception of each rank; each gets a function that gathers a value of all."""
     barrier, values = threading.Barrier(len(ranks), timeout=20), dict[int, Any]()
 
     def gather_of(rank: int) -> Callable[[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""Endpoint: loopback, a secret, one question at a time, and nothing that is left when it is closed."""
+"""Endpoint of programs: loopback, a secret, one question at a time, and an orderly end."""
 
 import http.client
 import threading

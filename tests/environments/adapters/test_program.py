@@ -1,4 +1,4 @@
-"""Program: whoever asks for answers as an environment; prefixes go on from what was drawn, or the row fails."""
+"""Programs as environments: prefixes continue the sampled tokens, or the row fails."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ FIRST = Request(
 
 
 def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits: Any) -> tuple[Transcript, Any]:
-    """What becomes of a conversation in which turn k draws (20 + k, EOS)."""
+    """Return the transcript of a conversation whose turn k samples (20 + k, EOS)."""
     programs: list[ScriptedProgram] = []
 
     def make() -> ProgramEnvironment:

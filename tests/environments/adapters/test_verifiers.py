@@ -82,7 +82,7 @@ class Seen(Endpoint):
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
-    """What goes over endpoints."""
+    """Requests and responses of all endpoints."""
     kept: list[Exchange] = []
     monkeypatch.setattr(adapter, "Endpoint", partial(Seen, kept))
     return kept
