@@ -1,4 +1,4 @@
-"""Checks that environments leave the global generators of the run alone, and separate states for those that use them."""
+"""Check that environments leave the global generators of the run alone, and separate states for those that draw."""
 
 import random
 import threading
