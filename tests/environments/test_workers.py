@@ -82,7 +82,7 @@ def print_without_end() -> None:
         sys.stdout.write("x" * 1000)
 
 
-def sleep_without_end() -> None:
+def sleep_without_end() -> Any:
     while True:
         try:
             time.sleep(1000)
@@ -177,6 +177,15 @@ class FailsOnce(Bad):
         return super().step(token_ids, finish)
 
 
+class Waits(Bad):
+    """Never ends its first step, in which it writes a file."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+        Path(self.row["file"]).touch()
+        return sleep_without_end()
+
+
 class InMessages(Environment):
     """Draws from every global generator of its process."""
 
@@ -209,7 +218,14 @@ def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    factories = {"bad": Bad, "messages": InMessages, "lambda": lambda: Bad(), "once": FailsOnce, "breaks": breaks}
+    factories: dict[str, Any] = {
+        "bad": Bad,
+        "messages": InMessages,
+        "lambda": lambda: Bad(),
+        "once": FailsOnce,
+        "waits": Waits,
+    }
+    factories |= {"breaks": breaks}
     made = WorkerPool(factories, workers=8, step_seconds=3.0, conversation_seconds=4.5)
     yield made
     made.close()
@@ -312,23 +328,21 @@ def test_factories_are_sent_or_refused(pool: WorkerPool) -> None:
         pool.describe("breaks")
 
 
-def test_closing_ends_busy_workers_and_the_pool_can_be_used_again(pool: WorkerPool) -> None:
-    other = WorkerPool({"bad": Bad}, workers=2, step_seconds=600.0)
+def test_closing_ends_busy_workers_and_the_pool_can_be_used_again(pool: WorkerPool, tmp_path: Path) -> None:
     transcripts: list[Transcript] = []
-    thread = threading.Thread(target=lambda: transcripts.extend(run(other, ["hang"], retry=False)))
-    environment: Any = other.open("bad", other.budget())
+    row = {"retry": False, "file": str(tmp_path / "busy")}
+    thread = threading.Thread(target=lambda: transcripts.extend(run(pool, ["well"], "waits", **row)))
+    environment: Any = pool.open("bad", pool.budget())
     environment.reset({"sample": 0, "end": "well"}, 0)
     thread.start()
-    assert wait_for(lambda: len(other.pids()) == 5)  # the server, two guards, two workers
-    begin = time.monotonic()
-    other.close()
+    assert wait_for((tmp_path / "busy").exists)
+    pool.close()
     with pytest.raises(EnvironmentFailureError, match="the process was ended by SIGKILL in step"):
         environment.step((1,), FinishReason.STOP)
     thread.join(30)
-    assert time.monotonic() - begin < 30 and transcripts[0].finish == FinishReason.FAILED
-    assert nothing_is_left(*pool.pids())
-    assert run(other, ["well"])[0].outcome.reward == 0.5
-    other.close()
+    assert transcripts[0].outcome.failure == "lost process: the process was ended by SIGKILL in step"
+    assert nothing_is_left()
+    assert run(pool, ["well"])[0].outcome.reward == 0.5
 
 
 def run_script(folder: Path, script: str) -> Fork:
