@@ -42,7 +42,7 @@ from lightning_rl.corrections.weight_watch import WeightWatch
 from lightning_rl.data import Prompt, PromptDataModule, StepIndex, StepLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.environments import ConversationLimits
-from lightning_rl.environments.environment_failures import report_environments
+from lightning_rl.environments.outcome import report_environments
 from lightning_rl.environments.parsing import AnswerParser, ParserSource, check_source
 from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck, factories_of
 from lightning_rl.environments.tools import Tool

@@ -33,6 +33,7 @@ CHECKED = (
     "lightning_rl/data",
     "lightning_rl/serialization.py",
     "lightning_rl/distributed",
+    "lightning_rl/environments",
     "lightning_rl/evaluation",
     "lightning_rl/generation",
     "lightning_rl/losses",

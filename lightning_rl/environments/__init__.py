@@ -13,7 +13,7 @@ from lightning_rl.environments.environment import (
     ToolCall,
 )
 from lightning_rl.environments.messages import MessageEnvironment
-from lightning_rl.environments.outcome import Outcome
+from lightning_rl.environments.outcome import EnvironmentReward, Outcome
 from lightning_rl.environments.parsing import (
     AnswerParser,
     ParserError,
@@ -21,7 +21,6 @@ from lightning_rl.environments.parsing import (
     TemplateParser,
     parser_for,
 )
-from lightning_rl.environments.reward import EnvironmentReward
 from lightning_rl.environments.tools import ObjectEnvironment, ToolEnvironment
 
 __all__ = [

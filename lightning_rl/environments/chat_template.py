@@ -7,14 +7,13 @@ token is ever encoded again.
 
 import inspect
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.environments.environment import Message
-from lightning_rl.environments.environment_schema import strings_of
 
 MARK = "mark-of-an-answer-7f3a"
 KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two tools": ("tool", "tool")}
@@ -236,3 +235,15 @@ def _call(message: Message, text: str, *, written: bool) -> dict[str, Any]:
     arguments = {"x": text}
     function = {"name": message.get("name") or "f", "arguments": json.dumps(arguments) if written else arguments}
     return {"type": "function", "id": message["tool_call_id"], "function": function}
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Yield all strings in nested values, except keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from strings_of(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from strings_of(part)

@@ -15,16 +15,10 @@ from typing import Any, Self, cast
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.environments.environment import (
-    Environment,
-    Message,
-    TokenEnvironment,
-    TokenStep,
-)
-from lightning_rl.environments.environment_schema import check_reset, check_step, name_of
-from lightning_rl.environments.failure import TIMEOUT, Failure
+from lightning_rl.environments.environment import Environment, Message, TokenEnvironment, TokenStep
 from lightning_rl.environments.generators import refuse_draws
-from lightning_rl.environments.outcome import DEFAULT, Outcome
+from lightning_rl.environments.outcome import DEFAULT, TIMEOUT, EnvironmentFailureError, Outcome
+from lightning_rl.environments.validation import check_reset, check_step, name_of
 from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.mutation_guard import copy_plain
@@ -160,12 +154,12 @@ class Conversation:
         self.request: Request | None = None
         self.transcript: Transcript | None = None
         self._environment, self._first, self._limits, self._name = environment, first, limits, name
-        self._make, self._again = again, again
+        self._make = again
         self._retries, self._timeouts, self._seconds = 0, 0, 0.0
         self._forget()
 
     def _forget(self) -> None:
-        """Reset the state of the conversation."""
+        """Clear the state of the conversation."""
         self._row = ConversationRow(prompt_ids=self._first.prefix_ids)
         self._drawn = 0
         self._rewards: list[float] = []
@@ -175,22 +169,17 @@ class Conversation:
     def begin(self, row: Mapping[str, Any], seed: int) -> None:
         """Reset the environment, which may return a prompt."""
         self._start = row, seed
-        try:
-            if self._environment is None:
+        with self._failures():
+            if self._environment is None and self._make is not None:
                 with self._clock():
-                    self._environment = self._open()
-            environment = self._environment
+                    self._environment = self._make()
+            environment = self._partner
             with self._clock():
-                said = environment.reset(copy_plain(dict(row)), seed)
-            prompt = self._prompt(check_reset(environment, said, self._limits.vocabulary))
-        except PASSED:
-            raise
-        except BaseException as error:  # noqa: BLE001  any error costs only its row, sys.exit too
-            self._fail(error)
-            return
-        if prompt:
-            self._row = ConversationRow(prompt_ids=prompt)
-        self._ask(self._row.prompt_ids)
+                prompt = environment.reset(copy_plain(dict(row)), seed)
+            self._check_prompt(check_reset(environment, prompt, self._limits.vocabulary))
+            if prompt:
+                self._row = ConversationRow(prompt_ids=tuple(prompt))
+            self._ask(self._row.prompt_ids)
 
     def receive(self, completion: Completion) -> None:
         """Pass the completion of :attr:`request` to the environment and process its reply."""
@@ -200,46 +189,44 @@ class Conversation:
             )
         turn, self.request = Turn(request=self.request, completion=completion), None
         self._drawn += len(completion.token_ids)
-        if completion.finish == FinishReason.ABORT:
-            self._add(turn)
-            self._end(FinishReason.ABORT)
-            return
-        try:
+        self._row = replace(self._row, turns=(*self._row.turns, turn))
+        with self._failures():
+            if completion.finish == FinishReason.ABORT:
+                self._end(FinishReason.ABORT)
+                return
             with self._clock():
-                said = self._partner.step(completion.token_ids, completion.finish)
-            step = check_step(self._partner, said, self._limits.vocabulary)
-        except PASSED:
-            raise
-        except BaseException as error:  # noqa: BLE001  as above
-            self._add(turn)
-            self._fail(error)
-            return
-        self._take(turn, step)
+                step = self._partner.step(completion.token_ids, completion.finish)
+            self._take(turn, check_step(self._partner, step, self._limits.vocabulary))
 
     def abandon(self) -> None:
         """End the conversation early."""
-        self.request = self._again = None
+        self.request = self._make = None
         if self.transcript is None:
-            self._end(FinishReason.ABORT)
+            with self._failures():
+                self._end(FinishReason.ABORT)
 
-    def _open(self) -> TokenEnvironment:
-        if self._make is None:
-            raise RuntimeError("expected an environment or a function that creates one, got neither")
-        return self._make()
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Treat an error of the environment as the failure of this conversation alone."""
+        try:
+            yield
+        except PASSED:
+            raise
+        except BaseException as error:  # noqa: BLE001  any error costs only its row, sys.exit too
+            self._fail(error)
 
-    def _prompt(self, said: Sequence[int]) -> tuple[int, ...]:
-        """Return the environment's prompt after checking that it leaves room for an answer."""
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        """Check that a prompt of the environment leaves room for an answer."""
         length = self._limits.length
-        if length is not None and len(said) >= length:
+        if length is not None and len(prompt) >= length:
             raise ValueError(
-                f"expected a prompt of fewer tokens than the context of {length}, got {len(said)} by reset"
+                f"expected a prompt of fewer tokens than the context of {length}, got {len(prompt)} by reset"
             )
-        return tuple(said)
 
     @property
     def _partner(self) -> TokenEnvironment:
         if self._environment is None:
-            raise RuntimeError("expected a conversation that has begun, got one without an environment")
+            raise RuntimeError("expected a conversation with an environment or a function that creates one, got none")
         return self._environment
 
     @property
@@ -249,38 +236,40 @@ class Conversation:
     @contextmanager
     def _clock(self) -> Iterator[None]:
         """Add the environment's time, and raise if it draws from a global generator."""
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         try:
             with refuse_draws(f"environment {self._name}" if self._environment is None else name_of(self._environment)):
                 yield
         finally:
-            self._seconds += time.perf_counter() - begun
+            self._seconds += time.perf_counter() - begin
 
     def _take(self, turn: Turn, step: TokenStep) -> None:
         """Process the environment's reply."""
-        self._note(step)
-        turn = replace(turn, reward=step.reward)
+        self._add(step)
+        self._replace_last(reward=step.reward)
         if step.done:
-            self._add(turn)
             self._end(turn.completion.finish)  # LENGTH if the last answer was cut off
-        elif self._turns + 1 >= self._limits.turns:
-            self._add(turn)
+        elif self._turns >= self._limits.turns:
             self._stop(FinishReason.TURNS)
         else:
             rewrites = bool(step.rewritten)
-            reply = tuple(step.rewritten if rewrites else step.token_ids)
+            reply = tuple(step.rewritten or step.token_ids)
             prefix = reply if rewrites else (*turn.request.prefix_ids, *turn.completion.token_ids, *reply)
-            fits = self._room(prefix) > 0  # a reply without room for an answer is left out
-            self._add(replace(turn, reply=reply, rewrites=rewrites) if fits else turn)
+            if self._room(prefix) > 0:  # a reply without room for an answer is left out
+                self._replace_last(reply=reply, rewrites=rewrites)
             self._ask(prefix)
 
-    def _note(self, step: TokenStep) -> None:
-        """Store messages, metrics and reward of a step."""
+    def _add(self, step: TokenStep) -> None:
+        """Add messages, metrics and reward of a step."""
         self._messages += [copy_plain(dict(message)) for message in step.messages]
         for name, value in step.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value
         if step.reward is not None:
             self._rewards.append(float(step.reward))
+
+    def _replace_last(self, **changes: Any) -> None:
+        *before, last = self._row.turns
+        self._row = replace(self._row, turns=(*before, replace(last, **changes)))
 
     def _room(self, prefix: Sequence[int]) -> int:
         """Return the number of tokens that the next turn may sample."""
@@ -293,68 +282,48 @@ class Conversation:
         if room <= 0:
             self._stop(FinishReason.LENGTH)
             return
-        sampling = replace(self._first.sampling, max_new_tokens=room)
         self.request = replace(
             self._first,
             prefix_ids=prefix,
             turn=self._turns,
             seed=turn_seed(self._first.seed, self._turns),
-            sampling=sampling,
+            sampling=replace(self._first.sampling, max_new_tokens=room),
         )
-
-    def _add(self, turn: Turn) -> None:
-        self._row = replace(self._row, turns=(*self._row.turns, turn))
 
     def _stop(self, finish: FinishReason) -> None:
         """End the conversation at a limit, with the environment's final reward."""
         score = getattr(self._environment, "reward", None)
         if callable(score) and self._row.turns:
-            try:
-                with self._clock():
-                    self._reward(cast(float | TokenStep | None, score()))
-            except PASSED:
-                raise
-            except BaseException as error:  # noqa: BLE001  as above
-                self._fail(error)
-                return
+            with self._clock():
+                final = cast(float | TokenStep | None, score())
+            step = final if isinstance(final, TokenStep) else TokenStep(done=True, reward=final)
+            self._add(step)
+            if step.reward is not None:
+                self._replace_last(reward=(self._row.turns[-1].reward or 0.0) + float(step.reward))
         self._end(finish)
-
-    def _reward(self, said: float | TokenStep | None) -> None:
-        """Add a final reward to the last turn, with the metrics of a :class:`TokenStep`."""
-        step = said if isinstance(said, TokenStep) else TokenStep(done=True, reward=said)
-        self._note(step)
-        if step.reward is None:
-            return
-        last = self._row.turns[-1]
-        last = replace(last, reward=(last.reward or 0.0) + float(step.reward))
-        self._row = replace(self._row, turns=(*self._row.turns[:-1], last))
 
     def _fail(self, error: BaseException) -> None:
         """Start over once; at the second failure end the conversation."""
-        failure = Failure.of(error)
+        failure = EnvironmentFailureError.of(error)
         self._messages += getattr(self._environment, "unanswered", ())
         self._timeouts += failure.kind == TIMEOUT
-        if self._again is None:
+        if self._make is None or self._retries:
             self._end(FinishReason.FAILED, failure)
             return
         with self._clock():
             close_quietly(self._environment)
-        self._environment = self._again = None
+        self._environment = None
         self._retries += 1
         self._forget()
         self.begin(*self._start)
 
-    def _end(self, finish: FinishReason, failure: Failure | None = None) -> None:
-        try:
-            if self._environment is not None:
-                with self._clock():
-                    self._environment.close()
-        except PASSED:
-            raise
-        except BaseException as error:  # noqa: BLE001  as above
-            if failure is None:
-                self._fail(error)
-                return
+    def _end(self, finish: FinishReason, failure: EnvironmentFailureError | None = None) -> None:
+        """Close the environment and store the transcript."""
+        with self._clock():
+            if failure is None and self._environment is not None:
+                self._environment.close()
+            else:
+                close_quietly(self._environment)
         outcome = Outcome(
             answer=self._row.turns[-1].completion.token_ids if self._row.turns else (),
             environment=self._name,

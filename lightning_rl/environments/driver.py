@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from lightning_rl.environments.conversation import Conversation, Transcript
 from lightning_rl.generation import Completion, Engine, Request
@@ -60,10 +60,9 @@ def converse(
         EngineError: If the engine fails or a check does. Environments are closed then.
         ValueError: If ``limit`` is not positive.
     """
-    return _play(
-        _Talks(openings, answers=answers, executor=executor, limit=limit),
-        lambda talks: engine.converse(talks, logprobs=logprobs),
-    )
+    with _Conversations(openings, answers, executor, limit) as conversations:
+        engine.converse(conversations, logprobs=logprobs)
+        return conversations.transcripts()
 
 
 def play(
@@ -84,30 +83,18 @@ def play(
     Returns:
         The transcripts, in the order of ``openings``.
     """
-
-    def in_rounds(talks: "_Talks") -> None:
-        while requests := talks.take():
-            give_all(talks, requests, draw(requests))
-
-    return _play(_Talks(openings, answers=None, executor=executor, limit=limit), in_rounds)
+    with _Conversations(openings, None, executor, limit) as conversations:
+        while requests := conversations.take():
+            give_all(conversations, requests, draw(requests))
+        return conversations.transcripts()
 
 
-def _play(talks: "_Talks", drive: Callable[["_Talks"], None]) -> list[Transcript]:
-    try:
-        drive(talks)
-        return talks.transcripts()
-    except BaseException:
-        talks.abandon()
-        raise
-
-
-class _Talks:
-    """Conversations as an :class:`~lightning_rl.generation.engine.Exchange`."""
+class _Conversations:
+    """Conversations as an :class:`~lightning_rl.generation.engine.Exchange`, closed if the block raises."""
 
     def __init__(
         self,
         openings: Sequence[Opening],
-        *,
         answers: TurnAnswers | None,
         executor: Executor | None,
         limit: int | None,
@@ -122,6 +109,20 @@ class _Talks:
         self._busy: set[Conversation] = set()  # their environments are running
         self._failure: BaseException | None = None
         self._abandoned = False
+
+    def __enter__(self) -> Self:
+        """Return this object."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close every environment after an error; running ones are closed when they return."""
+        if kind is None:
+            return
+        with self._changed:
+            self._abandoned = True
+            idle = [opening.conversation for opening in self._openings if opening.conversation not in self._busy]
+        for conversation in idle:
+            conversation.abandon()
 
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
         """Return the requests of all conversations that have one; see :meth:`Exchange.take`."""
@@ -203,25 +204,18 @@ class _Talks:
             if abandoned:
                 conversation.abandon()
 
-    def abandon(self) -> None:
-        """Close every environment; running ones are closed when they return."""
-        with self._changed:
-            self._abandoned = True
-            idle = [opening.conversation for opening in self._openings if opening.conversation not in self._busy]
-        for conversation in idle:
-            conversation.abandon()
-
     def transcripts(self) -> list[Transcript]:
-        if self._answers is not None:
-            self._answers.close()
-        return [_transcript_of(opening.conversation, self._answers) for opening in self._openings]
-
-
-def _transcript_of(conversation: Conversation, answers: TurnAnswers | None) -> Transcript:
-    """Return the transcript of a conversation with the engine's completions as they were checked."""
-    transcript = conversation.transcript
-    if transcript is None:
-        raise RuntimeError("expected a conversation that has ended, got one that waits")
-    if answers is None:
-        return transcript
-    return replace(transcript, given=tuple((one, answers.answer_to(one) or drawn) for one, drawn in transcript.pairs))
+        """Return the transcripts with the engine's completions as they were checked."""
+        answers = self._answers
+        if answers is not None:
+            answers.close()
+        transcripts = list[Transcript]()
+        for opening in self._openings:
+            transcript = opening.conversation.transcript
+            if transcript is None:
+                raise RuntimeError("expected a conversation that has ended, got one that waits")
+            if answers is not None:
+                pairs = tuple((request, answers.answer_to(request) or drawn) for request, drawn in transcript.pairs)
+                transcript = replace(transcript, given=pairs)
+            transcripts.append(transcript)
+        return transcripts

@@ -9,24 +9,9 @@ import numpy as np
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.arguments import check_numbers
 
-COUNTED = frozenset(
-    {
-        "turns",
-        "tokens",
-        "rewritten",
-        "failed",
-        "retries",
-        "timeouts",
-        "cut_by_turns",
-        "cut_by_tokens",
-        "reward",
-        "logprob",
-    }
-)
-"""Metrics of every conversation, whose names are reserved."""
-
-LARGEST = float(np.finfo(np.float32).max)
-TRUTHS = (bool, np.bool_)
+LIMITS_REACHED, FAILURES = {"cut_by_turns", "cut_by_tokens"}, {"failed", "retries", "timeouts"}
+RESERVED = {"turns", "tokens", "rewritten", "reward", "logprob"} | LIMITS_REACHED | FAILURES
+"""Names of the metrics of every conversation."""
 
 Message = Mapping[str, Any]
 """Chat message as in templates: ``role``, ``content``, optional ``tool_calls``, ``name``."""
@@ -188,21 +173,16 @@ class TokenEnvironment(Protocol):
         ...
 
 
-def _check_step(name: str, said: Sequence[Any], rewritten: Sequence[Any], *, done: bool) -> None:
-    for what, items in ((name, said), ("rewritten", rewritten)):
+def _check_step(name: str, replies: Sequence[Any], rewritten: Sequence[Any], *, done: bool) -> None:
+    for field_name, items in ((name, replies), ("rewritten", rewritten)):
         if isinstance(items, (str, Mapping)):
-            raise ValueError(f"expected {what} to be a list, got {type(items).__name__} {items!r}")
-    if not isinstance(done, TRUTHS):
-        raise ValueError(f"expected done to be True or False, got {done!r:.200}")
-    if rewritten and done:
+            raise ValueError(f"expected {field_name} to be a list, got {type(items).__name__} {items!r}")
+    if rewritten and (done or replies):
         raise ValueError(
-            "expected rewritten or done=True, got both: leave rewritten out in a conversation that is done"
+            f"expected rewritten without {name} and done=True, got more: put the whole context into rewritten, and "
+            "leave it out at the end of a conversation"
         )
-    if rewritten and said:
-        raise ValueError(
-            f"expected rewritten alone, got {name} too: put the whole context of the policy into rewritten"
-        )
-    if not done and not said and not rewritten:
+    if not (done or replies or rewritten):
         raise ValueError(f"expected {name} for the policy to answer, or done=True, got neither")
 
 
@@ -212,16 +192,11 @@ def check_figures(reward: Any, metrics: Any) -> None:
     Raises:
         ValueError: If not; names the value.
     """
-    if not isinstance(reward, TRUTHS):
-        check_numbers(finite=True, optional=True, reward=reward)
     if not isinstance(metrics, Mapping):
         raise ValueError(f"expected metrics to map names to numbers, got {metrics!r:.200}")
-    if reward is not None and abs(float(reward)) > LARGEST:
-        raise ValueError(f"expected a reward of at most {LARGEST:g}, the range of float32, got {reward!r}")
-    for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise ValueError(f"expected names of metrics to be text, got {name!r:.200}")
-        if name in COUNTED:
-            raise ValueError(f"expected another name than {name!r} for a metric, which every conversation logs")
-        if not isinstance(value, TRUTHS):
-            check_numbers(finite=True, **{f"metric {name}": value})
+    if taken := RESERVED & set(metrics):
+        raise ValueError(f"expected another name than {min(taken)!r} for a metric, which every conversation logs")
+    figures = {"reward": reward, **{f"metric {name}": value for name, value in metrics.items()}}
+    for name, value in figures.items():
+        if not isinstance(value, (bool, np.bool_)):
+            check_numbers(finite=True, optional=name == "reward", **{name: value})

@@ -28,11 +28,10 @@ import torch
 
 from lightning_rl.environments.conversation import close_quietly
 from lightning_rl.environments.environment import Environment, TokenEnvironment, TokenStep, check_figures
-from lightning_rl.environments.environment_schema import check_reset, check_step, name_of, plain
-from lightning_rl.environments.failure import words_of
-from lightning_rl.environments.protocols import environment_of
+from lightning_rl.environments.outcome import text_of
 from lightning_rl.environments.run_environments import begins_itself
 from lightning_rl.environments.tools import schemas_of
+from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
 from lightning_rl.rewards.process_worker import Log, adopt_orphans, children, reap, split
 
 LOG_BYTES = 2**15  # kept at the beginning of an environment's output, and as many at its end
@@ -46,15 +45,15 @@ def main(descriptor: int) -> None:
         descriptor: File descriptor of the connection to the trainer.
     """
     control = Connection(descriptor)
+    factories: dict[str, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the trainer
-    factories: dict[str, Any] = {}
-    for name, payload in cloudpickle.loads(sys.stdin.buffer.read()).items():
-        try:
+    try:
+        for name, payload in cloudpickle.loads(sys.stdin.buffer.read()).items():
             factories[name] = cloudpickle.loads(payload)
-        except BaseException:  # noqa: BLE001  the boundary to foreign code
-            tell(control, f"environment {name} could not be loaded in a process:\n{traceback.format_exc()}")
-            return
+    except BaseException:  # noqa: BLE001  the boundary to foreign code
+        tell(control, f"an environment could not be loaded in a process:\n{traceback.format_exc()}")
+        return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
     tell(control, "")
     while True:
@@ -128,7 +127,7 @@ class Host:
 
     def __init__(self, factories: Mapping[str, Any]) -> None:
         self._factories = factories
-        self._made: Environment | TokenEnvironment | None = None
+        self._environment: Environment | TokenEnvironment | None = None
 
     def answer(self, task: bytes) -> bytes:
         """Return the pickled result of a call: ``("returned", value)`` or ``("raised", kind, message, traceback)``."""
@@ -136,40 +135,40 @@ class Host:
             call, arguments = cloudpickle.loads(task)
             reply = pickle.dumps(("returned", plain(getattr(self, call)(*arguments))))
             if len(reply) > MAX_BYTES:
-                raise ValueError(
-                    f"expected {self._name} to return at most {MAX_BYTES} bytes from {call}, got {len(reply)}"
-                )
+                name = type(self._environment).__name__
+                raise ValueError(f"expected {name} to return at most {MAX_BYTES} bytes from {call}, got {len(reply)}")
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
-            return pickle.dumps(
-                ("raised", type(error).__name__, words_of(error)[:2000], traceback.format_exc()[-8000:])
-            )
+            return pickle.dumps(("raised", type(error).__name__, text_of(error)[:2000], traceback.format_exc()[-8000:]))
         return reply
 
     def describe(self, name: str) -> Mapping[str, Any]:
         """Return the fields of :class:`.workers.Description` for a factory."""
-        made = environment_of(self._factories[name]())
-        words = isinstance(made, Environment)
-        schemas = schemas_of(made.tools) if isinstance(made, Environment) else []
-        close_quietly(made)
-        opens = not isinstance(made, Environment) or begins_itself(made)
-        return {"words": words, "schemas": schemas, "begins_itself": opens, "name": name_of(made)}
+        environment = environment_of(self._factories[name]())
+        close_quietly(environment)
+        words = isinstance(environment, Environment)
+        return {
+            "uses_messages": words,
+            "schemas": schemas_of(environment.tools) if words else [],
+            "begins_itself": begins_itself(environment) if words else True,
+            "name": name_of(environment),
+        }
 
     def reset(self, name: str, row: Mapping[str, Any], seed: int) -> Any:
         """Create an environment and begin a conversation, after seeding the global generators of this process."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed % 2**63)
-        self._made = made = environment_of(self._factories[name]())
+        self._environment = made = environment_of(self._factories[name]())
         return check_reset(made, made.reset(row, seed))
 
     def step(self, *answer: Any) -> Mapping[str, Any]:
         """Pass an answer to the environment and return the fields of its reply."""
-        made: Any = self._made
+        made: Any = self._environment
         return _fields_of(check_step(made, made.step(*answer)))
 
     def reward(self) -> float | Mapping[str, Any] | None:
         """Return the final reward of a conversation that ends at a limit."""
-        made = self._made
+        made = self._environment
         score = made.reward() if isinstance(made, Environment) else getattr(made, "reward", lambda: None)()
         if isinstance(score, TokenStep):
             return _fields_of(score)
@@ -178,15 +177,11 @@ class Host:
 
     def close(self) -> bool:
         """End the conversation; return True if no thread or process of it is left."""
-        made, self._made = self._made, None
+        made, self._environment = self._environment, None
         if made is not None:
             made.close()
         reap()
         return threading.active_count() == 1 and not children()
-
-    @property
-    def _name(self) -> str:
-        return type(self._made).__name__
 
 
 def _fields_of(step: Any) -> Mapping[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_rl.environments.chat_template import Bridge
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult, TokenStep
-from lightning_rl.environments.environment_schema import check_context, check_reset, check_step, copy_message
 from lightning_rl.environments.parsing import AnswerParser, plain_text
+from lightning_rl.environments.validation import check_messages, check_reset, check_step, copy_message, name_of
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.mutation_guard import copy_plain
 
@@ -44,15 +44,14 @@ class MessageEnvironment:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
         """Return the prompt of the environment's first messages, or of the row's."""
-        said = check_reset(self.environment, self.environment.reset(row, seed))
-        if not (said or self._prompt):
+        opening = check_reset(self.environment, self.environment.reset(row, seed)) or self._prompt
+        if not opening:
             raise ValueError(
-                f"expected {type(self.environment).__name__}.reset to return messages for a prompt of token ids, got "
-                "none: write the prompts as text, or return messages"
+                f"expected {name_of(self.environment)}.reset to return messages for a prompt of token ids, got none: "
+                "write the prompts as text, or return messages"
             )
-        if not said:
-            check_context(self._prompt, "the row's prompt")
-        self._opening = tuple(copy_plain(copy_message(message)) for message in said or self._prompt)
+        check_messages(opening, "the row's prompt")
+        self._opening = tuple(copy_plain(copy_message(message)) for message in opening)
         self._prefix = list(self._bridge.encode(self._opening, self._schemas))
         return self._prefix
 
@@ -64,21 +63,22 @@ class MessageEnvironment:
             parsed = self._parse(token_ids, self._prefix, self._schemas)
         answer = dataclasses.replace(parsed, finish=finish, turn=self._turn, token_ids=tuple(token_ids))
         self.unanswered, self._opening = (*self._opening, copy_plain(message_of(answer))), ()
-        said: StepResult = check_step(self.environment, self.environment.step(answer))
+        step: StepResult = check_step(self.environment, self.environment.step(answer))
         self._turn += 1
-        messages = [copy_plain(copy_message(message)) for message in said.rewritten or said.messages]
-        rewritten = self._bridge.encode(messages, self._schemas) if said.rewritten else ()
-        ids = () if said.done or rewritten else self._bridge.after(token_ids, messages)
-        heard, self.unanswered = self.unanswered, ()
+        messages = [copy_plain(copy_message(message)) for message in step.rewritten or step.messages]
+        rewritten = self._bridge.encode(messages, self._schemas) if step.rewritten else ()
+        ids = () if step.done or rewritten else self._bridge.after(token_ids, messages)
         self._prefix = list(rewritten) or [*self._prefix, *token_ids, *ids]
         marked = [{**message, REWRITTEN: True} for message in messages] if rewritten else messages
+        answered, self.unanswered = self.unanswered, ()
+        counts = {"tool_calls": float(len(answer.tool_calls)), "parse_errors": float(len(answer.errors))}
         return TokenStep(
             token_ids=ids,
             rewritten=rewritten,
-            reward=said.reward,
-            done=said.done,
-            metrics={**_counts(answer), **said.metrics},
-            messages=(*heard, *marked),
+            reward=step.reward,
+            done=step.done,
+            metrics={**counts, **step.metrics},
+            messages=(*answered, *marked),
         )
 
     def reward(self) -> float | None:
@@ -105,7 +105,3 @@ def message_of(answer: Action) -> Message:
             for call in answer.tool_calls
         ]
     return message
-
-
-def _counts(answer: Action) -> dict[str, float]:
-    return {"tool_calls": float(len(answer.tool_calls)), "parse_errors": float(len(answer.errors))}

@@ -1,17 +1,31 @@
-"""Results of a conversation besides its tokens, for rewards, metrics and checkpoints."""
+"""Results of conversations besides their tokens: rewards, metrics, and reports of failed environments."""
 
 import json
+import re
+import traceback
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
+from lightning_rl.distributed import RunEndError
 from lightning_rl.environments.environment import Message
+from lightning_rl.utils.arguments import check_numbers
+from lightning_rl.utils.terminal import visible
 
 DEFAULT = "environment"
 """Name of a single environment."""
 
 REWARD_COLUMNS = ("conversation", "environment_reward")
 """Columns that reward functions receive: chat messages, and the environment's reward or None."""
+
+FOLDER = "failed_environments"
+TIMEOUT, DEATH = "timeout", "lost process"
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+MAX_CAUSES = 3  # of an error
+LOGGED = ("environment", "failure", "log", "messages", "answer", "metrics", "seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +54,9 @@ class Outcome:
 
     def state(self) -> dict[str, Any]:
         """Return plain values that load under ``weights_only=True``; messages as JSON."""
-        return {
-            "answer": list(self.answer),
-            "environment": self.environment,
-            "messages": json.dumps([dict(message) for message in self.messages], default=str),
-            "reward": self.reward,
-            "metrics": dict(self.metrics),
-            "seconds": self.seconds,
-            "failure": self.failure,
-            "log": self.log,
-        }
+        messages = json.dumps([dict(message) for message in self.messages], default=str)
+        plain = {name: getattr(self, name) for name in ("environment", "reward", "seconds", "failure", "log")}
+        return {**plain, "answer": list(self.answer), "messages": messages, "metrics": dict(self.metrics)}
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "Outcome":
@@ -72,12 +79,167 @@ def metrics_of(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     ``env/<environment>/<metric>``.
     """
     names = {outcome.environment for outcome in outcomes} - {""}
-    found: dict[str, list[float]] = {}
+    logged: dict[str, list[float]] = {}
     for name in sorted(names):
         mine = [outcome for outcome in outcomes if outcome.environment == name]
-        head = "env" if names == {DEFAULT} else f"env/{name}"
-        for figure in sorted({figure for outcome in mine for figure in outcome.metrics}):
-            found[f"{head}/{figure}"] = [float(outcome.metrics.get(figure, 0.0)) for outcome in mine]
+        prefix = "env" if names == {DEFAULT} else f"env/{name}"
+        for metric in sorted({metric for outcome in mine for metric in outcome.metrics}):
+            logged[f"{prefix}/{metric}"] = [float(outcome.metrics.get(metric, 0.0)) for outcome in mine]
         rewards = [outcome.reward for outcome in mine if outcome.reward is not None]
-        found |= {f"{head}/reward": rewards} if rewards else {}
-    return {**found, "time/environment": [outcome.seconds for outcome in outcomes]}
+        logged |= {f"{prefix}/reward": rewards} if rewards else {}
+    return {**logged, "time/environment": [outcome.seconds for outcome in outcomes]}
+
+
+class EnvironmentReward:
+    """Sum of the rewards of a conversation's turns.
+
+    Args:
+        nothing: Reward of a conversation whose environment gave none, such as one that ends at a limit; None for no
+            reward, so that it enters no statistic. A conversation without any answer never has a reward.
+
+    Example:
+        >>> EnvironmentReward()(["?"], ["4"], environment_reward=[1.0])
+        [1.0]
+    """
+
+    def __init__(self, nothing: float | None = 0.0) -> None:
+        check_numbers(finite=True, optional=True, nothing=nothing)
+        self.nothing = nothing
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],  # noqa: ARG002  the signature of a reward
+        completions: Sequence[Any],  # noqa: ARG002  as above
+        *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        environment_reward: Sequence[float | None] | None = None,
+        **columns: Any,  # noqa: ARG002  as above
+    ) -> list[float | None]:
+        """Return the rewards of conversations.
+
+        Raises:
+            ValueError: If the run has no environment.
+        """
+        if environment_reward is None:
+            raise ValueError("expected an environment for EnvironmentReward, got none: pass environment=")
+        answered = [True] * len(environment_reward) if completion_ids is None else map(len, completion_ids)
+        return [
+            self.nothing if reward is None and length else reward
+            for reward, length in zip(environment_reward, answered, strict=True)
+        ]
+
+
+class EnvironmentFailureError(Exception):
+    """Failure of an environment.
+
+    Args:
+        kind: Name of an exception, :data:`TIMEOUT` or :data:`DEATH`.
+        message: Description in one sentence.
+        log: Traceback, and the beginning and end of the output of an environment in a worker process.
+    """
+
+    def __init__(self, kind: str, message: str, log: str = "") -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.log = kind, log
+
+    @staticmethod
+    def of(error: BaseException) -> "EnvironmentFailureError":
+        """Return the failure for an exception of an environment."""
+        if isinstance(error, EnvironmentFailureError):
+            return error
+        log = "".join(traceback.format_exception(error))
+        return EnvironmentFailureError(type(error).__name__, text_of(error), log)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an exception, even if its ``__str__`` fails, without memory addresses."""
+    try:
+        return ADDRESS.sub("", str(error))
+    except Exception as further:  # noqa: BLE001  code of the user
+        return f"its text could not be made, which raised {type(further).__name__}"
+
+
+class FailedEnvironmentsError(RunEndError):
+    """Too many failed environments in a rollout, or an environment that was interrupted because the run has to stop."""
+
+
+class EnvironmentSummary(NamedTuple):
+    """Failed conversations of a rollout on one rank.
+
+    Attributes:
+        conversations: Number of conversations.
+        causes: Causes of failures with their counts.
+        path: Path of the file with their logs; empty without one.
+    """
+
+    conversations: int
+    causes: tuple[tuple[str, int], ...] = ()
+    path: str = ""
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], path: str = "") -> Self:
+        """Count the causes."""
+        causes = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
+        return cls(len(outcomes), tuple(causes.most_common()), path)
+
+
+def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
+    """Warn once of the failed conversations of a rollout on this rank, and write each with its log to a file.
+
+    Args:
+        outcomes: Outcomes of all conversations.
+        path: Path of the JSON Lines file, or None.
+
+    Returns:
+        The path of the file; empty if none was written.
+    """
+    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    if not failed:
+        return ""
+    written = str(path) if path is not None and _write(failed, path) else ""
+    where = f"; all are in {written}" if written else f"\n{failed[0].log}"
+    text = (
+        f"{len(failed)} of {len(outcomes)} conversations failed with their environment, so they neither train nor are "
+        f"rewarded. First, {failed[0].failure}{where}"
+    )
+    warnings.warn(visible(text).rstrip(), stacklevel=2)
+    return written
+
+
+def _write(failed: Sequence[Outcome], path: Path) -> bool:
+    """Write the file; return False if that fails, as a full disk should not end a run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for outcome in failed:
+                file.write(json.dumps({key: getattr(outcome, key) for key in LOGGED}, default=repr) + "\n")
+    except (OSError, ValueError, TypeError):
+        return False
+    return True
+
+
+def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max_share: float | None) -> None:
+    """End the run on every rank if too many conversations of a rollout failed.
+
+    Args:
+        summaries: Summaries of every rank.
+        number: Number of the rollout.
+        max_share: Share of failed conversations at which the run ends; None for never.
+
+    Raises:
+        FailedEnvironmentsError: If it is reached; names share, option and causes.
+    """
+    causes: Counter[str] = Counter()
+    for summary in summaries:
+        causes.update(dict(summary.causes))
+    failed, conversations = causes.total(), sum(summary.conversations for summary in summaries)
+    if max_share is None or not failed or failed < max_share * conversations:
+        return
+    paths = [summary.path for summary in summaries if summary.path]
+    where = f" Their logs are in {paths[0]}." if paths else ""
+    listed = "; ".join(f"{visible(cause)} ({count} times)" for cause, count in causes.most_common(MAX_CAUSES))
+    raise FailedEnvironmentsError(
+        f"expected working environments in rollout {number}, but {failed} of {conversations} conversations failed "
+        f"(max_environment_failure_rate={max_share:g}): {listed}. Fix the environment and resume, or allow more with "
+        f"max_environment_failure_rate=.{where}"
+    )

@@ -1,8 +1,7 @@
 """Parsers that split an answer into text, reasoning and tool calls, from other libraries.
 
-transformers parses with the response template of a tokenizer or the user, and ``renderers`` knows many model families.
-A parser has to read the call that the tokenizer's chat template writes, or an error is raised before anything is
-generated.
+The package ``renderers`` knows many model families, and transformers parses with a response template. A parser has to
+read the call that the tokenizer's chat template writes, or an error is raised before anything is generated.
 """
 
 import itertools
@@ -17,6 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.environments.environment import Action, Message, ToolCall
 from lightning_rl.rewards.optional_imports import require
+
+HERMES = "hermes"
+MAX_SHOWN = 120  # characters of a misread text in messages
 
 
 class AnswerParser(Protocol):
@@ -75,19 +77,16 @@ class TemplateParser:
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
-        said, before = (
-            str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) for ids in (token_ids, prefix_ids)
-        )
+        text, prefix = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prefix_ids))
         try:
             message: Any = self.tokenizer.parse_response(
-                said, dict(self.template), prefix=before, tools=list(tools) or None
+                text, dict(self.template), prefix=prefix, tools=list(tools) or None
             )
         except Exception as error:  # noqa: BLE001  a policy may write anything
             return _unreadable(self.tokenizer, token_ids, error)
-        calls, errors = _read_calls(message.get("tool_calls") or ())
-        reasoning = next(
-            (message[key] for key in ("reasoning_content", "thinking", "reasoning") if message.get(key)), None
-        )
+        calls, errors = _read_calls([call.get("function", call) for call in message.get("tool_calls") or ()])
+        keys = ("reasoning_content", "thinking", "reasoning")
+        reasoning = next((message[key] for key in keys if message.get(key)), None)
         return Action(text=_text(message.get("content")), tool_calls=calls, reasoning=reasoning, errors=errors)
 
 
@@ -125,10 +124,10 @@ class RendererParser:
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
-        specifications = [schema.get("function", schema) for schema in tools]
+        functions = [schema.get("function", schema) for schema in tools]
         try:
             parsed = self._renderer.parse_response(
-                list(token_ids), tools=specifications or None, prompt_ids=list(prefix_ids)
+                list(token_ids), tools=functions or None, prompt_ids=list(prefix_ids)
             )
         except Exception as error:  # noqa: BLE001  as above
             return _unreadable(self.tokenizer, token_ids, error)
@@ -164,9 +163,9 @@ def parser_for(
         except (ImportError, ParserError) as error:
             tried.append(str(error))
             continue
-        if (wrong := misread(parser, tokenizer, options)) is None:
+        if (fault := misread(parser, tokenizer, options)) is None:
             return parser
-        tried.append(f"{name}: {wrong}")
+        tried.append(f"{name}: {fault}")
     raise ParserError(
         f"expected a parser of the tool calls of {tokenizer.name_or_path or 'this tokenizer'}, got none that reads "
         f"what its chat template writes ({'; '.join(tried)}): pass tool_parser= with a response template of "
@@ -179,17 +178,17 @@ def _candidates(
     tokenizer: PreTrainedTokenizerBase, source: Mapping[str, Any] | str | None, options: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], AnswerParser]]]:
     """Yield the parsers to try with their names."""
-    own = getattr(tokenizer, "response_template", None)
     if isinstance(source, Mapping):
         yield "the response template", lambda: TemplateParser(tokenizer, source)
-    elif isinstance(source, str) and source != "hermes":
-        yield f"renderer {source!r}", lambda: RendererParser(tokenizer, source)
-    if source is None and (name := _renderer_name(tokenizer)) is not None:
+        return
+    name = _renderer_name(tokenizer) if source is None else source
+    if name is not None and name != HERMES:
         yield f"renderer {name!r}", lambda: RendererParser(tokenizer, name)
-    if source is None and own is not None:
-        yield "the tokenizer's response template", lambda: TemplateParser(tokenizer, own)
-    if source in (None, "hermes"):
-        yield "'hermes'", lambda: TemplateParser(tokenizer, hermes_template(tokenizer, options))
+    template = getattr(tokenizer, "response_template", None)
+    if source is None and template is not None:
+        yield "the tokenizer's response template", lambda: TemplateParser(tokenizer, template)
+    if source in (None, HERMES):
+        yield repr(HERMES), lambda: TemplateParser(tokenizer, hermes_template(tokenizer, options))
 
 
 def _renderer_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -209,9 +208,8 @@ def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
     Raises:
         ParserError: If the chat template has none.
     """
-    ask: list[Message] = [{"role": "user", "content": "?"}]
-    before, head = (_render(tokenizer, ask, options, head=head) for head in (False, True))
-    anchor = head[len(os.path.commonprefix([before, head])) :].partition("<think>")[0]  # noqa: RUF071  of characters
+    texts = [_render(tokenizer, [QUESTION], options, add_generation_prompt=add) for add in (False, True)]
+    anchor = texts[1][len(os.path.commonprefix(texts)) :].partition("<think>")[0]  # noqa: RUF071  of characters
     if not anchor:
         raise ParserError("'hermes': the chat template writes nothing at the head of an answer")
     return {
@@ -231,21 +229,14 @@ def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
     }
 
 
-SHOWN = 120  # characters of a misread text in messages
-NAME = "look_at"
-SAID = EARLIER, LATER = "words-of-an-earlier-call", "words-of-this-call"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": NAME,
-        "description": "Looks.",
-        "parameters": {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "where"}},
-            "required": ["x"],
-        },
-    },
+NAME, EARLIER, LATER = "look_at", "words-of-an-earlier-call", "words-of-this-call"
+QUESTION: Message = {"role": "user", "content": "?"}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"type": "string", "description": "where"}},
+    "required": ["x"],
 }
+TOOL = {"type": "function", "function": {"name": NAME, "description": "Looks.", "parameters": PARAMETERS}}
 
 
 def misread(
@@ -258,34 +249,35 @@ def misread(
     written = _written_call(tokenizer, options or {})
     if written is None:
         return "the chat template writes no tool calls"
-    before, said = written
-    answer = parser(tokenizer(said, add_special_tokens=False)["input_ids"], before, [TOOL])
-    read = [(call.name, dict(call.arguments)) for call in answer.tool_calls]
-    if read == [(NAME, {"x": LATER})]:
+    prefix, text = written
+    answer = parser(tokenizer(text, add_special_tokens=False)["input_ids"], prefix, [TOOL])
+    calls = [(call.name, dict(call.arguments)) for call in answer.tool_calls]
+    if calls == [(NAME, {"x": LATER})]:
         return None
-    if any(arguments.get("x") == EARLIER for _, arguments in read):
+    if any(arguments.get("x") == EARLIER for _, arguments in calls):
         return "it reads the call of an earlier answer again"
-    errors = [" ".join(error.split())[:SHOWN] for error in answer.errors]
-    return f"in {said[:SHOWN]!r} it reads {read or errors or 'no call'}"
+    errors = [" ".join(error.split())[:MAX_SHOWN] for error in answer.errors]
+    return f"in {text[:MAX_SHOWN]!r} it reads {calls or errors or 'no call'}"
 
 
 def _written_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[list[int], str] | None:
     """Return the ids before a call and the call's text, as written by the chat template; None if it writes none."""
-    ask: Message = {"role": "user", "content": "?"}
     for as_text, prefix in itertools.product((False, True), ("call0000", f"functions.{NAME}:")):
-        calls = [_call_message(words, f"{prefix}{number}", as_text=as_text) for number, words in enumerate(SAID)]
+        earlier, later = (
+            _call_message(words, f"{prefix}{number}", as_text=as_text) for number, words in enumerate((EARLIER, LATER))
+        )
         try:
             texts = [
-                _render(tokenizer, [ask, calls[0], ask], options, head=True),
-                _render(tokenizer, [ask, calls[0], ask, calls[1]], options, head=False),
+                _render(tokenizer, [QUESTION, earlier, QUESTION], options, add_generation_prompt=True),
+                _render(tokenizer, [QUESTION, earlier, QUESTION, later], options, add_generation_prompt=False),
             ]
         except Exception:  # noqa: BLE001  a template may raise anything
             continue
         ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
         before = list(os.path.commonprefix(ids))  # noqa: RUF071  of tokens
-        said = str(tokenizer.decode(ids[1][len(before) :], skip_special_tokens=False)).rstrip()
-        if NAME in said and LATER in said:
-            return before, said
+        written = str(tokenizer.decode(ids[1][len(before) :])).rstrip()
+        if NAME in written and LATER in written:
+            return before, written
     return None
 
 
@@ -293,45 +285,43 @@ def _call_message(words: str, number: str, *, as_text: bool) -> Message:
     """Return a call whose arguments are an object, as most templates expect, or JSON text."""
     arguments = {"x": words}
     function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
-    calls = [{"type": "function", "id": number, "function": function}]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": number, "function": function}],
+    }
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any], *, head: bool
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any], **more: Any
 ) -> str:
-    return str(
-        tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            **{**options, "tools": [TOOL], "tokenize": False, "add_generation_prompt": head},
-        )
-    )
+    messages = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(messages, **{**options, "tools": [TOOL], "tokenize": False, **more}))
 
 
-def _read_calls(attempts: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
+def _read_calls(functions: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
     """Return the valid calls and the faults of the others."""
     calls, errors = list[ToolCall](), list[str]()
-    for attempt in attempts:
-        call = attempt.get("function", attempt) if isinstance(attempt, Mapping) else attempt
+    for function in functions:
         try:
-            calls.append(_read_call(call, attempt))
+            calls.append(_read_call(function))
         except ValueError as error:
             errors.append(str(error))
     return calls, errors
 
 
-def _read_call(call: Any, attempt: Any) -> ToolCall:
-    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or not call["name"]:
-        raise ValueError(f"a tool call needs a name and arguments, got {call!r}")
-    arguments = call.get("arguments")
+def _read_call(function: Any) -> ToolCall:
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f"a tool call needs a name and arguments, got {function!r}")
+    name, arguments = function["name"], function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError as error:
-            raise ValueError(f"the arguments of {call['name']} are no JSON: {arguments!r}: {error}") from error
+            raise ValueError(f"the arguments of {name} are no JSON: {arguments!r}: {error}") from error
     if arguments is not None and not isinstance(arguments, Mapping):
-        raise ValueError(f"the arguments of {call['name']} have to be an object, got {arguments!r}")
-    return ToolCall(name=call["name"], arguments=dict(arguments or {}), id=attempt.get("id"))
+        raise ValueError(f"the arguments of {name} have to be an object, got {arguments!r}")
+    return ToolCall(name=name, arguments=dict(arguments or {}), id=function.get("id"))
 
 
 def _unreadable(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], error: Exception) -> Action:

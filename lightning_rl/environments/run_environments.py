@@ -17,8 +17,8 @@ from lightning_rl.environments.environment import Environment, Message, TokenEnv
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
 from lightning_rl.environments.parsing import AnswerParser, ParserSource, parser_for, plain_text
-from lightning_rl.environments.protocols import environment_of
 from lightning_rl.environments.tools import ObjectEnvironment, Tool, ToolEnvironment, schemas_of
+from lightning_rl.environments.validation import environment_of
 from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
 from lightning_rl.generation import Request, request_seed
 from lightning_rl.utils.naming import name_of
@@ -32,15 +32,13 @@ STARTS = 2**61  # start of the seeds of environments, far from those of samples
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """Check that rows of the data name an environment.
+    """Check that rows of the data name an environment in the column ``environment``.
 
     Args:
         names: Names of the environments.
-        column: Column with the name of a row's environment; also checked for a single environment with a name.
     """
 
     names: tuple[str, ...]
-    column: str = DEFAULT
 
     def __call__(self, columns: Mapping[str, Any], row: str) -> str:
         """Return the name of a row's environment.
@@ -57,18 +55,16 @@ class RowCheck:
                 f"expected data without a column {min(taken)!r}, which rewards get from environments, got one in "
                 f"{row}: rename it"
             )
-        if len(self.names) == 1 and (self.names[0] == DEFAULT or self.column not in columns):
+        if len(self.names) == 1 and (self.names[0] == DEFAULT or DEFAULT not in columns):
             return self.names[0]
-        if self.column not in columns:
+        if DEFAULT not in columns:
             raise ValueError(
-                f"expected a column {self.column!r} in {row} that names one of {sorted(self.names)}, got "
+                f"expected a column {DEFAULT!r} in {row} that names one of {sorted(self.names)}, got "
                 f"{sorted(columns) or 'no columns'}: add it, or pass a single environment"
             )
-        name = columns[self.column]
+        name = columns[DEFAULT]
         if not (isinstance(name, str) and name in self.names):
-            raise ValueError(
-                f"expected column {self.column!r} of {row} to name one of {sorted(self.names)}, got {name!r}"
-            )
+            raise ValueError(f"expected column {DEFAULT!r} of {row} to name one of {sorted(self.names)}, got {name!r}")
         return name
 
 
@@ -101,17 +97,14 @@ class Environments:
     def open(self, prompt: Prompt, request: Request) -> Opening:
         """Return a conversation for a request."""
         row, name = {**prompt.columns, "prompt": prompt.content}, self.name_for(prompt)
-        make = self._maker(name, prompt)
-        conversation = Conversation(None, request, self.limits, name, make)
+        make = self._maker(name)
+        conversation = Conversation(None, request, self.limits, name, lambda: self.in_tokens(make(), prompt))
         return Opening(conversation, row, request_seed(self.seed, 0, STARTS + prompt.index))
 
-    def _maker(self, name: str, prompt: Prompt) -> Callable[[], TokenEnvironment]:
+    def _maker(self, name: str) -> Factory:
         """Return the function that creates the environment of a conversation, for each try."""
         workers = self.workers
-        if workers is None:
-            return lambda: self.in_tokens(self.factories[name](), prompt)
-        budget = workers.budget()
-        return lambda: self.in_tokens(workers.open(name, budget), prompt)
+        return self.factories[name] if workers is None else partial(workers.open, name, workers.budget())
 
     def name_for(self, prompt: Prompt) -> str:
         """Return the name of a row's environment.
@@ -127,13 +120,12 @@ class Environments:
         if not isinstance(made, Environment):
             return made
         bridge = self._bridge(type(made).__name__)
-        schemas = _schemas(made)
         parse = self.parse or plain_text(bridge.tokenizer)
-        return MessageEnvironment(made, bridge, parse, schemas, messages_of(prompt))
+        return MessageEnvironment(made, bridge, parse, _schemas(made), messages_of(prompt))
 
     def _bridge(self, name: str) -> Bridge:
         if self.tokenizer is None:
-            raise BridgeError(f"expected a tokenizer for environment {name}, which speaks in messages, got none")
+            raise BridgeError(f"expected a tokenizer for environment {name}, which uses messages, got none")
         return Bridge(self.tokenizer, self.close, self.template_options)
 
     def check(self, tool_parser: ParserSource | None = None, prompt: Prompt | None = None) -> Self:
@@ -152,14 +144,14 @@ class Environments:
             ValueError: If an environment in messages begins with the row's prompt, which is token ids.
         """
         found = dict[str, Sequence[Mapping[str, Any]]]()
-        for name, factory in self.factories.items():
-            made = environment_of(factory() if self.workers is None else self.workers.open(name, self.workers.budget()))
+        for name in self.factories:
+            made = environment_of(self._maker(name)())
             close_quietly(made)  # it was never reset
             if not isinstance(made, Environment):
                 continue
             if prompt is not None and is_token_ids(prompt.content) and not begins_itself(made):
                 raise ValueError(
-                    f"expected prompts of text or of chat messages for environment {name}, which speaks in messages "
+                    f"expected prompts of text or of chat messages for environment {name}, which uses messages "
                     "and begins with the row's own prompt, got token ids: write the prompts as text, return messages "
                     "from its reset, or use an environment in token ids"
                 )
@@ -192,12 +184,12 @@ def factories_of(environment: EnvironmentSource | None, tools: Sequence[Tool] | 
         environment = partial(ToolEnvironment, tuple(tools))
     if environment is None:
         return {}
-    named = environment if isinstance(environment, Mapping) else {DEFAULT: environment}
-    for name, factory in named.items():
-        _check_factory(name, factory)
+    named = dict(environment) if isinstance(environment, Mapping) else {DEFAULT: environment}
     if not named:
         raise ValueError("expected an environment or several by name, got an empty mapping: pass environment=None")
-    return dict(named)
+    for name, factory in named.items():
+        _check_factory(name, factory)
+    return named
 
 
 def _check_tools(tools: Any) -> None:
@@ -208,7 +200,7 @@ def _check_tools(tools: Any) -> None:
 
 
 def _check_factory(name: Any, factory: Any) -> None:
-    """Check that a factory can create the environment of a name.
+    """Check that a factory can create the environment of a name, without arguments.
 
     Raises:
         ValueError: If not; says what to pass.
@@ -218,34 +210,23 @@ def _check_factory(name: Any, factory: Any) -> None:
             f"expected a name without / for each environment, as the column of the data has it, got {name!r}: its "
             "metrics are env/<name>/..."
         )
-    if callable(factory):
-        _check_arguments(name, factory)
-        return
-    got, cure = repr(factory), "pass the class itself, or a lambda that makes one"
-    if isinstance(factory, str):
-        cure = "pass the class itself, or its name with its module, such as my_package.Guess"
-    elif hasattr(factory, "step"):
-        got = f"an object of {type(factory).__name__}"
-        cure = f"pass {type(factory).__name__} itself, or a lambda that makes one"
-    raise ValueError(
-        f"expected environment {name} to be a class or a function that makes one for each conversation, got {got}: "
-        f"{cure}"
-    )
-
-
-def _check_arguments(name: str, factory: Factory) -> None:
-    """Check that a factory can be called without arguments."""
+    if not callable(factory):
+        cure = "pass the class itself, or a lambda that makes one"
+        if isinstance(factory, str):
+            cure = "pass the class itself, or its name with its module, such as my_package.Guess"
+        raise ValueError(
+            f"expected environment {name} to be a class or a function that makes one for each conversation, got "
+            f"{factory!r:.200}: {cure}"
+        )
     try:
-        signature = inspect.signature(factory)
-    except ValueError:
-        return  # a C function without a signature
-    try:
-        signature.bind()
+        inspect.signature(factory).bind()
     except TypeError as error:
         raise ValueError(
             f"expected environment {name} to be made without arguments for each conversation, got "
             f"{name_of(factory)}, {error}: pass functools.partial({name_of(factory)}, ...) or a lambda"
         ) from error
+    except ValueError:
+        return  # a C function without a signature
 
 
 def messages_of(prompt: Prompt) -> Sequence[Message]:

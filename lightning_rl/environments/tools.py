@@ -4,11 +4,12 @@ Schemas come from signatures and Google-style docstrings by ``transformers.utils
 validates arguments. An invalid call, or a result that is no data, is returned to the policy as an error and counted.
 """
 
+import asyncio
 import dataclasses
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ import torch
 from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
-from lightning_rl.environments.coroutines import Raised, gather, result_of
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult, ToolCall
-from lightning_rl.environments.failure import words_of
+from lightning_rl.environments.outcome import text_of
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.arguments import check_counts
+from lightning_rl.utils.event_loop import EventLoop
 
 Tool = Callable[..., Any]
+LOOP = EventLoop("async tools")  # of the process, so that connections remain usable in later turns
 MAX_CHARACTERS = 16_384
 WORDLESS = (object.__str__, bytes.__str__, bytearray.__str__)  # their text is Python's representation
 NO_TOOLS = ("reset", "get_reward", "close")  # methods that are not tools
@@ -77,11 +79,11 @@ class ToolEnvironment(Environment):
         results = list(map(_text_of, self._run(answer.tool_calls)))
         replies = [self._reply(call, result) for call, result in zip(answer.tool_calls, results, strict=True)]
         unread = [{"role": "tool", "name": "error", "content": self._cut(_error(error))} for error in answer.errors]
-        errors = sum(isinstance(result, Raised) for result in results)
+        errors = sum(isinstance(result, BaseException) for result in results)
         return StepResult(messages=[*replies, *unread], metrics={"tool_errors": float(errors)})
 
     def _run(self, calls: Sequence[ToolCall]) -> list[Any]:
-        """Return the result of each call, or a ``Raised``; consecutive coroutines are awaited together."""
+        """Return the result of each call, or its exception; consecutive coroutines are awaited together."""
         results, waiting = list[Any](), list[Any]()
         for call in calls:
             if not inspect.iscoroutinefunction(self._by_name.get(call.name)):  # it may depend on the calls before
@@ -95,17 +97,14 @@ class ToolEnvironment(Environment):
 
     def _call(self, call: ToolCall) -> Any:
         try:
-            tool = self._tool(call)
-            return tool(**call.arguments)
+            return self._tool(call)(**call.arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001  any error is returned to the policy
-            return Raised(error)
+            return error
 
     def _tool(self, call: ToolCall) -> Tool:
         """Return the tool of a call after validating the arguments."""
         if call.name not in self._by_name:
             raise LookupError(f"there is no tool {call.name}, only {', '.join(self._by_name)}")
-        if not isinstance(call.arguments, Mapping):
-            raise TypeError(f"expected arguments by name, got {call.arguments!r}")
         tool = self._by_name[call.name]
         inspect.signature(tool).bind(**call.arguments)
         wrong = sorted(self._validators[call.name].iter_errors(dict(call.arguments)), key=lambda error: error.json_path)
@@ -113,10 +112,10 @@ class ToolEnvironment(Environment):
             raise TypeError("; ".join(f"{error.json_path.removeprefix('$.')}: {error.message}" for error in wrong))
         return tool
 
-    def _reply(self, call: ToolCall, result: str | Raised) -> Message:
-        said = _error(_description(result.error)) if isinstance(result, Raised) else result
-        name = {"role": "tool", "name": call.name}
-        return {**name, **({} if call.id is None else {"tool_call_id": call.id}), "content": self._cut(said)}
+    def _reply(self, call: ToolCall, result: str | BaseException) -> Message:
+        text = result if isinstance(result, str) else _error(f"{type(result).__name__}: {text_of(result)}")
+        number = {} if call.id is None else {"tool_call_id": call.id}
+        return {"role": "tool", "name": call.name, **number, "content": self._cut(text)}
 
     def _cut(self, text: str) -> str:
         limit = self.max_characters
@@ -148,9 +147,7 @@ class ObjectEnvironment(ToolEnvironment):
                 f"got {type(thing).__name__}: write def reset(self, **row)"
             )
         self.thing = thing
-        names = [
-            name for name, _ in inspect.getmembers(type(thing), inspect.isfunction)
-        ]  # of the class, so no property is evaluated
+        names = [name for name, _ in inspect.getmembers(type(thing), inspect.isfunction)]  # evaluates no property
         tools = [getattr(thing, name) for name in names if not name.startswith("_") and name not in NO_TOOLS]
         super().__init__(tools, max_characters=max_characters)
 
@@ -258,14 +255,14 @@ def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -
     return {name: value for name, value in columns.items() if name in parameters}
 
 
-def _text_of(result: Any) -> str | Raised:
-    """Return the result of a call as text, or a ``Raised`` if it cannot be converted."""
-    if isinstance(result, Raised):
+def _text_of(result: Any) -> str | BaseException:
+    """Return the result of a call as text, or the exception of the call or the conversion."""
+    if isinstance(result, BaseException):
         return result
     try:
         return _text(result)
     except (Exception, SystemExit) as error:  # noqa: BLE001  as above
-        return Raised(error)
+        return error
 
 
 def _text(value: Any) -> str:
@@ -295,5 +292,24 @@ def _error(text: str) -> str:
     return json.dumps({"error": text}, ensure_ascii=False)
 
 
-def _description(error: BaseException) -> str:
-    return f"{type(error).__name__}: {words_of(error)}"
+def gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Await all together in the event loop of tools, and return the results or exceptions in order.
+
+    Raises:
+        RuntimeError: If called in the thread of the loop, which would wait for itself.
+    """
+    return LOOP.run(_gather(awaitables)) if awaitables else []
+
+
+async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+def result_of(value: Any) -> Any:
+    """Return a value, or the result of an awaitable, and raise its exception."""
+    if not inspect.isawaitable(value):
+        return value
+    (result,) = gather([value])
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -27,22 +27,19 @@ from typing import Any, NamedTuple
 import cloudpickle
 from typing_extensions import override
 
-from lightning_rl.environments.environment import Action, Environment, Message, StepResult, TokenStep
-from lightning_rl.environments.environment_failures import FailedEnvironmentsError
-from lightning_rl.environments.failure import DEATH, TIMEOUT, EnvironmentFailureError, Failure
+from lightning_rl.environments.environment import Action, Environment, StepResult, TokenStep
+from lightning_rl.environments.outcome import DEATH, TIMEOUT, EnvironmentFailureError, FailedEnvironmentsError
 from lightning_rl.rewards.timeouts import CLOCK, HURRY
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
 STARTUP_SECONDS = 120.0  # for the server to load the environments, and for a worker to start
-FAREWELL = 5.0  # seconds for an environment to close after a failure
-LAST_WORDS = 1.0  # seconds for a late environment to print its traceback
-GONE = 10.0  # seconds after which a killed process counts as gone
-PATIENCE = 1.0  # seconds between checks for the end of the run
+CLOSE_SECONDS = 5.0  # for an environment to close after a failure
+TRACEBACK_SECONDS = 1.0  # for a late environment to print its traceback
+KILL_SECONDS = 10.0  # after which a killed process counts as gone
+POLL_SECONDS = 1.0  # between checks for the end of the run
 MAX_BYTES = 2**25  # maximum size of a reply; the worker's limit is lower
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lightning_rl.environments.fork_server import main; "
-)
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lightning_rl.environments.fork_server import main"
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
@@ -52,13 +49,13 @@ class Description(NamedTuple):
     """Properties of the environments of a factory.
 
     Attributes:
-        words: True for messages, False for token ids.
+        uses_messages: True for messages, False for token ids.
         schemas: Schemas of their tools.
         begins_itself: True if they may begin with their own messages.
         name: Name of their class, for errors.
     """
 
-    words: bool
+    uses_messages: bool
     schemas: Sequence[Mapping[str, Any]]
     begins_itself: bool = True
     name: str = "an environment"
@@ -86,7 +83,7 @@ class WorkerPool:
         conversation_seconds: Timeout of all resets and steps of a conversation, for both tries together.
 
     Raises:
-        ValueError: If an option is out of range, or a factory cannot be pickled.
+        ValueError: If a factory cannot be pickled.
     """
 
     def __init__(
@@ -97,8 +94,6 @@ class WorkerPool:
         step_seconds: float = 60.0,
         conversation_seconds: float = 600.0,
     ) -> None:
-        check_counts(1, workers=workers)
-        check_numbers(above=0, finite=True, step_seconds=step_seconds, conversation_seconds=conversation_seconds)
         self.workers, self.step_seconds, self.conversation_seconds = workers, step_seconds, conversation_seconds
         self._payload = pickle.dumps({name: _pickle(name, factory) for name, factory in factories.items()})
         self._prepare()
@@ -111,6 +106,16 @@ class WorkerPool:
         self._live: set[Worker] = set()
         self._server: _Server | None = None
         self._descriptions: dict[str, Description] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without processes."""
+        kept = ("workers", "step_seconds", "conversation_seconds", "_payload")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state; processes start on demand."""
+        vars(self).update(state)
+        self._prepare()
 
     @staticmethod
     def of(
@@ -146,14 +151,13 @@ class WorkerPool:
         if name not in self._descriptions:
             worker = self.lease()
             try:
-                said = worker.ask("describe", (name,), STARTUP_SECONDS)
+                self._descriptions[name] = Description(**worker.ask("describe", (name,), STARTUP_SECONDS))
             except EnvironmentFailureError as error:
                 self.release(worker, keep=False)
                 raise ValueError(
-                    f"expected environment {name} to be created in a worker process, got {error}\n{error.failure.log}"
+                    f"expected environment {name} to be created in a worker process, got {error}\n{error.log}"
                 ) from error
             self.release(worker, keep=True)
-            self._descriptions[name] = Description(**said)
         return self._descriptions[name]
 
     def open(self, name: str, budget: Budget) -> "RemoteEnvironment | RemoteTokenEnvironment":
@@ -163,10 +167,9 @@ class WorkerPool:
             name: Name of the factory.
             budget: Time of the sample.
         """
-        description, link = self.describe(name), Link(self, name, budget)
-        if not description.words:
-            return RemoteTokenEnvironment(link, description.name)
-        return RemoteEnvironment(link, description)
+        description = self.describe(name)
+        kind = RemoteEnvironment if description.uses_messages else RemoteTokenEnvironment
+        return kind(self, name, description, budget)
 
     def budget(self) -> Budget:
         """Return the time of the environment of one sample."""
@@ -223,16 +226,6 @@ class WorkerPool:
         if server is not None:
             server.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without processes."""
-        kept = ("workers", "step_seconds", "conversation_seconds", "_payload")
-        return {name: value for name, value in vars(self).items() if name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state; processes start on demand."""
-        vars(self).update(state)
-        self._prepare()
-
 
 class Worker:
     """Worker process with its guard.
@@ -244,7 +237,7 @@ class Worker:
 
     def __init__(self, connection: Connection, life: socket.socket) -> None:
         self._connection, self._life = connection, life
-        life.settimeout(GONE)
+        life.settimeout(KILL_SECONDS)
         self._lock = threading.Lock()
         self._report: tuple[int | None, str] | None = None
         self.pids: tuple[int, ...] = ()
@@ -263,7 +256,7 @@ class Worker:
         except OSError:
             return False
 
-    def forget(self) -> None:
+    def clear_log(self) -> None:
         """Clear the guard's log before the next task."""
         with contextlib.suppress(OSError):
             self._life.send(b"\0")
@@ -286,18 +279,19 @@ class Worker:
         try:
             self._connection.send_bytes(cloudpickle.dumps((call, tuple(arguments))))
             if not self._wait(seconds):
-                raise EnvironmentFailureError(self._late(late or f"{call} took longer than {seconds:g} s"))
-            kind, *reply = _load(self._connection.recv_bytes(MAX_BYTES))
+                message = late or f"{call} took longer than {seconds:g} s"
+                raise EnvironmentFailureError(TIMEOUT, message, self._end_with_traceback())
+            kind, *reply = _PlainUnpickler(io.BytesIO(self._connection.recv_bytes(MAX_BYTES))).load()
         except (EOFError, OSError, pickle.UnpicklingError):
-            raise EnvironmentFailureError(self._death(call)) from None
+            raise self._death(call) from None
         if kind == "raised":
-            raise EnvironmentFailureError(self._error(call, *reply))
+            raise self._error(call, *reply)
         return reply[0]
 
     def _wait(self, seconds: float) -> bool:
         """Return True if there is a reply in time."""
         end, stopped_by = time.monotonic() + seconds, 0
-        while not self._connection.poll(max(0.0, min(PATIENCE, end - time.monotonic()))):
+        while not self._connection.poll(max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
             if CLOCK.stopped_by and not stopped_by and time.monotonic() < end - HURRY:
                 stopped_by, end = CLOCK.stopped_by, time.monotonic() + HURRY
             if time.monotonic() < end:
@@ -311,25 +305,25 @@ class Worker:
             return False
         return True
 
-    def _late(self, message: str) -> Failure:
-        """Make the worker print its traceback, and end it."""
-        with contextlib.suppress(OSError, ValueError):
+    def _end_with_traceback(self) -> str:
+        """Make the worker print its traceback, end it, and return its log."""
+        with contextlib.suppress(OSError, IndexError):
             os.kill(self.pids[-1], SIGABRT)
-        return Failure(kind=TIMEOUT, message=message, log=self.end(LAST_WORDS)[1])
+        return self.end(TRACEBACK_SECONDS)[1]
 
-    def _death(self, call: str) -> Failure:
-        code, log = self.end(FAREWELL)
+    def _death(self, call: str) -> EnvironmentFailureError:
+        code, log = self.end(CLOSE_SECONDS)
         how = "is gone" if code is None else f"exited with status {code}"
         if code is not None and code > 128:
             how = f"was ended by {Signals(code - 128).name}"
-        return Failure(kind=DEATH, message=f"the process {how} in {call}", log=log)
+        return EnvironmentFailureError(DEATH, f"the process {how} in {call}", log)
 
-    def _error(self, call: str, kind: str, message: str, trace: str) -> Failure:
+    def _error(self, call: str, kind: str, message: str, trace: str) -> EnvironmentFailureError:
         """Return the failure of an exception, after closing the environment."""
         if call != "close":
             with contextlib.suppress(EnvironmentFailureError):
-                self.ask("close", (), FAREWELL)
-        return Failure(kind=kind, message=message, log=f"{trace}{self.end()[1]}")
+                self.ask("close", (), CLOSE_SECONDS)
+        return EnvironmentFailureError(kind, message, f"{trace}{self.end()[1]}")
 
     def kill(self) -> None:
         """Make the guard kill the process and all that it started; thread-safe."""
@@ -340,7 +334,7 @@ class Worker:
         """Kill the process and all that it started, and return its exit code and log.
 
         Args:
-            patience: Seconds to wait for its own exit.
+            patience: Seconds to wait for it to exit without being killed.
         """
         with self._lock:
             if self._report is None:
@@ -374,7 +368,7 @@ class _Server:
 
     def __init__(self, payload: bytes) -> None:
         self._control, theirs = Pipe()
-        command = [sys.executable, "-P", "-c", f"{BOOT}main({theirs.fileno()})", "environments", json.dumps(sys.path)]
+        command = [sys.executable, "-P", "-c", f"{BOOT}; main({theirs.fileno()})", "environments", json.dumps(sys.path)]
         with tempfile.TemporaryFile() as file:
             file.write(payload)
             file.seek(0)
@@ -402,43 +396,56 @@ class _Server:
 
     def fork(self) -> Worker:
         """Fork a worker."""
-        here, there = Pipe()
-        life, line = socket.socketpair()
-        with there, line:
-            for descriptor in (there.fileno(), line.fileno()):
+        connection, tasks = Pipe()
+        life, guard = socket.socketpair()
+        with tasks, guard:
+            for descriptor in (tasks.fileno(), guard.fileno()):
                 reduction.send_handle(self._control, descriptor, self.popen.pid)
-        return Worker(here, life)
+        return Worker(connection, life)
 
     def close(self) -> None:
         """End the process."""
         self._control.close()
         try:
-            self.popen.wait(GONE)
+            self.popen.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
 
 
-class Link:
-    """Connection of a conversation to a worker, from reset to close.
+class _Remote:
+    """Environment of one conversation that runs in a worker, leased from reset to close.
 
     Args:
         pool: Pool of the workers.
-        name: Name of the factory.
+        factory: Name of the factory.
+        description: Properties of the environment.
         budget: Time of the sample.
     """
 
-    def __init__(self, pool: WorkerPool, name: str, budget: Budget) -> None:
-        self._pool, self._name, self._budget = pool, name, budget
+    def __init__(self, pool: WorkerPool, factory: str, description: Description, budget: Budget) -> None:
+        self._pool, self._factory, self._budget = pool, factory, budget
         self._worker: Worker | None = None
+        self.environment_name = description.name
+        self.schemas, self.begins_itself = description.schemas, description.begins_itself
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Lease a worker and create an environment there."""
         self._worker = self._pool.lease()
-        self._worker.forget()
-        return self.ask("reset", (self._name, dict(row), seed))
+        self._worker.clear_log()
+        return self._ask("reset", self._factory, dict(row), seed)
 
-    def ask(self, call: str, arguments: Sequence[Any]) -> Any:
+    def reward(self) -> Any:
+        """Return the final reward of a conversation that ends at a limit."""
+        score = self._ask("reward")
+        return TokenStep(**score) if isinstance(score, Mapping) else score
+
+    def close(self) -> None:
+        """End the conversation and return the worker, unless a process of the environment is left."""
+        if self._worker is not None:
+            self._release(keep=self._ask("close"))
+
+    def _ask(self, call: str, *arguments: Any) -> Any:
         """Run a task in the worker within the remaining time."""
         worker, budget, seconds = self._worker, self._budget, self._pool.step_seconds
         if worker is None:
@@ -451,78 +458,31 @@ class Link:
         try:
             return worker.ask(call, arguments, seconds, late)
         except BaseException:
-            self._let_go(keep=False)
+            self._release(keep=False)
             raise
         finally:
             budget.left -= time.monotonic() - begin
 
-    def close(self) -> None:
-        """End the conversation and return the worker, unless a process of the environment is left."""
-        if self._worker is not None:
-            self._let_go(keep=self.ask("close", ()))
-
-    def _let_go(self, *, keep: bool) -> None:
+    def _release(self, *, keep: bool) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
             self._pool.release(worker, keep=keep)
 
 
-class RemoteEnvironment(Environment):
-    """Environment in messages that runs in a worker.
-
-    Args:
-        link: Connection to the worker.
-        description: Properties of the environment.
-    """
-
-    def __init__(self, link: Link, description: Description) -> None:
-        self._link, self.environment_name = link, description.name
-        self.schemas, self.begins_itself = description.schemas, description.begins_itself
-
-    @override
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        return self._link.reset(row, seed)
+class RemoteEnvironment(_Remote, Environment):
+    """Environment in messages that runs in a worker."""
 
     @override
     def step(self, answer: Action) -> StepResult:
-        return StepResult(**self._link.ask("step", (answer,)))
-
-    @override
-    def reward(self) -> float | None:
-        return self._link.ask("reward", ())
-
-    @override
-    def close(self) -> None:
-        self._link.close()
+        return StepResult(**self._ask("step", answer))
 
 
-class RemoteTokenEnvironment:
-    """Environment in token ids that runs in a worker.
-
-    Args:
-        link: Connection to the worker.
-        name: Name of its class, for errors.
-    """
-
-    def __init__(self, link: Link, name: str) -> None:
-        self._link, self.environment_name = link, name
-
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Begin a conversation."""
-        return self._link.reset(row, seed)
+class RemoteTokenEnvironment(_Remote):
+    """Environment in token ids that runs in a worker."""
 
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Return the reply to the sampled ids of a turn."""
-        return TokenStep(**self._link.ask("step", (tuple(token_ids), finish)))
-
-    def reward(self) -> float | TokenStep | None:
-        """Return the final reward of a conversation that ends at a limit."""
-        said = self._link.ask("reward", ())
-        return TokenStep(**said) if isinstance(said, Mapping) else said
-
-    def close(self) -> None:
-        """End the conversation."""
-        self._link.close()
+        return TokenStep(**self._ask("step", tuple(token_ids), finish))
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -531,10 +491,6 @@ class _PlainUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise pickle.UnpicklingError(f"expected plain values from an environment, got {module_name}.{global_name}")
-
-
-def _load(data: bytes) -> Any:
-    return _PlainUnpickler(io.BytesIO(data)).load()
 
 
 def _pickle(name: str, factory: Any) -> bytes:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
-from lightning_rl.environments.environment_failures import FOLDER, report_environments
-from lightning_rl.environments.outcome import Outcome
+from lightning_rl.environments.outcome import FOLDER, Outcome, report_environments
 from lightning_rl.evaluation.answer_extraction import Answers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch

@@ -19,13 +19,15 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.environments import Transcript, converse
-from lightning_rl.environments.environment_failures import (
+from lightning_rl.environments.outcome import (
     FOLDER,
     EnvironmentSummary,
+    Outcome,
     check_environments,
+    metrics_of,
     report_environments,
+    reward_columns,
 )
-from lightning_rl.environments.outcome import Outcome, metrics_of, reward_columns
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams, request_seed
 from lightning_rl.generation.validate_completions import Answers, TurnAnswers

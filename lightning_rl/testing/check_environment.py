@@ -14,10 +14,9 @@ import torch
 from lightning_rl.audit import Finding
 from lightning_rl.environments import Action, Environment, TokenEnvironment, ToolCall
 from lightning_rl.environments.environment import check_figures
-from lightning_rl.environments.environment_schema import check_reset, check_step, plain
 from lightning_rl.environments.generators import GeneratorError, refuse_draws
-from lightning_rl.environments.protocols import environment_of
 from lightning_rl.environments.tools import schemas_of
+from lightning_rl.environments.validation import check_reset, check_step, environment_of, plain
 from lightning_rl.rollout import FinishReason
 from lightning_rl.testing.shrinking import PropertyError
 from lightning_rl.utils.seeding import fork_generators
@@ -36,11 +35,7 @@ MEANINGS = {
 }
 HUGE = 100_000  # number of characters or tokens of the longest answer
 TURNS = 4  # number of answers per conversation
-OURS = (
-    "lightning_rl.environments.environment",
-    "lightning_rl.environments.environment_schema",
-    "lightning_rl.utils.arguments",
-)
+OURS = ("lightning_rl.environments.environment", "lightning_rl.environments.validation", "lightning_rl.utils.arguments")
 NONSENSE = (
     "",
     " ",

@@ -9,9 +9,9 @@ from typing import Any
 from typing_extensions import override
 
 from adapters.foreign import check_name, check_options, load
-from lightning_rl.environments.adapters.generator_states import OwnGenerators
 from lightning_rl.environments.adapters.gym import begin
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult
+from lightning_rl.environments.generators import OwnGenerators
 
 PLAYER = 0
 NOTHING_NEW = "It is your turn."
@@ -33,7 +33,7 @@ class TextArenaEnvironment(Environment):
     Raises:
         ImportError: if textarena is missing; the message says how to install it.
         ValueError: if there is no such game, or one player cannot play it.
-        GeneratorError: in a thread; see :class:`~lightning_rl.environments.adapters.generator_states.OwnGenerators`.
+        GeneratorError: in a thread; see :class:`~lightning_rl.environments.generators.OwnGenerators`.
     """
 
     def __init__(self, env_id: str, options: Mapping[str, Any] | None = None) -> None:

@@ -23,12 +23,12 @@ RIGHT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What a family of models writes.
+    """Text that a family of models writes.
 
     Args:
         template: in Jinja.
         special: its control tokens; the first ends an answer unless ``close`` says more.
-        added: tokens of their own that are no control tokens.
+        added: added tokens that are no control tokens.
         renderer: what the package ``renderers`` calls it.
         close: what ends an answer.
         user: what is wrong with a bridge over a user's message; nothing if it is right.
@@ -235,7 +235,7 @@ FAMILIES: dict[str, Family] = {
         renderer="nemotron-3",
         appends=(),
     ),
-    "lfm2.5": Family(  # calls as Python writes them; every result is a turn of its own
+    "lfm2.5": Family(  # calls as Python writes them; each result is a separate turn
         template="""
 {{- bos_token }}
 {%- if tools -%}{{ '<|im_start|>system\nList of tools: ' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}
@@ -329,7 +329,7 @@ FAMILIES: dict[str, Family] = {
 {%- set called = namespace(name=none) -%}
 {%- for m in messages -%}
   {%- if m.role == 'tool' -%}
-    {%- if called.name is none -%}{{ raise_exception('a tool that nobody called') }}{%- endif -%}
+    {%- if called.name is none -%}{{ raise_exception('a tool that was not called') }}{%- endif -%}
     {{ '<|start|>functions.' + called.name + ' to=assistant<|channel|>commentary<|message|>' }}
     {{- (m.content | tojson) + '<|end|>' }}
   {%- elif m.tool_calls -%}

@@ -81,7 +81,7 @@ def answer_to(name: str, new: Sequence[Message]) -> Message:
     for answer in answers:
         try:
             text_of(name, [ASK, answer, *new])
-        except Exception:  # noqa: BLE001  whatever a template raises
+        except Exception:  # noqa: BLE001  a template may raise anything
             continue
         return answer
     return plain
@@ -149,7 +149,7 @@ def test_a_turn_that_was_cut_gets_its_closing_token_once() -> None:
     [
         ("glm-4.5", "<|user|>", "user", "\nhello"),  # it ends the answer and begins the message
         ("glm-4.5", "<|observation|>", "tool", "\n<tool_response>"),
-        ("glm-4.5", "<|user|>", "tool", "<|observation|>\n<tool_response>"),  # somebody else speaks than was announced
+        ("glm-4.5", "<|user|>", "tool", "<|observation|>\n<tool_response>"),  # another role than the token announced
         ("gemma-4", "<|tool_response>", "tool", "response:look"),
         ("gemma-4", "<turn|>", "tool", "<|tool_response>response:look"),
         ("gpt-oss", "<|return|>", "user", "<|start|>user"),
@@ -164,7 +164,7 @@ def test_the_token_that_ended_an_answer_is_not_written_again(name: str, drawn: s
 
 
 def test_an_answer_may_end_with_any_token_of_text_too() -> None:
-    """Whatever ids end answers, a bridge begins with what the template writes behind one, not within its own mark."""
+    """A bridge begins with the text after an answer, not inside of its mark."""
     tokenizer, close = tokenizer_of("qwen2.5"), close_of("qwen2.5")
     wide = Bridge(tokenizer, close | set(ids_of("qwen2.5", MARK)) | set(range(20, 200)))
     for new in NEW.values():
@@ -172,12 +172,12 @@ def test_an_answer_may_end_with_any_token_of_text_too() -> None:
 
 
 def test_words_that_the_vocabulary_lacks_are_no_control_tokens() -> None:
-    """Where what stands for them is a special token, any number of them is text."""
+    """The unknown token is text even if it is special."""
     tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"unk_token": "<unk>"})
     unknown = tokenizer.convert_tokens_to_ids("<unk>")
     assert isinstance(unknown, int) and tokenizer.added_tokens_decoder[unknown].special
-    said = Bridge(tokenizer, CLOSE).after((), [{"role": "user", "content": "nobody knows these words"}])
+    said = Bridge(tokenizer, CLOSE).after((), [{"role": "user", "content": "all these words missing"}])
     assert list(said).count(unknown) == 4
 
 

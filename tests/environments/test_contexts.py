@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout
-from lightning_rl.advantages import GAE, GAEOverTurns
+from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
 from lightning_rl.recording import Recording, RolloutRecorder, replay
@@ -72,12 +72,8 @@ def run_of(
     "options",
     [
         {"reduction": "token_mean", "max_tokens_per_microbatch": 40},
-        slow({"reduction": "sequence_mean", "packing": False}),
-        slow({"reduction": "sequence_sum_norm", "packing": False, "max_tokens_per_microbatch": 40}),
         {"reduction": "prompt_mean", "group_size": 3},
         slow({"reduction": "sequence_mean", "loss": "gspo", "group_size": 6, "advantages": "rloo"}),
-        slow({"advantages": "reinforce_plus_plus", "minibatches_per_rollout": 4}),
-        slow({"advantages": GAE(lam=0.9), "critic": "shared"}),
         {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -128,17 +124,16 @@ def test_the_model_reads_each_context_on_its_own() -> None:
             expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert_close(old[row][turns[row] == turn + 1], expected.detach(), atol=1e-12, rtol=0)
             found += turn > 0 and len(request.prefix_ids) == 4
-    assert found > 4, "prefixes of four tokens, whatever was said before"
+    assert found > 4, "prefixes of four tokens, even after longer ones"
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        slow({"group_size": 2, "max_tokens_per_microbatch": 30}),
         {"packing": False, "reduction": "sequence_mean"},
         slow({"advantages": GAEOverTurns(lam=0.9), "critic": "shared"}),
     ],
-    ids=["small", "padded", "critic"],
+    ids=["padded", "critic"],
 )
 @pytest.mark.parametrize("environment", [Forgetful, Rewriting])
 def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str, Any], tmp_path: Path) -> None:
@@ -148,17 +143,10 @@ def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str
     assert "logged_metrics" not in audit.skipped
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        slow({"max_tokens_per_microbatch": 24}),
-        {"max_tokens_per_microbatch": 24, "packing": False},
-        slow({"packing": False}),
-    ],
-    ids=["small", "small and padded", "padded"],
-)
-def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
-    (*_, first), (*_, second) = (run_of(Forgetful, **given) for given in ({}, options))
+def test_microbatches_and_padding_move_nothing() -> None:
+    (*_, first), (*_, second) = (
+        run_of(Forgetful, **given) for given in ({}, {"max_tokens_per_microbatch": 24, "packing": False})
+    )
     assert all(torch.allclose(first[name], second[name], atol=1e-9, rtol=0) for name in first)
 
 

@@ -1,4 +1,4 @@
-"""Conversation: prefixes grow by concatenation, limits end it, and whatever an environment does costs its own row."""
+"""Conversations, turn by turn: prefixes, limits, rewards, and failures of the environment."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -173,8 +173,14 @@ def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
         ({}, "expected token_ids for the policy to answer, or done=True, got neither"),
         ({"token_ids": "ab"}, "expected token_ids to be a list, got str 'ab'"),
         ({"rewritten": "ab"}, "expected rewritten to be a list, got str 'ab'"),
-        ({"rewritten": [1], "token_ids": [2]}, "expected rewritten alone, got token_ids too: put the whole context"),
-        ({"rewritten": [1], "done": True}, "expected rewritten or done=True, got both: leave rewritten out"),
+        (
+            {"rewritten": [1], "token_ids": [2]},
+            "expected rewritten without token_ids and done=True, got more: put the whole",
+        ),
+        (
+            {"rewritten": [1], "done": True},
+            "expected rewritten without token_ids and done=True, got more: put the whole",
+        ),
     ],
 )
 def test_a_step_says_how_it_goes_on(options: Any, message: str) -> None:
@@ -232,7 +238,7 @@ class Scoring(Scripted):
         self.score = score
 
     def reward(self) -> float | None:
-        """What it was told to say."""
+        """Return or raise the given score."""
         if isinstance(self.score, Exception):
             raise self.score
         return self.score
@@ -382,13 +388,7 @@ def test_a_prompt_that_no_answer_can_follow_fails_with_its_length() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"done": "no"}, "expected done to be True or False, got 'no'"),
-        ({"done": True, "metrics": {3: 1.0}}, "expected names of metrics to be text, got 3"),
         ({"done": True, "metrics": {"turns": 1.0}}, "expected another name than 'turns' for a metric"),
-        (
-            {"done": True, "reward": 1e39},
-            r"expected a reward of at most 3.40282e\+38, the range of float32, got 1e\+39",
-        ),
     ],
 )
 def test_a_step_that_means_nothing_is_refused(options: Any, message: str) -> None:

@@ -3,9 +3,8 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -104,12 +103,6 @@ def told(script: Callable[[Request], Completion | Sequence[int]], engine: type[F
     return made
 
 
-@contextmanager
-def threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(number) as executor:
-        yield executor
-
-
 def test_the_embedded_engine_draws_the_same_in_any_batch_order_and_number_of_threads() -> None:
     engine = synced(TransformersEngine())
     expected = what(converse(openings(), engine, logprobs=True))
@@ -122,7 +115,7 @@ def test_the_embedded_engine_draws_the_same_in_any_batch_order_and_number_of_thr
     same(what(play(openings(), draw)), expected, within=0.0)
     same(what(converse(openings()[::-1], engine, logprobs=True))[::-1], expected, within=0.0)
     for _ in range(3):
-        with threads(6) as executor:
+        with ThreadPoolExecutor(6) as executor:
             same(what(converse(openings(), engine, logprobs=True, executor=executor)), expected, within=0.0)
     same(what(converse(openings(), synced(TransformersEngine(max_rows=1)), logprobs=True)), expected, within=5e-6)
     for limit in (1, 5):
@@ -148,7 +141,7 @@ def test_who_comes_too_late_joins_the_next_round(monkeypatch: pytest.MonkeyPatch
                 drawn_twice.set()
             return super()._draw(requests, logprobs=logprobs)
 
-    with threads(2) as executor:
+    with ThreadPoolExecutor(2) as executor:
         talks = [opening(0, Late(2)), opening(1, Echo(2))]
         converse(talks, told(lambda _: (3, EOS), Noting), executor=executor)
     assert rounds == [[(0, 0), (1, 0)], [(1, 1)], [(0, 1)]]
@@ -159,7 +152,7 @@ def test_a_round_waits_for_the_late_as_long_as_the_one_before_took_to_draw(monke
     lingers: list[float] = []
 
     class Listening(Exchange):
-        """Three rounds of nobody."""
+        """Exchange of three rounds."""
 
         @override
         def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
@@ -187,7 +180,7 @@ def test_an_engine_that_fails_leaves_no_environment_open(workers: int) -> None:
         return (3, EOS)
 
     talks = [opening(n, environment) for n, environment in enumerate(environments)]
-    with threads(max(workers, 1)) as executor, pytest.raises(OSError, match="lost"):
+    with ThreadPoolExecutor(max(workers, 1)) as executor, pytest.raises(OSError, match="lost"):
         converse(talks, told(script), executor=executor if workers else None, limit=4)
     assert [environment.closed for environment in environments] == [1] * 6
 
@@ -214,7 +207,7 @@ def test_an_environment_at_work_when_the_engine_fails_is_closed_when_it_has_done
             raise OSError("lost")
         return (3, EOS)
 
-    with threads(2) as executor:
+    with ThreadPoolExecutor(2) as executor:
         with pytest.raises(OSError, match="lost"):
             converse([opening(0, Slow()), opening(1)], told(script), executor=executor)
         assert events == []
@@ -230,7 +223,7 @@ def test_what_no_environment_should_raise_ends_the_rollout_wherever_it_runs() ->
 
     for workers in (0, 2):
         talks = [opening(0, Interrupted()), opening(1)]
-        with threads(max(workers, 1)) as executor, pytest.raises(KeyboardInterrupt, match="out of here"):
+        with ThreadPoolExecutor(max(workers, 1)) as executor, pytest.raises(KeyboardInterrupt, match="out of here"):
             converse(talks, told(lambda _: (3, EOS)), executor=executor if workers else None)
 
 
@@ -384,7 +377,7 @@ class Shared(FakeEngine):
 
 
 def on_ranks(*ranks: Callable[[Callable[[Any], list[Any]]], Any]) -> list[Any]:
-    """What each rank returns or raises; each gets what gathers a value of all of them."""
+    """Return the result or exception of each rank; each gets a function that gathers a value of all."""
     barrier, values = threading.Barrier(len(ranks), timeout=20), dict[int, Any]()
 
     def gather_of(rank: int) -> Callable[[Any], list[Any]]:

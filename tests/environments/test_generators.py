@@ -1,7 +1,8 @@
-"""Generators: an environment that draws from one of the trainer's is named; one with its own is not."""
+"""Global generators: an environment that draws from those of the trainer is named; its own states are kept apart."""
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.environments import Conversation, ConversationLimits, TokenEnvironment, TokenStep
-from lightning_rl.environments.generators import GeneratorError
+from lightning_rl.environments.generators import GeneratorError, OwnGenerators
 from lightning_rl.generation import Completion, Request
 from lightning_rl.utils.seeding import fork_generators
 
@@ -112,3 +113,48 @@ def test_who_draws_when_it_is_closed_after_a_failure_is_named() -> None:
     conversation = Conversation(None, FIRST, ConversationLimits(), again=lambda: Closing(fails, fails))
     with fork_generators(torch.device("cpu")), pytest.raises(GeneratorError, match="expected Closing to draw"):
         conversation.begin({}, 0)
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def test_draws_and_seeds_inside_leave_the_run_s_generators_where_they_are() -> None:
+    before, own = generator_states(), OwnGenerators("a game")
+    with own.in_place():
+        draws()
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+    assert generator_states() == before
+
+
+def test_an_error_inside_leaves_them_too_and_keeps_what_was_drawn() -> None:
+    before, own = generator_states(), OwnGenerators("a game", 3)
+    with pytest.raises(ZeroDivisionError), own.in_place():
+        _ = draws()[0] / 0
+    assert generator_states() == before
+    expected = random.Random(3)
+    expected.random()
+    with own.in_place():
+        assert random.random() == expected.random()
+
+
+def test_each_goes_on_where_it_was_whatever_others_do() -> None:
+    alone, first, second = OwnGenerators("one", 3), OwnGenerators("one", 3), OwnGenerators("other", 4)
+    with alone.in_place():
+        expected = [draws(), draws()]
+    seen = []
+    for _ in range(2):
+        with first.in_place():
+            seen.append(draws())
+        with second.in_place():
+            draws()
+        draws()
+    assert seen == expected
+
+
+def test_a_thread_is_refused() -> None:
+    message = "expected a game, which draws from the global generators, in the main thread .* environment_workers="
+    with ThreadPoolExecutor(1) as threads, pytest.raises(GeneratorError, match=message):
+        threads.submit(OwnGenerators, "a game").result()

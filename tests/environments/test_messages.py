@@ -1,4 +1,4 @@
-"""Messages: what was said is kept as it was said, also by an environment that uses its messages again, or fails."""
+"""Environments in messages: their record, also if messages are used again, contexts rewritten, or a call fails."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,16 @@ from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.data import Prompt
-from lightning_rl.environments import Action, Bridge, Conversation, ConversationLimits, Environment, Message, StepResult
+from lightning_rl.environments import (
+    Action,
+    Bridge,
+    Conversation,
+    ConversationLimits,
+    Environment,
+    Message,
+    StepResult,
+    Transcript,
+)
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.environments.run_environments import Environments
@@ -37,25 +46,29 @@ class Reusing(Environment):
         return StepResult(messages=[self.message])
 
 
-def ids_of(text: str) -> list[int]:
-    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
-def test_a_conversation_says_what_the_row_says_up_to_the_answer_that_nobody_answered() -> None:
+def held(environment: Environment, *answers: str) -> tuple[list[str], Transcript]:
+    """Return the prefix of each turn as text, and the transcript of a conversation with the given answers."""
     bridge = Bridge(TOKENIZER, close_of("qwen2.5"))
     sampling = SamplingParams(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
     first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
-    talk = Conversation(MessageEnvironment(Reusing(), bridge, plain_text(TOKENIZER)), first, ConversationLimits())
+    talk = Conversation(MessageEnvironment(environment, bridge, plain_text(TOKENIZER)), first, ConversationLimits())
     talk.begin({}, 0)
-    for word in "abc":
-        talk.receive(
-            Completion(token_ids=tuple(ids_of(f"{word}<|im_end|>")), logprobs=None, finish=FinishReason.STOP, version=0)
-        )
-    assert talk.transcript is not None and talk.transcript.outcome.failure == "OSError: gone"
-    said = [(message["role"], message["content"]) for message in talk.transcript.outcome.messages]
-    roles = ("user", "assistant") * 3
-    assert said == list(zip(roles, "0a1b2c", strict=True))
-    whole = TOKENIZER.decode([*talk.transcript.row.prompt_ids, *talk.transcript.row.response_ids])
+    prefixes: list[str] = []
+    for answer in answers:
+        assert talk.request is not None
+        prefixes.append(TOKENIZER.decode(talk.request.prefix_ids))
+        ids = tuple(TOKENIZER(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"])
+        talk.receive(Completion(token_ids=ids, logprobs=None, finish=FinishReason.STOP, version=0))
+    assert talk.transcript is not None
+    return prefixes, talk.transcript
+
+
+def test_the_record_has_the_messages_of_the_row_up_to_an_unanswered_answer() -> None:
+    _, transcript = held(Reusing(), *"abc")
+    assert transcript.outcome.failure == "OSError: gone"
+    said = [(message["role"], message["content"]) for message in transcript.outcome.messages]
+    assert said == list(zip(("user", "assistant") * 3, "0a1b2c", strict=True))
+    whole = TOKENIZER.decode([*transcript.row.prompt_ids, *transcript.row.response_ids])
     places = [whole.index(f"{role}\n{content}<|im_end|>") for role, content in said]
     assert places == sorted(places)
 
@@ -73,21 +86,11 @@ class Summing(Reusing):
 
 
 def test_a_rewritten_context_is_rendered_as_a_first_prompt() -> None:
-    bridge = Bridge(TOKENIZER, close_of("qwen2.5"))
-    sampling = SamplingParams(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
-    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
-    talk = Conversation(MessageEnvironment(Summing(), bridge, plain_text(TOKENIZER)), first, ConversationLimits())
-    talk.begin({}, 0)
-    prefixes: list[str] = []
-    while talk.request is not None:
-        prefixes.append(TOKENIZER.decode(talk.request.prefix_ids))
-        ids = tuple(ids_of("abc<|im_end|>"))
-        talk.receive(Completion(token_ids=ids, logprobs=None, finish=FinishReason.STOP, version=0))
+    prefixes, transcript = held(Summing(), "abc", "abc")
     assert prefixes[1] == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nso far: abc<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert talk.transcript is not None
-    assert talk.transcript.outcome.messages == (
+    assert transcript.outcome.messages == (
         {"role": "user", "content": "0"},
         {"role": "assistant", "content": "abc"},
         {"role": "system", "content": "be brief", "rewritten": True},

@@ -167,7 +167,7 @@ def test_a_function_is_taken_as_it_is() -> None:
             "the response template: in .* it reads no call",
         ),
         ("qwen3", {"fields": {}}, "the response template: in .* it reads .*fields must be a non-empty dict"),
-        ("qwen3", "nobody", "name of a renderer that fits the tokenizer, got 'nobody'"),
+        ("qwen3", "unknown", "name of a renderer that fits the tokenizer, got 'unknown'"),
         ("qwen3", "auto", "got 'auto': it asks a server which model this is"),
         ("qwen3", "kimi-k2", "got 'kimi-k2': .*im_user"),
         ("qwen3", "default", "renderer 'default': in .* it reads no call"),

@@ -302,7 +302,7 @@ def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, fail
 
 def other_seeds(original: Any, self: Conversation, error: BaseException) -> None:
     """Begins anew with another seed."""
-    if self._again is not None:
+    if not self._retries:
         self._first = dataclasses.replace(self._first, seed=self._first.seed ^ 1)
     original(self, error)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.corrections import Corrections
-from lightning_rl.environments.environment_failures import report_environments
+from lightning_rl.environments.outcome import report_environments
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
 from lightning_rl.policy.logprobs import logprob_tolerance

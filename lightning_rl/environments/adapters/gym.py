@@ -1,4 +1,4 @@
-"""GymEnvironment: an environment of gymnasium's shape that speaks in text, for one player.
+"""Environments with the interface of gymnasium that use text, for one player.
 
 Source: Towers et al., Gymnasium: A Standard Interface for Reinforcement Learning Environments, arXiv:2407.17032.
 """
@@ -8,13 +8,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.environments.adapters.generator_states import OwnGenerators
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult
+from lightning_rl.environments.generators import OwnGenerators
 
 
 def begin(row: Mapping[str, Any], text: str) -> Sequence[Message]:
-    """The messages of a conversation that the environment opens: it takes the place of the row's prompt, of which the
-    system messages stay.
+    """Return the first messages of a conversation: the system messages of the row's prompt, and a text.
 
     Example:
         >>> begin({"prompt": "play"}, "Guess my number.")
@@ -27,85 +26,65 @@ def begin(row: Mapping[str, Any], text: str) -> Sequence[Message]:
 
 
 class GymEnvironment(Environment):
-    """Plays an environment with ``reset(seed=) -> (text, info)`` and ``step(text) -> (text, reward, terminated,
-    truncated, info)``.
+    """Environment with ``reset(seed=) -> (text, info)`` and ``step(text) -> (text, reward, terminated, truncated,
+    info)``.
 
-    Its first text takes the place of the row's prompt, of which the system messages stay. The text of an answer is the
-    action; one that was cut off is none, and ends the conversation. The global generators that the environment seeds
-    and draws from are its own.
+    Its first text replaces the row's prompt, except for the system messages. The text of an answer is the action; an
+    answer that was cut off is none, and ends the conversation. The environment has its own states of the global
+    generators.
 
     Args:
-        make: makes the environment.
+        make: Function that makes the environment.
 
     Raises:
-        ValueError: if it is for several players, or has no ``reset`` and ``step``.
-        GeneratorError: in a thread; see :class:`~lightning_rl.environments.adapters.generator_states.OwnGenerators`.
+        ValueError: If it is for several players, or has no ``reset`` and ``step``.
+        GeneratorError: In a thread; see :class:`~lightning_rl.environments.generators.OwnGenerators`.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        if not callable(make):
-            raise ValueError(
-                f"expected make to be a function that makes an environment, got {make!r:.200}: write a lambda"
-            )
         self._generators = OwnGenerators(type(self).__name__)
         with self._generators.in_place():
             self._game = make()
+        name = type(self._game).__name__
         for method in ("reset", "step"):
             if not callable(getattr(self._game, method, None)):
-                raise ValueError(f"expected an environment with reset and step, got {type(self._game).__name__}")
-        self._check_players()
-
-    def _check_players(self) -> None:
-        agents = getattr(self._game, "possible_agents", None)
-        if agents is not None:
+                raise ValueError(f"expected an environment with reset and step, got {name}")
+        if (agents := getattr(self._game, "possible_agents", None)) is not None:
             raise ValueError(
-                f"expected an environment for one player, got {type(self._game).__name__} for {list(agents)}: a "
-                "conversation has one policy, so play the others inside of the environment"
+                f"expected an environment for one player, got {name} for {list(agents)}: a conversation has one "
+                "policy, so play the others inside of the environment"
             )
-        if getattr(self._game, "num_envs", None) is not None:
-            raise ValueError(
-                f"expected one environment, got {type(self._game).__name__} of {self._game.num_envs}: every "
-                "conversation makes its own"
-            )
+        if (number := getattr(self._game, "num_envs", None)) is not None:
+            raise ValueError(f"expected one environment, got {name} of {number}: every conversation makes its own")
 
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         with self._generators.in_place():
-            said = self._game.reset(seed=seed)
-        self._check("reset", said, 2)
-        return begin(row, self._text(*said))
+            observation, info = self._game.reset(seed=seed)
+        return begin(row, self._text(observation, info))
 
     @override
     def step(self, answer: Action) -> StepResult:
         if answer.cut_off:
             return StepResult(done=True)
         with self._generators.in_place():
-            said = self._game.step(answer.text)
-        self._check("step", said, 5)
-        observation, reward, terminated, truncated, info = said
+            observation, reward, terminated, truncated, info = self._game.step(answer.text)
         if terminated or truncated:
             return StepResult(done=True, reward=float(reward))
         return StepResult(messages=[{"role": "user", "content": self._text(observation, info)}], reward=float(reward))
 
     @override
     def close(self) -> None:
-        close = getattr(self._game, "close", None)
-        if callable(close):
+        if callable(close := getattr(self._game, "close", None)):
             with self._generators.in_place():
                 close()
 
     def _text(self, observation: str, info: Mapping[str, Any]) -> str:
-        """What the policy reads."""
+        """Return the text for the policy."""
         del info
-        return observation
-
-    def _check(self, call: str, said: Any, number: int) -> None:
-        """Refuses what is not of gymnasium's shape, or no text."""
-        where = f"{type(self._game).__name__}.{call}"
-        if not isinstance(said, tuple) or len(said) != number:
-            raise TypeError(f"expected {where} to return a tuple of {number}, got {said!r:.200}")
-        if not isinstance(said[0], str):
+        if not isinstance(observation, str):
             raise TypeError(
-                f"expected {where} to say text, got {type(said[0]).__name__} {said[0]!r:.200}: wrap the environment in "
-                "one that writes it out"
+                f"expected {type(self._game).__name__} to observe text, got {type(observation).__name__} "
+                f"{observation!r:.200}: wrap the environment in one that writes it as text"
             )
+        return observation

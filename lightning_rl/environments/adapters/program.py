@@ -1,9 +1,8 @@
-"""Program: an environment whose own loop asks for answers, turned inside out into one that is asked for replies.
+"""Environment of a program with its own loop, such as an agent's harness.
 
-A conversation asks its environment what comes after an answer. A program such as an agent's harness does it the other
-way round: it runs, and asks for an answer whenever it needs one. So a reset starts the program and waits for its first
-question, whose prefix is the prompt; a step answers, and waits for the next, whose prefix has to be the one before with
-what was drawn and a reply behind it; when the program ends, the conversation does.
+A conversation asks its environment for the reply to an answer; a program requests an answer whenever it needs one. So a
+reset starts the program and waits for its first question, whose prefix is the prompt; a step answers it and waits for
+the next, whose prefix has to continue the previous one and the sampled tokens. The conversation ends with the program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_rl.environments.adapters.completion_server import Line, Question
-from lightning_rl.environments.environment import COUNTED, Message, TokenStep
+from lightning_rl.environments.environment import RESERVED, Message, TokenStep
 from lightning_rl.rollout import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """What a program made of its conversation.
+    """Result of a program's conversation.
 
     Args:
-        reward: None for nothing to say.
-        metrics: figures to log.
+        reward: Reward, or None.
+        metrics: Metrics to log.
     """
 
     reward: float | None = None
@@ -29,34 +28,34 @@ class ProgramResult:
 
 
 class Program(Protocol):
-    """What asks for answers over a line."""
+    """Program that requests answers over a line."""
 
     def start(self, row: Mapping[str, Any], seed: int) -> Line:
-        """Begins elsewhere, and returns at once; the line is told when it has ended, and what with."""
+        """Start it elsewhere, and return its line at once."""
         ...
 
     def result(self, session: str) -> ProgramResult:
-        """What the session that asked was worth, after the end."""
+        """Return the result of the session after its end."""
         ...
 
     def messages(self, session: str) -> Sequence[Message]:
-        """What was said since the last call, in words."""
+        """Return the messages since the last call."""
         ...
 
     def stop(self, session: str) -> None:
-        """Tells it that a limit of the run ends the conversation, before its question is refused."""
+        """Announce that a limit of the run ends the conversation, before its question is refused."""
         ...
 
     def close(self) -> None:
-        """Ends it, whatever it does."""
+        """End it."""
         ...
 
 
 class ProgramEnvironment:
-    """A conversation with a program, in the token ids that it asked with.
+    """Conversation with a program, in the token ids of its requests.
 
     Args:
-        program: of this conversation alone.
+        program: Program of this conversation alone.
     """
 
     def __init__(self, program: Program) -> None:
@@ -67,10 +66,10 @@ class ProgramEnvironment:
         self._turn = 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Starts the program; the prefix of its first question is the prompt.
+        """Start the program, and return the prefix of its first question as the prompt.
 
         Raises:
-            ValueError: if it ends without a question.
+            ValueError: If it ends without a question.
         """
         self._line = self._program.start(row, seed)
         self._question = self._line.wait()
@@ -80,81 +79,67 @@ class ProgramEnvironment:
         return self._question.token_ids
 
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-        """Answers, and waits for the next question or the end.
+        """Answer the question, and wait for the next one or the end.
 
         Raises:
-            ValueError: if the next prefix is not the one before with what was drawn and more.
+            ValueError: If the next prefix does not continue the previous one and the sampled tokens.
         """
-        asked, line = self._open_question, self._open_line
-        self._check_ends(asked, token_ids)
-        asked.answer(token_ids, finish)
+        question, line = self._question, self._line
+        if question is None or line is None:
+            raise RuntimeError("expected a program that waits for an answer, got one that has not begun or has ended")
+        _check_end(question, token_ids)
+        question.answer(token_ids, finish)
         self._turn += 1
         self._question = line.wait()
         if self._question is None:
             return self._last_step()
-        reply = self._reply((*asked.token_ids, *token_ids), self._question)
+        reply = self._reply((*question.token_ids, *token_ids), self._question)
         return TokenStep(token_ids=reply, messages=self._program.messages(self._session))
 
     def reward(self) -> TokenStep:
-        """What the conversation is worth as it stands: the program is told to stop, and scores it."""
-        line = self._open_line
+        """Stop the program at a limit, and return the result of the conversation so far."""
         self._program.stop(self._session)
-        while self._question is not None:
+        while self._question is not None and self._line is not None:
             self._question.refuse("a limit of the run ends the conversation")
-            self._question = line.wait()
+            self._question = self._line.wait()
         return self._last_step()
 
     def _last_step(self) -> TokenStep:
         result, messages = self._program.result(self._session), self._program.messages(self._session)
-        return TokenStep(done=True, reward=result.reward, metrics=_rename(result.metrics), messages=messages)
+        metrics = {f"program_{name}" if name in RESERVED else name: value for name, value in result.metrics.items()}
+        return TokenStep(done=True, reward=result.reward, metrics=metrics, messages=messages)
 
     def close(self) -> None:
-        """Ends the program."""
+        """End the program."""
         if self._line is not None:
             self._line.close()
             self._program.close()
 
-    @property
-    def _open_line(self) -> Line:
-        if self._line is None:
-            raise RuntimeError("expected a reset first, got a step of a program that has not begun")
-        return self._line
-
-    @property
-    def _open_question(self) -> Question:
-        if self._question is None:
-            raise RuntimeError("expected a program that waits for an answer, got one that has ended")
-        return self._question
-
-    def _check_ends(self, asked: Question, token_ids: Sequence[int]) -> None:
-        """Refuses an answer that goes on behind what ends one for the program."""
-        inside = sorted(asked.stop_token_ids.intersection(token_ids[:-1]))
-        if inside:
-            raise ValueError(
-                f"expected answers to end at token ids {sorted(asked.stop_token_ids)}, as the renderer takes them to, "
-                f"got {inside[0]} in the midst of one: name them in SamplingParams(eos_token_ids=)"
-            )
-
     def _reply(self, said: tuple[int, ...], question: Question) -> tuple[int, ...]:
-        """What stands behind an answer in the prefix of the next question."""
+        """Return the tokens after an answer in the prefix of the next question."""
         if question.session != self._session:
             raise ValueError(
-                "expected one agent that asks the policy in a conversation, got a second one: give the other a model "
-                "and a client of its own"
+                "expected one agent that asks the policy in a conversation, got a second one: give the other a "
+                "separate model and client"
             )
         asked = question.token_ids
-        same = next((place for place, pair in enumerate(zip(said, asked, strict=False)) if pair[0] != pair[1]), None)
-        if same is None and len(asked) > len(said):
+        place = next((place for place, pair in enumerate(zip(said, asked, strict=False)) if pair[0] != pair[1]), None)
+        if place is None and len(asked) > len(said):
             return asked[len(said) :]
-        where = f"other ids from place {same}" if same is not None else f"{len(asked)} ids"
+        where = f"other ids from place {place}" if place is not None else f"{len(asked)} ids"
         raise ValueError(
             f"expected question {self._turn + 1} to go on from the {len(said)} ids that were asked and drawn, got "
-            f"{where}: it was rendered anew or rewritten, which is no single row. Choose a renderer that appends "
-            "(renderer=, thinking_retention='all') and a harness that sends back every answer as it was; an answer "
-            "that leaves a thought open can be the cause as well"
+            f"{where}: the conversation was rendered again or rewritten, which is no single row. Choose a renderer "
+            "that appends (renderer=, thinking_retention='all') and a harness that sends back every answer unchanged; "
+            "an answer with unfinished reasoning can be the cause too"
         )
 
 
-def _rename(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Figures whose names conversations have themselves are called ``program_...``."""
-    return {f"program_{name}" if name in COUNTED else name: value for name, value in metrics.items()}
+def _check_end(question: Question, token_ids: Sequence[int]) -> None:
+    """Refuse an answer that continues after a token that ends it for the program."""
+    inside = sorted(question.stop_token_ids.intersection(token_ids[:-1]))
+    if inside:
+        raise ValueError(
+            f"expected answers to end at token ids {sorted(question.stop_token_ids)}, as for the renderer, got "
+            f"{inside[0]} inside of one: name them in SamplingParams(eos_token_ids=)"
+        )

@@ -133,7 +133,7 @@ def test_what_one_policy_cannot_play_is_refused_when_it_is_made(make: Any, messa
 
 
 def test_what_is_no_text_is_named() -> None:
-    with pytest.raises(TypeError, match=r"expected Pixels.reset to say text, got ndarray array\(\[0., 0.\]\)"):
+    with pytest.raises(TypeError, match=r"expected Pixels to observe text, got ndarray array\(\[0., 0.\]\)"):
         GymEnvironment(Pixels).reset({"prompt": "play"}, 0)
 
 

@@ -1,4 +1,4 @@
-"""Program: whoever asks for answers as an environment; prefixes go on from what was drawn, or the row fails."""
+"""Programs as environments: prefixes continue the sampled tokens, or the row fails."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ FIRST = Request(
 
 
 def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits: Any) -> tuple[Transcript, Any]:
-    """What becomes of a conversation in which turn k draws (20 + k, EOS)."""
+    """Return the transcript of a conversation whose turn k samples (20 + k, EOS)."""
     programs: list[ScriptedProgram] = []
 
     def make() -> ProgramEnvironment:
@@ -121,7 +121,7 @@ def give_nan(ask: Ask) -> ProgramResult:
         (rewrite, "ValueError: expected question 2 to go on from the 4 ids .* got other ids from place 2"),
         (drop, "ValueError: expected question 2 to go on from the 4 ids .* got 4 ids"),
         (change_agent, "ValueError: expected one agent that asks the policy in a conversation, got a second one"),
-        (go_on_behind_an_end, r"ValueError: expected answers to end at token ids \[20\].* got 20 in the midst"),
+        (go_on_behind_an_end, r"ValueError: expected answers to end at token ids \[20\].* got 20 inside of one"),
         (ask_nothing, "ValueError: expected a program that asks the policy, got one that ended without a question"),
         (fail, "KeyError: 'gone'"),
         (give_nan, "ValueError: expected reward to be a number or None, got nan"),

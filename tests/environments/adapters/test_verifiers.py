@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from aiohttp import web
 from environments.templates import tokenizer_of
 from kit.support import fit, recorder, tiny_module, tiny_policy
 from lightning.pytorch.loggers import CSVLogger
@@ -24,7 +25,7 @@ from lightning_rl.audit import SignalAudit
 from lightning_rl.corrections import RLCallback
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.environments.adapters import verifiers as adapter
-from lightning_rl.environments.adapters.completion_server import Endpoint, Reply
+from lightning_rl.environments.adapters.completion_server import Endpoint
 from lightning_rl.environments.adapters.verifiers import Episode, Verifiers
 from lightning_rl.generation import Request, request_seed, turn_seed
 
@@ -70,16 +71,18 @@ class Seen(Endpoint):
         super().__init__()
 
     @override
-    def serve(self, path: str, headers: Any, body: bytes) -> Reply:
-        reply = super().serve(path, headers, body)
-        if body and reply.status == 200:
-            self.log.append((headers["X-Session-ID"], json.loads(body), dict(reply.body)))
-        return reply
+    async def serve(self, request: web.Request) -> web.Response:
+        response = await super().serve(request)
+        body = await request.read()
+        if body and response.status == 200:
+            assert isinstance(response.body, bytes)
+            self.log.append((request.headers["X-Session-ID"], json.loads(body), json.loads(response.body)))
+        return response
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
-    """What goes over endpoints."""
+    """Requests and responses of all endpoints."""
     kept: list[Exchange] = []
     monkeypatch.setattr(adapter, "Endpoint", partial(Seen, kept))
     return kept
@@ -208,7 +211,7 @@ def test_samples_turns_and_seeds_are_those_of_the_run(make: Any) -> None:
 CAUSES = {
     "raises": "HarnessError: .*OSError: the connection is gone",
     "hangs": "timeout: the program took longer than 10 s for a conversation",
-    "rewrites": "ValueError: expected question 2 to go on from the .* it was rendered anew or rewritten",
+    "rewrites": "ValueError: expected question 2 to go on from the .* the conversation was rendered again or rewritten",
     "asks twice": "ValueError: expected (one request at a time|question 3 to go on)",
     "reward raises": "TaskError: .*OSError: no scorer",
     "asks nothing": "ValueError: expected a program that asks the policy, got one that ended without a question",
@@ -308,7 +311,7 @@ def test_a_renderer_that_renders_anew_is_named(make: Any, folder: str, plugins: 
     environment = Verifiers(CONFIG, folder, {"name": "qwen3"})()
     environment.reset({"task": 2}, 0)
     close = tokenizer_of("qwen3").convert_tokens_to_ids("<|im_end|>")
-    with pytest.raises(ValueError, match=r"rendered anew or rewritten.*thinking_retention='all'"):
+    with pytest.raises(ValueError, match=r"rendered again or rewritten.*thinking_retention='all'"):
         environment.step((*tokenizer_of("qwen3")(" a  b\n")["input_ids"], close), FinishReason.STOP)
     environment.close()
 

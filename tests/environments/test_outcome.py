@@ -1,4 +1,4 @@
-"""Failures: what an environment fails on costs its own row, is said once and kept in a file; too much ends the run."""
+"""Results of conversations: failed ones cost their row, are reported once, and end the run above a share."""
 
 import json
 import warnings
@@ -15,12 +15,8 @@ from typing_extensions import override
 
 from lightning_rl import FinishReason, PromptDataModule, RLCallback, Rollout
 from lightning_rl.checkpointing import INTERRUPTED
-from lightning_rl.environments import TokenEnvironment, TokenStep
-from lightning_rl.environments.environment_failures import (
-    EnvironmentSummary,
-    FailedEnvironmentsError,
-    check_environments,
-)
+from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
+from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, check_environments
 
 
 class Watch(RLCallback):
@@ -181,3 +177,11 @@ def test_an_answer_without_its_environment_is_warned_of() -> None:
         UserWarning, match=r"(?s)1 of 2 conversations failed with their environment.*ConnectionError: shut"
     ):
         module.generate([{"prompt": [2, 3], "shut": True}, {"prompt": [2, 3], "shut": False}])
+
+
+@pytest.mark.parametrize("nothing", [0.0, -1.0, None])
+def test_the_reward_for_nothing_needs_an_answer(nothing: float | None) -> None:
+    rewards = EnvironmentReward(nothing)(
+        ["?"] * 4, [""] * 4, completion_ids=[[5], [6], [], []], environment_reward=[1.0, None, None, 2.0]
+    )
+    assert rewards == [1.0, nothing, None, 2.0]

@@ -1,0 +1,208 @@
+"""Validation of environments, and of the messages and token ids that they return."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_rl.environments.environment import Environment, Message, StepResult, TokenEnvironment, TokenStep
+from lightning_rl.environments.tools import ObjectEnvironment, has_schema
+
+METHODS = {"reset": ("row", "seed"), "step": ("answer",), "reward": (), "close": ()}
+TOKEN_METHODS = {**METHODS, "step": ("token_ids", "finish")}
+REPLY_ROLES = ("user", "tool")
+CONTEXT_ROLES = ("system", "developer", *REPLY_ROLES, "assistant")
+EXAMPLE = '{"role": "user", "content": "..."}'
+
+
+def environment_of(made: Any) -> Environment | TokenEnvironment:
+    """Return the object of a factory as an environment, wrapped if it has the methods that TRL expects.
+
+    Raises:
+        ValueError: If it fits no kind; names the class and what is missing.
+    """
+    if isinstance(made, Environment):
+        if type(made).step is Environment.step:
+            raise ValueError(f"expected {_name(made)} to define step: write def step(self, answer) -> StepResult")
+        _check_methods(made, METHODS)
+        return made
+    step = getattr(made, "step", None)
+    if isinstance(made, TokenEnvironment) and _takes(made.step, 2) and (_takes(made.reset, 2) or not has_schema(step)):
+        _check_methods(made, TOKEN_METHODS)
+        return made
+    if callable(step) and not has_schema(step):
+        raise ValueError(
+            f"expected {_name(made)}, which has step{_signature(step)}, to be an Environment with step(answer), or to "
+            f"have reset(row, seed), step(token_ids, finish) and close(): write class {_name(made)}(Environment), "
+            "with Environment of lightning_rl.environments, or give step a hint and a line under Args: if it is a tool"
+        )
+    return ObjectEnvironment(made)
+
+
+def _check_methods(environment: Any, methods: Mapping[str, Sequence[str]]) -> None:
+    """Check that methods can be called as conversations do, and are not coroutine functions.
+
+    Raises:
+        ValueError: If not; names class and method, and what to write.
+    """
+    for method, names in methods.items():
+        function = getattr(environment, method, None)
+        if function is None:
+            continue  # reward is optional
+        where, form = f"{_name(environment)}.{method}", f"def {method}(self{''.join(f', {name}' for name in names)})"
+        if inspect.iscoroutinefunction(function):
+            raise ValueError(
+                f"expected {where} to be a plain function, got one that is async: write {form}, and "
+                "asyncio.run(...) around what has to be awaited"
+            )
+        if not _takes(function, len(names)):
+            raise ValueError(
+                f"expected {where} to be called with {', '.join(names) or 'nothing'}, got {method}"
+                f"{_signature(function)}: write {form}"
+            )
+
+
+def _takes(function: Callable[..., Any], number: int) -> bool:
+    """Return True if a function can be called with this number of arguments, or has no signature."""
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # a C function
+        return True
+    return True
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    return f"({', '.join(inspect.signature(function).parameters)})"
+
+
+def _name(made: Any) -> str:
+    return type(made).__name__
+
+
+def check_reset(environment: Environment | TokenEnvironment, prompt: Any, vocabulary: int | None = None) -> Any:
+    """Return the messages or token ids from an environment's ``reset`` after checking them.
+
+    Args:
+        environment: Environment that returned them.
+        prompt: Return value of its ``reset``.
+        vocabulary: Number of token ids of the policy; None for no check.
+
+    Raises:
+        TypeError: If the type is wrong; names the environment.
+        ValueError: If a message or an id is invalid; names it and the environment.
+    """
+    where = f"{name_of(environment)}.reset"
+    if isinstance(environment, Environment):
+        check_messages(prompt, where)
+    else:
+        _check_ids(prompt, where, vocabulary)
+    return prompt
+
+
+def check_step(environment: Environment | TokenEnvironment, step: Any, vocabulary: int | None = None) -> Any:
+    """Return the :class:`StepResult` or :class:`TokenStep` of an environment after checking it.
+
+    Args:
+        environment: Environment that returned it.
+        step: Return value of its ``step``.
+        vocabulary: Number of token ids of the policy; None for no check.
+
+    Raises:
+        TypeError: If the type is wrong; names the environment.
+        ValueError: If a message or an id is invalid; names it and the environment.
+    """
+    kind = StepResult if isinstance(environment, Environment) else TokenStep
+    where = f"{name_of(environment)}.step"
+    if not isinstance(step, kind):
+        raise TypeError(f"expected {where} to return a {kind.__name__}, got {step!r:.200}")
+    if isinstance(step, StepResult):
+        check_messages(step.messages, where, REPLY_ROLES)
+        check_messages(step.rewritten, where)
+    else:
+        _check_ids(step.token_ids, where, vocabulary)
+        _check_ids(step.rewritten, where, vocabulary)
+    return step
+
+
+def check_messages(messages: Any, where: str, roles: Sequence[str] = CONTEXT_ROLES) -> None:
+    """Check messages of an environment, a prompt or a rewritten context.
+
+    Args:
+        messages: All messages.
+        where: Name of their source in errors.
+        roles: Allowed roles.
+
+    Raises:
+        TypeError: If the type of a message or its content is wrong.
+        ValueError: If a role is invalid, or the last message is an answer.
+    """
+    _check_list(messages, "messages", where)
+    for number, message in enumerate(messages):
+        name = f"message {number} of {where}"
+        if not isinstance(message, Mapping):
+            raise TypeError(f"expected {name} to be a mapping such as {EXAMPLE}, got {message!r:.200}")
+        role, content = message.get("role"), message.get("content")
+        if role not in roles:
+            raise ValueError(f"expected {name} to have one of the roles {', '.join(roles)}, got {role!r:.200}")
+        calls = role == "assistant" and message.get("tool_calls")
+        if not isinstance(content, str) and not (content is None and calls):
+            raise TypeError(
+                f"expected {name} to have a text as content, as {EXAMPLE}, got {content!r:.200}: images and other "
+                "parts are not supported; join parts of text, and write other values as text"
+            )
+    if messages and messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"expected messages of {where} that the policy is to answer, got an answer as the last one: leave it out"
+        )
+
+
+def _check_ids(ids: Any, where: str, vocabulary: int | None) -> None:
+    """Check that all are token ids of the policy."""
+    _check_list(ids, "token ids", where)
+    for token in ids:
+        if not isinstance(token, Integral):
+            raise TypeError(f"expected a token id in what {where} returns, got {type(token).__name__} {token!r:.200}")
+        if int(token) < 0 or (vocabulary is not None and int(token) >= vocabulary):
+            known = "of at least 0" if vocabulary is None else f"in [0, {vocabulary}), the policy's vocabulary,"
+            raise ValueError(f"expected token ids {known} in what {where} returns, got {int(token)}")
+
+
+def _check_list(items: Any, kind: str, where: str) -> None:
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+        raise TypeError(f"expected {where} to return a list of {kind}, got {type(items).__name__} {items!r:.200}")
+
+
+def name_of(environment: Any) -> str:
+    """Return the name of an environment's class, inside of any wrapper, for errors."""
+    inner = getattr(environment, "environment", environment)
+    return str(getattr(inner, "environment_name", type(inner).__name__))
+
+
+def copy_message(message: Message) -> dict[str, Any]:
+    """Return a message without entries that are None, which templates would write, and with a text as content."""
+    return {"content": "", **{key: value for key, value in message.items() if value is not None}}
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to plain Python values, lists and dicts.
+
+    Raises:
+        TypeError: If it has a value that cannot be converted.
+    """
+    for form in (bool, int, float, str, bytes):  # also converts their subclasses
+        if isinstance(value, form):
+            return form(value)  # pyright: ignore[reportArgumentType]
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {plain(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(item) for item in value]
+    if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
+        return value.tolist()
+    raise TypeError(f"expected plain values, lists and mappings from an environment, got {type(value).__name__}")

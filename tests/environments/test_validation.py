@@ -1,0 +1,259 @@
+"""Validation of environments, messages and token ids."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from environments.templates import close_of, tokenizer_of
+from kit.conversations import Echo
+from typing_extensions import override
+
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.environments import (
+    Action,
+    Bridge,
+    Conversation,
+    ConversationLimits,
+    Environment,
+    Message,
+    ObjectEnvironment,
+    StepResult,
+    TokenStep,
+)
+from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.parsing import plain_text
+from lightning_rl.environments.validation import check_reset, check_step, environment_of
+from lightning_rl.generation import Completion, Request
+
+TOKENIZER = tokenizer_of("qwen2.5")
+CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+class Shop(Environment):
+    """Ends at once, and begins with given messages."""
+
+    def __init__(self, opening: Sequence[Message] = ()) -> None:
+        self.opening = opening
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        return self.opening
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        return StepResult(done=True)
+
+
+class Duck:
+    """Environment in messages without the base class."""
+
+    def reset(self, row: Any, seed: int) -> Any:
+        """Begin."""
+
+    def step(self, answer: Action) -> Any:
+        """Action."""
+
+
+class Unclosable:
+    """Environment in token ids without ``close``."""
+
+    def reset(self, row: Any, seed: int) -> Any:
+        """Begin."""
+
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> Any:
+        """Action."""
+
+
+class Generous(Unclosable):
+    """Step with an optional argument."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: FinishReason, more: int = 0) -> Any:
+        """Action."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class NoAnswer(Shop):
+    """Step without an argument."""
+
+    def step(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Action."""
+
+
+class NoSeed(Shop):
+    """Reset without a seed."""
+
+    def reset(self, row: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begin."""
+
+
+class Async(Shop):
+    """Reset as a coroutine function."""
+
+    async def reset(self, row: Any, seed: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begin."""
+
+
+class Stepper:
+    """Object for TRL's trainer, with a tool called ``step``."""
+
+    def reset(self, **row: Any) -> None:
+        """Begin."""
+
+    def step(self, direction: str) -> str:
+        """Takes a step.
+
+        Args:
+            direction: of it.
+        """
+        return direction
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Duck, r"expected Duck, which has step\(answer\), to be .*: write class Duck\(Environment\), with"),
+        (
+            Unclosable,
+            r"expected Unclosable, which has step\(token_ids, finish\), .* step\(token_ids, finish\) and close",
+        ),
+        (NoAnswer, r"expected NoAnswer.step to be called with answer, got step\(\): write def step\(self, answer\)"),
+        (NoSeed, r"NoSeed.reset to be called with row, seed, got reset\(row\): write def reset\(self, row, seed\)"),
+        (Async, r"expected Async.reset to be a plain function, got one that is async: write def reset\(self"),
+        (Environment, r"expected Environment to define step: write def step"),
+        (object, r"got object: write def reset\(self, \*\*row\)"),
+    ],
+)
+def test_an_incomplete_environment_is_refused(kind: type, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        environment_of(kind())
+
+
+def test_complete_environments_are_accepted() -> None:
+    for made in (Shop(), Echo(), Generous()):
+        assert environment_of(made) is made
+    made = environment_of(Stepper())
+    assert isinstance(made, ObjectEnvironment) and [tool.__name__ for tool in made.tools] == ["step"]
+
+
+def user(content: Any) -> list[Any]:
+    return [{"role": "user", "content": content}]
+
+
+PLACES: dict[str, Callable[[list[Any]], object]] = {
+    "reset": lambda messages: check_reset(Shop(), messages),
+    "step": lambda messages: check_step(Shop(), StepResult(messages=messages)),
+    "rewritten": lambda messages: check_step(Shop(), StepResult(rewritten=messages)),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (["hello"], "to be a mapping such as .*, got 'hello'"),
+        ([{"content": "x"}], "to have one of the roles .*user, tool.*, got None"),
+        ([{"role": "alien", "content": "x"}], "to have one of the roles .*user, tool.*, got 'alien'"),
+        (user(3), "to have a text as content, .*, got 3: images and other parts are not supported"),
+        (user([{"type": "text", "text": "x"}]), r"to have a text as content, .*, got \[{'type': 'text'"),
+    ],
+)
+def test_invalid_messages_are_refused(place: str, messages: list[Any], message: str) -> None:
+    where = "Shop.reset" if place == "reset" else "Shop.step"
+    with pytest.raises((TypeError, ValueError), match=f"expected message 0 of {where} {message}"):
+        PLACES[place](messages)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_valid_messages_pass(place: str) -> None:
+    messages = [{"role": "tool", "content": "", "name": None, "tool_call_id": "a"}, *user("é 😀")]
+    assert PLACES[place](messages) in (messages, StepResult(messages=messages), StepResult(rewritten=messages))
+
+
+@pytest.mark.parametrize("place", ["reset", "rewritten"])
+def test_a_context_may_contain_answers_but_not_end_with_one(place: str) -> None:
+    context = [
+        {"role": "system", "content": "s"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        *user("?"),
+    ]
+    PLACES[place](context)
+    with pytest.raises(ValueError, match=r"that the policy is to answer, got an answer as the last one: leave it out"):
+        PLACES[place]([*context, {"role": "assistant", "content": "!"}])
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_only_users_and_tools_reply(role: str) -> None:
+    with pytest.raises(ValueError, match=f"message 0 of Shop.step to have one of the roles user, tool, got '{role}'"):
+        PLACES["step"]([{"role": role, "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 9], r"expected token ids in \[0, 9\), the policy's vocabulary, in what Echo.{} returns, got 9"),
+        ([-1], r"expected token ids in \[0, 9\), .* in what Echo.{} returns, got -1"),
+        ([np.int64(2**40)], "in what Echo.{} returns, got 1099511627776"),
+        (["a"], "expected a token id in what Echo.{} returns, got str 'a'"),
+        ("ab", "expected Echo.{} to return a list of token ids, got str 'ab'"),
+    ],
+)
+def test_invalid_ids_are_refused(ids: Any, message: str) -> None:
+    steps = [TokenStep(done=True) for _ in range(2)]
+    for step, name in zip(steps, ("token_ids", "rewritten"), strict=True):
+        object.__setattr__(step, name, ids)  # without the check of TokenStep
+        with pytest.raises((TypeError, ValueError), match=message.format("step")):
+            check_step(Echo(), step, 9)
+    with pytest.raises((TypeError, ValueError), match=message.format("reset")):
+        check_reset(Echo(), ids, 9)
+
+
+class Foreign(Echo):
+    """Returns an id outside of the vocabulary."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        return [7, 512] if self.place == "reset" else []
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+        ids: dict[str, Any] = {self.place: [512]}
+        return TokenStep(**ids)
+
+
+@pytest.mark.parametrize("place", ["reset", "token_ids", "rewritten"])
+def test_an_id_outside_of_the_vocabulary_fails_its_conversation(place: str) -> None:
+    sampling = SamplingParams(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
+    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
+    conversation = Conversation(Foreign(place), first, ConversationLimits(vocabulary=512), "shop")
+    conversation.begin({}, 0)
+    if place != "reset":
+        conversation.receive(Completion(token_ids=(5,), logprobs=None, finish=FinishReason.STOP, version=0))
+    transcript = conversation.transcript
+    assert transcript is not None and transcript.finish == FinishReason.FAILED
+    call = "reset" if place == "reset" else "step"
+    assert transcript.outcome.failure == (
+        f"ValueError: expected token ids in [0, 512), the policy's vocabulary, in what Foreign.{call} returns, got 512"
+    )
+
+
+def in_tokens(environment: Environment, prompt: Sequence[Message] = ()) -> MessageEnvironment:
+    return MessageEnvironment(environment, Bridge(TOKENIZER, close_of("qwen2.5")), plain_text(TOKENIZER), (), prompt)
+
+
+def test_entries_of_none_are_not_written() -> None:
+    calling = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    opening = [*user("?"), calling, {"role": "tool", "content": "1"}]
+    assert "None" not in TOKENIZER.decode(in_tokens(Shop(opening)).reset({}, 0))
+
+
+def test_the_prompt_of_a_row_is_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"message 0 of the row's prompt to have one of the roles .*, got 'human'"):
+        in_tokens(Shop(), [{"role": "human", "content": "?"}]).reset({}, 0)
