@@ -342,16 +342,25 @@ class VLLMEngine(Engine):
         if self._extras is not None:
             self._extras.clear()
         running: dict[str, Request] = {}
-        with self._clean_engine():
-            while True:
-                requests = exchange.take(wait=not running)
-                running |= zip(self._add(requests, logprobs=logprobs), requests, strict=True)
-                if not running:
-                    return
-                for output in self._llm.llm_engine.step():
-                    if output.finished:
-                        request = running.pop(output.request_id)
-                        exchange.give(request, self._completion(request, output, logprobs=logprobs))
+        try:
+            with self._clean_engine():
+                while self._take_requests(exchange, running, logprobs=logprobs):
+                    for output in self._llm.llm_engine.step():
+                        if output.finished:
+                            request = running.pop(output.request_id)
+                            self.in_flight.discard(request)
+                            exchange.give(request, self._completion(request, output, logprobs=logprobs))
+        finally:
+            for request in running.values():
+                self.in_flight.discard(request)
+
+    def _take_requests(self, exchange: Exchange, running: dict[str, Request], *, logprobs: bool) -> bool:
+        """Add the requests of an exchange to those that are running; return False if there are none at all."""
+        requests = exchange.take(wait=not running)
+        for request in requests:
+            self.in_flight.add(request, self.version)
+        running |= zip(self._add(requests, logprobs=logprobs), requests, strict=True)
+        return bool(running)
 
     def _add(self, requests: Sequence[Request], *, logprobs: bool) -> list[str]:
         """Add requests to vLLM in one call, which is cheaper than one call each, and return their names."""

@@ -201,8 +201,7 @@ class WeightPush:
                 f"expected {endpoint.url} to serve one trainer, but another one has loaded weights into it"
             )
         description = endpoint.describe()
-        self._note_process(endpoint.url, description.process)
-        description = description._replace(process="")
+        process, description = description.process, description._replace(process="")
         policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
         _compare(endpoint.url, description, policy, "the policy has")
         with self._lock:
@@ -216,6 +215,7 @@ class WeightPush:
             self.has_tokenizer = self.has_tokenizer and alike
         if self.sent:
             endpoint.compare(self.sent)
+        self._note_process(endpoint.url, process)  # last, so that a server that was refused is checked again
 
     def _note_process(self, url: str, process: str) -> None:
         """Raise if a server is known by another URL, as it would get weights and requests twice."""
