@@ -26,8 +26,8 @@ from lightning_rl.environments import (
     play,
 )
 from lightning_rl.generation import Request
-from lightning_rl.generation.answers import TurnAnswers
 from lightning_rl.generation.engine import Exchange
+from lightning_rl.generation.validate_completions import TurnAnswers
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def status_of(server: Served, method: str, path: str, key: str | None) -> int:
 
 def test_no_path_of_the_server_opens_without_the_key(server: Served, engine: VLLMServerEngine) -> None:
     with closing(Client(server.url, SECRET)) as client:
-        routes = client.call("GET", "/openapi.json", timeout=60, limit=2**26)["paths"]
+        routes = client.call("GET", "/openapi.json", timeout=60)["paths"]
     assert {"/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate"} <= routes.keys()
     calls = [(method.upper(), path) for path, methods in routes.items() for method in methods]
     calls += [(method, path) for path in OPEN for method in ("GET", "POST", "OPTIONS", "HEAD", "PUT")]
