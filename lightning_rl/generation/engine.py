@@ -106,17 +106,11 @@ class Exchange(Protocol):
     """
 
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """Return the requests that have arrived since the last call.
+        """Return the requests that have arrived since the last call, or raise the error passed to :meth:`fail`.
 
         Args:
-            wait: True to block until there is at least one.
+            wait: True to block until there is at least one; an empty list then means that no more will arrive.
             linger: Seconds to wait for further requests once there is one.
-
-        Returns:
-            Requests; after waiting, an empty list means that no more will arrive.
-
-        Raises:
-            BaseException: Error passed to :meth:`fail`.
         """
         ...
 
@@ -345,23 +339,19 @@ class Engine(ABC):
                 requests = exchange.take(linger=linger)
             except Exception as error:  # noqa: BLE001  raised below, once every rank knows
                 failure = error
-            if not self._agree(len(requests), failure):
+            numbers = self._across(None if failure is not None else len(requests))
+            if failure is not None:
+                raise failure
+            if None in numbers:
+                raise EngineError(
+                    "expected every rank that shares the engine to continue its conversations, but they failed on "
+                    f"rank {numbers.index(None)} of {len(numbers)}: see its error"
+                )
+            if not any(numbers):
                 return
             begin = time.perf_counter()
             completions = self.generate(requests, logprobs=logprobs)
             linger = max(LINGER, time.perf_counter() - begin)
-
-    def _agree(self, number: int, failure: Exception | None) -> bool:
-        """Return True if any rank that shares this engine has requests."""
-        numbers = self._across(None if failure is not None else number)
-        if failure is not None:
-            raise failure
-        if None in numbers:
-            raise EngineError(
-                "expected every rank that shares the engine to continue its conversations, but they failed on "
-                f"rank {numbers.index(None)} of {len(numbers)}: see its error"
-            )
-        return any(numbers)
 
     def _across(self, value: Value) -> list[Value]:
         """Return the value of each rank that shares this engine. Every rank has to call it."""

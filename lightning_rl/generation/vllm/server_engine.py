@@ -146,15 +146,19 @@ class VLLMServerEngine(Engine):
             canary=self.canary,
             private=self.storage is None,
         )
-        source, endpoints = self._members.source, [self._endpoint(url) for url in urls]
         pool = self._pool = ServerPool(
-            endpoints, push, patience=self.patience, rank=rank, at_once=self.at_once, source=source
+            [self._endpoint(url) for url in urls],
+            push,
+            patience=self.patience,
+            rank=rank,
+            at_once=self.at_once,
+            source=self._members.source,
         )
         push.open()
         for error in pool.refresh():
             if isinstance(error, ValueError) and self._members.fixed:
                 raise error
-        pool.watch()
+        pool.watch(pool.servers)
         self._membership = Membership(
             self._members,
             urls,

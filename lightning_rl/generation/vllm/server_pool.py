@@ -59,25 +59,23 @@ class ServerPool:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._open = list(self.servers)  # listed servers, and removed ones with requests in flight
-        self._watchers = [self._watcher(server) for server in self.servers]
+        self._watchers = list[threading.Thread]()
         self._waits = False  # True once a wait for a server has been logged
-
-    def _watcher(self, server: Server) -> threading.Thread:
-        name = f"watch-{server.endpoint.url}"
-        return threading.Thread(target=self._watch, args=(server,), name=name, daemon=True)
 
     @property
     def servers(self) -> Sequence[Server]:
         """All listed servers, including lost ones."""
         return self._places.servers
 
-    def watch(self) -> None:
+    def watch(self, servers: Sequence[Server]) -> None:
         """Start a thread for each server that checks its health and recovers it."""
-        for watcher in self._watchers:
-            watcher.start()
+        for server in servers:
+            name = f"watch-{server.endpoint.url}"
+            self._watchers.append(threading.Thread(target=self._watch, args=(server,), name=name, daemon=True))
+            self._watchers[-1].start()
 
     def follow(self, urls: Sequence[str], connect: Callable[[str], Endpoint]) -> None:
-        """Replace the servers by those of these URLs. Called by one thread, after :meth:`watch`.
+        """Replace the servers by those of these URLs. Called by one thread.
 
         A new server gets requests once it has the current weights and the same log-probabilities of the canary's
         tokens as another server. A removed one gets no more requests, and is closed when its requests in flight have
@@ -93,10 +91,7 @@ class ServerPool:
         with self._changed:
             self._places.servers = servers
             self._open += new
-        watchers = [self._watcher(server) for server in new]
-        self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()] + watchers
-        for watcher in watchers:
-            watcher.start()
+        self.watch(new)
         LOG.warning("servers by %s: added %s, removed %s", self.source, _names(new), _names(gone))
         self._notify()
 
@@ -117,8 +112,7 @@ class ServerPool:
             server.endpoint.close()
         self._notify()
         for watcher in self._watchers:
-            if watcher.is_alive():
-                watcher.join()
+            watcher.join()
 
     def ready(self) -> list[Server]:
         """Return the servers that accept requests."""
@@ -143,29 +137,28 @@ class ServerPool:
                 wrong = [server.error for server in self.servers if isinstance(server.error, ValueError)]
                 if strict and wrong and (not self.source or len(wrong) == len(self.servers)):
                     raise wrong[0]
-                self._tell_wait()
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise self._nobody_ready()
-                self._changed.wait(left)
+                self._log_wait()
+                if time.monotonic() >= end:
+                    raise self._none_ready()
+                self._changed.wait(end - time.monotonic())
             self._check_open()
 
-    def _tell_wait(self) -> None:
+    def _log_wait(self) -> None:
         """Log the wait, once until a server is ready."""
         if not self._waits:
             self._waits = True
-            LOG.warning("waiting up to %g s for one of %s (%s)", self.patience, self._whom(), self._reasons())
+            LOG.warning("waiting up to %g s for one of %s (%s)", self.patience, *self._missing())
 
-    def _whom(self) -> str:
-        return f"{len(self.servers)} servers" + (f" that {self.source} lists" if self.source else "")
+    def _missing(self) -> tuple[str, str]:
+        """Return a description of the servers, and the reasons for which they are not ready."""
+        reasons = "; ".join(f"{server.endpoint.url}: {server.error}" for server in self.servers)
+        return f"{len(self.servers)} servers" + (f" that {self.source} lists" if self.source else ""), reasons
 
-    def _reasons(self) -> str:
-        return "; ".join(f"{server.endpoint.url}: {server.error}" for server in self.servers)
-
-    def _nobody_ready(self) -> EngineError:
+    def _none_ready(self) -> EngineError:
+        servers, reasons = self._missing()
         return EngineError(
-            f"expected one of {self._whom()} to be ready within {self.patience:g} s, got none ({self._reasons()}): "
-            "start one with lightning-rl serve, and resume from the last checkpoint"
+            f"expected one of {servers} to be ready within {self.patience:g} s, got none ({reasons}): start one with "
+            "lightning-rl serve, and resume from the last checkpoint"
         )
 
     def run(self, function: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item]) -> list[Result]:
@@ -426,12 +419,12 @@ class ServerPool:
             self._expiry.cancel()
             self._expiry = None
         elif self._expiry is None and not self.ready() and not self._closed.is_set():
-            self._tell_wait()
+            self._log_wait()
             self._expiry = asyncio.get_running_loop().call_later(self.patience, self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
-        self._places.fail(self._nobody_ready())
+        self._places.fail(self._none_ready())
 
 
 def _names(servers: Sequence[Server]) -> str:

@@ -58,7 +58,7 @@ def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(
         watched = ServerPool([Endpoint(server.url, KEY, 5)], a_push(), patience=20)
         try:
             assert watched.refresh() == []
-            watched.watch()
+            watched.watch(watched.servers)
             odd.set()
             wait_until(lambda: not watched.ready())
             asked = server.calls.count("/health")
