@@ -1,4 +1,4 @@
-"""What an engine has been asked for and has not answered, and copies of it."""
+"""Requests in flight of an engine."""
 
 from lightning_rl.generation import Request, SamplingParams
 from lightning_rl.generation.in_flight import InFlight
