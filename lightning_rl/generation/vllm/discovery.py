@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from lightning_rl.generation.engine import EngineError
-from lightning_rl.generation.vllm.http import Address, quote
+from lightning_rl.generation.vllm.http import quote, read_url
 
 LOG = logging.getLogger(__name__)
 READ = 1.0  # seconds between two reads
@@ -54,7 +54,7 @@ class Members:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         if not lines:
             raise ValueError("expected URLs of one or more servers, got none")
-        urls = [str(Address.read(str(line))) for line in lines]
+        urls = [read_url(str(line)).geturl() for line in lines]
         for url in urls:
             self._check(url)
         return tuple(dict.fromkeys(urls))

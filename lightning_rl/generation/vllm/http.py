@@ -10,11 +10,10 @@ import socket
 import ssl
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
-from typing_extensions import override
 
 from lightning_rl.utils.event_loop import EventLoop
 
@@ -68,9 +67,8 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None, ca: Path | None = None) -> None:
-        address = Address.read(url)
-        self.url = str(address)
-        self._trust = trust(ca) if address.scheme == "https" else True
+        self.url = read_url(url).geturl()
+        self._trust = trust(ca) if self.url.startswith("https:") else True
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls in flight
@@ -197,42 +195,30 @@ def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return opened
 
 
-class Address(NamedTuple):
-    """Normalized URL of a server: lowercase, without a trailing slash."""
+def read_url(text: str) -> SplitResult:
+    """Return a normalized URL: lowercase, without a trailing slash and without the default port.
 
-    scheme: str
-    host: str
-    port: int
-    path: str  # path of a proxy, or empty
+    Raises:
+        ValueError: If it is invalid; a password in it is not quoted.
 
-    @staticmethod
-    def read(text: str) -> "Address":
-        """Parse a URL.
-
-        Raises:
-            ValueError: If it is invalid; a password in it is not quoted.
-
-        Example:
-            >>> str(Address.read("HTTP://LocalHost:08000/"))
-            'http://localhost:8000'
-        """
-        if "@" in text:
-            raise ValueError("expected a URL without a user and a password: the key of servers is api_key=")
-        try:
-            parts = urlsplit(text.strip())
-            host, port = parts.hostname or "", parts.port
-        except ValueError:
-            host, port, parts = "", None, urlsplit("")
-        sound = parts.scheme in PORTS and HOST.fullmatch(host) and PATH.fullmatch(parts.path) and port != 0
-        if not sound or parts.query or parts.fragment:
-            raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
-        return Address(parts.scheme, host, port or PORTS[parts.scheme], parts.path.rstrip("/"))
-
-    @override
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        port = "" if self.port == PORTS[self.scheme] else f":{self.port}"
-        return f"{self.scheme}://{host}{port}{self.path}"
+    Example:
+        >>> read_url("HTTP://LocalHost:08000/").geturl()
+        'http://localhost:8000'
+    """
+    if "@" in text:
+        raise ValueError("expected a URL without a user and a password: the key of servers is api_key=")
+    try:
+        parts = urlsplit(text.strip())
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), "", None
+    sound = parts.scheme in PORTS and HOST.fullmatch(host) and PATH.fullmatch(parts.path) and port != 0
+    if not sound or parts.query or parts.fragment:
+        raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
+    netloc = f"[{host}]" if ":" in host else host
+    if port not in (None, PORTS[parts.scheme]):
+        netloc += f":{port}"
+    return SplitResult(parts.scheme, netloc, parts.path.rstrip("/"), "", "")
 
 
 def trust(ca: Path | None) -> ssl.SSLContext:

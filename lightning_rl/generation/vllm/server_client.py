@@ -49,7 +49,7 @@ class Sample:
 
     token_ids: tuple[int, ...]
     logprobs: Tensor | None  # float32; None if not requested
-    prompt_logprobs: Tensor | None  # of each prompt token but the first; None if not requested
+    prompt_logprobs: Tensor  # of each prompt token but the first; empty if not requested
     finish_reason: str  # as named by vLLM
     stop_reason: str | int | None  # stop string or id
     labels: tuple[Label, ...]  # of the weights of each token
@@ -234,7 +234,7 @@ class Endpoint:
         answer = await self._client.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
         with self._parsing():
             (choice,) = answer["choices"]
-            tokens, logprobs, prompt_logprobs = tuple(choice["token_ids"]), None, None
+            tokens, logprobs, prompt_logprobs = tuple(choice["token_ids"]), None, torch.zeros(0)
             if parameters.get("logprobs") is not None:
                 content = choice["logprobs"]["content"]
                 if tuple([entry["token_id"] for entry in content]) != tokens:

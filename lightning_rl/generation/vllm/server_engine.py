@@ -24,12 +24,12 @@ from lightning_rl.generation.engine import Capabilities, Completion, Engine, Eng
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, Members, Membership
-from lightning_rl.generation.vllm.http import Address, trust
+from lightning_rl.generation.vllm.http import read_url, trust
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import Endpoint
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
-from lightning_rl.generation.vllm.weight_push import Proof, WeightPush, prompt_logprobs
+from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
@@ -105,7 +105,7 @@ class VLLMServerEngine(Engine):
         self._broadcast: Broadcast | None = None
 
     def _check_url(self, url: str) -> None:
-        if Address.read(url).host not in LOOPBACK and self.storage is None:
+        if read_url(url).hostname not in LOOPBACK and self.storage is None:
             raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
 
     def _endpoint(self, url: str) -> Endpoint:
@@ -299,14 +299,14 @@ class VLLMServerEngine(Engine):
         pool = self._running()
 
         async def score(ids: Sequence[int]) -> Tensor:
-            return prompt_logprobs(await pool.ask(ids, SCORING, name="score", oldest=pool.oldest))
+            return (await pool.ask(ids, SCORING, name="score", oldest=pool.oldest)).prompt_logprobs
 
         return pool.run(score, rows)
 
     @override
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         pool = self._running()
-        scores = {url: prompt_logprobs(sample) for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
+        scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
         pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
         return scores
 
