@@ -85,7 +85,6 @@ class Answers:
                 "a list that answers every request once, in order, with ABORT for failed ones"
             )
         checked = [self.check_alone(place, completion) for place, completion in enumerate(given)]
-        self._check_extras_alike(checked)
         faults = {place: self._fault(place, completion) for place, completion in enumerate(checked)}
         return checked, {place: fault for place, fault in faults.items() if fault}
 
@@ -149,28 +148,15 @@ class Answers:
 
     def _check_extras(self, place: int, given: Completion) -> None:
         """Check that the response has an entry of each extra for every token, and the prompt one of its routes."""
-        names = self.engine.extras
-        fields = (("token_extras", names, len(given.token_ids)),)
-        fields += (("prompt_extras", names & {ROUTES}, len(self.requests[place].prefix_ids)),)
-        for where, recorded, length in fields:
-            for name in sorted(recorded):
-                extra = getattr(given, where).get(name)
-                got = "nothing" if extra is None else str(len(extra))
-                if got != str(length):
-                    cure = f"put it into {where}, an entry for each token along its first axis"
-                    self._refuse(place, f"{name} of each of {length} tokens", got, cure)
-
-    def _check_extras_alike(self, given: Sequence[Completion]) -> None:
-        """Check that each extra has the same shape and dtype at every token of every sample."""
-        forms: dict[str, str] = {}
-        for place, completion in enumerate(given if self.engine.extras else ()):
-            extras = [*completion.token_extras.items()]
-            extras += [(f"{name} of the prompt", extra) for name, extra in completion.prompt_extras.items()]
-            for name, extra in extras:
-                form = f"{str(extra.dtype).removeprefix('torch.')} {list(extra.shape[1:])}"
-                if form != forms.setdefault(name, form):
-                    cure = "record the same of every token, in every answer"
-                    self._refuse(place, f"{name} of {forms[name]} at each token", form, cure)
+        names, prompt_length = self.engine.extras, len(self.requests[place].prefix_ids)
+        fields = [("token_extras", name, len(given.token_ids)) for name in sorted(names)]
+        fields += [("prompt_extras", name, prompt_length) for name in sorted(names & {ROUTES})]
+        for where, name, length in fields:
+            extra = getattr(given, where).get(name)
+            got = "nothing" if extra is None else str(len(extra))
+            if got != str(length):
+                cure = f"put it into {where}, an entry for each token along its first axis"
+                self._refuse(place, f"{name} of each of {length} tokens", got, cure)
 
     def _fault(self, place: int, completion: Completion) -> str:
         """Return the reason for which a sample cannot train, or an empty string."""

@@ -175,11 +175,9 @@ def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Co
         ({"token_extras": {ROUTES: torch.zeros(2, 2, 1)}}, "of each of 3 tokens from OwnEngine, got 2"),
         ({"prompt_extras": {}}, "routed_experts of each of 2 tokens from OwnEngine, got nothing"),
         ({"prompt_extras": {ROUTES: torch.zeros(3, 2, 1)}}, "of each of 2 tokens from OwnEngine, got 3"),
-        ({"token_extras": {ROUTES: torch.zeros(3, 4, 1)}}, r"of float32 \[2, 1\] at each .* got float32 \[4, 1\]"),
-        ({"prompt_extras": {ROUTES: torch.zeros(2, 2, 1).int()}}, r"the prompt of float32 .* got int32 \[2, 1\]"),
     ],
 )
-def test_extras_have_an_entry_of_the_same_form_for_each_token(changes: dict[str, Any], message: str) -> None:
+def test_extras_have_an_entry_for_each_token(changes: dict[str, Any], message: str) -> None:
     assert len(recording(extended(-1), {ROUTES})) == 4
     with pytest.raises(EngineError, match=message) as raised:
         recording(extended(2, **changes), {ROUTES})

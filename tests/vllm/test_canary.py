@@ -92,16 +92,6 @@ def test_bf16_syncs_are_clean(family: str, watch_engine: Callable[..., Watched])
         run.step(1e-4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2", "gemma3_text"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_hundred_syncs_are_clean(family: str, dtype: torch.dtype, watch_engine: Callable[..., Watched]) -> None:
-    run = watch_engine(family, dtype=dtype)
-    for _ in range(200):
-        run.sync()
-        run.step(1e-5)
-
-
 def zeroed(stream: Stream) -> Stream:
     for name, weight in stream:
         yield name, torch.zeros_like(weight) if name.endswith("1.self_attn.q_proj.weight") else weight
