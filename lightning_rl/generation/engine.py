@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Shaped
@@ -17,9 +17,6 @@ from lightning_rl.distributed import process_objects
 from lightning_rl.generation.in_flight import InFlight
 from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.rollout import FinishReason
-
-if TYPE_CHECKING:
-    from lightning_rl.generation.weights.canary import Canary
 
 Value = TypeVar("Value")
 LINGER = 5.0  # seconds that a round waits for late requests, so that a batch hardly depends on timing
@@ -173,7 +170,7 @@ class Engine(ABC):
 
     Attributes:
         capabilities: Capabilities, set by a subclass on the class or in its constructor.
-        canary: Check of each sync of an engine that holds a copy; None to skip it.
+        canary: :class:`.Canary` that checks each sync of an engine that holds a copy; None to skip it.
         holds_copy: True if the weights are a copy of the trainer's, so that a sync can fail; set by the first sync.
         extras: Names of the extras in each completion.
         dtype: Dtype of its weights once started; None for that of the trainer.
@@ -189,7 +186,7 @@ class Engine(ABC):
     """
 
     capabilities: Capabilities = Capabilities()
-    canary: "Canary | None" = None
+    canary: Any = None
     holds_copy: bool = False
     extras: frozenset[str] = frozenset()
     dtype: torch.dtype | None = None

@@ -2,28 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lightning_rl.generation.engine import Request
+from typing import Any
 
 
 class InFlight:
-    """Unanswered requests of an engine with the version of the weights at their start, for any thread."""
+    """Unanswered :class:`.Request` objects with the version of the weights at their start, for any thread."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[Request, int]] = {}  # by id() of the request
+        self._open: dict[int, tuple[Any, int]] = {}  # by id() of the request
 
-    def add(self, request: "Request", version: int) -> None:
+    def add(self, request: Any, version: int) -> None:
         """Add a request that is generated from weights of this version or newer."""
         self._open[id(request)] = request, version
 
-    def discard(self, request: "Request") -> None:
+    def discard(self, request: Any) -> None:
         """Remove a request, if it is there."""
         self._open.pop(id(request), None)
 
     @contextmanager
-    def holding(self, requests: "Sequence[Request]", version: int) -> Iterator[None]:
+    def holding(self, requests: Sequence[Any], version: int) -> Iterator[None]:
         """Add requests inside the context; those still there are removed at its end."""
         for request in requests:
             self.add(request, version)
