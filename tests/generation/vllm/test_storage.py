@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_rl.generation.vllm import storage as storage_module
 from lightning_rl.generation.vllm.storage import RunFolder, check_inside
 from lightning_rl.generation.vllm.worker_extension import STORAGE, WeightLoader
 from lightning_rl.generation.weights.weight_folder import INDEX, write_weights
 
 TRAINER = """
-import sys
+import runpy, sys
 from pathlib import Path
-from lightning_rl.generation.vllm.storage import RunFolder
-folder = RunFolder(Path(sys.argv[1]), sys.argv[2])
+folder = runpy.run_path(sys.argv[3])["RunFolder"](Path(sys.argv[1]), sys.argv[2])
 folder.open()
 (folder.path / "0").mkdir()
 print("open", flush=True)
@@ -29,13 +29,12 @@ sys.stdin.read()
 
 def trainer(storage: Path, run: str) -> "subprocess.Popen[str]":
     """Start a process that keeps weights until it is killed."""
-    command = [sys.executable, "-c", TRAINER, str(storage), run]
+    command = [sys.executable, "-c", TRAINER, str(storage), run, storage_module.__file__]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "open\n"
     return process
 
 
-@pytest.mark.slow
 def test_weights_of_a_killed_trainer_are_deleted_by_the_next_one(tmp_path: Path) -> None:
     with trainer(tmp_path, "dead") as dead, trainer(tmp_path, "alive") as alive:
         dead.send_signal(signal.SIGKILL)
