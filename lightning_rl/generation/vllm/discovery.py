@@ -34,7 +34,8 @@ class Members:
     def __init__(self, servers: Listing, check: Callable[[str], object]) -> None:
         self._servers, self._check = servers, check
         self.fixed = not (callable(servers) or isinstance(servers, Path))
-        if self.fixed and len(urls := list(self._lines())) != len(set(self.read())):
+        urls = list(self._lines()) if self.fixed else []
+        if self.fixed and (not urls or len(urls) != len(self.read())):
             raise ValueError(f"expected URLs of one or more servers, each of them once, got {urls}")
 
     @property
