@@ -62,6 +62,8 @@ CHECKED = (
     "lightning_rl/update.py",
     "lightning_rl/version.py",
     "recipes",
+    "tests/generation",
+    "tests/vllm",
 )
 # fmt: on
 WORDS = re.compile(
