@@ -54,6 +54,8 @@ CHECKED = (
     "lightning_rl/utils",
     "lightning_rl/version.py",
     "recipes",
+    "tests/generation",
+    "tests/vllm",
 )
 # fmt: on
 WORDS = re.compile(

@@ -3,11 +3,10 @@
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float, Shaped
@@ -89,8 +88,7 @@ class Completion:
 
     def __post_init__(self) -> None:
         """Check the number of versions."""
-        sized = isinstance(self.versions, Sequence) and isinstance(self.token_ids, Sequence)  # form.py rejects others
-        if sized and self.versions is not None and len(self.versions) != len(self.token_ids):
+        if self.versions is not None and len(self.versions) != len(self.token_ids):
             raise ValueError(f"expected a version for each of {len(self.token_ids)} tokens, got {len(self.versions)}")
 
 
@@ -105,17 +103,11 @@ class Exchange(Protocol):
     """
 
     def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """Return the requests that have arrived since the last call.
+        """Return the requests that have arrived since the last call, or raise the error passed to :meth:`fail`.
 
         Args:
-            wait: True to block until there is at least one.
+            wait: True to block until there is at least one; an empty list then means that no more will arrive.
             linger: Seconds to wait for further requests once there is one.
-
-        Returns:
-            Requests; after waiting, an empty list means that no more will arrive.
-
-        Raises:
-            BaseException: Error passed to :meth:`fail`.
         """
         ...
 
@@ -125,14 +117,6 @@ class Exchange(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End the exchange with an error of another thread."""
-        ...
-
-
-class SyncProof(Protocol):
-    """Check of syncs that keeps state between them."""
-
-    def forget(self) -> None:
-        """Reset the state when the engine closes."""
         ...
 
 
@@ -186,8 +170,7 @@ class Engine(ABC):
 
     Attributes:
         capabilities: Capabilities, set by a subclass on the class or in its constructor.
-        canary: Check of each sync of an engine that holds a copy, see :class:`.weights.canary.Canary`; None to skip
-            it.
+        canary: :class:`.Canary` that checks each sync of an engine that holds a copy; None to skip it.
         holds_copy: True if the weights are a copy of the trainer's, so that a sync can fail; set by the first sync.
         extras: Names of the extras in each completion.
         dtype: Dtype of its weights once started; None for that of the trainer.
@@ -198,13 +181,12 @@ class Engine(ABC):
         state: Current state.
         version: Version of its weights.
         pushed: Versions of all weights that were loaded.
-        conversing: True while :meth:`converse` runs.
         in_flight: Requests that are not answered yet. :meth:`generate` adds its requests while it runs; an engine that
             answers some earlier discards those.
     """
 
     capabilities: Capabilities = Capabilities()
-    canary: SyncProof | None = None
+    canary: Any = None
     holds_copy: bool = False
     extras: frozenset[str] = frozenset()
     dtype: torch.dtype | None = None
@@ -217,7 +199,6 @@ class Engine(ABC):
         self.state = EngineState.ASLEEP
         self.version = -1
         self.pushed: set[int] = set()
-        self.conversing = False
         self.in_flight = InFlight()
 
     def select_extras(self, names: frozenset[str]) -> None:
@@ -226,9 +207,9 @@ class Engine(ABC):
         Raises:
             ValueError: If the engine does not support one of them.
         """
-        possible = self.capabilities.extras
-        if unknown := sorted(names - possible):
-            raise ValueError(f"expected to record {sorted(possible) or 'nothing'}, got {unknown[0]}")
+        if unknown := sorted(names - self.capabilities.extras):
+            possible = sorted(self.capabilities.extras) or "nothing"
+            raise ValueError(f"expected to record {possible}, got {unknown[0]}")
         self.extras = names
 
     def check_memory(  # noqa: B027  most engines take no share of the trainer's device
@@ -237,13 +218,12 @@ class Engine(ABC):
         """Check before each start that the engine fits on the device beside the trainer.
 
         Args:
-            model: policy.
-            dtype: dtype in which the run computes.
-            resident: bytes that the trainer holds while the engine is awake: weights, reference, and the states of the
-                optimizer, which its first step makes.
+            model: Policy.
+            dtype: Dtype in which the run computes.
+            resident: Bytes that the trainer holds while the engine is awake, optimizer states included.
 
         Raises:
-            ValueError: with the option to pass.
+            ValueError: If it does not fit; names the option to pass.
         """
 
     @abstractmethod
@@ -258,11 +238,11 @@ class Engine(ABC):
         """Build the part that generates. Called once the process group exists, before the first sync of each stage.
 
         Args:
-            model: policy, or a copy of it for an engine that decodes with the model itself.
-            tokenizer: tokenizer of the policy.
-            device: device of the trainer on this rank.
-            dtype: dtype in which the run computes: half precision under a mixed precision of the Trainer, else that of
-                the weights.
+            model: Policy, or a copy of it for an engine that decodes with the model itself.
+            tokenizer: Tokenizer of the policy.
+            device: Device of the trainer on this rank.
+            dtype: Dtype in which the run computes: half precision under a mixed precision of the Trainer, otherwise
+                that of the weights.
         """
 
     def expect(self, weights: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027  most engines take any names
@@ -302,25 +282,15 @@ class Engine(ABC):
 
     @abstractmethod
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Return one completion for each request, in order, for :mod:`lightning_rl.generation.validate_completions`."""
+        """Return one completion for each request, in order; :mod:`.validate_completions` checks them."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the trainer's weights; afterwards the engine is synced.
-
-        Raises:
-            RuntimeError: During conversations, if the engine can load weights only while it is idle.
-        """
-        if self.conversing and not self.capabilities.syncs_while_generating:
-            raise RuntimeError(
-                f"expected conversations to have ended before {type(self).__name__} takes weights, got version "
-                f"{version} during some: wait for their end"
-            )
+        """Load the trainer's weights; afterwards the engine is synced."""
         if not (self.capabilities.syncs_while_generating and self.state is EngineState.SYNCED):
             self.wake()
         self.pushed.add(version)  # before loading: tokens may come from these weights before the last rank is done
         try:
-            with refuse_exit(self, "weights to be loaded"):
-                self._take(weights, version)
+            self._take(weights, version)
         except BaseException:
             self.state = EngineState.AWAKE
             raise
@@ -332,11 +302,10 @@ class Engine(ABC):
         Raises:
             RuntimeError: If the engine is not synced.
             ValueError: If a request has a filter that the engine does not support.
-            EngineError: If the engine calls ``sys.exit``.
         """
         self._check_requests(requests)
         self._check_state()
-        with refuse_exit(self, "completions"), self.in_flight.holding(requests, self.version):
+        with self.in_flight.holding(requests, self.version):
             return self._draw(requests, logprobs=logprobs)
 
     def converse(self, exchange: Exchange, *, logprobs: bool = False) -> None:
@@ -350,19 +319,14 @@ class Engine(ABC):
             ValueError: If a request has a filter that the engine does not support.
         """
         self._check_state()
-        self.conversing = True
-        counted = _Counted(exchange, self)
-        try:
-            self._converse(counted, logprobs=logprobs)
-        finally:
-            self.conversing = False
-            counted.end()
+        self._converse(exchange, logprobs=logprobs)
 
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
         """Generate in rounds; a request that arrives too late joins the next round.
 
         The last bits of log-probabilities may depend on the batch, so a round waits for late requests: :data:`LINGER`
-        seconds, or as long as the previous round took.
+        seconds, or as long as the previous round took. An engine that overrides this method adds its requests to
+        ``in_flight``.
         """
         linger, requests, completions = LINGER, list[Request](), list[Completion]()
         while True:
@@ -372,23 +336,19 @@ class Engine(ABC):
                 requests = exchange.take(linger=linger)
             except Exception as error:  # noqa: BLE001  raised below, once every rank knows
                 failure = error
-            if not self._agree(len(requests), failure):
+            numbers = self._across(None if failure is not None else len(requests))
+            if failure is not None:
+                raise failure
+            if None in numbers:
+                raise EngineError(
+                    "expected every rank that shares the engine to continue its conversations, but they failed on "
+                    f"rank {numbers.index(None)} of {len(numbers)}: see its error"
+                )
+            if not any(numbers):
                 return
             begin = time.perf_counter()
             completions = self.generate(requests, logprobs=logprobs)
             linger = max(LINGER, time.perf_counter() - begin)
-
-    def _agree(self, number: int, failure: Exception | None) -> bool:
-        """Return True if any rank that shares this engine has requests."""
-        numbers = self._across(None if failure is not None else number)
-        if failure is not None:
-            raise failure
-        if None in numbers:
-            raise EngineError(
-                "expected every rank that shares the engine to continue its conversations, but they failed on "
-                f"rank {numbers.index(None)} of {len(numbers)}: see its error"
-            )
-        return any(numbers)
 
     def _across(self, value: Value) -> list[Value]:
         """Return the value of each rank that shares this engine. Every rank has to call it."""
@@ -421,61 +381,16 @@ class Engine(ABC):
             self.canary.forget()
 
 
-class _Counted:
-    """Exchange whose requests are in the engine's ``in_flight`` until they are answered."""
-
-    def __init__(self, exchange: Exchange, engine: Engine) -> None:
-        self._exchange, self._engine = exchange, engine
-        self._open: dict[int, Request] = {}  # by id()
-
-    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        requests = self._exchange.take(wait=wait, linger=linger)
-        for request in requests:
-            self._open[id(request)] = request
-            self._engine.in_flight.add(request, self._engine.version)
-        return requests
-
-    def give(self, request: Request, completion: Completion) -> None:
-        self._engine.in_flight.discard(request)
-        self._open.pop(id(request), None)
-        self._exchange.give(request, completion)
-
-    def fail(self, error: BaseException) -> None:
-        self._exchange.fail(error)
-
-    def end(self) -> None:
-        """Discard the requests that are still open."""
-        for request in self._open.values():
-            self._engine.in_flight.discard(request)
-
-
-@contextmanager
-def refuse_exit(engine: Engine, expected: str) -> Iterator[None]:
-    """Turn ``SystemExit`` of an engine, such as that of a command-line library, into an error.
-
-    Raises:
-        EngineError: Instead of ``SystemExit``; names the engine.
-    """
-    try:
-        yield
-    except SystemExit as ended:
-        raise EngineError(
-            f"expected {expected} from {type(engine).__name__}, got sys.exit({ended.code!r}), which would end the run "
-            "silently: raise an error that describes the failure"
-        ) from ended
-
-
 def give_all(exchange: Exchange, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
     """Pass on the completions of several requests, in order.
 
     Raises:
         EngineError: If their numbers differ.
     """
-    if not isinstance(completions, Sequence) or len(completions) != len(requests):
-        got = f"{len(completions)}" if isinstance(completions, Sequence) else f"a {type(completions).__name__}"
+    if len(completions) != len(requests):
         raise EngineError(
-            f"expected {len(requests)} completions, one for each request, got {got}: answer every request once, "
-            "in order, with ABORT for failed ones"
+            f"expected {len(requests)} completions, one for each request, got {len(completions)}: answer every request "
+            "once, in order, with ABORT for failed ones"
         )
     for request, completion in zip(requests, completions, strict=True):
         exchange.give(request, completion)
@@ -488,8 +403,7 @@ def request_seed(run_seed: int, rollout: int, sample_id: int) -> int:
         >>> request_seed(0, 0, 0) == request_seed(0, 0, 0), request_seed(0, 0, 0) == request_seed(0, 0, 1)
         (True, False)
     """
-    identity = repr((run_seed, rollout, sample_id, 0)).encode()
-    return int.from_bytes(hashlib.blake2b(identity, digest_size=4).digest(), "big") >> 1
+    return _hash((run_seed, rollout, sample_id, 0))
 
 
 def turn_seed(first: int, turn: int) -> int:
@@ -499,7 +413,9 @@ def turn_seed(first: int, turn: int) -> int:
         >>> turn_seed(5, 0), turn_seed(5, 1) == turn_seed(5, 1), turn_seed(5, 1) == turn_seed(5, 2)
         (5, True, False)
     """
-    if turn == 0:
-        return first
-    identity = repr(("turn", first, turn)).encode()
-    return int.from_bytes(hashlib.blake2b(identity, digest_size=4).digest(), "big") >> 1
+    return first if turn == 0 else _hash(("turn", first, turn))
+
+
+def _hash(identity: tuple[str | int, ...]) -> int:
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

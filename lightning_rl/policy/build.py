@@ -43,6 +43,7 @@ class ModelBuilder(ABC):
 
 
 ModelSource = ModelBuilder | Callable[[], PreTrainedModel] | str | Path  # in the order of attempts
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 CRITIC_HINT = ' (critic="shared" is a value head on the policy)'
 TokenizerSource = str | Path | PreTrainedTokenizerBase
 
@@ -239,12 +240,17 @@ def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
 
 
 def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> PreTrainedTokenizerBase | None:
-    """Return the given tokenizer, also by its name, folder or dotted import path, or by default that of the policy."""
+    """Return the given tokenizer, also by its name, folder or dotted import path, or by default that of the policy.
+
+    By default, a policy folder without tokenizer files has none.
+    """
     named: Any = import_by_name(tokenizer=tokenizer)
     if named is not tokenizer:
         tokenizer = named if isinstance(named, PreTrainedTokenizerBase) or not callable(named) else cast(Any, named())
     argument = "tokenizer" if tokenizer is not None else "policy"
     if tokenizer is None and isinstance(policy, str | Path):
+        if Path(policy).is_dir() and not any(file for name in TOKENIZER_FILES for file in Path(policy).glob(name)):
+            return None
         tokenizer = policy
     if tokenizer is not None and not isinstance(tokenizer, str | Path | PreTrainedTokenizerBase):
         raise ValueError(
@@ -314,9 +320,12 @@ def max_prompt_length(model: PreTrainedModel, max_new_tokens: int) -> int | None
 
 
 def _own_code(source: str | Path, error: ValueError) -> str:
-    """Return the message for a source that transformers rejects, most often because it requires remote code."""
+    """Return the message for a source that transformers rejects, for example because it requires remote code."""
+    cause = str(error).splitlines()[0]
+    if "trust_remote_code" not in str(error):
+        return f"expected a model or tokenizer that transformers can load, got {str(source)!r}: {cause}"
     return (
         f"expected a model or tokenizer that transformers can load without remote code, got {str(source)!r}: "
-        f"{str(error).splitlines()[0]} (code in a checkpoint is never run; if you trust it, "
+        f"{cause} (code in a checkpoint is never run; if you trust it, "
         "pass a function that loads it with trust_remote_code=True)"
     )

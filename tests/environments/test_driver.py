@@ -245,23 +245,6 @@ def test_an_engine_without_weights_or_filters_says_so_before_anything_is_drawn()
         converse([talk], told(lambda _: (EOS,)))
 
 
-def test_weights_that_come_between_two_turns_are_refused_by_an_engine_that_takes_them_idle() -> None:
-    engine = told(lambda _: (3, EOS))
-
-    class Syncing(Echo):
-        @override
-        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-            with pytest.raises(
-                RuntimeError, match=r"conversations to have ended before FakeEngine .* got version 1 during"
-            ):
-                engine.load_weights([], 1)
-            return super().step(token_ids, finish)
-
-    (transcript,) = converse([opening(0, Syncing(2))], engine)
-    assert (transcript.finish, engine.version, engine.conversing) == (FinishReason.STOP, 0, False)
-    engine.load_weights([], 1)
-
-
 def answered(engine: FakeEngine, talks: list[Opening]) -> list[Transcript]:
     return converse(talks, engine, logprobs=True, answers=TurnAnswers(engine, logprobs=True, vocabulary=12))
 

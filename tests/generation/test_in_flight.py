@@ -1,6 +1,4 @@
-"""What an engine has been asked for and has not answered, and copies of it."""
-
-import copy
+"""Requests in flight of an engine."""
 
 from lightning_rl.generation import Request, SamplingParams
 from lightning_rl.generation.in_flight import InFlight
@@ -20,14 +18,3 @@ def test_limits_add_up_and_the_oldest_version_counts() -> None:
         counted.discard(first)
         assert counted.tokens() == 5 and counted.oldest() == 4
     assert counted.tokens() == 0
-
-
-def test_a_copy_has_asked_for_nothing() -> None:
-    original = InFlight()
-    original.add(first := request(1), 3)
-    copied = copy.deepcopy(original)
-    assert copied.oldest() is None and copied.tokens() == 0
-    copied.add(request(2), 4)
-    assert original.oldest() == 3
-    original.discard(first)
-    assert copied.oldest() == 4

@@ -53,7 +53,7 @@ def test_any_filter_keeps_the_likeliest_ones(seed: int, top_k: int, top_p: float
 
 
 def sorted_mask(scores: Tensor, keep: SamplingParams) -> Tensor:
-    """What one row keeps, by a sort of all tokens in float64."""
+    """Return the tokens that one row keeps, by a sort of all tokens in float64."""
     values, order = scores.double().softmax(-1).sort(descending=True, stable=True)
     kept = values >= keep.min_p * values[0]
     if keep.top_k:

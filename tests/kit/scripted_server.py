@@ -117,7 +117,7 @@ class ScriptedServer:
             assert self.asked.wait_for(lambda: condition(self), 20), "the condition did not come true"
 
     def noted(self, path: str) -> None:
-        """Remembers a call that was answered."""
+        """Store a call, just before its answer is sent."""
         with self.asked:
             self.calls.append(path)
             self.asked.notify_all()
@@ -254,13 +254,13 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
             coming.register(self.connection, select.POLLIN)
             if coming.poll(0):  # a client that waits sends nothing, one that left an end
                 server.cut += 1
+            server.noted(self.path)
             content = text if isinstance(text, bytes) else json.dumps(text).encode()
             with suppress(OSError):
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
-            server.noted(self.path)
 
     return Handler
 

@@ -293,6 +293,19 @@ def test_a_model_without_generation_config_leaves_it_to_the_tokenizer() -> None:
     assert eos_ids_of(bare, tiny_tokenizer()) == {1}
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_policy_folder_without_tokenizer_files_has_no_tokenizer(family: str, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path)
+    assert build_tokenizer(None, tmp_path) is None
+
+
+def test_a_tokenizer_without_files_is_an_error_without_advice_on_remote_code(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected a model or tokenizer that transformers can load, got") as caught:
+        build_tokenizer(tmp_path, tiny_policy)
+    assert "remote" not in str(caught.value)
+
+
 def test_a_saved_policy_and_its_tokenizer_are_found_by_path(tmp_path: str) -> None:
     tiny_policy().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -301,7 +301,7 @@ def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     CONFIG_MAPPING["t5gemma2"]().save_pretrained(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"can load without remote code, got .*: Unrecognized configuration class .*T5Gemma2Config",
+        match=r"can load, got .*: Unrecognized configuration class .*T5Gemma2Config",
     ):
         build_model(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Weights by broadcast into real servers: proven on every one after each sync, repaired after every fault."""
+"""Broadcast of weights to real servers, with faults and their repair."""
 
 import socket
 import threading
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
-    """Two servers for all tests of this file, which both answer."""
+    """Return the two servers of all tests of this file."""
     one, two = (Served(MODEL(), tmp_path_factory.mktemp("served")) for _ in range(2))
     for server in (one, two):
         server.wait()
@@ -42,7 +42,7 @@ def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """URLs of servers that load a file from now on."""
+    """Return a list that collects the URLs of servers that load a file."""
     loaded, honest = list[str](), Endpoint.load
 
     def load(endpoint: Endpoint, *arguments: Any) -> None:
@@ -53,7 +53,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return loaded
 
 
-def test_weights_reach_every_server_from_memory_to_memory_and_sockets_stay_on_loopback(
+def test_weights_reach_every_server_without_files_over_loopback(
     both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files, model = loads(monkeypatch), MODEL()
@@ -85,7 +85,7 @@ def test_a_run_sees_every_engine_agree_with_the_trainer_after_each_sync(both: tu
     assert all(abs(row["kl/rollout"]) < 1e-5 for row in watch.rows[::2])
 
 
-def test_a_tensor_that_no_server_knows_costs_one_push_and_leaves_every_server_loadable(
+def test_servers_stay_loadable_after_an_unknown_tensor(
     both: tuple[Served, Served], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, model = an_engine(*both, canary=False, transfer="broadcast"), MODEL()
@@ -106,7 +106,7 @@ def test_a_tensor_that_no_server_knows_costs_one_push_and_leaves_every_server_lo
     engine.close()
 
 
-def test_a_run_whose_servers_come_and_go_agrees_with_the_trainer_all_the_same(
+def test_a_run_with_a_changing_list_of_servers(
     both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (one, two), honest, asked, listing = both, Endpoint.draw, list[str](), tmp_path / "servers"
@@ -118,7 +118,7 @@ def test_a_run_whose_servers_come_and_go_agrees_with_the_trainer_all_the_same(
         return honest(endpoint, name, *arguments)
 
     class Change(Watch):
-        """After the second rollout there are two servers, after the fourth only the second of them."""
+        """List two servers after the second rollout, and only the second one after the fourth."""
 
         @override
         def observe(self, rollout: Rollout) -> None:
@@ -140,7 +140,7 @@ def test_a_run_whose_servers_come_and_go_agrees_with_the_trainer_all_the_same(
     assert set(asked[first + 1 : second]) == {one.url, two.url} and set(asked[second + 1 :]) == {two.url}
 
 
-def test_a_server_that_is_killed_in_a_rollout_comes_back_by_a_file_and_joins_with_the_next_sync(
+def test_a_killed_server_loads_a_file_and_joins_the_next_sync(
     both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, honest, asked, left = loads(monkeypatch), Endpoint.draw, list[str](), list[Any]()

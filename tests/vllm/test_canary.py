@@ -1,4 +1,4 @@
-"""The canary over vLLM: silent over clean syncs, and a message of its own for every fault put into a sync."""
+"""Canary of vLLM: no error for clean syncs, and one message for each kind of fault."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ FLOAT32, MEAN = 1e-4, 5.0
 
 
 class Watched:
-    """A policy, the engine of its shape and a new canary."""
+    """Policy, its engine and a new canary."""
 
     def __init__(self, engine: VLLMEngine, model: PreTrainedModel, temperature: float = 1.0) -> None:
         self.engine, self.model = engine, model
@@ -33,7 +33,7 @@ class Watched:
         self.version = 0
 
     def sync(self, change: Callable[[Stream], Stream] = lambda stream: stream) -> tuple[float, float]:
-        """One sync, in which ``change`` may do harm on the way; what the canary saw."""
+        """Sync once, with a stream modified by ``change``, and return the differences."""
         self.version += 1
         load = self.engine.load_weights
         self.engine.load_weights = lambda stream, version: load(change(stream), version)  # type: ignore[method-assign]
@@ -52,7 +52,7 @@ class Watched:
         return found
 
     def step(self, scale: float = 1e-3) -> None:
-        """Every weight of the trainer moves."""
+        """Move every weight of the trainer."""
         moved(self.model, scale, seed=self.version)
 
 
@@ -92,16 +92,6 @@ def test_bf16_syncs_are_clean(family: str, watch_engine: Callable[..., Watched])
         run.step(1e-4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2", "gemma3_text"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_hundred_syncs_are_clean(family: str, dtype: torch.dtype, watch_engine: Callable[..., Watched]) -> None:
-    run = watch_engine(family, dtype=dtype)
-    for _ in range(200):
-        run.sync()
-        run.step(1e-5)
-
-
 def zeroed(stream: Stream) -> Stream:
     for name, weight in stream:
         yield name, torch.zeros_like(weight) if name.endswith("1.self_attn.q_proj.weight") else weight
@@ -116,7 +106,7 @@ def swapped(stream: Stream) -> Stream:
 
 
 def dropped(stream: Stream) -> Stream:
-    """A layer's feed-forward is not sent: the engine gets that of another."""
+    """Send another layer's feed-forward instead of a layer's own."""
     weights = list(stream)
     known = dict(weights)
     for name, weight in weights:
@@ -174,7 +164,7 @@ def test_an_engine_one_sync_behind_is_found(watch_engine: Callable[..., Watched]
         run.sync()
         old.append(kept(run.model))
         run.step(1e-4)
-    with pytest.raises(CanaryError, match="version 4, but it is stale: its log-probabilities are those of version 2"):
+    with pytest.raises(CanaryError, match="version 4, but its log-probabilities are bit for bit those of version 2"):
         run.sync(from_before(old[1]))
 
 

@@ -1,4 +1,4 @@
-"""Conversations on vLLM: nobody waits for anybody, and what is drawn is what rounds draw, bit for bit."""
+"""Conversations on vLLM: samples equal those of rounds bit for bit."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,7 @@ def held(engine: VLLMEngine, talks: list[Opening], **options: Any) -> What:
     return what_was_said(converse(talks, engine, logprobs=True, answers=answers, **options))
 
 
-def test_what_is_drawn_is_what_rounds_draw_whoever_waits_for_whom(engine: VLLMEngine) -> None:
+def test_samples_equal_those_of_rounds_for_any_schedule(engine: VLLMEngine) -> None:
     rounds = in_rounds(engine, openings())
     expected = what_was_said(rounds)
     assert {len(scores) for _, _, scores in expected} >= {TURNS} and len({ids for ids, *_ in expected}) == 16
@@ -62,7 +62,7 @@ def test_what_is_drawn_is_what_rounds_draw_whoever_waits_for_whom(engine: VLLMEn
             )
 
 
-def test_a_turn_begins_while_others_are_drawn(engine: VLLMEngine) -> None:
+def test_a_turn_begins_while_others_generate(engine: VLLMEngine) -> None:
     heard: list[int] = []
 
     def opening(number: int, tokens: int) -> Opening:
@@ -99,7 +99,7 @@ def test_stop_strings_end_turns_as_in_rounds(start_engine: Starter) -> None:
 
 
 class Word(Echo):
-    """Says one word."""
+    """Environment that replies with one word."""
 
     @override
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
@@ -107,7 +107,7 @@ class Word(Echo):
 
 
 class Broken(Echo):
-    """Ends everything in its second turn."""
+    """Environment that raises in its first turn."""
 
     @override
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
@@ -115,7 +115,7 @@ class Broken(Echo):
 
 
 @pytest.mark.parametrize("how", ["environment", "request", "answer"])
-def test_a_failure_leaves_no_request_behind_and_the_engine_goes_on(engine: VLLMEngine, how: str) -> None:
+def test_a_failure_leaves_no_request_behind(engine: VLLMEngine, how: str) -> None:
     expected = held(engine, openings())
     talks = openings()
     first = talks[3].conversation._first  # noqa: SLF001
@@ -136,27 +136,7 @@ def test_a_failure_leaves_no_request_behind_and_the_engine_goes_on(engine: VLLME
     assert held(engine, openings()) == expected
 
 
-def test_weights_are_refused_between_two_turns(engine: VLLMEngine) -> None:
-    model = a_model()
-
-    class Syncing(Echo):
-        @override
-        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-            with pytest.raises(
-                RuntimeError, match="expected conversations to have ended before VLLMEngine takes weights"
-            ):
-                synced(engine, model, 1)
-            return super().step(token_ids, finish)
-
-    first = Request(prefix_ids=(5, 6), sample_id=0, seed=0, sampling=SamplingParams(max_new_tokens=9, eos_token_ids=()))
-    (transcript,) = converse(
-        [Opening(Conversation(Syncing(), first, ConversationLimits(turns=2, turn_tokens=3)), {}, 0)], engine
-    )
-    assert [turn.completion.version for turn in transcript.row.turns] == [0, 0]
-    assert torch.is_tensor(next(model.parameters())) and engine.version == 0
-
-
-def test_ranks_that_share_an_engine_draw_what_one_draws_alone(tmp_path: Path) -> None:
+def test_ranks_that_share_an_engine_generate_as_one_rank(tmp_path: Path) -> None:
     run_ranks(Path(vllm_talks.__file__), 2, tmp_path, "2", timeout=300)
     vllm_talks.main(tmp_path, 1)
     first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
@@ -165,7 +145,7 @@ def test_ranks_that_share_an_engine_draw_what_one_draws_alone(tmp_path: Path) ->
 
 
 class InRounds(VLLMEngine):
-    """Waits for the slowest conversation before each turn."""
+    """Engine that waits for the slowest conversation before each turn."""
 
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:

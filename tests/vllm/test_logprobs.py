@@ -1,4 +1,4 @@
-"""Log-probabilities of vLLM are the trainer's, for every family, after every sync and only then."""
+"""Log-probabilities of vLLM equal the trainer's for every family after every sync."""
 
 from copy import deepcopy
 from typing import Any
@@ -32,7 +32,7 @@ TOLERANCE = 1e-4  # float32; measured 1.1e-5
 
 
 def trained(model: nn.Module, steps: int) -> None:
-    """Optimizer steps on a plain language-model loss."""
+    """Take optimizer steps on a language-model loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         ids = torch.tensor(prompts_of(1, 30, seed=step + 50)[0] * 2)
@@ -104,7 +104,7 @@ def test_greedy_and_sampled_requests_share_a_batch(start_engine: Starter) -> Non
         torch.testing.assert_close(found.logprobs, known.logprobs, rtol=0, atol=TOLERANCE)
 
 
-def test_tokens_are_drawn_as_often_as_the_softmax_says(start_engine: Starter) -> None:
+def test_tokens_are_sampled_with_the_probabilities_of_the_softmax(start_engine: Starter) -> None:
     model = a_model()
     engine, prompt = synced(start_engine(model), model), [7, 8, 9]
     requests = requests_for([prompt] * 2000, max_new_tokens=1, temperature=1.0)
@@ -160,7 +160,7 @@ def test_adapters_are_merged_into_the_stream(start_engine: Starter) -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
     model = base_model_of(peft_model)
-    engine = start_engine(model, None, seed=1)  # an engine of its own, because it learns the adapters when it is built
+    engine = start_engine(model, None, seed=1)  # another engine, which reads the adapters when it is built
     requests = requests_for(prompts_of(8))
     for version in range(2):
         completions = synced(engine, model, version).generate(requests, logprobs=True)

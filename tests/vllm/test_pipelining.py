@@ -1,4 +1,4 @@
-"""vLLM generates ahead of the trainer: in a thread of this process, from the weights that its versions name."""
+"""vLLM that generates ahead of the trainer, in a thread of this process."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ TEMPERATURE = 0.8
 
 
 def ahead(**options: Any) -> RLLightningModule:
-    """A module whose rollouts vLLM draws one ahead."""
+    """Return a module whose rollouts vLLM generates one ahead."""
     known: dict[str, Any] = {
         "policy": a_model,
         "engine": an_engine(),
@@ -34,7 +34,7 @@ def ahead(**options: Any) -> RLLightningModule:
 
 
 def logprobs_under(weights: dict[str, Tensor], rollout: Rollout) -> Tensor:
-    """What a policy with these weights says of the sampled tokens, [B, T]."""
+    """Return the log-probabilities of the sampled tokens under these weights, [B, T]."""
     policy, found = a_model(), torch.zeros(rollout.response_ids.shape)
     policy.load_state_dict(
         {name.removeprefix("policy.model."): weight for name, weight in weights.items()}, strict=False

@@ -1,4 +1,4 @@
-"""What a request may ask of vLLM: seeds, ends, limits, and what is left behind when one fails."""
+"""Requests to vLLM: seeds, ends, limits and failures."""
 
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ def test_samples_of_one_prompt_differ_by_their_seed_alone(engine: VLLMEngine) ->
     assert len({completion.token_ids for completion in engine.generate(same)}) == 1
 
 
-def test_nothing_asked_gives_nothing_and_log_probabilities_come_only_if_asked_for(engine: VLLMEngine) -> None:
+def test_log_probabilities_are_returned_only_if_requested(engine: VLLMEngine) -> None:
     assert engine.generate([]) == []
     (completion,) = engine.generate(requests_for([[5]]))
     assert completion.logprobs is None and len(completion.token_ids) == 20
@@ -58,9 +58,7 @@ def test_nothing_asked_gives_nothing_and_log_probabilities_come_only_if_asked_fo
         pytest.param({"stop": ("x",)}, "expected a tokenizer, because stop strings", id="stop-without-tokenizer"),
     ],
 )
-def test_a_request_that_vllm_would_change_or_choke_on_is_refused_before_any_is_sent(
-    options: dict[str, Any], message: str, engine: VLLMEngine
-) -> None:
+def test_a_request_that_vllm_would_change_is_refused(options: dict[str, Any], message: str, engine: VLLMEngine) -> None:
     known: dict[str, Any] = {"prefix_ids": (5,), "sample_id": 7, "seed": 3, "max_new_tokens": 20}
     good, bad = requests_for([[5, 6]])[0], request_of(**{**known, **options})
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""A real server: the same samples as in process, weights proven after every sync, and a run that survives a kill."""
+"""VLLMServerEngine with a real server: samples, syncs, keys, and a server that is killed."""
 
 import http.client
 import logging
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One for all tests of this file; it has weights of its own and no file of weights."""
+    """Return the server of all tests of this file, which starts with random weights."""
     served = Served(MODEL(), tmp_path_factory.mktemp("served"))
     yield served
     code, left = served.stop()
@@ -57,7 +57,7 @@ def what(completions: list[Completion]) -> list[Any]:
     return [(c.token_ids, c.finish, c.version, [] if c.logprobs is None else c.logprobs.tolist()) for c in completions]
 
 
-def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
+def test_samples_equal_those_of_the_engine_in_process(
     server: Served, engine: VLLMServerEngine, start_engine: Starter
 ) -> None:
     model = MODEL()
@@ -72,7 +72,7 @@ def test_samples_are_those_of_the_engine_in_process_bit_for_bit(
     assert torch.equal(engine.score([row])[0], here.score([row])[0].float())
 
 
-def test_conversations_are_those_of_the_engine_in_process_bit_for_bit(
+def test_conversations_equal_those_of_the_engine_in_process(
     server: Served, engine: VLLMServerEngine, start_engine: Starter
 ) -> None:
     model = MODEL()
@@ -93,9 +93,9 @@ def status_of(server: Served, method: str, path: str, key: str | None) -> int:
     return status
 
 
-def test_no_path_of_the_server_opens_without_the_key(server: Served, engine: VLLMServerEngine) -> None:
+def test_every_path_needs_the_key(server: Served, engine: VLLMServerEngine) -> None:
     with closing(Client(server.url, SECRET)) as client:
-        routes = client.call("GET", "/openapi.json", timeout=60, limit=2**26)["paths"]
+        routes = client.call("GET", "/openapi.json", timeout=60)["paths"]
     assert {"/collective_rpc", "/pause", "/update_weights", "/inference/v1/generate"} <= routes.keys()
     calls = [(method.upper(), path) for path, methods in routes.items() for method in methods]
     calls += [(method, path) for path in OPEN for method in ("GET", "POST", "OPTIONS", "HEAD", "PUT")]
@@ -113,7 +113,7 @@ def test_the_key_is_in_no_list_of_processes_and_in_no_log(server: Served, engine
     assert "serving" in log and SECRET not in log
 
 
-def test_it_listens_on_loopback_alone_and_its_sockets_are_its_users(server: Served, engine: VLLMServerEngine) -> None:
+def test_a_server_listens_on_loopback_only(server: Served, engine: VLLMServerEngine) -> None:
     connections = [connection for process in server.family() for connection in process.net_connections("all")]
     places = {connection.laddr.ip for connection in connections if connection.status == "LISTEN"}
     assert places <= {"127.0.0.1", "::1"} and server.port in {c.laddr.port for c in connections if c.status == "LISTEN"}
@@ -130,16 +130,16 @@ def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLL
     assert Endpoint(server.url, SECRET, 60).label() is None, "and the label is gone"
 
 
-def test_stop_strings_are_refused_where_the_server_reads_tokens_as_another_text(server: Served) -> None:
+def test_stop_strings_need_the_same_tokenizer_at_the_server(server: Served) -> None:
     engine, model = an_engine(server, canary=False), MODEL()
-    launch(engine, model, tiny_tokenizer())  # vLLM chooses a class of its own for the same files
+    launch(engine, model, tiny_tokenizer())  # vLLM chooses another class for the same files
     engine.expect(model.named_parameters())
     with pytest.raises(ValueError, match="stop strings need one: pass tokenizer= to the module, and the same"):
         synced(engine, model).generate(requests_for([[2, 3]], stop=("d",)))
     engine.close()
 
 
-def test_weights_that_come_while_it_generates_are_in_the_tokens_that_say_so(engine: VLLMServerEngine) -> None:
+def test_each_token_has_the_version_of_its_weights_during_syncs(engine: VLLMServerEngine) -> None:
     models, drawn = [MODEL(), MODEL(seed=1)], list[Completion]()
     synced(engine, models[0], 0)
     requests = requests_for(prompts_of(8, 20), max_new_tokens=200, temperature=1.0)
@@ -165,7 +165,7 @@ def test_weights_that_come_while_it_generates_are_in_the_tokens_that_say_so(engi
 
 
 def counted(server: Served, metric: str, label: str = "") -> float:
-    """The sum of a metric of vLLM over the labels that contain one."""
+    """Return the sum of a metric of vLLM over labels that contain a text."""
     request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {SECRET}"})
     with urllib.request.urlopen(request) as answer:  # on loopback
         lines = answer.read().decode().splitlines()
@@ -178,7 +178,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < end, "the condition did not come true"
 
 
-def test_requests_that_are_cut_short_end_at_the_server(server: Served, engine: VLLMServerEngine) -> None:
+def test_cancelled_requests_end_at_the_server(server: Served, engine: VLLMServerEngine) -> None:
     synced(engine, MODEL())
     ended, requests = list[Exception](), requests_for(prompts_of(200, 20), max_new_tokens=200)
     before = counted(server, "vllm:request_success_total", '"length"')
@@ -220,7 +220,7 @@ def test_a_run_sees_engine_and_trainer_agree(server: Served) -> None:
         pytest.param("/reset_prefix_cache?reset_running_requests=true", "to reset the prefix cache", id="not-reset"),
     ],
 )
-def test_the_canary_sees_a_server_that_says_it_is_synced(
+def test_the_canary_finds_a_server_that_was_not_synced(
     path: str, message: str, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, watch = Endpoint._post, Watch()  # noqa: SLF001
@@ -239,7 +239,7 @@ def test_the_canary_sees_a_server_that_says_it_is_synced(
     assert len(watch.rollouts) == 2
 
 
-def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
+def test_a_run_survives_a_killed_server(
     server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     honest, asked, left = Endpoint.draw, list[str](), list[Any]()
@@ -264,7 +264,7 @@ def test_a_server_that_is_killed_in_a_rollout_and_comes_back_costs_no_sample(
 
 
 @pytest.mark.long
-def test_several_engines_behind_one_port_are_refused_by_the_trainer(tmp_path: Path) -> None:
+def test_several_engines_at_one_port_are_refused(tmp_path: Path) -> None:
     served = Served(MODEL(), tmp_path, unchecked=["--data-parallel-size", "2"])
     try:
         engine = an_engine(served)

@@ -1,4 +1,4 @@
-"""Syncs into vLLM: which names and shapes it takes, what a failed one leaves behind, and stale caches."""
+"""Syncs of vLLM: names and shapes, failed syncs, and stale caches."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from lightning_rl.generation.vllm import internals
 
 
 def weights(model: PreTrainedModel, **changed: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter; those given by the end of their name are replaced, or left out for None."""
+    """Yield every parameter; those given by the end of their name are replaced, or left out for None."""
     for name, weight in model.named_parameters():
         ends = [end for end in changed if name.endswith(end.replace("__", "."))]
         given = changed[ends[0]] if ends else weight.detach()

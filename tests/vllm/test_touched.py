@@ -114,7 +114,7 @@ def sources() -> Path:
 
 
 def names_in(code: str) -> dict[str, set[str] | None]:
-    """What a module defines and imports, and what its classes have, by name; the parameters of functions."""
+    """Return the names that a module and its classes define, with the parameters of functions."""
     found: dict[str, set[str] | None] = {}
 
     def add(prefix: str, body: list[ast.stmt]) -> None:

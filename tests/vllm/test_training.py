@@ -1,4 +1,4 @@
-"""Training with vLLM: engine and trainer agree to rounding, runs resume exactly, ranks have an engine each."""
+"""Training with vLLM: agreement of engine and trainer, exact resume, and several ranks."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Two machines, namespaces with a wire between, in each a node that trains and a real server."""
+"""Two machines as network namespaces, each with a node that trains and a real server."""
 
 import json
 import secrets
@@ -40,12 +40,12 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Starts it; engines wait until it is ready."""
+        """Start the server; engines wait until it is ready."""
         with (self.folder / f"served-{self.address}").open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def end(self, number: int) -> None:
-        """Ends it by a signal, and with it everything that it has started."""
+        """End the server and its children by a signal."""
         family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         self.process.send_signal(number)
         self.process.wait(60)
@@ -97,7 +97,7 @@ def test_a_run_on_two_machines_learns_though_a_server_a_rank_and_a_node_are_kill
 
 
 def check(folder: Path) -> None:
-    """What has to hold whatever was killed."""
+    """Check accuracy, syncs and samples of the run."""
     before, after = (accuracy(folder / f"accuracy-{when}") for when in ("before", "after"))
     syncs = lines(folder / "syncs.jsonl")
     apart = max(sync["apart"] for sync in syncs)

@@ -1,29 +1,22 @@
 """URLs of a run's servers, which a file or a function may change during the run."""
 
-import io
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
-from itertools import islice
 from pathlib import Path
-from traceback import format_exception_only
 from typing import Any
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from lightning_rl.generation.engine import EngineError
-from lightning_rl.generation.vllm.http import Address, quote
+from lightning_rl.generation.vllm.http import quote, read_url
 
 LOG = logging.getLogger(__name__)
 READ = 1.0  # seconds between two reads
-SLOW = 10.0  # seconds of a read after which the log warns
-MAX_BYTES, MAX_SERVERS = 2**20, 2**12  # limits of a list
 LEAVING = 5.0  # seconds that the end of a run waits for the function that lists servers
 
 Listing = str | Sequence[str] | Path | Callable[[], Iterable[str]]
-Lines = list[tuple[str, object]]  # position in the list, for messages, and entry
 
 
 class Members:
@@ -41,71 +34,40 @@ class Members:
     def __init__(self, servers: Listing, check: Callable[[str], object]) -> None:
         self._servers, self._check = servers, check
         self.fixed = not (callable(servers) or isinstance(servers, Path))
-        self._reading: futures.Future[Lines] | None = None
-        if self.fixed:
-            lines = self._lines()
-            if not lines or len(self._urls(lines)) < len(lines):
-                raise ValueError(
-                    f"expected URLs of one or more servers, each of them once, got {[line for _, line in lines]}"
-                )
+        urls = list(self._lines()) if self.fixed else []
+        if self.fixed and (not urls or len(urls) != len(self.read())):
+            raise ValueError(f"expected URLs of one or more servers, each of them once, got {urls}")
 
     @property
     def source(self) -> str:
         """Name of the file or the function; empty for fixed URLs."""
-        if self.fixed:
-            return ""
-        return str(getattr(self._servers, "__qualname__", self._servers))
+        return "" if self.fixed else str(getattr(self._servers, "__qualname__", self._servers))
 
-    def read(self, within: float = SLOW) -> tuple[str, ...]:
+    def read(self) -> tuple[str, ...]:
         """Return the URLs, normalized and without repetitions.
 
-        A read that takes longer than ``within`` seconds continues in its thread, and the next call waits for it.
-
         Raises:
-            ValueError: If there is no list in time, or an entry is unusable, as in a list that is being written.
+            ValueError: If there are none, or one is unusable, as in a list that is being written.
         """
-        if self._reading is None:
-            self._reading = futures.Future()
-            threading.Thread(target=self._fill, args=(self._reading,), name="servers-read", daemon=True).start()
-        if not futures.wait([self._reading], within).done:
-            raise ValueError(f"no list within {within:.2g} s so far")
-        reading, self._reading = self._reading, None
-        return self._urls(reading.result())
-
-    def _fill(self, reading: "futures.Future[Lines]") -> None:
         try:
-            reading.set_result(self._lines())
-        except BaseException as error:  # noqa: BLE001  any error of function or disk: the run keeps its servers
-            reading.set_exception(ValueError("".join(format_exception_only(error)).strip()))
-
-    def _lines(self) -> Lines:
-        """Return the entries with their positions."""
-        servers: Any = self._servers
-        if isinstance(servers, Path):
-            with servers.open("rb") as file:
-                text = file.read(MAX_BYTES + 1)
-            if len(text) > MAX_BYTES:
-                raise ValueError(f"expected at most {MAX_BYTES} bytes, got more")
-            lines = [line.partition("#")[0].strip() for line in io.StringIO(text.decode("utf-8-sig"), newline=None)]
-            return [(f"line {number}: ", line) for number, line in enumerate(lines, 1) if line]
-        if callable(servers):
-            servers = servers()
-        urls = list(islice([servers] if isinstance(servers, str) else servers, MAX_SERVERS + 1))
-        if len(urls) > MAX_SERVERS:
-            raise ValueError(f"expected at most {MAX_SERVERS} servers, got more")
-        return [("", url) for url in urls]
-
-    def _urls(self, lines: Lines) -> tuple[str, ...]:
+            lines = list(self._lines())
+        except Exception as error:  # of function or disk; the run keeps its servers
+            raise ValueError(f"{type(error).__name__}: {error}") from error
         if not lines:
             raise ValueError("expected URLs of one or more servers, got none")
-        urls = list[str]()
-        for place, line in lines:
-            try:
-                urls.append(str(Address.read(str(line))))
-                self._check(urls[-1])
-            except ValueError as error:
-                raise ValueError(f"{place}{error}") from error
+        urls = [read_url(str(line)).geturl() for line in lines]
+        for url in urls:
+            self._check(url)
         return tuple(dict.fromkeys(urls))
+
+    def _lines(self) -> Iterable[str]:
+        servers: Any = self._servers
+        if isinstance(servers, Path):
+            lines = (line.partition("#")[0].strip() for line in servers.read_text().splitlines())
+            return [line for line in lines if line]
+        if callable(servers):
+            servers = servers()
+        return [servers] if isinstance(servers, str) else servers
 
     def wait(self, patience: float) -> tuple[str, ...]:
         """Return the first usable list.
@@ -113,14 +75,12 @@ class Members:
         Raises:
             EngineError: If there is none within ``patience`` seconds.
         """
-        end, said, why = time.monotonic() + patience, "", ""
-        self._reading = None  # of an earlier run
+        end, said = time.monotonic() + patience, ""
         while True:
             try:
-                return self.read(min(SLOW, max(0.0, end - time.monotonic())))
+                return self.read()
             except ValueError as error:
-                if self._reading is None or not why:  # keep the more informative reason of the previous read
-                    why = quote(str(error))
+                why = quote(str(error))
             if time.monotonic() >= end:
                 raise EngineError(f"expected servers to be listed by {self.source} within {patience:g} s: {why}")
             if why != said:
@@ -156,7 +116,7 @@ class Membership:
     ) -> None:
         self._members, self._urls, self._follow = members, tuple(urls), follow
         self._store, self._name, self._reads = store, name, reads
-        self._reading, self._said = (self._urls, ""), ""
+        self._before, self._said = self._urls, ""  # URLs and error of the previous read
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="servers-listed", daemon=True)
         if not members.fixed:
@@ -170,7 +130,7 @@ class Membership:
 
     def _watch(self) -> None:
         while not self._ended.wait(READ):
-            urls = self._read() if self._reads else self._learn()
+            urls = self._read() if self._reads else self._receive()
             if set(urls) != set(self._urls) and not self._ended.is_set():
                 self._urls = urls
                 self._follow(urls)
@@ -178,25 +138,17 @@ class Membership:
                     self._store.set(self._name, "\n".join(urls))
 
     def _read(self) -> tuple[str, ...]:
-        """Return the list if it equals the previous read, else the URLs in use."""
-        (before, was), (urls, why) = self._reading, self._next()
-        self._reading = urls, why
-        if was and why and (not self._said or was == why != self._said):  # changing reasons are logged once
+        """Return the list if it equals the previous read, otherwise the URLs in use."""
+        try:
+            urls, why = self._members.read(), ""
+        except ValueError as error:
+            urls, why = self._urls, quote(str(error))
+        if why and why != self._said:
             LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self._members.source, why)
-            self._said = why
-        if was or why:
-            return self._urls
-        self._said = ""
+        before, self._before, self._said = self._before, urls, why
         return urls if set(urls) == set(before) else self._urls
 
-    def _next(self) -> tuple[tuple[str, ...], str]:
-        """Return the list and the reason if it is unusable."""
-        try:
-            return self._members.read(SLOW), ""
-        except ValueError as error:
-            return self._urls, quote(str(error))
-
-    def _learn(self) -> tuple[str, ...]:
+    def _receive(self) -> tuple[str, ...]:
         """Return the URLs that rank 0 uses; stop if its store is gone."""
         try:
             if self._store is not None and self._store.check([self._name]):

@@ -1,4 +1,4 @@
-"""HTTP client for JSON and text, in which each call has a deadline and a size limit, and can be cancelled.
+"""HTTP client for JSON, in which each call has a deadline and can be cancelled.
 
 All calls of a process run in one thread, with aiohttp, over keep-alive connections.
 """
@@ -8,15 +8,12 @@ import json
 import re
 import socket
 import ssl
-import sys
-from ipaddress import IPv6Address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
-from typing_extensions import override
 
 from lightning_rl.utils.event_loop import EventLoop
 
@@ -27,23 +24,17 @@ HINTS = {
     404: "start the server by lightning-rl serve",
 }
 PORTS = {"http": 80, "https": 443}
-HOST = re.compile(r"[\w.-]+")
-LETTERS = re.compile(r"[\w.:/~%\[\]-]*")  # of a URL without query and fragment
+HOST, PATH = re.compile(r"[\w.:-]+"), re.compile(r"[\w./~%-]*")
 BUSY = (408, 429)  # statuses after which a retry may succeed
 OF_REQUEST = (400, 413, 422)  # statuses that concern the request, not the client
 CONNECTING = 10.0  # seconds
 KEPT = 2.0  # seconds that an idle connection is kept; vLLM closes it after 5
-SILENCE, INTERVAL, PROBES = 30, 10, 6  # TCP keepalive: seconds until the first probe, between probes; number
-MAX_ANSWER = 2**20  # default limit of an answer in bytes
+SILENCE = 30  # seconds of silence between two TCP keepalive probes
 MAX_QUOTE = 300  # characters of a server's answer in an error
 
 
 class Unanswered(ConnectionError):  # noqa: N818
-    """No usable answer: unreachable, too slow, too long or invalid. The call may succeed later or at another server."""
-
-
-class Stale(Unanswered):
-    """Kept connection that was closed before an answer began, as idle connections are."""
+    """No usable answer: unreachable, too slow or invalid. The call may succeed later or at another server."""
 
 
 class Refused(ValueError):  # noqa: N818
@@ -66,8 +57,6 @@ class Cancelled(RuntimeError):  # noqa: N818
 class Client:
     """HTTP client of one server, for any thread and for coroutines of :data:`LOOP`.
 
-    A connection serves one call at a time and is kept for the next one; there is no limit on their number.
-
     Args:
         url: URL such as ``http://127.0.0.1:8000``.
         key: Key sent as bearer token, or None.
@@ -78,62 +67,39 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None, ca: Path | None = None) -> None:
-        address = Address.read(url)
-        self.url = str(address)
-        self._trust = trust(ca) if address.scheme == "https" else True
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self.url = read_url(url).geturl()
+        self._trust = trust(ca) if self.url.startswith("https:") else True
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls in flight
         self._closed = False
 
-    def call(self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER) -> Any:
-        """Call :meth:`request` and wait for its result; retry after a stale connection."""
-        while True:
-            try:
-                return LOOP.run(self.request(method, path, body, timeout=timeout, limit=limit))
-            except Stale:  # the stale connection is closed
-                continue
+    def call(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
+        """Call :meth:`request` and wait for its result."""
+        return LOOP.run(self.request(method, path, body, timeout=timeout))
 
-    async def request(
-        self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
-    ) -> Any:
+    async def request(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
         """Return the parsed JSON of an answer; None for an empty one.
-
-        Raises:
-            Unanswered: If it is not JSON.
-        """
-        text = await self._fetch(method, path, body, timeout=timeout, limit=limit)
-        try:
-            return json.loads(text, parse_constant=_refuse_constant) if text else None
-        except (ValueError, RecursionError) as error:
-            raise Unanswered(f"expected JSON from {self.url}{path}, got {_quote_bytes(text)}") from error
-
-    async def _fetch(
-        self, method: str, path: str, body: Any = None, *, timeout: float, limit: int = MAX_ANSWER
-    ) -> bytearray:
-        """Return the bytes of an answer.
 
         Args:
             method: HTTP method.
             path: Path after the URL.
             body: Value sent as JSON, or None.
             timeout: Seconds from the connection to the last byte.
-            limit: Maximum number of bytes to read.
 
         Raises:
-            Stale: If a kept connection was closed; a retry uses another one.
-            Unanswered: If there is no answer in time, it is too long, or its status is below 200, 3xx, 408, 429, or
-                500 and above.
+            Unanswered: If there is no answer in time, it is not JSON, or its status is below 200, 3xx, 408, 429, or 500
+                and above.
             Refused: If the status is another 4xx, or no trusted authority signed the certificate.
             Cancelled: If the client was closed.
         """
-        content = None if body is None else json.dumps(body).encode()
+        if self._closed:
+            raise Cancelled(f"{self.url}{path} was cancelled before it began")
+        deadline = asyncio.timeout(timeout)
+        self._deadlines.add(deadline)
         try:
-            status, text = await self._within(timeout, method, path, content, limit)
-        except Unanswered:
-            raise
+            async with deadline:
+                status, text = await self._exchange(method, path, body)
         except aiohttp.ClientConnectorCertificateError as error:
             hint, why = "pass ca=, a file with the certificate that signs the server's", error.certificate_error
             said = why.verify_message if isinstance(why, ssl.SSLCertVerificationError) else str(why)
@@ -141,53 +107,24 @@ class Client:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if self._closed:
                 raise Cancelled(f"{self.url}{path} was cancelled") from error
-            what = quote(f"{type(error).__name__}: {error}")
+            what = quote(f"{type(error).__name__}: {str(error) or 'timed out'}")
             raise Unanswered(f"no answer from {self.url}{path}: {what}") from error
-        if 200 <= status < 300:
-            return text
-        quoted = _quote_bytes(text)
-        if 400 <= status < 500 and status not in BUSY:
-            hint = f": {HINTS[status]}" if status in HINTS else ""
-            raise Refused(
-                f"expected {self.url}{path} to accept the call, got status {status}: {quoted}{hint}",
-                of_request=status in OF_REQUEST,
-            )
-        raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
-
-    async def _within(
-        self, timeout: float, method: str, path: str, content: bytes | None, limit: int
-    ) -> tuple[int, bytearray]:
-        """Return status and body of one call, until the deadline or :meth:`abort`."""
-        if self._closed:
-            raise Cancelled(f"{self.url}{path} was cancelled before it began")
-        deadline = asyncio.timeout(timeout)
-        try:
-            async with deadline:
-                self._deadlines.add(deadline)
-                return await self._exchange(method, path, content, limit, min(timeout, CONNECTING))
-        except TimeoutError as error:
-            raise TimeoutError(str(error) or "timed out") from error
         finally:
             self._deadlines.discard(deadline)
+        return self._parse(path, status, text)
 
-    async def _exchange(
-        self, method: str, path: str, content: bytes | None, limit: int, connecting: float
-    ) -> tuple[int, bytearray]:
-        session, url, kept, text = self._open(), self.url + path, list[bool](), bytearray()
-        patience = aiohttp.ClientTimeout(total=None, sock_connect=connecting)
-        try:
-            async with session.request(
-                method, url, data=content, allow_redirects=False, timeout=patience, trace_request_ctx=kept
-            ) as answer:
-                async for piece in answer.content.iter_any():
-                    text += piece
-                    if len(text) > limit:
-                        raise OSError(f"an answer of more than {limit} bytes")
-                return answer.status, text
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            if kept and not self._closed:
-                raise Stale(f"no answer from {url}: {quote(f'{type(error).__name__}: {error}')}") from error
-            raise
+    async def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        """Return status and body; a kept connection that was closed while it was idle is replaced by another one."""
+        while True:
+            reused = list[bool]()
+            try:
+                async with self._open().request(
+                    method, self.url + path, json=body, allow_redirects=False, trace_request_ctx=reused
+                ) as answer:
+                    return answer.status, await answer.read()
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not reused or self._closed:
+                    raise
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -197,17 +134,30 @@ class Client:
                 connector=aiohttp.TCPConnector(
                     limit=0, ssl=self._trust, keepalive_timeout=KEPT, socket_factory=_open_socket
                 ),
-                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING),
                 headers=self._headers,
-                auto_decompress=False,
                 trace_configs=[tracing],
             )
         return self._session
 
+    def _parse(self, path: str, status: int, text: bytes) -> Any:
+        quoted = quote(text[: 4 * MAX_QUOTE].decode(errors="replace"))
+        if 400 <= status < 500 and status not in BUSY:
+            hint = f": {HINTS[status]}" if status in HINTS else ""
+            raise Refused(
+                f"expected {self.url}{path} to accept the call, got status {status}: {quoted}{hint}",
+                of_request=status in OF_REQUEST,
+            )
+        if not 200 <= status < 300:
+            raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
+        try:
+            return json.loads(text) if text else None
+        except ValueError as error:
+            raise Unanswered(f"expected JSON from {self.url}{path}, got {quoted}") from error
+
     def abort(self) -> None:
         """Cancel the calls in flight, which raise :class:`Unanswered`."""
-        if self._deadlines:
-            LOOP.call_soon(self._expire)
+        LOOP.call_soon(self._expire)
 
     def _expire(self) -> None:
         for deadline in self._deadlines:
@@ -235,60 +185,40 @@ async def _note_reuse(
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket with TCP keepalive, so that proxies keep it open and a dead peer is noticed.
-
-    An answer that is not streamed sends nothing until it is complete.
-    """
+    """Return a socket with TCP keepalive, so that proxies keep it open: a server sends nothing while it generates."""
     family, kind, protocol, *_ = address
     opened = socket.socket(family=family, type=kind, proto=protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL)
-        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
+        if hasattr(socket, option):
+            opened.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), SILENCE)
     return opened
 
 
-class Address(NamedTuple):
-    """Normalized URL of a server: lowercase, without a trailing slash."""
+def read_url(text: str) -> SplitResult:
+    """Return a normalized URL: lowercase, without a trailing slash and without the default port.
 
-    scheme: str
-    host: str
-    port: int
-    path: str  # path of a proxy, or empty
+    Raises:
+        ValueError: If it is invalid; a password in it is not quoted.
 
-    @staticmethod
-    def read(text: str) -> "Address":
-        """Parse a URL.
-
-        Raises:
-            ValueError: If it is invalid; a password in it is not quoted.
-
-        Example:
-            >>> str(Address.read("HTTP://LocalHost:08000/"))
-            'http://localhost:8000'
-        """
-        if "@" in text:
-            raise ValueError("expected a URL without a user and a password: the key of servers is api_key=")
-        try:
-            parts = urlsplit(text)
-            host, port = parts.hostname or "", parts.port
-            sound = IPv6Address(host) if ":" in host else HOST.fullmatch(host)
-        except ValueError:
-            raise _no_url(text) from None
-        if parts.scheme not in PORTS or not sound or port == 0 or not LETTERS.fullmatch(text.strip()):
-            raise _no_url(text)
-        return Address(parts.scheme, host, port or PORTS[parts.scheme], parts.path.rstrip("/"))
-
-    @override
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        port = "" if self.port == PORTS[self.scheme] else f":{self.port}"
-        return f"{self.scheme}://{host}{port}{self.path}"
-
-
-def _no_url(text: str) -> ValueError:
-    return ValueError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
+    Example:
+        >>> read_url("HTTP://LocalHost:08000/").geturl()
+        'http://localhost:8000'
+    """
+    if "@" in text:
+        raise ValueError("expected a URL without a user and a password: the key of servers is api_key=")
+    try:
+        parts = urlsplit(text.strip())
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        parts, host, port = urlsplit(""), "", None
+    sound = parts.scheme in PORTS and HOST.fullmatch(host) and PATH.fullmatch(parts.path) and port != 0
+    if not sound or parts.query or parts.fragment:
+        raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
+    netloc = f"[{host}]" if ":" in host else host
+    if port not in (None, PORTS[parts.scheme]):
+        netloc += f":{port}"
+    return SplitResult(parts.scheme, netloc, parts.path.rstrip("/"), "", "")
 
 
 def trust(ca: Path | None) -> ssl.SSLContext:
@@ -306,11 +236,3 @@ def trust(ca: Path | None) -> ssl.SSLContext:
 def quote(text: str) -> str:
     """Return the beginning of a server's text without escape sequences and line ends, for terminal and log."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:MAX_QUOTE])
-
-
-def _quote_bytes(text: bytearray) -> str:
-    return quote(bytes(text[: 4 * MAX_QUOTE]).decode(errors="replace"))
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"expected a number, got {name}")

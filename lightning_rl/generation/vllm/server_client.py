@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.generation.vllm.group import GroupError, Invitation
-from lightning_rl.generation.vllm.http import LOOP, MAX_ANSWER, Client, Stale, Unanswered, quote
+from lightning_rl.generation.vllm.http import LOOP, Client, Unanswered, quote
 from lightning_rl.generation.vllm.vllm_sampling import FINISH
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import Description
@@ -22,8 +22,6 @@ PROBE = 30.0  # seconds for a call that returns at once
 LEAVING = 5.0  # seconds for a call to a server that is not used any more
 LOADING = "loading"  # label while weights are incomplete
 NO_LOGPROB = -9999.0  # value that vLLM sends for -inf and NaN
-ROUNDING = 1e-3  # by which rounding may lift a log-probability above 0
-TOKEN_BYTES = 2**10  # maximum bytes of an answer per token of prompt and response
 REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
@@ -51,7 +49,7 @@ class Sample:
 
     token_ids: tuple[int, ...]
     logprobs: Tensor | None  # float32; None if not requested
-    prompt_logprobs: Tensor | None  # of each prompt token but the first; None if not requested
+    prompt_logprobs: Tensor  # of each prompt token but the first; empty if not requested
     finish_reason: str  # as named by vLLM
     stop_reason: str | int | None  # stop string or id
     labels: tuple[Label, ...]  # of the weights of each token
@@ -96,21 +94,16 @@ class Endpoint:
         self._check_single()
         results = self._on_workers("lightning_rl_describe")
         with self._parsing():
-            description = _description(results[0])
+            description = Description(**results[0])
         for name, value in REQUIRED.items():
             if (got := getattr(description, name)) != value:
                 raise ValueError(f"expected {name} {value} at {self.url}, got {quote(got)}: use lightning-rl serve")
         return description
 
     def _check_single(self) -> None:
-        """Raise if several engines share one port.
-
-        All of them would load weights, but only the first one reports the result, so another could serve old weights
-        under the new label. A worker of a dense model does not know of the other engines; the server does.
-        """
-        sizes = [self._world_size(whole) for whole in ("true", "false")]
-        if sizes[0] != sizes[1]:
-            number = sizes[0] // max(sizes[1], 1)
+        """Raise if several engines share one port: all load weights, but only the first one reports the result."""
+        number = self._world_size("true") // self._world_size("false")
+        if number > 1:
             raise ValueError(
                 f"expected one engine at {self.url}, got {number} (--data-parallel-size), of which only the first "
                 "would report a failed load: start a server for each, and pass all URLs"
@@ -119,7 +112,7 @@ class Endpoint:
     def _world_size(self, include_dp: str) -> int:
         answer = self._get(f"/get_world_size?include_dp={include_dp}")
         with self._parsing():
-            return _count(answer["world_size"])
+            return int(answer["world_size"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, decoded by the server's tokenizer."""
@@ -235,17 +228,13 @@ class Endpoint:
 
         With ``salt``, the prefix cache is shared only with requests of the same salt.
         """
-        body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": dict(parameters)}
+        body: dict[str, Any] = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
         if salt is not None:
             body["cache_salt"] = salt
-        limit = MAX_ANSWER + TOKEN_BYTES * (len(ids) + parameters["max_tokens"])
-        answer = await self._generate(name, body, limit)
-        logprobs = prompt_logprobs = None
+        answer = await self._client.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
         with self._parsing():
             (choice,) = answer["choices"]
-            tokens = _counts(choice["token_ids"])
-            if len(tokens) > parameters["max_tokens"]:
-                raise ValueError(f"{len(tokens)} tokens for at most {parameters['max_tokens']}")
+            tokens, logprobs, prompt_logprobs = tuple(choice["token_ids"]), None, torch.zeros(0)
             if parameters.get("logprobs") is not None:
                 content = choice["logprobs"]["content"]
                 if tuple([entry["token_id"] for entry in content]) != tokens:
@@ -254,7 +243,8 @@ class Endpoint:
             if parameters.get("prompt_logprobs") is not None:
                 entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
                 prompt_logprobs = _logprobs([entry[str(token)]["logprob"] for token, entry in entries])
-            _check_end(choice, tokens, parameters)
+            if choice["finish_reason"] not in FINISH:
+                raise ValueError(f"the finish reason {choice['finish_reason']!r}, none of {', '.join(FINISH)}")
             return Sample(
                 token_ids=tokens,
                 logprobs=logprobs,
@@ -262,36 +252,21 @@ class Endpoint:
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
                 labels=_labels(choice, len(tokens)),
-                cached=_count(answer["usage"]["prompt_tokens_details"]["cached_tokens"]),
+                cached=answer["usage"]["prompt_tokens_details"]["cached_tokens"],
             )
-
-    async def _generate(self, name: str, body: Mapping[str, Any], limit: int) -> Any:
-        """Send a request, and again under a new name if the connection was stale."""
-        attempt = 0
-        while True:
-            named = {"request_id": f"{name}-{attempt}" if attempt else name, **body}
-            try:
-                return await self._client.request(
-                    "POST", "/inference/v1/generate", named, timeout=self.timeout, limit=limit
-                )
-            except Stale:  # the stale connection is closed
-                attempt += 1
 
     @contextmanager
     def _parsing(self) -> Iterator[None]:
         try:
             yield
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             what = quote(f"{type(error).__name__}: {error}")
             raise Unanswered(f"expected an answer from {self.url} that vLLM gives, got {what}") from error
 
     def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
         answer = self._post("/collective_rpc", {"method": method, "args": arguments})
         with self._parsing():
-            results = answer["results"]
-            if not isinstance(results, list) or not results or not all(isinstance(one, dict) for one in results):
-                raise ValueError("no answer of a worker")
-            return results
+            return answer["results"]
 
     def _get(self, path: str) -> Any:
         return self._client.call("GET", path, timeout=PROBE)
@@ -300,61 +275,23 @@ class Endpoint:
         return self._client.call("POST", path, body, timeout=self.timeout)
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**31:
-        raise ValueError(f"expected a count, got {value!r}")
-    return value
-
-
-def _counts(values: Sequence[Any]) -> tuple[int, ...]:
-    """Return counts after checking them together, as an answer may have thousands."""
-    if values and not (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31):
-        raise ValueError("expected counts, got something else")
-    return tuple(values)
-
-
-def _description(result: Mapping[str, Any]) -> Description:
-    description = Description(**result)
-    for name, kind in Description.__annotations__.items():
-        if type(getattr(description, name)) is not kind:
-            raise TypeError(f"expected {name} to be of type {kind.__name__}, got {getattr(description, name)!r}")
-    for number in (description.vocabulary, description.max_length, description.block_size):
-        _count(number)
-    if not isinstance(getattr(torch, description.dtype, None), torch.dtype):
-        raise ValueError(f"expected a dtype of torch, got {description.dtype}")
-    return description
-
-
-def _check_end(choice: Mapping[str, Any], tokens: Sequence[int], parameters: Mapping[str, Any]) -> None:
-    """Raise for an unknown finish reason, or a stop for an id or a string that the request did not name."""
-    finish, stop = choice["finish_reason"], choice["stop_reason"]
-    if finish not in FINISH:
-        raise ValueError(f"the reason {finish!r} that a response ended, none of {', '.join(FINISH)}")
-    if finish == "stop" and "stop_token_ids" in parameters:
-        ends = bool(tokens) and tokens[-1] in parameters["stop_token_ids"]
-        if not ends and stop not in (parameters["stop"] or ()):
-            raise ValueError(f"a response that stopped for {stop!r} after {list(tokens[-1:])}")
-
-
 def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:
     """Return the label of each token; raise :class:`Unanswered` for weights that no trainer pushed."""
     labels: list[Label] = []
     for span in choice["weight_versions"] or []:
-        label, start, end = Label.read(span["version"]), _count(span["start"]), _count(span["end"])
+        label = Label.read(span["version"])
         if label is None:
             raise Unanswered(
                 f"expected tokens of weights pushed by a trainer, got weights labeled {quote(span['version'])!r}"
             )
-        if start != len(labels) or not start <= end <= tokens:
-            raise ValueError(f"a label for tokens {start} to {end} after that for {len(labels)} of {tokens}")
-        labels += [label] * (end - start)
+        labels += [label] * (span["end"] - span["start"])
     if len(labels) != tokens:
         raise ValueError(f"labels of {len(labels)} tokens for {tokens}")
     return tuple(labels)
 
 
 def _logprobs(values: Sequence[float]) -> Tensor:
-    numbers = set(map(type, values)) <= {int, float}
-    if values and not (numbers and min(values) > NO_LOGPROB and max(values) <= ROUNDING):  # JSON has no NaN
-        raise ValueError("a log-probability that is not finite, or above 0")
-    return torch.tensor(values, dtype=torch.float32)
+    logprobs = torch.tensor(values, dtype=torch.float32)
+    if not bool((logprobs > NO_LOGPROB).all()):  # also for NaN
+        raise ValueError("a log-probability that is not finite")
+    return logprobs

@@ -6,9 +6,8 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
 from typing import Literal
@@ -25,12 +24,12 @@ from lightning_rl.generation.engine import Capabilities, Completion, Engine, Eng
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, Members, Membership
-from lightning_rl.generation.vllm.http import Address, trust
-from lightning_rl.generation.vllm.scheduler import URGENT, Seat
+from lightning_rl.generation.vllm.http import read_url, trust
+from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import Endpoint
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
-from lightning_rl.generation.vllm.weight_push import Proof, WeightPush, prompt_logprobs
+from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
@@ -106,7 +105,7 @@ class VLLMServerEngine(Engine):
         self._broadcast: Broadcast | None = None
 
     def _check_url(self, url: str) -> None:
-        if Address.read(url).host not in LOOPBACK and self.storage is None:
+        if read_url(url).hostname not in LOOPBACK and self.storage is None:
             raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
 
     def _endpoint(self, url: str) -> Endpoint:
@@ -138,25 +137,28 @@ class VLLMServerEngine(Engine):
         run, storage, urls = process_objects(proposal)[0]
         self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
         self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
-        canary = self.canary if isinstance(self.canary, Canary) else None
         push = WeightPush(
             run,
             Path(storage),
             writes=rank == 0,
             model=model,
             tokenizer=tokenizer,
-            canary=canary,
+            canary=self.canary,
             private=self.storage is None,
         )
-        source, endpoints = self._members.source, [self._endpoint(url) for url in urls]
         pool = self._pool = ServerPool(
-            endpoints, push, patience=self.patience, rank=rank, at_once=self.at_once, source=source
+            [self._endpoint(url) for url in urls],
+            push,
+            patience=self.patience,
+            rank=rank,
+            at_once=self.at_once,
+            source=self._members.source,
         )
         push.open()
         for error in pool.refresh():
             if isinstance(error, ValueError) and self._members.fixed:
                 raise error
-        pool.watch()
+        pool.watch(pool.servers)
         self._membership = Membership(
             self._members,
             urls,
@@ -230,15 +232,17 @@ class VLLMServerEngine(Engine):
         Requests with the same prompt go to one server, but separately: vLLM gives the samples of one request
         consecutive seeds.
         """
-        draw, seats = self._drawer(logprobs=logprobs), defaultdict[tuple[int, ...], Seat](Seat)
+        pool, limits, seats = self._running(), self._limits(), defaultdict[tuple[int, ...], Seat](Seat)
+        oldest = pool.oldest
         for request in requests:
-            draw.limits.check(request)
-            seats[request.prefix_ids].tokens += len(request.prefix_ids) + request.sampling.max_new_tokens
+            limits.check(request)
 
         async def answer(request: Request) -> Completion:
-            return await draw(request, seats[request.prefix_ids])
+            completion = await self._complete(request, seats[request.prefix_ids], oldest, logprobs=logprobs)
+            self.in_flight.discard(request)
+            return completion
 
-        return self._running().run(answer, requests)
+        return pool.run(answer, requests)
 
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
@@ -247,16 +251,17 @@ class VLLMServerEngine(Engine):
         Conversations with the same beginning share a server. Tokens may come from the weights at the start or later
         ones, from turn to turn and within a turn.
         """
-        draw, seats = self._drawer(logprobs=logprobs), dict[int, Seat]()
-        beginnings = defaultdict[tuple[int, ...], Seat](Seat)
+        pool, limits, seats = self._running(), self._limits(), dict[int, Seat]()
+        beginnings, oldest = defaultdict[tuple[int, ...], Seat](Seat), pool.oldest
 
         async def answer(request: Request) -> None:
             try:
                 self._check_requests([request])
-                draw.limits.check(request)
+                limits.check(request)
                 if request.sample_id not in seats:
                     seats[request.sample_id] = beginnings[request.prefix_ids]
-                completion = await draw(request, seats[request.sample_id])
+                with self.in_flight.holding([request], self.version):
+                    completion = await self._complete(request, seats[request.sample_id], oldest, logprobs=logprobs)
                 await asyncio.get_running_loop().run_in_executor(threads, exchange.give, request, completion)
             except asyncio.CancelledError:
                 raise
@@ -264,33 +269,44 @@ class VLLMServerEngine(Engine):
                 exchange.fail(error)
 
         with ThreadPoolExecutor(self.at_once, thread_name_prefix="turn") as threads:  # for environments
-            self._running().each(answer, exchange.take)
+            pool.each(answer, exchange.take)
 
-    def _drawer(self, *, logprobs: bool) -> "_Drawer":
-        pool = self._running()
-        limits = Limits(
-            max_length=pool.push.description.max_length,
-            vocabulary=pool.push.description.vocabulary,
-            has_tokenizer=pool.push.has_tokenizer,
+    def _limits(self) -> Limits:
+        push = self._running().push
+        return Limits(
+            max_length=push.description.max_length,
+            vocabulary=push.description.vocabulary,
+            has_tokenizer=push.has_tokenizer,
         )
-        return _Drawer(pool=pool, limits=limits, oldest=pool.oldest, logprobs=logprobs, answered=self._note_answer)
 
-    def _note_answer(self, request: Request) -> None:
-        self.in_flight.discard(request)
+    async def _complete(self, request: Request, seat: Seat, oldest: int, *, logprobs: bool) -> Completion:
+        """Return the completion of a request, from weights of push ``oldest`` or later."""
+        parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
+        sample = await self._running().ask(
+            request.prefix_ids, parameters, name=name, oldest=oldest, seat=seat, rank=request.rollout
+        )
+        versions = tuple(label.version for label in sample.labels)
+        return Completion(
+            token_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
+            version=versions[0],
+            versions=None if len(set(versions)) == 1 else versions,
+        )
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
         pool = self._running()
 
         async def score(ids: Sequence[int]) -> Tensor:
-            return prompt_logprobs(await pool.ask(ids, SCORING, name="score", oldest=pool.oldest, rank=URGENT))
+            return (await pool.ask(ids, SCORING, name="score", oldest=pool.oldest)).prompt_logprobs
 
         return pool.run(score, rows)
 
     @override
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         pool = self._running()
-        scores = {url: prompt_logprobs(sample) for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
+        scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
         pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
         return scores
 
@@ -319,29 +335,3 @@ class VLLMServerEngine(Engine):
             gc.unfreeze()
             pool.close()
             pool.push.close()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawer:
-    """Function that generates completions from weights no older than those at its creation."""
-
-    pool: ServerPool
-    limits: Limits
-    oldest: int  # number of the oldest accepted push
-    logprobs: bool
-    answered: Callable[[Request], None]
-
-    async def __call__(self, request: Request, seat: Seat | None = None) -> Completion:
-        parameters, name = parameters_of(request, logprobs=self.logprobs), f"{request.sample_id}-{request.turn}"
-        sample = await self.pool.ask(
-            request.prefix_ids, parameters, name=name, oldest=self.oldest, seat=seat, rank=request.rollout
-        )
-        self.answered(request)
-        versions = tuple(label.version for label in sample.labels)
-        return Completion(
-            token_ids=sample.token_ids,
-            logprobs=sample.logprobs,
-            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
-            version=versions[0],
-            versions=None if len(set(versions)) == 1 else versions,
-        )

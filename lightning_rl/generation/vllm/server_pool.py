@@ -58,79 +58,61 @@ class ServerPool:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._closed = threading.Event()
-        self._watchers = [self._watcher(server) for server in self.servers]
-        self._leaving = list[Server]()  # removed from the list, with requests in flight
+        self._open = list(self.servers)  # listed servers, and removed ones with requests in flight
+        self._watchers = list[threading.Thread]()
         self._waits = False  # True once a wait for a server has been logged
-
-    def _watcher(self, server: Server) -> threading.Thread:
-        name = f"watch-{server.endpoint.url}"
-        return threading.Thread(target=self._watch, args=(server,), name=name, daemon=True)
 
     @property
     def servers(self) -> Sequence[Server]:
         """All listed servers, including lost ones."""
         return self._places.servers
 
-    def watch(self) -> None:
+    def watch(self, servers: Sequence[Server]) -> None:
         """Start a thread for each server that checks its health and recovers it."""
-        for watcher in self._watchers:
-            watcher.start()
+        for server in servers:
+            name = f"watch-{server.endpoint.url}"
+            self._watchers.append(threading.Thread(target=self._watch, args=(server,), name=name, daemon=True))
+            self._watchers[-1].start()
 
     def follow(self, urls: Sequence[str], connect: Callable[[str], Endpoint]) -> None:
-        """Replace the servers by those of these URLs. Called by one thread, after :meth:`watch`.
+        """Replace the servers by those of these URLs. Called by one thread.
 
         A new server gets requests once it has the current weights and the same log-probabilities of the canary's
         tokens as another server. A removed one gets no more requests, and is closed when its requests in flight have
         ended.
         """
+        known = {server.endpoint.url: server for server in self.servers}
+        servers = [known.get(url) or Server(connect(url)) for url in urls]
+        gone = [server for server in self.servers if server not in servers]
+        new = [server for server in servers if server.endpoint.url not in known]
+        for server in gone:
+            server.listed = False
+            self.push.forget(server.endpoint.url)
         with self._changed:
-            before = self.servers
-            known = {server.endpoint.url: server for server in (*before, *self._leaving)}
-            servers = [known.get(url) or Server(connect(url)) for url in urls]
-            for server in set(servers).intersection(self._leaving):
-                self._leaving.remove(server)
-                server.ready, server.due = False, 0.0  # it may have missed a push
-        watchers = [self._watcher(server) for server in servers if server.endpoint.url not in known]
-        LOOP.run(self._follow(servers))
-        gone = [server for server in before if server not in servers]
-        with self._changed:
-            self._leaving += gone
-        self._watchers = [watcher for watcher in self._watchers if watcher.is_alive()] + watchers
-        for watcher in watchers:
-            watcher.start()
-        new = [server for server in servers if server not in before]
+            self._places.servers = servers
+            self._open += new
+        self.watch(new)
         LOG.warning("servers by %s: added %s, removed %s", self.source, _names(new), _names(gone))
         self._notify()
 
-    async def _follow(self, servers: Sequence[Server]) -> None:
-        self._places.follow(servers)
-
-    def _let_go(self, server: Server) -> bool:
-        """Close a removed server if it has no requests in flight; return True if closed."""
-        with self._changed:
-            if server not in self._leaving or server.in_flight or not server.loading.acquire(blocking=False):
-                return False
-            self._leaving.remove(server)
-        try:
-            self.push.forget(server.endpoint.url)
+    def _let_go(self, server: Server) -> None:
+        """Close a removed server."""
+        with server.loading:
             if self.push.writes:
                 with suppress(Unanswered, Refused, Cancelled):
                     server.endpoint.leave()
             LOG.warning("%s is closed: it was removed from the list, and its requests have ended", server.endpoint.url)
             server.endpoint.close()
-        finally:
-            server.loading.release()
-        return True
+            self._open.remove(server)
 
     def close(self) -> None:
         """Stop all threads and cancel every call."""
         self._closed.set()
-        for server in (*self.servers, *self._leaving):
+        for server in list(self._open):
             server.endpoint.close()
         self._notify()
         for watcher in self._watchers:
-            if watcher.is_alive():
-                watcher.join()
+            watcher.join()
 
     def ready(self) -> list[Server]:
         """Return the servers that accept requests."""
@@ -155,29 +137,28 @@ class ServerPool:
                 wrong = [server.error for server in self.servers if isinstance(server.error, ValueError)]
                 if strict and wrong and (not self.source or len(wrong) == len(self.servers)):
                     raise wrong[0]
-                self._tell_wait()
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise self._nobody_ready()
-                self._changed.wait(left)
+                self._log_wait()
+                if time.monotonic() >= end:
+                    raise self._none_ready()
+                self._changed.wait(end - time.monotonic())
             self._check_open()
 
-    def _tell_wait(self) -> None:
+    def _log_wait(self) -> None:
         """Log the wait, once until a server is ready."""
         if not self._waits:
             self._waits = True
-            LOG.warning("waiting up to %g s for one of %s (%s)", self.patience, self._whom(), self._reasons())
+            LOG.warning("waiting up to %g s for one of %s (%s)", self.patience, *self._missing())
 
-    def _whom(self) -> str:
-        return f"{len(self.servers)} servers" + (f" that {self.source} lists" if self.source else "")
+    def _missing(self) -> tuple[str, str]:
+        """Return a description of the servers, and the reasons for which they are not ready."""
+        reasons = "; ".join(f"{server.endpoint.url}: {server.error}" for server in self.servers)
+        return f"{len(self.servers)} servers" + (f" that {self.source} lists" if self.source else ""), reasons
 
-    def _reasons(self) -> str:
-        return "; ".join(f"{server.endpoint.url}: {server.why}" for server in self.servers)
-
-    def _nobody_ready(self) -> EngineError:
+    def _none_ready(self) -> EngineError:
+        servers, reasons = self._missing()
         return EngineError(
-            f"expected one of {self._whom()} to be ready within {self.patience:g} s, got none ({self._reasons()}): "
-            "start one with lightning-rl serve, and resume from the last checkpoint"
+            f"expected one of {servers} to be ready within {self.patience:g} s, got none ({reasons}): start one with "
+            "lightning-rl serve, and resume from the last checkpoint"
         )
 
     def run(self, function: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item]) -> list[Result]:
@@ -218,31 +199,22 @@ class ServerPool:
             rank: Rank in the queue, lowest first.
 
         Raises:
-            EngineError: If no server is ready, none returns a valid response, or each one rejects the request.
+            EngineError: If no server is ready, none returns a valid response, or one rejects the request.
         """
-        why, refusing, seat = "", list[Server](), seat or Seat()
-        tokens = len(ids) + parameters["max_tokens"]
+        seat, why, tokens = seat or Seat(), "", len(ids) + parameters["max_tokens"]
         for _ in range(ATTEMPTS):
-            server = await self._take(tokens, seat, rank=rank, avoid=refusing)
+            self._check_open()
+            self._limit_patience()
+            server = await self._places.take(tokens, seat, rank=rank)
             try:
-                if server in refusing:
-                    raise EngineError(f"expected a server to accept request {name}, but each one rejected it: {why}")
                 sample = await self._ask(server, ids, parameters, name=name, oldest=oldest)
-                if sample is not None:
-                    self.reset_losses(server)
-                    return sample
-                why = server.why
-            except Refused as refusal:
-                refusing.append(server)
-                why, seat = str(refusal), Seat()  # other servers may accept the rest of its seat
             finally:
                 self._places.release(server, tokens)
+            if sample is not None:
+                server.losses = 0 if server.ready else server.losses
+                return sample
+            why = str(server.error)
         raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")
-
-    async def _take(self, tokens: int, seat: Seat, *, rank: int, avoid: Sequence[Server]) -> Server:
-        self._check_open()
-        self._limit_patience()
-        return await self._places.take(tokens, seat, rank=rank, avoid=avoid)
 
     def ask_all(
         self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, salt: str | None = None
@@ -254,10 +226,7 @@ class ServerPool:
         """
 
         async def ask(server: Server) -> Sample | None:
-            try:
-                return await self._ask(server, ids, parameters, name=name, oldest=self.oldest, salt=salt)
-            except Refused as refusal:
-                raise EngineError(f"expected every server to accept request {name}, got a refusal: {refusal}") from None
+            return await self._ask(server, ids, parameters, name=name, oldest=self.oldest, salt=salt)
 
         for _ in range(ATTEMPTS):
             self.wait()
@@ -280,7 +249,7 @@ class ServerPool:
         """Return a complete response from recent enough weights, or None after removing a server without one.
 
         Raises:
-            Refused: If the server rejects this request. A server that rejects the client is removed.
+            EngineError: If the server rejects this request. A server that rejects the client is removed.
         """
         run, url = self.push.run, server.endpoint.url
         try:
@@ -288,14 +257,12 @@ class ServerPool:
             sample = await server.endpoint.draw(numbered, ids, parameters, salt)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a complete response from {url}, got an aborted one")
-            if max(sample.token_ids) >= self.push.description.vocabulary:
-                raise Unanswered(f"expected ids within the vocabulary from {url}, got {max(sample.token_ids)}")
             for label in set(sample.labels):
                 if label.number < oldest or not self.push.knows(label):
                     raise Unanswered(f"expected weights of push {run}/{oldest} at {url}, got {label}")
         except (Unanswered, Refused) as error:
             if isinstance(error, Refused) and error.of_request:
-                raise
+                raise EngineError(f"expected a server to accept request {name}, but it rejected it: {error}") from error
             self.remove(server, error)
             return None
         except Cancelled:  # the pool or the server was closed
@@ -382,7 +349,7 @@ class ServerPool:
     def remove(self, server: Server, why: Exception) -> None:
         """Take a server out until it answers again, with a delay that doubles with each loss."""
         with self._changed:
-            if server in self.servers and (server.ready or server.why != str(why)):
+            if server in self.servers and (server.ready or str(server.error) != str(why)):
                 message = "lost %s: %s; its requests go to other servers until it is back"
                 LOG.warning(message, server.endpoint.url, why)
             server.ready, server.error = False, why
@@ -405,19 +372,14 @@ class ServerPool:
         self._notify()
         return True
 
-    def reset_losses(self, server: Server) -> None:
-        """Reset the losses after an answer, unless the server was lost since the request."""
-        with self._changed:
-            if server.ready:
-                server.losses = 0
-
     def _watch(self, server: Server) -> None:
         while not self._closed.wait(self._pause(server)):
-            if self._let_go(server):
+            if not server.listed and not server.in_flight:
+                self._let_go(server)
                 return
             try:
                 server.endpoint.check_health()
-                if not server.ready and server not in self._leaving:
+                if server.listed and not server.ready:
                     self._join(server)
             except Cancelled:
                 return
@@ -427,8 +389,7 @@ class ServerPool:
                 self.remove(server, error)
 
     def _pause(self, server: Server) -> float:
-        at_once = not server.ready and server not in self._leaving
-        return max(0.0, server.due - time.monotonic()) if at_once else POLL
+        return POLL if server.ready or not server.listed else max(0.0, server.due - time.monotonic())
 
     def _join(self, server: Server) -> None:
         """Bring a server to the current weights, unless the canary has not checked them at a ready server yet."""
@@ -448,27 +409,22 @@ class ServerPool:
 
     def _assign(self) -> None:
         if self._closed.is_set():
-            if self._expiry is not None:
-                self._expiry.cancel()
             self._places.fail(Cancelled("the request was cancelled"))
-        else:
-            self._limit_patience()
-            self._places.assign()
+        self._limit_patience()
+        self._places.assign()
 
     def _limit_patience(self) -> None:
         """Start the timer that fails waiting requests while no server is ready, or stop it."""
-        if any(server.ready for server in self.servers):
-            if self._expiry is not None:
-                self._expiry.cancel()
-                self._expiry = None
-        elif self._expiry is None:
-            self._tell_wait()
+        if self._expiry is not None and (self.ready() or self._closed.is_set()):
+            self._expiry.cancel()
+            self._expiry = None
+        elif self._expiry is None and not self.ready() and not self._closed.is_set():
+            self._log_wait()
             self._expiry = asyncio.get_running_loop().call_later(self.patience, self._expire)
 
     def _expire(self) -> None:
         self._expiry = None
-        if not any(server.ready for server in self.servers):
-            self._places.fail(self._nobody_ready())
+        self._places.fail(self._none_ready())
 
 
 def _names(servers: Sequence[Server]) -> str:

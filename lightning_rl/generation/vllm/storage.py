@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -36,18 +35,18 @@ class RunFolder:
         Raises:
             ValueError: If the storage cannot be written to.
         """
+        storage = self.path.parent
         try:
-            self._open(self.path.parent)
+            storage.mkdir(parents=True, exist_ok=True)
+            for folder in leftovers(storage):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
+            self._create()
         except OSError as error:
-            where = f"expected storage= to be a folder that can be written to, got {self.path.parent}"
+            where = f"expected storage= to be a folder that can be written to, got {storage}"
             raise ValueError(f"{where}: {error}") from error
 
-    def _open(self, storage: Path) -> None:
-        storage.mkdir(parents=True, exist_ok=True)
-        for folder in leftovers(storage):
-            shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):
-                folder.with_name(folder.name + LOCK).unlink()
+    def _create(self) -> None:
         self._lock = self.path.with_name(self.path.name + LOCK).open("x")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._lock.write(socket.gethostname())  # only from now on can it count as abandoned
@@ -67,31 +66,20 @@ def leftovers(storage: Path) -> Iterator[Path]:
     """Yield the folders that dead trainers of this user left on this machine."""
     for lock in sorted(storage.glob(f"{PREFIX}*{LOCK}")):
         folder = lock.with_name(lock.name.removesuffix(LOCK))
-        with suppress(OSError), _open_itself(lock) as file:
+        with suppress(OSError), lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            ours = os.fstat(file.fileno()).st_uid == os.getuid() and file.read() == socket.gethostname()
-            if ours and not folder.is_symlink():
+            if os.fstat(file.fileno()).st_uid == os.getuid() and file.read() == socket.gethostname():
                 yield folder
 
 
-def _open_itself(path: Path) -> TextIOWrapper:
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
-
-
 def check_inside(path: Path, storage: Path) -> None:
-    """Check that a path is a folder of weights of a run on the storage.
+    """Check that a folder of weights is on the storage.
 
     Raises:
         ValueError: If it is not; names the path.
     """
-    where = f"expected a folder of weights on {storage}, got {path}"
-    root = next((root for root in (storage.absolute(), storage.resolve()) if path.is_relative_to(root)), None)
-    if root is None:
+    if not path.resolve().is_relative_to(storage.resolve()):
         raise ValueError(
-            f"{where}: start the server with lightning-rl serve --storage, and the storage= of the trainer"
+            f"expected a folder of weights on {storage}, got {path}: start the server with lightning-rl serve "
+            "--storage, and the storage= of the trainer"
         )
-    parts = path.relative_to(root).parts
-    if len(parts) != 2 or not re.fullmatch(rf"{PREFIX}\w+", parts[0]) or not re.fullmatch("[0-9]+", parts[1]):
-        raise ValueError(f"{where}, which is not a trainer's folder")
-    if path.parent.is_symlink() or path.is_symlink():
-        raise ValueError(f"{where}, which contains a symbolic link")

@@ -11,7 +11,7 @@ from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -93,15 +93,14 @@ class VLLMEngine(Engine):
         reserved = FIXED.keys() | {"skip_tokenizer_init", "model", "tokenizer", "enable_lora"}
         if refused := sorted(options.keys() & reserved):
             raise ValueError(f"expected no {refused[0]}, because VLLMEngine sets it itself")
-        if lora not in ("merged", "adapter"):
-            raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
         if "enable_sleep_mode" in options:
             raise ValueError(f"expected no enable_sleep_mode: pass sleeps={options['enable_sleep_mode']!r}")
+        if lora not in ("merged", "adapter"):
+            raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating dtype of torch, such as torch.bfloat16, got {dtype!r}")
         check_numbers(above=0, at_most=1, gpu_memory_utilization=options.get("gpu_memory_utilization", GPU_SHARE))
         check_counts(1, optional=True, max_model_len=max_model_len)
-        check_counts(1, tensor_parallel_size=options.get("tensor_parallel_size", 1))
         if sleeps is not None:
             check_bools(sleeps=sleeps)
         self.options = options
@@ -109,13 +108,14 @@ class VLLMEngine(Engine):
         self.dtype = self._dtype = dtype
         self.sleeps = sleeps
         self.canary = canary_of(canary)
-        self._llm: Any = None
         self._vllm: Any = None
+        self._llm: Any = None
         self._model: Any = None
+        self._plan: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._plan: weight_stream.WeightPlan | None = None
         self._extras: OutputExtras | None = None
-        self.lora, self._adapter = lora, cast(Adapter | None, None)
+        self.lora = lora
+        self._adapter: Adapter | None = None
         self._base_loaded = False  # used with an adapter
         self._asleep: set[str] = set()
         self._threads: int | None = None  # CPU threads, used on a GPU
@@ -255,8 +255,7 @@ class VLLMEngine(Engine):
 
     @override
     def expect(self, weights: weight_stream.Stream) -> None:
-        sent = [(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)]
-        self._weight_plan().compare(sent)
+        self._plan.compare([(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)])
 
     def _outgoing(self, weights: weight_stream.Stream) -> weight_stream.Stream:
         whole = (
@@ -264,28 +263,18 @@ class VLLMEngine(Engine):
         )
         return weight_stream.add_aliases(whole, self._aliases)
 
-    def _copies(self, weights: weight_stream.Stream) -> weight_stream.Stream:
-        return weight_stream.copies(weights, self.dtype, next(self._model.parameters()).device, self._exact)
-
-    def _weight_plan(self) -> weight_stream.WeightPlan:
-        if self._plan is None:
-            raise RuntimeError("expected start() before weights")
-        return self._plan
-
     @override
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Stream the weights into vLLM; even after a failure read the whole stream, which other ranks gather too."""
-        plan, rest = self._weight_plan(), iter(weights)
-        if not plan.expected:
-            raise RuntimeError("expected expect() before the first sync, because names are compared before any load")
-        outgoing = weight_stream.verify(self._outgoing(rest), plan.expected)
+        rest, device = iter(weights), next(self._model.parameters()).device
+        outgoing = weight_stream.verify(self._outgoing(rest), self._plan.expected)
         try:
             if self._base_loaded:
                 deque(outgoing, maxlen=0)
             else:
-                internals.reload(self._llm, self._copies(outgoing))
+                internals.reload(self._llm, weight_stream.copies(outgoing, self.dtype, device, self._exact))
         except Exception:
             deque(rest, maxlen=0)
             if not self._base_loaded:
@@ -306,8 +295,10 @@ class VLLMEngine(Engine):
             self._limits.check(request)
         if self._extras is not None:
             self._extras.clear()
-        prompts = [request.prefix_ids for request in requests]
-        outputs = self._generate(prompts, [self._parameters(request, logprobs=logprobs) for request in requests])
+        outputs = self._generate(
+            [request.prefix_ids for request in requests],
+            [self._parameters(request, logprobs=logprobs) for request in requests],
+        )
         completions = [
             self._completion(request, output, logprobs=logprobs)
             for request, output in zip(requests, outputs, strict=True)
@@ -342,16 +333,21 @@ class VLLMEngine(Engine):
         if self._extras is not None:
             self._extras.clear()
         running: dict[str, Request] = {}
-        with self._clean_engine():
-            while True:
-                requests = exchange.take(wait=not running)
-                running |= zip(self._add(requests, logprobs=logprobs), requests, strict=True)
-                if not running:
-                    return
-                for output in self._llm.llm_engine.step():
-                    if output.finished:
-                        request = running.pop(output.request_id)
-                        exchange.give(request, self._completion(request, output, logprobs=logprobs))
+        try:
+            with self._clean_engine():
+                while True:
+                    requests = exchange.take(wait=not running)
+                    running |= zip(self._add(requests, logprobs=logprobs), requests, strict=True)
+                    if not running:
+                        return
+                    for output in self._llm.llm_engine.step():
+                        if output.finished:
+                            request = running.pop(output.request_id)
+                            self.in_flight.discard(request)
+                            exchange.give(request, self._completion(request, output, logprobs=logprobs))
+        finally:
+            for request in running.values():
+                self.in_flight.discard(request)
 
     def _add(self, requests: Sequence[Request], *, logprobs: bool) -> list[str]:
         """Add requests to vLLM in one call, which is cheaper than one call each, and return their names."""
@@ -360,13 +356,20 @@ class VLLMEngine(Engine):
         self._check_requests(requests)
         for request in requests:
             self._limits.check(request)
+        parameters = [self._parameters(request, logprobs=logprobs) for request in requests]
         names = self._llm.enqueue(
             [{"prompt_token_ids": list(request.prefix_ids)} for request in requests],
-            [self._parameters(request, logprobs=logprobs) for request in requests],
+            parameters,
             use_tqdm=False,
-            lora_request=None if self._adapter is None else self._adapter.request,
+            lora_request=self._lora_request,
         )
+        for request in requests:
+            self.in_flight.add(request, self.version)
         return [internals.outer_name(name) for name in names]
+
+    @property
+    def _lora_request(self) -> Any:
+        return None if self._adapter is None else self._adapter.request
 
     @contextmanager
     def _clean_engine(self) -> Iterator[None]:
@@ -417,15 +420,12 @@ class VLLMEngine(Engine):
 
     def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
         with self._clean_engine():
-            outputs = self._llm.generate(
+            return self._llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 list(parameters),
                 use_tqdm=False,
-                lora_request=None if self._adapter is None else self._adapter.request,
+                lora_request=self._lora_request,
             )
-        if len(outputs) != len(prompts):
-            raise RuntimeError(f"expected {len(prompts)} completions from vLLM, got {len(outputs)}")
-        return outputs
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:

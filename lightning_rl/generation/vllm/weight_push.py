@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.vllm.http import Unanswered, quote
-from lightning_rl.generation.vllm.server_client import Endpoint, Label, Sample
+from lightning_rl.generation.vllm.server_client import Endpoint, Label
 from lightning_rl.generation.vllm.storage import RunFolder
 from lightning_rl.generation.vllm.vllm_sampling import SCORING
 from lightning_rl.generation.vllm.worker_extension import Description
@@ -201,8 +201,7 @@ class WeightPush:
                 f"expected {endpoint.url} to serve one trainer, but another one has loaded weights into it"
             )
         description = endpoint.describe()
-        self._note_process(endpoint.url, description.process)
-        description = description._replace(process="")
+        process, description = description.process, description._replace(process="")
         policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
         _compare(endpoint.url, description, policy, "the policy has")
         with self._lock:
@@ -216,6 +215,7 @@ class WeightPush:
             self.has_tokenizer = self.has_tokenizer and alike
         if self.sent:
             endpoint.compare(self.sent)
+        self._note_process(endpoint.url, process)  # last, so that a server that was refused is checked again
 
     def _note_process(self, url: str, process: str) -> None:
         """Raise if a server is known by another URL, as it would get weights and requests twice."""
@@ -232,7 +232,7 @@ class WeightPush:
         if proof is None or proof.label != label or self._canary is None:
             return
         sample = endpoint.sample(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
-        gap = (prompt_logprobs(sample) - proof.logprobs).double().abs()
+        gap = (sample.prompt_logprobs - proof.logprobs).double().abs()
         served = self.description
         rounding = Rounding.of({getattr(torch, served.dtype)}, tf32=served.device != "cpu")
         if not self._canary.within(gap, rounding):
@@ -247,14 +247,3 @@ def _compare(url: str, description: Description, expected: Mapping[str, Any], wh
         if getattr(description, name) != value:
             got = quote(str(getattr(description, name)))
             raise ValueError(f"expected {name} {value} at {url}, as {who}, got {got}")
-
-
-def prompt_logprobs(sample: Sample) -> Tensor:
-    """Return the log-probabilities of a scored prompt.
-
-    Raises:
-        Unanswered: If the server sent none.
-    """
-    if sample.prompt_logprobs is None:
-        raise Unanswered("expected log-probabilities of the prompt, got none")
-    return sample.prompt_logprobs

@@ -104,7 +104,7 @@ class WeightLoader:
             specifications = [(str(name), tuple(shape), str(dtype)) for name, shape, dtype in tensors]
             device = self.device if group.backend == "nccl" else torch.device("cpu")
             self.lightning_rl_group = Group(group, specifications, rank=first + self.rank, device=device)
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {}
 

@@ -36,9 +36,6 @@ Bucket = list[Piece]
 def cut(tensors: Sequence[Specification], bucket_bytes: int) -> list[Bucket]:
     """Return the layout of buckets for tensors in this order. A tensor larger than a bucket gets its own.
 
-    Raises:
-        ValueError: If a dtype or a size is invalid.
-
     Example:
         >>> buckets = cut([(name, (3,), "float32") for name in "abc"], 32)
         >>> [[(piece.name, piece.start) for piece in bucket] for bucket in buckets]
@@ -46,9 +43,7 @@ def cut(tensors: Sequence[Specification], bucket_bytes: int) -> list[Bucket]:
     """
     buckets: list[Bucket] = []
     for name, shape, text in tensors:
-        dtype = getattr(torch, text, None)
-        if not isinstance(dtype, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError(f"expected a shape and a dtype of torch for {name}, got {list(shape)} and {text}")
+        dtype: torch.dtype = getattr(torch, text)
         size = torch.Size(shape).numel() * dtype.itemsize
         start = -(-buckets[-1][-1].end // ALIGNMENT) * ALIGNMENT if buckets else 0
         if not buckets or start + size > bucket_bytes:

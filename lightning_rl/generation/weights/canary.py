@@ -49,20 +49,10 @@ class Rounding(Enum):
     TF32 = 0.02, 1e-2
     HALF = 0.5, 0.1
 
-    @property
-    def ceiling(self) -> float:
-        """Largest mean difference at the first sync that rounding explains."""
-        return self.value[0]
-
-    @property
-    def layer(self) -> float:
-        """Largest relative difference of a layer's output that rounding explains."""
-        return self.value[1]
-
     @staticmethod
     def of(dtypes: Collection[torch.dtype], *, tf32: bool) -> "Rounding":
         """Return the rounding of matrix products in these dtypes; ``tf32`` if those of float32 may use TF32."""
-        if not set(dtypes) <= {torch.float32, torch.float64}:
+        if not {*dtypes} <= {torch.float32, torch.float64}:
             return Rounding.HALF
         return Rounding.TF32 if tf32 else Rounding.FLOAT32
 
@@ -73,11 +63,6 @@ class Values:
 
     fixed: Tensor
     drawn: Tensor
-
-    @property
-    def comparable(self) -> Tensor:
-        """Log-probabilities of the same tokens at every version: the fixed ones, or else the drawn ones."""
-        return self.fixed if len(self.fixed) else self.drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +187,10 @@ class Canary:
             gap = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
             name = f"the engine at {url}" if url else "the engine"
             now = Comparison(name, engine, trainer, measurement.version, checksums)
-            past, alone = self._past.setdefault(url, deque(maxlen=REMEMBERED)), len(measurement.values) == 1
-            self._check_movement(now, list(past)[-1:], alone=alone)
+            past = self._past.setdefault(url, deque(maxlen=REMEMBERED))
+            self._check_movement(now, past, alone=len(measurement.values) == 1)
             if not self.within(gap, rounding):
                 raise CanaryError(self._diagnosis(now, past, gap, rounding, where=where))
-            self._check_movement(now, list(past)[:-1], alone=alone)  # a stale engine within rounding
             past.append(now)
             gaps.append(gap)
         gap = torch.cat(gaps)
@@ -221,17 +205,18 @@ class Canary:
         return bool(gap.mean() <= self._max_mean(rounding))
 
     def _max_mean(self, rounding: Rounding) -> float:
-        measured = rounding.ceiling if self._first_mean is None else FACTOR * self._first_mean
+        measured = rounding.value[0] if self._first_mean is None else FACTOR * self._first_mean
         return max(measured, self.threshold)
 
     def _check_movement(self, now: Comparison, past: Iterable[Comparison], *, alone: bool) -> None:
         """Raise if the engine's values did not change with the weights; drawn tokens count only with a single copy."""
-        for before in past:
+        for before in reversed(list(past)):
             if now.checksums == before.checksums or len(now.engine.fixed) != len(before.engine.fixed):
                 continue
             same = torch.equal(now.engine.fixed, before.engine.fixed)
             same = same and not (alone and not torch.equal(now.engine.drawn, before.engine.drawn))
-            moved = float((now.trainer.comparable - before.trainer.comparable).abs().max()) if same else 0.0
+            side = "fixed" if len(now.engine.fixed) else "drawn"
+            moved = float((getattr(now.trainer, side) - getattr(before.trainer, side)).abs().max()) if same else 0.0
             if moved > NOISE:
                 raise CanaryError(
                     f"expected {now.name} to move with the weights of version {now.version}, but its log-probabilities "
@@ -345,6 +330,6 @@ def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor]
         compared += 1
         expected = trained[:tokens].double().cpu()
         distance = (served[:tokens].double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30)
-        if not distance <= rounding.layer:
+        if not distance <= rounding.value[1]:
             return f"; the first part that differs is {name}"
     return "; every layer agrees, so it is the final norm or the head" if compared else ""

@@ -1,4 +1,4 @@
-"""Conversations on servers: one stays where its prefix is cached, loses nothing with its server, and takes syncs."""
+"""Conversations on servers: scheduling by prefix, lost servers, and syncs between turns."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ def an_engine(*scripted: ScriptedServer) -> VLLMServerEngine:
 
 
 class Echo(TokenEnvironment):
-    """Says a token for each turn."""
+    """Environment that replies with one token in each turn."""
 
     def __init__(self, before: Callable[[int], None] = lambda _: None) -> None:
         self.before, self.turn, self.closed = before, 0, 0
@@ -82,7 +82,7 @@ def tokens(transcripts: Sequence[Transcript]) -> list[tuple[tuple[int, ...], Fin
 
 
 def which(body: dict[str, Any]) -> tuple[int, int]:
-    """Sample and turn of a request."""
+    """Return sample and turn of a request."""
     sample, turn = body["request_id"].split("-")[1:3]
     return int(sample), int(turn)
 
@@ -102,7 +102,7 @@ def undisturbed() -> list[tuple[tuple[int, ...], FinishReason]]:
     return found
 
 
-def test_a_group_goes_to_one_server_and_the_next_turn_where_the_one_before_was_answered(undisturbed: Any) -> None:
+def test_the_turns_of_a_group_are_at_one_server(undisturbed: Any) -> None:
     one, two = ScriptedServer(), ScriptedServer()
     with servers(one, two):
         engine = an_engine(one, two)
@@ -117,7 +117,7 @@ def test_a_group_goes_to_one_server_and_the_next_turn_where_the_one_before_was_a
     assert [prefixes[5, turn] for turn in range(TURNS)] == [[2, 4, *said[: 5 * turn]] for turn in range(TURNS)]
 
 
-def test_a_conversation_whose_server_is_lost_goes_on_at_another_and_stays_there(undisturbed: Any) -> None:
+def test_a_conversation_whose_server_is_lost_continues_at_another(undisturbed: Any) -> None:
     def deadly(body: dict[str, Any], answer: Answer) -> Answer:
         if which(body)[1] == 2:
             one.kill()
@@ -132,7 +132,7 @@ def test_a_conversation_whose_server_is_lost_goes_on_at_another_and_stays_there(
         engine.close()
 
 
-def test_nobody_waits_for_anybody(undisturbed: Any) -> None:
+def test_conversations_do_not_wait_for_each_other(undisturbed: Any) -> None:
     ended = threading.Event()
 
     def script(body: dict[str, Any], answer: Answer) -> Answer:
@@ -148,7 +148,7 @@ def test_nobody_waits_for_anybody(undisturbed: Any) -> None:
         engine.close()
 
 
-def test_weights_that_come_between_two_turns_draw_the_next_and_every_token_says_so() -> None:
+def test_a_sync_between_two_turns_changes_the_version_of_later_tokens() -> None:
     server = ScriptedServer()
     with servers(server):
         engine, model = an_engine(server), tiny_model("llama", 1, dtype=torch.float32)
@@ -162,8 +162,7 @@ def test_weights_that_come_between_two_turns_draw_the_next_and_every_token_says_
     assert [turn.completion.version for turn in transcript.row.turns] == [0, 0, 5, 5]
 
 
-def test_no_turn_is_drawn_from_weights_before_those_of_the_beginning() -> None:
-    """A server that came back with older weights is not believed, in no turn."""
+def test_a_turn_from_older_weights_than_the_first_is_repeated() -> None:
     server, older = ScriptedServer(), list[str]()
     with servers(server):
         engine, model = an_engine(server), tiny_model("llama", 1, dtype=torch.float32)
@@ -185,7 +184,7 @@ def test_no_turn_is_drawn_from_weights_before_those_of_the_beginning() -> None:
     assert asked(server) == [(0, 0), (0, 1), (0, 2), (0, 2), (0, 3)]
 
 
-def test_a_failure_cuts_the_others_short_and_closes_every_environment() -> None:
+def test_a_failure_cancels_the_others_and_closes_every_environment() -> None:
     gate, environments = threading.Event(), [Echo() for _ in range(5)]
 
     def script(body: dict[str, Any], answer: Answer) -> Answer:
@@ -198,11 +197,11 @@ def test_a_failure_cuts_the_others_short_and_closes_every_environment() -> None:
     server = ScriptedServer(script)
     with servers(server):
         engine = an_engine(server)
-        with pytest.raises(EngineError, match=r"request 2-1, but each one rejected it: .* status 400"):
+        with pytest.raises(EngineError, match=r"request 2-1, but it rejected it: .* status 400"):
             held(engine, [opening(n, environment) for n, environment in enumerate(environments)])
         assert [environment.closed for environment in environments] == [1] * 5
         gate.set()
         server.until(lambda known: known.cut == 4)
         server.script = lambda _, answer: answer
-        assert len(held(engine, [opening(n) for n in range(3)])) == 3, "the engine is as good as before"
+        assert len(held(engine, [opening(n) for n in range(3)])) == 3, "the engine still works"
         engine.close()

@@ -1,4 +1,4 @@
-"""One call over HTTP: a deadline for all of it, a limit of what is read, and no answer that is not taken for one."""
+"""HTTP client: deadlines, unusable answers, cancelled calls, kept connections and certificates."""
 
 import json
 import shutil
@@ -15,17 +15,17 @@ import pytest
 from kit.raw_server import RawServer, raw_server, whole
 from kit.scripted_server import KEY, ScriptedServer, servers
 
-from lightning_rl.generation.vllm.http import MAX_ANSWER, Cancelled, Client, Refused, Unanswered, _open_socket
+from lightning_rl.generation.vllm.http import Cancelled, Client, Refused, Unanswered, _open_socket
 
 
 def ask(server: RawServer, path: str = "/", **options: Any) -> Any:
-    """One call by a client of its own."""
+    """Return the answer to one call of a new client."""
     with closing(Client(server.url)) as client:
         return client.call("GET", path, **{"timeout": 20, **options})
 
 
 def trickle(server: RawServer, connection: socket.socket, path: str) -> None:
-    """A byte now and then, for ever: each one within any limit for a single read."""
+    """Send one byte at a time, each within any limit for a single read."""
     data = whole(body=b" " * 10**6)
     where = 0 if path == "/head" else data.index(b"\r\n\r\n") + 4
     server.send(connection, data[:where])
@@ -36,7 +36,7 @@ def trickle(server: RawServer, connection: socket.socket, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/head", "/body"])
-def test_a_trickled_answer_does_not_outlive_the_time_limit(path: str) -> None:
+def test_a_slow_answer_ends_at_the_deadline(path: str) -> None:
     with raw_server(trickle) as server:
         begin = time.monotonic()
         with pytest.raises(Unanswered, match="TimeoutError: timed out"):
@@ -45,50 +45,17 @@ def test_a_trickled_answer_does_not_outlive_the_time_limit(path: str) -> None:
         assert server.left.wait(20), "the connection was closed"
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_long_answer_is_read_to_the_limit_alone(told: bool) -> None:
-    def flood(server: RawServer, connection: socket.socket, path: str) -> None:
-        length = b"Content-Length: 400000000\r\n" if told else b""
-        server.send(connection, b"HTTP/1.1 200 OK\r\n%s\r\n[" % length)
-        for _ in range(400):
-            server.send(connection, b" " * 10**6)
-
-    with raw_server(flood) as server:
-        with pytest.raises(Unanswered, match=f"an answer of more than {MAX_ANSWER} bytes"):
-            ask(server)
-        assert server.left.wait(20)
-        assert server.sent < 40 * MAX_ANSWER, "what lies in buffers of the system, and no more"
-
-
-def test_the_limit_is_that_of_the_call() -> None:
-    body = json.dumps(["x" * 2000]).encode()
-    with raw_server(lambda server, connection, _: server.send(connection, whole(body=body))) as server:
-        assert ask(server, limit=3000) == ["x" * 2000]
-        with pytest.raises(Unanswered, match="an answer of more than 1000 bytes"):
-            ask(server, limit=1000)
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        pytest.param(whole(body=b"[" * 10**5), "expected JSON from", id="deep"),
-        pytest.param(whole(body=b'{"a": NaN}'), "expected JSON from", id="nan"),
-        pytest.param(whole(body=b"1" * 5000), "expected JSON from", id="long-number"),
         pytest.param(whole(body=b"\xff\xfe"), "expected JSON from", id="no-text"),
         pytest.param(whole(302, b""), "got status 302", id="redirection"),
-        pytest.param(whole(304, b""), "got status 304", id="not-modified"),
         pytest.param(whole(503, b"no"), "got status 503: no", id="503"),
         pytest.param(whole()[:-1], "ClientPayloadError", id="cut"),
-        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n", "ClientPayloadError", id="cut-before-the-body"),
-        pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{}", "ClientPayloadError", id="boasting"),
-        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "no answer from", id="chunk"),
-        pytest.param(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n{}", "no answer from", id="minus"),
-        pytest.param(b"HTTP/1.1 two OK\r\n\r\n", "no answer from", id="status"),
-        pytest.param(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 300 + b"\r\n", "no answer from", id="headers"),
         pytest.param(b"", "no answer from", id="nothing"),
     ],
 )
-def test_what_is_no_answer_counts_as_none(answer: bytes, message: str) -> None:
+def test_an_unusable_answer_raises_unanswered(answer: bytes, message: str) -> None:
     with (
         raw_server(lambda server, connection, _: server.send(connection, answer)) as server,
         pytest.raises(Unanswered, match=message),
@@ -97,7 +64,7 @@ def test_what_is_no_answer_counts_as_none(answer: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "of_request"), [(400, True), (413, True), (422, True), (401, False), (404, False)])
-def test_a_refusal_says_whether_it_is_of_one_request(status: int, of_request: bool) -> None:
+def test_a_refusal_concerns_the_request_or_the_client(status: int, of_request: bool) -> None:
     with (
         raw_server(lambda server, connection, _: server.send(connection, whole(status))) as server,
         pytest.raises(Refused, match=f"got status {status}") as refusal,
@@ -106,7 +73,7 @@ def test_a_refusal_says_whether_it_is_of_one_request(status: int, of_request: bo
     assert refusal.value.of_request is of_request
 
 
-def test_a_call_is_cut_short_while_its_answer_comes() -> None:
+def test_a_call_is_cancelled_while_its_answer_arrives() -> None:
     begun, ended = threading.Event(), list[type]()
 
     def stall(server: RawServer, connection: socket.socket, path: str) -> None:
@@ -135,7 +102,7 @@ def test_a_call_is_cut_short_while_its_answer_comes() -> None:
     assert ended == [Unanswered, Cancelled]
 
 
-def test_a_connection_serves_many_calls_and_is_probed_when_it_is_silent() -> None:
+def test_a_connection_serves_many_calls_and_has_tcp_keepalive() -> None:
     server = ScriptedServer()
     with servers(server), closing(Client(server.url, KEY)) as client:
         for _ in range(5):
@@ -145,11 +112,11 @@ def test_a_connection_serves_many_calls_and_is_probed_when_it_is_silent() -> Non
         assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_a_kept_connection_that_was_closed_meanwhile_costs_no_call() -> None:
+def test_a_call_on_a_kept_connection_that_was_closed_is_repeated() -> None:
     said = list[str]()
 
     def hang_up(server: RawServer, connection: socket.socket, path: str) -> None:
-        """Answers the first call of a connection, and reads the second one without a word."""
+        """Answer the first call of a connection, and close it after reading the second one."""
         said.append(path)
         server.send(connection, whole(body=json.dumps(path).encode()))
         connection.recv(2**16)
@@ -162,7 +129,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_costs_no_call() -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for loopback that signs itself, and its key."""
+    """Return a self-signed certificate for loopback and its key."""
     folder = tmp_path_factory.mktemp("tls")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -172,7 +139,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_https_is_taken_from_whom_the_certificate_names_and_refused_from_others(certificate: tuple[Path, Path]) -> None:
+def test_https_needs_a_trusted_certificate(certificate: tuple[Path, Path]) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
     server = ScriptedServer(context=context)

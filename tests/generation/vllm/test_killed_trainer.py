@@ -1,4 +1,4 @@
-"""kill -9 of a trainer with two servers: the next one takes the servers over and ends as if nothing had happened."""
+"""kill -9 of a trainer with two servers, which the resumed run uses again."""
 
 import os
 import random
@@ -35,7 +35,7 @@ def wait_for_start(process: "subprocess.Popen[bytes]", folder: Path) -> None:
 
 
 def whole_run(folder: Path, staleness: int, urls: list[str]) -> tuple[Any, float]:
-    """What a run ends with that nobody kills, and the seconds that it trained."""
+    """Return the result of an undisturbed run, and the seconds that it trained."""
     process = start(folder, staleness, urls)
     wait_for_start(process, folder)
     begin = time.monotonic()
@@ -44,7 +44,7 @@ def whole_run(folder: Path, staleness: int, urls: list[str]) -> tuple[Any, float
 
 
 def kill_and_finish(folder: Path, staleness: int, urls: list[str], delay: float) -> Any:
-    """Kills a run some time after training began, and starts it again."""
+    """Kill a run some time after training began, and start it again."""
     process = start(folder, staleness, urls)
     try:
         wait_for_start(process, folder)
@@ -62,7 +62,7 @@ def kill_and_finish(folder: Path, staleness: int, urls: list[str], delay: float)
 
 
 def check(folder: Path, moments: int, staleness: int) -> None:
-    """Kills at random moments, each in a folder of its own, all with the same two servers."""
+    """Kill runs at random moments, each in another folder, with the same two servers."""
     one, two = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS)
     draw = random.Random(staleness)
     with servers(one, two):

@@ -1,4 +1,4 @@
-"""An engine for each rank, whichever launcher started the ranks: Lightning under plain Python, torchrun, or SLURM."""
+"""One engine for each rank under each launcher: Lightning's own, torchrun and SLURM."""
 
 import os
 import subprocess
@@ -43,7 +43,10 @@ def run(tasks: list[dict[str, str]], folder: Path) -> dict[int, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["python", "torchrun", "slurm"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("python", marks=pytest.mark.long), pytest.param("torchrun", marks=pytest.mark.long), "slurm"],
+)
 def test_each_rank_has_its_rank_and_its_gpu(launcher: str, tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "rl", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
     job |= {"SLURM_NNODES": "1", "SLURM_NODELIST": "127.0.0.1", "SLURM_NODEID": "0"}

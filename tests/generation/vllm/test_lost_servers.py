@@ -1,4 +1,4 @@
-"""Servers that die in a rollout: nothing is lost or drawn twice, and one that comes back has the current weights."""
+"""Servers that die in a rollout: samples stay the same, and a restarted server has the current weights."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(
     *urls: str, seen: list[Rollout], ckpt_path: Path | None = None, patience: float = 20, **options: Any
 ) -> RLLightningModule:
-    """Three rollouts of sixteen samples each; the servers' scripts decide what is drawn, by the seed of the request."""
+    """Train on three rollouts of sixteen samples each; servers generate by the seed of the request."""
     module = tiny_module(engine=VLLMServerEngine(urls, api_key=KEY, canary=False, patience=patience))
     fit(module, callbacks=[recorder(seen)("seen")], data=tiny_prompts(12, 4), ckpt_path=ckpt_path, **options)
     return module
@@ -46,7 +46,7 @@ def undisturbed() -> dict[str, Tensor]:
 
 
 def check_samples(seen: list[Rollout], versions: range = range(3)) -> None:
-    """Each sample of each rollout once, of the weights of its rollout."""
+    """Check that each rollout has each sample once, from the rollout's weights."""
     assert [rollout.sample_ids.tolist() for rollout in seen] == [list(range(v * 16, v * 16 + 16)) for v in versions]
     for rollout, version in zip(seen, versions, strict=True):
         assert (rollout.policy_version[rollout.action_mask] == version).all()
@@ -57,20 +57,20 @@ def check_equal(module: RLLightningModule, undisturbed: dict[str, Tensor]) -> No
 
 
 class Deadly:
-    """A script that kills its server at the n-th request, when others are in flight."""
+    """Script that kills its server at the n-th request, when others are in flight."""
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.server = ScriptedServer(self, **HOLDS)
 
     def __call__(self, _: dict[str, Any], answer: Answer) -> Answer:
-        """Answers, perhaps to nobody."""
+        """Return the answer, after killing the server from the n-th request on."""
         if len(self.server.requests) >= self.at:
             self.server.kill()
         return answer
 
 
-def test_a_server_that_is_killed_in_a_rollout_leaves_its_requests_to_another(
+def test_requests_of_a_killed_server_are_sent_to_another(
     undisturbed: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     deadly, other, seen = Deadly(11), ScriptedServer(**HOLDS), []
@@ -84,12 +84,12 @@ def test_a_server_that_is_killed_in_a_rollout_leaves_its_requests_to_another(
 
 @pytest.fixture
 def reviving() -> Iterator[tuple[Deadly, list[ScriptedServer]]]:
-    """A server that is killed, and comes back at the same port with weights of its own, as after a restart."""
+    """Return a server that is killed and restarts at the same port with other weights."""
     revived: list[ScriptedServer] = []
 
     class Reviving(Deadly):
         def __call__(self, body: dict[str, Any], answer: Answer) -> Answer:
-            """The same, and is back at once."""
+            """Kill the server once, and restart it at once."""
             last = len(self.server.requests) == self.at
             answer = super().__call__(body, answer)
             if last:
@@ -103,7 +103,7 @@ def reviving() -> Iterator[tuple[Deadly, list[ScriptedServer]]]:
         server.kill()
 
 
-def test_a_server_that_comes_back_has_the_current_weights_before_it_generates(
+def test_a_restarted_server_loads_the_current_weights_before_it_generates(
     undisturbed: dict[str, Tensor], reviving: tuple[Deadly, list[ScriptedServer]], caplog: pytest.LogCaptureFixture
 ) -> None:
     (deadly, revived), seen = reviving, []
@@ -115,7 +115,7 @@ def test_a_server_that_comes_back_has_the_current_weights_before_it_generates(
     assert [r.message for r in caplog.records].count(f"{server.url} is back, with the current weights") >= 1
 
 
-def test_a_server_that_starts_again_with_another_key_leaves_its_requests_to_another(
+def test_requests_of_a_server_with_another_key_are_sent_to_another(
     undisturbed: dict[str, Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     changed, other, seen = Deadly(10**6), ScriptedServer(**HOLDS), []
@@ -134,7 +134,7 @@ def test_a_server_that_starts_again_with_another_key_leaves_its_requests_to_anot
     assert refused and all(message.startswith(f"lost {changed.server.url}: ") for message in refused)
 
 
-def test_a_key_that_no_server_takes_any_more_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_key_that_every_server_refuses_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     server = ScriptedServer(**HOLDS)
 
     def script(body: dict[str, Any], answer: Answer) -> Answer:
@@ -167,7 +167,7 @@ def test_without_any_server_the_run_ends_with_a_checkpoint_that_resumes(
 
 
 def shifted_by(shift: float) -> Callable[[dict[str, Any], Answer], Answer]:
-    """A server whose log-probabilities of prompts are lower than they should be."""
+    """Return a script that lowers the log-probabilities of prompts."""
 
     def lower(_: dict[str, Any], answer: Answer) -> Answer:
         assert isinstance(answer, dict)
@@ -179,7 +179,7 @@ def shifted_by(shift: float) -> Callable[[dict[str, Any], Answer], Answer]:
 
 
 @pytest.mark.parametrize(("device", "shift"), [("cpu", 1e-3), ("cuda", 0.1)])
-def test_a_server_that_comes_back_with_something_else_is_refused(device: str, shift: float) -> None:
+def test_a_restarted_server_with_other_log_probabilities_is_refused(device: str, shift: float) -> None:
     first, policy = ScriptedServer(**{**HOLDS, "device": device}), tiny_policy()
     engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=0.5)
     with servers(first):

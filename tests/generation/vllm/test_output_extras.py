@@ -1,4 +1,4 @@
-"""What vLLM returns about tokens, as its outputs are laid out: the conversion alone, without vLLM."""
+"""Conversion of routes and sampling masks from outputs laid out as vLLM's."""
 
 from types import SimpleNamespace
 from typing import Any

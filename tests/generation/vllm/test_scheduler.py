@@ -1,6 +1,7 @@
-"""Places: groups stay together and are spread, a limit for each server, and nobody who leaves keeps a place."""
+"""Scheduling of requests: groups stay at one server, servers have limits, and cancelled requests free their slots."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl.generation.vllm.http import LOOP, Unanswered
-from lightning_rl.generation.vllm.scheduler import URGENT, Places, Seat, Server
+from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Endpoint
 
 
@@ -17,7 +18,7 @@ def some_servers(number: int) -> list[Server]:
 
 
 def begin(*takes: Coroutine[Any, Any, Server]) -> "list[asyncio.Task[Server]]":
-    """Tasks that have come as far as they can."""
+    """Start tasks and run each until it waits."""
 
     async def run() -> "list[asyncio.Task[Server]]":
         tasks = [asyncio.create_task(take) for take in takes]
@@ -28,7 +29,7 @@ def begin(*takes: Coroutine[Any, Any, Server]) -> "list[asyncio.Task[Server]]":
 
 
 def ends(*tasks: "asyncio.Task[Server]") -> list[Any]:
-    """What tasks end with; one that waits is cancelled."""
+    """Return the results of tasks; those that wait are cancelled."""
 
     async def run() -> list[Any]:
         await asyncio.wait(tasks, timeout=0)
@@ -39,21 +40,38 @@ def ends(*tasks: "asyncio.Task[Server]") -> list[Any]:
     return LOOP.run(run())
 
 
-def test_a_group_fills_its_server_and_the_next_group_goes_elsewhere_before_the_first_is_all_sent() -> None:
+def test_a_group_waits_for_its_server_and_the_next_group_goes_to_another() -> None:
     one, two = some_servers(2)
-    places, groups = Places([one, two], at_once=2), [Seat(tokens=30), Seat(tokens=30)]
+    places, groups = Places([one, two], at_once=2), [Seat(), Seat()]
     tasks = begin(*(places.take(10, group) for group in groups for _ in range(3)))
     assert [task.done() for task in tasks] == [True, True, False] * 2
     assert [task.result() for task in tasks if task.done()] == [one, one, two, two]
-    assert [one.outstanding, two.outstanding] == [30, 30], "with those that wait"
     LOOP.call_soon(lambda: places.release(one, 10))
     assert ends(tasks[2], tasks[5])[0] is one
-    assert [group.tokens for group in groups] == [0, 0] and [one.outstanding, two.outstanding] == [20, 20]
+    assert [one.outstanding, two.outstanding] == [20, 20]
 
 
-def test_a_group_whose_server_is_lost_goes_on_together_elsewhere() -> None:
+def test_the_server_with_the_fewest_outstanding_tokens_comes_first() -> None:
+    first, second = some_servers(2)
+    places = Places([first, second], at_once=256)
+    taken = [LOOP.run(places.take(tokens, Seat())) for tokens in (30, 10, 15, 1)]
+    assert taken == [first, second, second, second]
+    for server, tokens in zip(taken, (30, 10, 15, 1), strict=True):
+        LOOP.call_soon(lambda server=server, tokens=tokens: places.release(server, tokens))
+    assert ends(*begin(places.take(1, Seat()))) == [first] and second.outstanding == second.in_flight == 0
+
+
+def test_ranks_with_few_requests_use_all_servers_together() -> None:
+    asked = Counter[str]()
+    for rank in range(16):
+        places = Places(some_servers(16), at_once=256, rank=rank)
+        asked.update(LOOP.run(places.take(10, Seat())).endpoint.url for _ in range(8))
+    assert len(asked) == 16 and set(asked.values()) == {8}
+
+
+def test_a_group_whose_server_is_lost_moves_to_another() -> None:
     one, two = some_servers(2)
-    places, group = Places([one, two], at_once=1), Seat(tokens=30)
+    places, group = Places([one, two], at_once=1), Seat()
     tasks = begin(*(places.take(10, group) for _ in range(3)))
     one.ready = False
     LOOP.call_soon(places.assign)
@@ -63,32 +81,25 @@ def test_a_group_whose_server_is_lost_goes_on_together_elsewhere() -> None:
     assert (one.outstanding, two.outstanding, one.in_flight, two.in_flight) == (0, 10, 0, 1)
 
 
-def test_the_urgent_wait_for_no_place_and_those_of_the_lowest_rank_go_first() -> None:
+def test_requests_of_the_lowest_rank_come_first() -> None:
     (server,) = some_servers(1)
     places = Places([server], at_once=1)
-    tasks = begin(*(places.take(1, Seat(), rank=rank) for rank in (0, 3, 2, 2, URGENT)))
-    assert [task.done() for task in tasks] == [True, False, False, False, True]
-    LOOP.call_soon(lambda: (places.release(server, 1), places.release(server, 1)))
-    assert [type(end) for end in ends(*tasks)] == [
-        Server,
-        asyncio.CancelledError,
-        Server,
-        asyncio.CancelledError,
-        Server,
-    ]
+    tasks = begin(*(places.take(1, Seat(), rank=rank) for rank in (0, 3, 2, 2)))
+    LOOP.call_soon(lambda: places.release(server, 1))
+    assert [isinstance(end, Server) for end in ends(*tasks)] == [True, False, True, False]
 
 
-def test_who_waits_when_all_fail_hears_of_it() -> None:
+def test_an_error_reaches_every_waiting_request() -> None:
     (server,) = some_servers(1)
-    places, seat = Places([server], at_once=1), Seat(tokens=2)
+    places, seat = Places([server], at_once=1), Seat()
     tasks = begin(*(places.take(1, seat) for _ in range(2)))
     LOOP.call_soon(lambda: places.fail(Unanswered("gone")))
     _, error = ends(*tasks)
-    assert isinstance(error, Unanswered) and seat.tokens == 0 and server.outstanding == 1
+    assert isinstance(error, Unanswered) and server.outstanding == 1
 
 
 async def hold(places: Places, seat: Seat, answered: asyncio.Event) -> None:
-    """One request."""
+    """Hold a slot until a request is answered."""
     server = await places.take(7, seat)
     try:
         await answered.wait()
@@ -97,11 +108,11 @@ async def hold(places: Places, seat: Seat, answered: asyncio.Event) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["answer", "lose", "find", "cancel"]), st.integers(0, 17)), max_size=60))
-def test_nothing_is_left_outstanding_and_no_limit_is_passed_whatever_happens(moves: list[tuple[str, int]]) -> None:
+def test_slots_are_never_exceeded_and_all_are_freed_after_losses(moves: list[tuple[str, int]]) -> None:
     known = some_servers(3)
 
     async def play() -> None:
-        places, groups = Places(known, at_once=2), [Seat(tokens=21) for _ in range(6)]
+        places, groups = Places(known, at_once=2), [Seat() for _ in range(6)]
         answered = [asyncio.Event() for _ in range(18)]
         tasks = [asyncio.create_task(hold(places, groups[n // 3], event)) for n, event in enumerate(answered)]
         await asyncio.sleep(0)

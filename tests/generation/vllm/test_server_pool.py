@@ -1,9 +1,8 @@
-"""The pool and its calls: backoff, balance, answers that no server should give, calls that are cut short."""
+"""Pool of servers: backoff, patience, unusable answers and cancelled calls."""
 
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,8 +14,7 @@ from kit.support import tiny_policy
 
 from lightning_rl import EngineError
 from lightning_rl.generation.vllm import server_pool
-from lightning_rl.generation.vllm.http import LOOP, Cancelled, Client, Unanswered
-from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
+from lightning_rl.generation.vllm.http import Cancelled, Client, Unanswered
 from lightning_rl.generation.vllm.server_client import Endpoint, Label
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.weight_push import WeightPush
@@ -31,53 +29,24 @@ def a_pool(patience: float = 0.1) -> ServerPool:
     return ServerPool(endpoints, a_push(), patience=patience)
 
 
-def a_server(port: int) -> Server:
-    return Server(Endpoint(f"http://127.0.0.1:{port}", None, 5), ready=True)
-
-
-def test_ranks_with_few_requests_each_ask_all_servers_between_them() -> None:
-    asked = Counter[str]()
-    for rank in range(16):
-        places = Places([a_server(port) for port in range(10, 26)], at_once=256, rank=rank)
-        asked.update(LOOP.run(places.take(10, Seat())).endpoint.url for _ in range(8))
-    assert len(asked) == 16 and set(asked.values()) == {8}
-
-
-def test_pauses_double_up_to_a_bound_and_begin_anew_after_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_double_with_each_loss_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool.time, "monotonic", lambda: 100.0)
     lost = a_pool()
-    server = lost.servers[0]
     pauses = []
     for _ in range(8):
-        lost.remove(server, Unanswered("gone"))
-        pauses.append(server.due - 100)
+        lost.remove(lost.servers[0], Unanswered("gone"))
+        pauses.append(lost.servers[0].due - 100)
     assert pauses == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
-    lost.reset_losses(server)
-    assert server.losses == 8, "an answer to a request from before does not count"
-    lost.restore(server)
-    lost.reset_losses(server)
-    assert server.losses == 0
-
-
-def test_a_server_that_is_lost_for_days_is_still_asked_again() -> None:
-    lost = a_pool()
-    server = lost.servers[0]
-    for _ in range(5000):
-        lost.remove(server, Unanswered("gone"))
-    assert server.losses == 5000 and 0 < server.due - time.monotonic() <= 10
 
 
 @pytest.mark.parametrize(
     "health",
     [
         pytest.param(401, id="another-key"),
-        pytest.param(404, id="another-server"),
         pytest.param(418, id="a-proxy"),
-        pytest.param(302, id="redirection"),
-        pytest.param(b"[" * 10**5, id="deep"),
     ],
 )
-def test_a_watcher_outlives_whatever_a_health_check_says(
+def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(
     health: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server_pool, "POLL", 0.01)
@@ -89,7 +58,7 @@ def test_a_watcher_outlives_whatever_a_health_check_says(
         watched = ServerPool([Endpoint(server.url, KEY, 5)], a_push(), patience=20)
         try:
             assert watched.refresh() == []
-            watched.watch()
+            watched.watch(watched.servers)
             odd.set()
             wait_until(lambda: not watched.ready())
             asked = server.calls.count("/health")
@@ -107,17 +76,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < end, "the condition did not come true"
 
 
-def test_the_fewest_outstanding_tokens_come_next() -> None:
-    first, second = a_server(9), a_server(10)
-    places = Places([first, second], at_once=256)
-    taken = [LOOP.run(places.take(tokens, Seat())) for tokens in (30, 10, 15, 1)]
-    assert taken == [first, second, second, second]
-    for server, tokens in zip(taken, (30, 10, 15, 1), strict=True):
-        places.release(server, tokens)
-    assert first.outstanding == second.outstanding == first.in_flight == second.in_flight == 0
-
-
-def test_nobody_waits_longer_than_the_patience_and_the_reasons_are_told() -> None:
+def test_a_wait_ends_after_the_patience_with_the_reason_of_each_server() -> None:
     empty = a_pool()
     empty.remove(empty.servers[1], Unanswered("it caught fire"))
     with pytest.raises(EngineError, match=r"127.0.0.1:9: not contacted yet; http://127.0.0.1:10: it caught fire\)"):
@@ -125,7 +84,7 @@ def test_nobody_waits_longer_than_the_patience_and_the_reasons_are_told() -> Non
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
-def test_who_waits_for_a_server_can_be_cut_short(how: str) -> None:
+def test_a_request_that_waits_for_a_server_can_be_cancelled(how: str) -> None:
     empty, ended = a_pool(patience=60), list[type]()
 
     async def draw(number: int) -> None:
@@ -172,26 +131,3 @@ def test_a_url_is_checked_at_construction(url: str) -> None:
 def test_a_label_that_no_trainer_gave_is_none(text: str) -> None:
     assert Label.read(text) is None
     assert Label.read(str(Label("ab12", 3, 7))) == Label("ab12", 3, 7)
-
-
-def test_aborted_calls_count_as_unanswered_and_cancelled_ones_do_not() -> None:
-    gate, said = threading.Event(), list[type]()
-    server = ScriptedServer(lambda *_: 500 if gate.wait(20) else 408)
-    with servers(server):
-        client = Client(server.url, KEY)
-
-        def call() -> None:
-            body = {"sampling_params": {"max_tokens": 1}, "token_ids": [1]}
-            try:
-                client.call("POST", "/inference/v1/generate", body, timeout=20)
-            except (Unanswered, Cancelled) as error:
-                said.append(type(error))
-
-        for end in (client.abort, client.close):
-            asking = threading.Thread(target=call)
-            asking.start()
-            server.until(lambda known: len(known.requests) == len(said) + 1)
-            end()
-            asking.join()
-        gate.set()
-    assert said == [Unanswered, Cancelled]

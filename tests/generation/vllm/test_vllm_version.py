@@ -47,10 +47,7 @@ def test_an_engine_in_another_process_is_refused(monkeypatch: pytest.MonkeyPatch
         load_vllm()
 
 
-def test_an_engine_takes_nothing_before_it_is_started() -> None:
-    engine = VLLMEngine()
-    with pytest.raises(RuntimeError, match=r"expected start\(\) before weights"):
-        engine.load_weights([], 0)
+def test_an_option_that_the_engine_sets_is_refused() -> None:
     with pytest.raises(ValueError, match="expected no logprobs_mode, because VLLMEngine sets it itself"):
         VLLMEngine(logprobs_mode="raw_logprobs")
-    engine.close()
+    VLLMEngine().close()

@@ -1,4 +1,4 @@
-"""The canary over the embedded engine with a copy of the weights: clean syncs, faults, ranks that fail together."""
+"""Canary of an engine with a copy of the weights: clean syncs, faults, and ranks that fail together."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from lightning_rl.policy import PolicyModel
 
 
 class Watched:
-    """A policy and an engine with a copy of it."""
+    """Policy and an engine with a copy of it."""
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
         self.model, self.version = model, 0
@@ -36,7 +36,7 @@ class Watched:
         launch(self.engine, copy.deepcopy(model))
 
     def sync(self, change: Callable[[Stream], Stream] = iter) -> tuple[float, float] | None:
-        """One sync, in which ``change`` may do harm on the way to the engine."""
+        """Sync once; ``change`` may modify the stream."""
         self.version += 1
         take = self.engine._take  # noqa: SLF001
         self.engine._take = lambda weights, version: take(change(weights), version)  # noqa: SLF001
@@ -48,7 +48,7 @@ class Watched:
             del self.engine._take  # noqa: SLF001
 
     def step(self, scale: float = 1e-3) -> dict[str, Tensor]:
-        """Moves every weight; returns the old ones."""
+        """Move every weight, and return the old ones."""
         old = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         draw = torch.Generator().manual_seed(self.version)
         with torch.no_grad():
@@ -73,7 +73,7 @@ def changing(weights: dict[str, Tensor]) -> Callable[[Stream], Iterator[tuple[st
     return lambda stream: ((name, weights.get(name, weight)) for name, weight in stream)
 
 
-def test_every_fault_has_a_message_of_its_own() -> None:
+def test_each_fault_has_its_message() -> None:
     run = Watched(tiny_model("llama", dtype=torch.float32))
     run.sync()
     run.sync()
@@ -87,7 +87,7 @@ def test_every_fault_has_a_message_of_its_own() -> None:
         run.sync(changing(middle))
     run.sync()
     run.step()
-    with pytest.raises(CanaryError, match=r"version 7, but it is stale: its log-probabilities are those of version 2"):
+    with pytest.raises(CanaryError, match="version 7, but its log-probabilities are bit for bit those of version 2"):
         run.sync(changing(older))
     head = {"lm_head.weight": older["lm_head.weight"]}
     with pytest.raises(CanaryError, match=r"every layer agrees, so it is the final norm or the head$"):
@@ -136,14 +136,14 @@ def test_coarse_dtypes_are_calibrated_on_the_mean(monkeypatch: pytest.MonkeyPatc
 
 
 def tf32(tensor: Tensor) -> Tensor:
-    """Float32 with the 10 bits of mantissa that a tensor core reads."""
+    """Round float32 to the 10 bits of mantissa of TF32."""
     return (tensor.contiguous().view(torch.int32) + 0x1000 & -0x2000).view(torch.float32)
 
 
 def attend_in_tf32(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Attention as of vLLM's Triton kernel in float32: both products read operands that are rounded to TF32."""
+    """Compute attention as vLLM's Triton kernel does in float32: operands of both products are rounded to TF32."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = tf32(query) @ tf32(key).mT * scaling
@@ -157,7 +157,7 @@ AttentionMaskInterface.register("tf32", sdpa_mask)
 
 
 def rounded_run(kind: str, seed: int, request: pytest.FixtureRequest) -> Watched:
-    """A policy far from uniform, and an engine whose products are rounded, by itself or by PyTorch's setting."""
+    """Return a policy far from uniform, and an engine whose products are rounded to TF32."""
     run = Watched(tiny_model("qwen2", seed, dtype=torch.float32, initializer_range=0.15))
     model: Any = run.engine._model  # noqa: SLF001
     model.set_attn_implementation("tf32")
@@ -249,7 +249,7 @@ def test_a_policy_that_generates_itself_needs_no_canary_and_others_can_do_withou
     assert canary_of(given) is given and isinstance(canary_of(canary=True), Canary)
 
 
-def test_an_engine_that_only_generates_is_compared_by_what_it_draws() -> None:
+def test_an_engine_that_only_generates_is_compared_by_its_samples() -> None:
     class OnlyDraws(TransformersEngine):
         capabilities = replace(TransformersEngine.capabilities, scores=False)
 
@@ -285,7 +285,7 @@ def test_each_copy_of_the_weights_is_compared_with_its_own_past() -> None:
         canary.judge(measured(4, c=2.0 + 3e-5), trainer(4), rounding=Rounding.FLOAT32, checksums=(4,))
 
 
-def test_a_rank_whose_neighbour_failed_raises_and_does_not_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_on_another_rank_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Watched(tiny_policy())
     run.sync()
     monkeypatch.setattr(collectives, "process_objects", lambda mine: [mine, (True, "EngineError: lost")])
@@ -325,9 +325,9 @@ def test_a_prompt_longer_than_a_block_proves_the_reset(monkeypatch: pytest.Monke
         synchronize(engine, model.named_parameters(), 3, policy, packed=True, context=nullcontext)
 
 
-def test_its_time_is_logged_and_a_fault_ends_the_run() -> None:
+def test_a_fault_ends_the_run() -> None:
     class Copying(TransformersEngine):
-        """Decodes with a copy, as under a sharding strategy, and forgets to move after the second sync."""
+        """Engine that decodes with a copy and ignores weights after the second sync."""
 
         syncs = 0
 

@@ -1,4 +1,4 @@
-"""Weights on shared storage: what is written is read, in parts, whole or not at all."""
+"""Weights on shared storage: written in parts, and read completely or not at all."""
 
 from collections.abc import Iterator
 from pathlib import Path
