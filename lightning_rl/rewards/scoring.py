@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import TrainerState
 
 from lightning_rl.rewards.async_rewards import LOOP
-from lightning_rl.rewards.process_pool import Task
 from lightning_rl.rewards.reward_call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
 from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError, remaining
@@ -147,11 +146,6 @@ class Rewards:
         return bool(self._early)
 
     @property
-    def starts_by_row(self) -> bool:
-        """True if :meth:`start_row` can start a call."""
-        return any(function.per_sample for function in self._early.values())
-
-    @property
     def _early(self) -> dict[str, SubprocessReward]:
         """SubprocessReward functions that do not take ``trainer_state``."""
         return {name: f for name, f in self.functions.items() if isinstance(f, SubprocessReward) and f.starts_early}
@@ -163,38 +157,15 @@ class Rewards:
         *,
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
-        begun: Sequence[Mapping[str, Task]] = (),
     ) -> dict[str, Submitted]:
         """Start the calls that do not need the trainer: isolated functions without ``trainer_state``.
 
-        Takes the rows of the call and, as ``begun``, the result of :meth:`start_row` for each row. Returns the argument
-        ``started`` of the call.
+        Takes the rows of the call; returns its argument ``started``.
         """
         if not self._early or not prompts:
             return {}
         rows = _rows(prompts, completions, completion_ids, columns)
-        names = begun[0] if begun else ()
-        by_row = {name: Submitted(rows, [((row,), tasks[name]) for row, tasks in enumerate(begun)]) for name in names}
-        return {
-            name: by_row[name] if name in by_row else f.submit(rows, CallStyle.of(name, f, list(columns)))
-            for name, f in self._early.items()
-        }
-
-    def start_row(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        *,
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> dict[str, Task]:
-        """Start the calls that do not need other rows: isolated functions with ``per_sample``.
-
-        Takes one row, with every column that any row has. Returns an entry of the argument ``begun`` of :meth:`start`.
-        """
-        rows = _rows(prompts, completions, completion_ids, columns)
-        by_row = {name: f for name, f in self._early.items() if f.per_sample}
-        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))).tasks[0][1] for name, f in by_row.items()}
+        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))) for name, f in self._early.items()}
 
     def close(self) -> None:
         """End the processes of isolated functions."""
