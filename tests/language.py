@@ -62,6 +62,7 @@ CHECKED = (
     "lightning_rl/update.py",
     "lightning_rl/version.py",
     "recipes",
+    "tests/rewards",
 )
 # fmt: on
 WORDS = re.compile(

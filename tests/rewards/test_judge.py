@@ -32,7 +32,7 @@ def failure(status: int, message: str) -> Reply:
 
 
 class Endpoint:
-    """Answers chat completions on loopback by a script of the request's body and of how often it came before."""
+    """Local server of chat completions; a script of the body and the number of earlier requests gives the reply."""
 
     def __init__(self, script: Script) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -74,11 +74,11 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """What a judge is given."""
+        """URL of the endpoint."""
         return f"http://127.0.0.1:{self.server.server_port}/v1"
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the server."""
         self.server.shutdown()
         self.thread.join()
         self.server.server_close()
@@ -111,7 +111,7 @@ def question(body: dict[str, Any]) -> str:
 
 
 def by_length(body: dict[str, Any], seen: int) -> Reply:
-    """As many points as the response has letters."""
+    """Return the number of letters of the response as its score."""
     response = question(body).split("<response>\n")[1].split("\n</response>")[0]
     return 200, completion(json.dumps({"reason": "its length", "score": len(response)})), {}
 
