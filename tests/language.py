@@ -56,6 +56,7 @@ CHECKED = (
     "recipes",
     "tests/generation",
     "tests/vllm",
+    "tests/rewards",
 )
 # fmt: on
 WORDS = re.compile(

@@ -30,8 +30,8 @@ KNOWN = {
     "lightning_rl/optimizers.py": "import_module(",
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
     "lightning_rl/reporting/run_files.py": "torch.load(",
-    "lightning_rl/rewards/executors.py": "cloudpickle.loads(",
-    "lightning_rl/rewards/process_pool.py": "cloudpickle.loads(",
+    "lightning_rl/rewards/subprocess_reward.py": "cloudpickle.loads(",
+    "lightning_rl/rewards/math_match.py": "cloudpickle.loads(",
     "lightning_rl/rewards/process_worker.py": "cloudpickle.loads(",
     "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }

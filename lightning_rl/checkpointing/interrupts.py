@@ -1,8 +1,6 @@
 """Checkpoint of the last optimizer step when a signal or an exception ends a run."""
 
-import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
@@ -24,7 +22,7 @@ from lightning_rl.checkpointing.atomic import is_local, reason_of
 from lightning_rl.checkpointing.checkpoint_folder import RunFolder, release
 from lightning_rl.checkpointing.rank_errors import clear_farewells, first_farewell, resume_hint, write_rank_error
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
-from lightning_rl.distributed import RunEndError, cure_of, failing_together, meet, process_maximum
+from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
 from lightning_rl.rewards.timeouts import CLOCK
 from lightning_rl.utils.naming import name_of
 
@@ -90,7 +88,6 @@ class Interrupts(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         CLOCK.reset()
-        CLOCK.abandon = lambda reason, status: self._abandon(trainer, pl_module, reason, status)
         self._claim(trainer, pl_module)
         meet(MEETING)  # create the store while all ranks are alive
         self._requeue = requeue_signal(trainer)
@@ -170,15 +167,6 @@ class Interrupts(Callback):
                 self._close(pl_module)
             except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
                 exception.add_note(f"the engine could not be closed: {reason_of(failure)}")
-
-    def _abandon(self, trainer: Trainer, pl_module: LightningModule, reason: str, status: int) -> NoReturn:
-        """End the process when a reward catches all exceptions."""
-        try:
-            sys.stderr.write(f"{reason}\n")
-            self.rescue(trainer, pl_module, RunEndError(reason))
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
 
     def _save_last_step(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last optimizer step, if every rank can; the exception stays the cause."""

@@ -4,36 +4,34 @@ math-verify sets its time limit by a signal, which works only in a main thread, 
 So separate processes compare, which any thread and any process can start.
 """
 
-import json
+import logging
 import math
-import os
 import re
-import selectors
-import subprocess
+import resource
+import signal
 import sys
-import threading
 import time
-import weakref
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Real
-from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
+import cloudpickle
 from typing_extensions import override
 
-from lightning_rl.rewards import math_worker
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, warn_of_unreadable
 from lightning_rl.rewards.optional_imports import require
+from lightning_rl.rewards.process_pool import LostError, Pool
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_text
 
-STARTING = 120.0  # seconds until a process has imported sympy on a busy machine
+MEMORY = 2 * 2**30  # bytes of a process
+GRACE = 2.0  # seconds of CPU time after the limit at which a process is killed
+PATIENCE = 20.0  # multiple of the limit after which a process that uses no CPU time is killed
 DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1,6})?\$")
-GRACE = 2.0  # seconds for a process to time out by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +42,14 @@ class MathMatch(AnswerMatch):
     looks for ``\boxed{}``, formulas between dollar signs and numbers. If either number is rounded, both are compared to
     six decimals. 9% equals both 9 and 0.09.
 
-    A comparison that takes longer than ``timeout`` scores 0. The processes start at the first call and end with this
-    object.
+    A comparison that takes more than ``timeout`` seconds of CPU time scores 0, so the load of the machine changes no
+    score. The processes start at the first call and end with this object.
 
     Args:
         answer: Name of the column with the references: numbers, LaTeX, or whole answers of GSM8K.
         marker: Text that precedes the answer, in references and in completions.
         tail: Number of characters to read from the end.
-        timeout: Time limit of one completion in seconds.
+        timeout: Limit of CPU time of one completion in seconds.
         processes: Number of processes that compare at the same time.
 
     Raises:
@@ -74,12 +72,12 @@ class MathMatch(AnswerMatch):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options only: a copy starts its own processes."""
-        return {key: value for key, value in vars(self).items() if key != "workers"}
+        return {key: value for key, value in vars(self).items() if key != "pool"}
 
     @cached_property
-    def workers(self) -> list["MathProcess"]:
+    def pool(self) -> Pool:
         """Processes that compare, started on demand."""
-        return [MathProcess() for _ in range(self.processes)]
+        return Pool(cloudpickle.dumps(Comparison()), processes=self.processes, memory=MEMORY)
 
     @override
     def compare(self, texts: Sequence[str], references: Sequence[Any]) -> list[float | None]:
@@ -101,19 +99,18 @@ class MathMatch(AnswerMatch):
         return values
 
     def _answers(self, questions: Sequence[tuple[str, str]]) -> list[bool | None]:
-        """Return the results of the comparisons, split among the processes; plain numbers are compared here."""
+        """Return the results of the comparisons; plain numbers are compared here."""
         answers = [_same_number(*question) for question in questions]
         rest = [number for number, answer in enumerate(answers) if answer is None]
-        shares = [rest[start :: self.processes] for start in range(min(self.processes, len(rest)))]
-
-        def work(worker: MathProcess, share: Sequence[int]) -> list[bool | None]:
-            return worker.answers([questions[number] for number in share], self.timeout)
-
-        with ThreadPoolExecutor(self.processes) as threads:
-            for share, said in zip(shares, threads.map(work, self.workers, shares), strict=True):
-                for number, answer in zip(share, said, strict=True):
-                    answers[number] = answer
+        futures = [self._submit(*questions[number]) for number in rest]
+        for number, future in zip(rest, futures, strict=True):
+            answers[number] = _answer(future)
         return answers
+
+    def _submit(self, reference: str, text: str) -> "Future[bytes]":
+        question = [part.encode(errors="replace").decode() for part in (reference, text)]  # without lone surrogates
+        task = ((*question, self.timeout, self.timeout + GRACE), {}, (), 1)
+        return self.pool.submit(cloudpickle.dumps(task), PATIENCE * self.timeout)
 
     @override
     def score(self, text: str, reference: Any) -> float:
@@ -147,73 +144,64 @@ def _same_number(reference: str, text: str) -> bool | None:
     return None
 
 
-class MathProcess:
-    """Process that compares, started on demand and restarted after it was killed."""
+def _answer(future: "Future[bytes]") -> bool | None:
+    """Return the result of a comparison; False if it exceeded its time or memory.
 
-    def __init__(self) -> None:
-        self.worker: subprocess.Popen[bytes] | None = None
-        self._owner, self._buffer, self._lock = 0, b"", threading.Lock()
-
-    def answers(self, questions: Sequence[tuple[str, str]], timeout: float) -> list[bool | None]:
-        """Return the result for each pair of reference and text; False after a time-out."""
-        with self._lock:
-            return [self._answer(reference, text, timeout) for reference, text in questions]
-
-    def _answer(self, reference: str, text: str, timeout: float) -> bool | None:
-        worker = self._running()
-        try:
-            question = json.dumps([reference, text, timeout], ensure_ascii=False)
-            cast(IO[bytes], worker.stdin).write(question.encode(errors="replace") + b"\n")
-            return json.loads(self._line(worker, timeout + GRACE))
-        except (OSError, TimeoutError):  # it died, or hangs in C code
-            self._end()
-            return False
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        """Return the worker; start one if there is none, it has ended, or it belongs to the parent of a fork."""
-        if self.worker is not None and self._owner == os.getpid() and self.worker.poll() is None:
-            return self.worker
-        self._end()
-        command = [sys.executable, "-P", str(Path(math_worker.__file__))]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        worker = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=null)
-        self.worker, self._owner, self._buffer = worker, os.getpid(), b""
-        weakref.finalize(self, _kill, worker, self._owner)
-        try:
-            self._line(worker, STARTING)
-        except (OSError, TimeoutError) as error:
-            self._end()
+    Raises:
+        RuntimeError: If no process can start.
+    """
+    try:
+        kind, value, *_ = cloudpickle.loads(future.result())
+    except LostError as error:
+        if str(error).startswith("could not be loaded"):
             raise RuntimeError(
-                f"expected a process that imports math_verify to start, but {error}: run "
+                f"expected a process that imports math_verify to start, but it {error}: run "
                 f"{sys.executable} -c 'import math_verify' to see why"
             ) from error
-        return worker
-
-    def _line(self, worker: subprocess.Popen[bytes], seconds: float) -> bytes:
-        output, deadline = cast(IO[bytes], worker.stdout), time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(output, selectors.EVENT_READ)
-            while b"\n" not in self._buffer:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise TimeoutError(f"it did not answer within {seconds:g} s")
-                chunk = output.read(65536)
-                if not chunk:
-                    raise ConnectionError("it exited at once")
-                self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
-
-    def _end(self) -> None:
-        if self.worker is not None:
-            _kill(self.worker, self._owner)
-            self.worker = None
+        return False
+    return value if kind == "returned" else False
 
 
-def _kill(worker: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill a worker, but not in a fork of its owner, which still uses it."""
-    if os.getpid() == owner:
-        worker.kill()
-        worker.wait()
-        for stream in (worker.stdin, worker.stdout):
-            if stream is not None:
-                stream.close()
+class Comparison:
+    """Function that compares, built in each process when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        """Pickle as a call of a nested function, by value: the processes import math-verify and nothing else."""
+        return _builder(), ()
+
+
+def _builder() -> Callable[[], Callable[[str, str, float, float], bool | None]]:
+    class TooSlow(BaseException):  # BaseException, because sympy catches Exception
+        """CPU time of one comparison exceeded."""
+
+    def stop(*_: object) -> None:
+        raise TooSlow
+
+    def build() -> Callable[[str, str, float, float], bool | None]:
+        from math_verify import parse, verify
+
+        logging.disable()
+        signal.signal(signal.SIGPROF, stop)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+        @lru_cache(maxsize=1024)
+        def parse_reference(reference: str) -> list[Any]:
+            return parse(reference, parsing_timeout=0)
+
+        def compare(reference: str, text: str, seconds: float, last: float) -> bool | None:
+            end = math.ceil(time.process_time() + last)  # SIGXCPU ends C code that checks for no signal
+            resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+            try:
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+                try:
+                    wanted = parse_reference(reference)
+                    return verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0) if wanted else None
+                finally:
+                    signal.setitimer(signal.ITIMER_PROF, 0)
+            except (TooSlow, RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
+                return False
+
+        compare("$x+1$", "so $1+x$", 60.0, 60.0)  # loads the parser
+        return compare
+
+    return build

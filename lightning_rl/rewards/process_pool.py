@@ -1,67 +1,35 @@
-"""Pool of processes that call one reward function; replaces processes that hang or die."""
+"""Pool of processes that call one function; a process that hangs or dies is killed with its children and replaced."""
 
 import contextlib
-import math
 import os
-import queue
 import subprocess
 import sys
 import threading
-import time
+import weakref
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from signal import Signals
-from typing import Any, NamedTuple
+from typing import Any
 
-import cloudpickle
-
-STUCK = 4.0  # multiple of the longest task so far
 FAREWELL = 2.0  # seconds for a process to exit after it closed its pipe
 STARTUP_SECONDS = 120.0  # to load the function
 WORKER = Path(__file__).with_name("worker.py")
 
 
-class Answer(NamedTuple):
-    """Result of a task.
-
-    Attributes:
-        kind: ``"returned"``, ``"raised"`` or ``"lost"``.
-        value: Returned value, or the cause of the failure.
-        detail: Logged columns, or the traceback.
-        metrics: Logged numbers.
-    """
-
-    kind: str
-    value: Any
-    detail: Any = ""
-    metrics: Any = ()
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """Call to make.
-
-    Attributes:
-        payload: Pickled arguments.
-        seconds: Time limit, from the moment a process receives the task.
-        answer: Future of the result.
-    """
-
-    payload: bytes
-    seconds: float
-    answer: "Future[Answer]" = field(default_factory=Future)
+class LostError(RuntimeError):
+    """A task has no result; the message is the predicate of "reward x ..."."""
 
 
 class Pool:
-    """Threads that each feed one process.
+    """Threads that each lease a process, send it a task and wait for the result.
+
+    Processes start on demand, and end with the pool or the trainer. A fork of the trainer starts its own.
 
     Args:
-        function: Pickled reward function.
-        processes: Maximum number of processes, unless all hang.
-        max_processes: Maximum number of processes while some hang.
+        function: Pickled function.
+        processes: Maximum number of processes.
         memory: Address space of each process in bytes; None for no limit.
         environment: Environment variables of the processes, added to those of the trainer.
     """
@@ -71,144 +39,128 @@ class Pool:
         function: bytes,
         *,
         processes: int,
-        max_processes: int,
-        memory: int | None,
-        environment: Mapping[str, str],
+        memory: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.setup = {"path": list(sys.path), "memory": memory, "function": function}
-        self.environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment}
-        self.processes, self.max_processes = processes, max_processes
-        self.failure = ""  # reason why no process can start
-        self.longest = 0.0  # seconds of the longest finished task
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._hands: dict[threading.Thread, _Process] = {}
-        self._lock = threading.Lock()
-        self._open = True
+        self._setup = {"path": list(sys.path), "memory": memory, "function": function}
+        self._environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._number = processes
+        self._prepare()
 
-    def submit(self, task: Task) -> None:
-        """Queue a task for the next free process."""
-        self._tasks.put(task)
-        with self._lock:
-            if len(self._hands) < self.processes:
-                self._add()
+    def _prepare(self) -> None:
+        """Initialize the state without any process."""
+        self._owner, self._lock, self._open = os.getpid(), threading.Lock(), True
+        self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="reward")
+        self._processes: list[Process] = []
+        self._failure = ""  # reason why no process can start
+        weakref.finalize(self, _end_all, self._processes)
 
-    def grow(self, seconds: float) -> None:
-        """Double the processes if tasks are waiting and every process seems to hang.
+    def submit(self, payload: bytes, seconds: float) -> "Future[bytes]":
+        """Queue a task.
 
         Args:
-            seconds: Minimum duration of a hanging task; it must also be much longer than any finished task.
-        """
-        with self._lock:
-            latest = time.monotonic() - max(seconds, STUCK * self.longest)
-            stuck = all(0 < process.since < latest for process in self._hands.values())
-            if self._open and stuck and not self._tasks.empty():
-                number = len(self._hands)
-                for _ in range(min(number, self.max_processes - number)):
-                    self._add()
+            payload: Pickled task; see :func:`.worker.answer`.
+            seconds: Time limit, from the moment a process receives the task.
 
-    def abandon(self, tasks: Collection[Task]) -> None:
+        Returns:
+            Future of the pickled result; a :class:`LostError` if there is none.
+        """
+        if self._owner != os.getpid():
+            self._prepare()
+        future: Future[bytes] = Future()
+        self._threads.submit(self._run, future, payload, seconds)
+        return future
+
+    def abandon(self, futures: "Collection[Future[bytes]]") -> None:
         """Cancel tasks and kill the processes that run them."""
-        for task in tasks:
-            task.answer.cancel()
         with self._lock:
-            busy = [process for process in self._hands.values() if process.task in tasks]
-        for process in busy:
-            process.kill()
+            for future in futures:
+                future.cancel()
+            for process in self._processes:
+                if process.future in futures:
+                    process.kill()
 
     def close(self) -> None:
         """End every process; unfinished tasks are lost."""
         with self._lock:
             self._open = False
-            hands = dict(self._hands)
-        for process in hands.values():
-            process.kill()
-            self._tasks.put(None)
-        for hand in hands:
-            hand.join(10.0)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (task := self._tasks.get_nowait()) is not None:
-                    task.answer.cancel()
+            for process in self._processes:
+                process.kill()
+        self._threads.shutdown()
+        _end_all(self._processes)
 
     def pids(self) -> list[int]:
         """Process ids of the guards of the running processes."""
-        return [process.popen.pid for process in self._hands.values() if process.popen is not None]
-
-    def _add(self) -> None:
-        process = _Process(self.setup, self.environment)
-        hand = threading.Thread(target=self._work, args=(process,), name="reward", daemon=True)
-        self._hands[hand] = process
-        hand.start()
-
-    def _work(self, process: "_Process") -> None:
-        while (task := self._next()) is not None:
-            if not task.answer.set_running_or_notify_cancel():
-                continue
-            process.task = task
-            answer = process.do(task) if not self.failure else Answer("lost", self.failure)
-            self.failure = self.failure or process.failure
-            self.longest = max(self.longest, process.seconds if answer.kind != "lost" else 0.0)
-            process.task = None
-            task.answer.set_result(answer)
-        process.end()
         with self._lock:
-            self._hands.pop(threading.current_thread(), None)
+            return [process.popen.pid for process in self._processes if process.popen is not None]
 
-    def _next(self) -> Task | None:
-        """Return the next task; None for a surplus thread or a closed pool."""
+    def _run(self, future: "Future[bytes]", payload: bytes, seconds: float) -> None:
         with self._lock:
-            extra = len(self._hands) > self.processes
+            if not self._open:
+                future.cancel()
+            if not future.set_running_or_notify_cancel():
+                return
+            process = next((each for each in self._processes if each.future is None), None)
+            if process is None:
+                process = Process(self._setup, self._environment)
+                self._processes.append(process)
+            process.future = future
         try:
-            return self._tasks.get(block=not extra) if self._open else None
-        except queue.Empty:
-            return None
+            if self._failure:
+                raise LostError(self._failure)
+            result = process.ask(payload, seconds)
+        except LostError as error:
+            self._failure = self._failure or process.failure
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        finally:
+            process.future = None
 
 
-class _Process:
-    """Worker process, started on demand."""
+class Process:
+    """Worker process with its guard (:mod:`lightning_rl.rewards.process_worker`), started on demand."""
 
     def __init__(self, setup: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        self.setup, self.environment = setup, environment
+        self._setup, self._environment = setup, environment
         self.popen: subprocess.Popen[bytes] | None = None
-        self.connection: Connection | None = None
-        self.life = -1
-        self.since = 0.0  # start of its task; 0 without one, infinity until the process is ready
-        self.seconds = 0.0  # duration of its last task
-        self.failure = ""
-        self.task: Task | None = None
-        self._lock = threading.Lock()
+        self.future: Future[bytes] | None = None  # of its task
+        self.failure = ""  # reason why it cannot start
+        self._connection: Connection | None = None
+        self._life, self._lock = -1, threading.Lock()
 
-    def do(self, task: Task) -> Answer:
-        """Run a task, in a new process if there is none."""
-        self.since = math.inf
+    def ask(self, payload: bytes, seconds: float) -> bytes:
+        """Return the result of a task, from a new process if there is none.
+
+        Raises:
+            LostError: If the process dies or takes longer.
+        """
         try:
-            connection = self.connection or self._start()
-            self.since = time.monotonic()
-            connection.send_bytes(task.payload)
-            if not connection.poll(task.seconds):
-                self.end()
-                return Answer("lost", f"took longer than {task.seconds:g} s")
-            return Answer(*cloudpickle.loads(connection.recv_bytes()))
-        except (EOFError, OSError, TypeError):  # either end of the pipe is closed
-            return Answer("lost", self.failure or self._death())
-        finally:
-            self.seconds, self.since = time.monotonic() - self.since, 0.0
+            connection = self._connection or self._start()
+            connection.send_bytes(payload)
+            if connection.poll(seconds):
+                return connection.recv_bytes()
+        except (EOFError, OSError):  # either end of the pipe is closed
+            raise LostError(self.failure or self._death()) from None
+        self.end()
+        raise LostError(f"took longer than {seconds:g} s")
 
     def _start(self) -> Connection:
         here, there = Pipe()
-        life, self.life = os.pipe()
-        command = [sys.executable, str(WORKER), str(there.fileno()), str(life)]
+        life, own_life = os.pipe()
+        with self._lock:
+            self._life = own_life
         self.popen = subprocess.Popen(
-            command,
+            [sys.executable, str(WORKER), str(there.fileno()), str(life)],
             pass_fds=(there.fileno(), life),
-            env=dict(self.environment),
+            env=dict(self._environment),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         there.close()
         os.close(life)
-        self.connection = here
-        here.send(self.setup)
+        self._connection = here
+        here.send(self._setup)
         if not here.poll(STARTUP_SECONDS):
             self.failure = f"could not be loaded in a process within {STARTUP_SECONDS:g} s"
         elif message := here.recv():
@@ -233,15 +185,15 @@ class _Process:
     def kill(self) -> None:
         """Tell the guard to kill the process and its descendants; callable from any thread."""
         with self._lock:
-            life, self.life = self.life, -1
+            life, self._life = self._life, -1
         if life >= 0:
             os.close(life)
 
     def end(self) -> None:
         """Kill the process and its descendants, and wait for the exit."""
         self.kill()
-        popen, connection = self.popen, self.connection
-        self.popen = self.connection = None
+        popen, connection = self.popen, self._connection
+        self.popen = self._connection = None
         if connection is not None:
             connection.close()
         if popen is not None:
@@ -250,3 +202,11 @@ class _Process:
             except subprocess.TimeoutExpired:
                 popen.kill()
                 popen.wait()
+
+
+def _end_all(processes: "list[Process]") -> None:
+    """Kill all processes at once, then wait for each."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.end()

@@ -18,8 +18,6 @@ from lightning_rl.utils.arguments import check_counts, check_numbers
 
 BUSY = (408, 409, 425, 429)
 KILLED = 128 + 9
-ESCAPED = 6  # maximum JSON bytes per byte
-ENVELOPE = 2**16  # bytes of an answer without the output of the program
 MAX_QUOTE = 200  # characters of an answer that a message quotes
 STATUSES = ("Success", "Failed")  # of a program; any other status is an error of the service
 ENDINGS: dict[str, Ending] = {"Finished": "exited", "TimeLimitExceeded": "too long"}
@@ -113,57 +111,37 @@ class SandboxService:
     def _ask(self, body: dict[str, Any]) -> SandboxResult:
         import httpx2
 
-        url, begin, content = f"{self.url.rstrip('/')}/run_code", time.monotonic(), b""
-        end, limit = begin + self.seconds + self.patience, ESCAPED * self.output + ENVELOPE
+        url, begin = f"{self.url.rstrip('/')}/run_code", time.monotonic()
+        timeout = self.seconds + self.patience
         try:
-            with httpx2.stream(
-                "POST", url, json=body, headers=self._headers(), timeout=end - begin, follow_redirects=False
-            ) as response:
-                for chunk in response.iter_raw():
-                    content += chunk
-                    if len(content) > limit and response.status_code != 200:
-                        break
-                    if len(content) > limit:
-                        return SandboxResult(
-                            ending="too much output",
-                            code=KILLED,
-                            stdout="",
-                            stderr="",
-                            seconds=time.monotonic() - begin,
-                        )
-                    if time.monotonic() > end:
-                        raise BusyError(f"{url} did not answer within {end - begin:g} s")
+            response = httpx2.post(url, json=body, headers=self._headers(), timeout=timeout, follow_redirects=False)
         except httpx2.RequestError as error:
             raise BusyError(f"{url} did not answer: {type(error).__name__} {error}") from None
         if response.status_code != 200:
             kind = BusyError if response.status_code in BUSY or response.status_code >= 500 else SandboxUnavailable
             moved = ", a redirect that is not followed" if response.is_redirect else ""
-            raise kind(f"{url} answered with status {response.status_code}{moved}: {_quote(content)}")
-        return self._read(url, content, time.monotonic() - begin)
+            raise kind(f"{url} answered with status {response.status_code}{moved}: {_quote(response.content)}")
+        return self._read(url, response.content, time.monotonic() - begin)
 
     def _read(self, url: str, content: bytes, seconds: float) -> SandboxResult:
         try:
             answer = json.loads(content)
             run = answer["run_result"] or {"status": answer["status"]}
             ending = ENDINGS.get(run["status"]) if answer["status"] in STATUSES else None
-            out, err = (_text(run, name) for name in ("stdout", "stderr")) if ending else ("", "")
-            code = _number(run, "return_code") if ending == "exited" else KILLED
-            size = len(out.encode(errors="replace")) + len(err.encode(errors="replace"))
+            out, err = (str(run[name] or "") for name in ("stdout", "stderr")) if ending else ("", "")
+            code = int(run["return_code"]) if ending == "exited" else KILLED
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise SandboxUnavailable(
                 f"expected {url} to return the result of a program, got {_quote(content)}"
             ) from error
         if ending is None:
             raise BusyError(f"{url} reported an error: {_quote(content)}")
-        if size > self.output:
+        if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > self.output:
             ending, out, err = "too much output", out[: self.output], err[: self.output]
         return SandboxResult(ending=ending, code=code, stdout=out, stderr=err, seconds=seconds)
 
     def _headers(self) -> dict[str, str]:
-        headers = {"Accept-Encoding": "identity"}  # decompression has no size limit
-        if self.key_file is None:
-            return headers
-        return {**headers, "Authorization": f"Bearer {self.key_file.read_text().strip()}"}
+        return {} if self.key_file is None else {"Authorization": f"Bearer {self.key_file.read_text().strip()}"}
 
 
 def _is_plain(url: Any) -> bool:
@@ -175,32 +153,6 @@ def _is_plain(url: Any) -> bool:
         return plain and parts.scheme in ("http", "https") and bool(parts.hostname) and not beyond
     except (ValueError, AttributeError, TypeError):
         return False
-
-
-def _text(run: dict[str, Any], name: str) -> str:
-    """Return an output stream of a program; ``null`` is empty.
-
-    Raises:
-        LookupError: If it is missing.
-        TypeError: If it is not a string.
-    """
-    text = run[name]
-    if not isinstance(text, str | None):
-        raise TypeError(f"expected {name} to be a string, got {type(text).__name__}")
-    return text or ""
-
-
-def _number(run: dict[str, Any], name: str) -> int:
-    """Return an integer of the answer.
-
-    Raises:
-        LookupError: If it is missing.
-        TypeError: If it is not an integer.
-    """
-    number = run[name]
-    if type(number) is not int:  # excludes bool
-        raise TypeError(f"expected {name} to be a whole number, got {number!r:.200}")
-    return number
 
 
 def _quote(content: bytes) -> str:

@@ -2,11 +2,12 @@
 
 import inspect
 import math
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NamedTuple
@@ -17,13 +18,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from transformers import TrainerState
 
-from lightning_rl.rewards.async_rewards import LOOP
-from lightning_rl.rewards.process_pool import Task
 from lightning_rl.rewards.reward_call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
 from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError, remaining
 from lightning_rl.rewards.values import InvalidRewardError, values_of
 from lightning_rl.utils.arguments import check_numbers, check_rows
+from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import check_columns, in_words, name_of
 
 RewardSource = (
@@ -36,6 +36,8 @@ The total reward is the weighted sum; weights are 1 by default. A function of we
 
 RESERVED = frozenset({"task", "shaped", "missing", "failed", "greedy"})
 SECONDS = 300.0
+GRACE = 1.0  # seconds for the event loop to respond after a coroutine took too long
+LOOPS = [EventLoop("rewards")]  # clients keep connections that belong to their loop; the last one is used
 
 
 class Scores(NamedTuple):
@@ -135,7 +137,7 @@ class Rewards:
         for draft in drafts:
             if draft.name not in isolated:
                 draft.call(styles[draft.name], trainer_state, self.seconds)
-        _await_all([draft for draft in drafts if draft.future is not None], self.seconds)
+        _await_all([(draft, draft.future) for draft in drafts if draft.future is not None], self.seconds)
         for draft in drafts:
             if draft.name in isolated:
                 draft.collect(isolated[draft.name], submitted[draft.name])
@@ -145,11 +147,6 @@ class Rewards:
     def starts_early(self) -> bool:
         """True if :meth:`start` can start a call."""
         return bool(self._early)
-
-    @property
-    def starts_by_row(self) -> bool:
-        """True if :meth:`start_row` can start a call."""
-        return any(function.per_sample for function in self._early.values())
 
     @property
     def _early(self) -> dict[str, SubprocessReward]:
@@ -163,38 +160,15 @@ class Rewards:
         *,
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
-        begun: Sequence[Mapping[str, Task]] = (),
     ) -> dict[str, Submitted]:
         """Start the calls that do not need the trainer: isolated functions without ``trainer_state``.
 
-        Takes the rows of the call and, as ``begun``, the result of :meth:`start_row` for each row. Returns the argument
-        ``started`` of the call.
+        Takes the rows of the call; returns its argument ``started``.
         """
         if not self._early or not prompts:
             return {}
         rows = _rows(prompts, completions, completion_ids, columns)
-        names = begun[0] if begun else ()
-        by_row = {name: Submitted(rows, [((row,), tasks[name]) for row, tasks in enumerate(begun)]) for name in names}
-        return {
-            name: by_row[name] if name in by_row else f.submit(rows, CallStyle.of(name, f, list(columns)))
-            for name, f in self._early.items()
-        }
-
-    def start_row(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[str],
-        *,
-        completion_ids: Sequence[Sequence[int]],
-        columns: Mapping[str, Sequence[Any]],
-    ) -> dict[str, Task]:
-        """Start the calls that do not need other rows: isolated functions with ``per_sample``.
-
-        Takes one row, with every column that any row has. Returns an entry of the argument ``begun`` of :meth:`start`.
-        """
-        rows = _rows(prompts, completions, completion_ids, columns)
-        by_row = {name: f for name, f in self._early.items() if f.per_sample}
-        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))).tasks[0][1] for name, f in by_row.items()}
+        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))) for name, f in self._early.items()}
 
     def close(self) -> None:
         """End the processes of isolated functions."""
@@ -298,7 +272,7 @@ class _Draft:
         try:
             returned = CLOCK.run(lambda: self._values(style, trainer_state), seconds)
             if inspect.isawaitable(returned):
-                self.future = LOOP.submit(returned)
+                self.future = _start(returned)
             else:
                 self.values = returned
         except (KeyboardInterrupt, SIGTERMException):  # from a signal, not from the function
@@ -326,12 +300,10 @@ class _Draft:
         self.failures += failures
         self.seconds = time.perf_counter() - begin
 
-    def take(self, returned: Any) -> None:
-        """Store the result or exception of an awaitable."""
+    def take(self, future: "Future[Any]") -> None:
+        """Store the result or exception of a coroutine."""
         try:
-            if isinstance(returned, BaseException):
-                raise returned
-            self.values = values_of(returned, len(self.rows))
+            self.values = values_of(future.result(), len(self.rows))
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code
             self.fail(error)
 
@@ -385,31 +357,53 @@ def call_alone(name: str, function: Reward, rows: Rows) -> RewardCall:
     """Return the record of one call outside of a run, without logging or time limit."""
     draft = _Draft(name, function, rows)
     draft.call(CallStyle.of(name, function, list(rows.columns)), None, None)
-    _await_all([draft] if draft.future is not None else [], None)
+    _await_all([(draft, draft.future)] if draft.future is not None else [], None)
     return draft.finish()
 
 
 def return_alone(name: str, function: Reward, rows: Rows) -> Any:
     """Return the unchecked result of a function outside of a run; it may raise or edit the rows."""
     returned = CallStyle.of(name, function, list(rows.columns)).call(function, rows, Notes(len(rows)))
-    return LOOP.submit(returned).result() if inspect.isawaitable(returned) else returned
+    return _start(returned).result() if inspect.isawaitable(returned) else returned
 
 
-def _await_all(drafts: Sequence[_Draft], seconds: float | None) -> None:
-    """Await all coroutines concurrently."""
+def _start(awaitable: Awaitable[Any]) -> "Future[Any]":
+    """Start an awaitable in the event loop and return its future."""
+
+    async def result() -> Any:
+        return await awaitable
+
+    return LOOPS[-1].start(result())
+
+
+def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | None) -> None:
+    """Await all coroutines concurrently.
+
+    A coroutine that blocks the event loop fails the others as well; later calls get a new loop.
+    """
     if not drafts:
         return
-    begin, futures = time.perf_counter(), [draft.future for draft in drafts if draft.future is not None]
+    begin, error = time.perf_counter(), RewardTimeoutError(f"took longer than {seconds or 0:g} s")
     try:
-        outcomes = CLOCK.run(lambda: LOOP.collect(futures, remaining(seconds)), None)
-    except RewardTimeoutError as error:
-        outcomes = [error] * len(futures)
-        for future in futures:
+        CLOCK.run(lambda: wait([future for _, future in drafts], remaining(seconds)), None)
+    except RewardTimeoutError as interrupt:
+        error = interrupt
+    late = [future for _, future in drafts if not future.done()]
+    for draft, future in drafts:
+        if future in late:
             future.cancel()
-    for draft, future, outcome in zip(drafts, futures, outcomes, strict=True):
-        late = future.cancelled() and isinstance(outcome, TimeoutError)
-        draft.take(RewardTimeoutError(f"took longer than {seconds:g} s") if late else outcome)
+            draft.fail(error)
+        else:
+            draft.take(future)
         draft.seconds += time.perf_counter() - begin
+    if late and not _responds(LOOPS[-1]):
+        LOOPS.append(EventLoop("rewards"))
+
+
+def _responds(loop: EventLoop) -> bool:
+    responded = threading.Event()
+    loop.call_soon(responded.set)
+    return responded.wait(GRACE)
 
 
 def _cause(error: BaseException) -> str:

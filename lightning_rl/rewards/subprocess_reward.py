@@ -3,9 +3,11 @@
 import inspect
 import math
 import threading
-import time
+import traceback
+import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Executor, Future, wait
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,14 +15,15 @@ import cloudpickle
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
-from lightning_rl.rewards.executors import ExecutorPool
-from lightning_rl.rewards.process_pool import Answer, Pool, Task
+from lightning_rl.rewards.process_pool import LostError, Pool
+from lightning_rl.rewards.process_worker import answer
 from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
 from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards.values import InvalidRewardError, values_of
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.utils.naming import in_words, name_of
 
+LOADED = 16  # functions in the cache of an executor's worker
 STARTING = threading.Lock()  # concurrent rollouts may start their rewards at the same time
 
 
@@ -28,7 +31,7 @@ class Submitted(NamedTuple):
     """Tasks of a running call, each with its rows."""
 
     rows: Rows
-    tasks: Sequence[tuple[tuple[int, ...], Task]]
+    tasks: "Sequence[tuple[tuple[int, ...], Future[bytes]]]"
 
 
 class Results(NamedTuple):
@@ -51,13 +54,11 @@ class SubprocessReward:
 
     Args:
         reward: Any reward function.
-        processes: Number of processes that work at the same time.
+        processes: Number of processes.
         seconds: Time limit of a call on all rows; with ``per_sample``, time that the rollout waits for unfinished
             samples.
-        per_sample: Call the reward on one row at a time, each a separate task, which may start before other rows are
-            generated; for a reward that does not compare rows.
+        per_sample: Call the reward on one row at a time, each a separate task; for a reward that does not compare rows.
         sample_seconds: Time limit of one sample with ``per_sample``.
-        max_processes: Maximum number of processes while all of them hang.
         memory: Address space of each process in bytes; None for no limit.
         environment: Environment variables of the processes, added to those of the trainer; by default no GPU and one
             thread.
@@ -77,7 +78,6 @@ class SubprocessReward:
         seconds: float = 60.0,
         per_sample: bool = False,
         sample_seconds: float = 10.0,
-        max_processes: int = 32,
         memory: int | None = None,
         environment: Mapping[str, str] | None = None,
         executor: Executor | None = None,
@@ -92,22 +92,21 @@ class SubprocessReward:
             raise ValueError(
                 f'expected environment to map names to strings, such as {{"HOME": "/tmp"}}, got {environment!r}'
             )
-        check_counts(1, processes=processes, max_processes=max_processes)
+        check_counts(1, processes=processes)
         check_counts(1, optional=True, memory=memory)
         check_numbers(above=0, finite=True, seconds=seconds, sample_seconds=sample_seconds)
         check_bools(per_sample=per_sample)
         if executor is not None:
-            limits = {"processes": processes, "sample_seconds": sample_seconds, "max_processes": max_processes}
+            limits = {"processes": processes, "sample_seconds": sample_seconds}
             _check_executor(executor, **limits, memory=memory, environment=environment)
-        if max_processes < processes:
-            raise ValueError(f"expected max_processes of at least processes={processes}, got {max_processes}")
         self.reward, self.processes, self.seconds = reward, processes, seconds
-        self.per_sample, self.sample_seconds, self.max_processes = per_sample, sample_seconds, max_processes
+        self.per_sample, self.sample_seconds = per_sample, sample_seconds
         self.memory, self.environment = memory, dict(environment or {})
         self.executor = executor
         self.__name__ = name_of(reward)
         self.__signature__ = inspect.signature(reward)
-        self._pool: Pool | ExecutorPool | None = None
+        self._function: bytes | None = None
+        self._pool: Pool | None = None
 
     @property
     def starts_early(self) -> bool:
@@ -124,19 +123,28 @@ class SubprocessReward:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the processes, which belong to this process."""
-        return {**vars(self), "_pool": None}
+        return {**vars(self), "_function": None, "_pool": None}
 
     def submit(self, rows: Rows, style: CallStyle, state: TrainerState | None = None) -> Submitted:
         """Start a call and return at once."""
         parts = [(row,) for row in range(len(rows))] if self.per_sample else [tuple(range(len(rows)))]
-        seconds = self.sample_seconds if self.per_sample else self.seconds
         state = None if self.starts_early else state
-        tasks = [(part, Task(_payload(rows.select(part), style, state), seconds)) for part in parts]
         with STARTING:
-            pool = self._pool or self._start()
-        for _, task in tasks:
-            pool.submit(task)
-        return Submitted(rows, tasks)
+            function = self._start()
+        return Submitted(rows, [(part, self._submit(function, rows.select(part), style, state)) for part in parts])
+
+    def _submit(self, function: bytes, rows: Rows, style: CallStyle, state: TrainerState | None) -> "Future[bytes]":
+        payload = _payload(rows, style, state)
+        if self._pool is not None:
+            return self._pool.submit(payload, self.sample_seconds if self.per_sample else self.seconds)
+        try:
+            future: Any = self.executor and self.executor.submit(call, function, payload, uuid.uuid4().hex)
+            if not isinstance(future, Future):
+                raise TypeError(f"its submit() returned no Future, but {type(future).__name__}")
+        except Exception as error:  # noqa: BLE001  each executor has its own error for shut down or broken
+            future = Future()
+            future.set_exception(LostError(f"could not be submitted to its executor: {error!r:.500}"))
+        return future
 
     def collect(self, submitted: Submitted, notes: Notes) -> Results:
         """Wait for a call.
@@ -145,21 +153,23 @@ class SubprocessReward:
             submitted: Result of :meth:`submit`.
             notes: Notes of the call; those of each task are added to it.
         """
-        cause = ""
+        together = " for all samples together" if self.per_sample else ""
+        late = f"took longer than {self.seconds:g} s{together}"
         try:
             CLOCK.run(lambda: self._wait(submitted), None)
         except RewardTimeoutError as error:
-            cause = str(error)
-        late_tasks = [task for _, task in submitted.tasks if not task.answer.done()]
-        if late_tasks and self._pool is not None:
-            self._pool.abandon(late_tasks)  # else the next call queues behind them
+            late = str(error)
+        unfinished = [future for _, future in submitted.tasks if not future.done()]
+        for future in unfinished:
+            future.cancel()
+        if self._pool is not None:
+            self._pool.abandon(unfinished)  # else the next call queues behind them
         results = Results([math.nan] * notes.number, [])
-        together = " for all samples together" if self.per_sample else ""
-        late = Answer("lost", cause or f"took longer than {self.seconds:g} s{together}")
-        for part, task in submitted.tasks:
-            lost = task in late_tasks or task.answer.cancelled()
-            answer = late if lost else task.answer.result()
-            _add(results, part, answer, notes)
+        for part, future in submitted.tasks:
+            lost = future in unfinished or future.cancelled()
+            failure = Failure(part, late) if lost else _add(results, part, future, notes)
+            if failure is not None:
+                results.failures.append(failure)
         results.failures[:] = _merge(results.failures)
         return results
 
@@ -173,30 +183,24 @@ class SubprocessReward:
         """Process ids of the guards of the running processes."""
         return [] if self._pool is None else self._pool.pids()
 
-    def _start(self) -> Pool | ExecutorPool:
-        if self.executor is not None:
-            rank_zero_info(f"reward {self.__name__} is called by workers of {type(self.executor).__name__}")
-            self._pool = ExecutorPool(cloudpickle.dumps(self.reward), self.executor)
-            return self._pool
-        rank_zero_info(f"reward {self.__name__} runs in {self.processes} separate processes")
-        self._pool = Pool(
-            cloudpickle.dumps(self.reward),
-            processes=self.processes,
-            max_processes=self.max_processes,
-            memory=self.memory,
-            environment=self.environment,
-        )
-        return self._pool
+    def _start(self) -> bytes:
+        """Return the pickled reward, and create the pool unless there is an executor."""
+        if self._function is None:
+            self._function = cloudpickle.dumps(self.reward)
+            where = f"{self.processes} separate processes"
+            if self.executor is not None:
+                where = f"workers of {type(self.executor).__name__}"
+            rank_zero_info(f"reward {self.__name__} runs in {where}")
+        if self._pool is None and self.executor is None:
+            self._pool = Pool(
+                self._function, processes=self.processes, memory=self.memory, environment=self.environment
+            )
+        return self._function
 
     def _wait(self, submitted: Submitted) -> None:
-        """Wait until all tasks are done, and add processes while all existing ones hang."""
-        patience, end = self.sample_seconds / 10, time.monotonic() + self.seconds
-        pending = {task.answer for _, task in submitted.tasks}
+        """Wait until all tasks are done; tasks of the pool that are called together end by themselves."""
         bounded = self.per_sample or self.executor is not None
-        while pending and (not bounded or time.monotonic() < end):
-            pending = wait(pending, min(patience, 0.2)).not_done
-            if self.per_sample and self._pool is not None:
-                self._pool.grow(patience)
+        wait([future for _, future in submitted.tasks], self.seconds if bounded else None)
 
 
 def _check_executor(executor: Executor, **limits: Any) -> None:
@@ -226,24 +230,29 @@ def _payload(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
     return cloudpickle.dumps((arguments, keywords, sorted(style.extras), len(rows)))
 
 
-def _add(results: Results, part: tuple[int, ...], answer: Answer, notes: Notes) -> None:
-    """Add the result of one task."""
-    if answer.kind != "returned":
-        cause = f"raised {answer.value:.500}" if answer.kind == "raised" else answer.value
-        results.failures.append(Failure(part, cause, answer.detail))
-        return
+def _add(results: Results, part: tuple[int, ...], future: "Future[bytes]", notes: Notes) -> Failure | None:
+    """Add the result of one task, or return its failure."""
+    error = future.exception()
+    if error is not None:
+        return Failure(part, str(error) if isinstance(error, LostError) else f"lost its worker: {error!r:.500}")
     try:
-        values = values_of(answer.value, len(part))
-        for column, items in answer.detail:
+        kind, value, detail, metrics = cloudpickle.loads(future.result())
+    except Exception as error:  # noqa: BLE001  invalid bytes of an executor may raise anything
+        return Failure(part, f"got an invalid result from its executor: {error!r:.500}")
+    if kind != "returned":
+        return Failure(part, f"raised {value:.500}" if kind == "raised" else value, detail)
+    try:
+        values = values_of(value, len(part))
+        for column, items in detail:
             _add_extra(notes, column, part, items)
-        for name, number in answer.metrics:
+        for name, number in metrics:
             notes.log_metric(name, number)
     except ValueError as error:
         kind = "returned invalid rewards: " if isinstance(error, InvalidRewardError) else ""
-        results.failures.append(Failure(part, f"{kind}{error}"))
-        return
+        return Failure(part, f"{kind}{error}")
     for row, value in zip(part, values, strict=True):
         results.values[row] = value
+    return None
 
 
 def _add_extra(notes: Notes, column: str, part: tuple[int, ...], items: Sequence[Any]) -> None:
@@ -262,3 +271,25 @@ def _merge(failures: Sequence[Failure]) -> list[Failure]:
         known = merged.get(failure.cause)
         merged[failure.cause] = failure if known is None else known._replace(rows=(*known.rows, *failure.rows))
     return list(merged.values())
+
+
+def call(function: bytes, task: bytes, name: str) -> bytes:
+    """Run one task in a worker of an executor and return the pickled result; see :func:`.worker.answer`.
+
+    Args:
+        function: Pickled reward function.
+        task: Pickled arguments.
+        name: Unique name, so that an executor does not reuse the result of a task with equal arguments.
+    """
+    del name
+    try:
+        reward = _load(function)
+    except BaseException:  # noqa: BLE001  the boundary to foreign code
+        return cloudpickle.dumps(("lost", f"could not be loaded in a worker: {traceback.format_exc()}", "", ()))
+    return answer(reward, task)
+
+
+@lru_cache(LOADED)
+def _load(function: bytes) -> Any:
+    """Load a function once per worker process, which keeps its state between calls."""
+    return cloudpickle.loads(function)

@@ -33,16 +33,12 @@ from lightning_rl.generation import Completion, Engine, EngineError, Request, Sa
 from lightning_rl.generation.validate_completions import Answers, TurnAnswers
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
-from lightning_rl.rewards.process_pool import Task
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.subprocess_reward import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
 from lightning_rl.rollouts.collate import DrawnRow, lay_out
-from lightning_rl.rollouts.streaming import Arrivals, Arrived
 
 GREEDY_IDS = 2**62  # first sample id of greedy completions; larger than that of any sample that trains
-BegunRows = dict[int, Mapping[str, Task]]
-"""Reward calls that are running, by row index and by name of the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,10 +310,9 @@ class Sampler:
 
     def generate_together(self, requests: SampleRequests) -> Samples:
         """Generate and start rewards that run in subprocesses; if one rank fails, all do."""
-        begun: BegunRows = {}
         with failing_together("generation", EngineError):
-            samples = self._generate(requests, begun)
-        return self._begin_rewards(samples, begun)
+            samples = self._samples(requests, self.converse(requests.by_prompt))
+        return self._start_rewards(samples)
 
     def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
         """Generate for several sets of requests in one call of the engine; if one rank fails, all do."""
@@ -327,26 +322,7 @@ class Sampler:
 
     def generate(self, requests: SampleRequests) -> Samples:
         """Generate and start rewards that run in subprocesses. Thread-safe: no collective and no other user code."""
-        begun: BegunRows = {}
-        return self._begin_rewards(self._generate(requests, begun), begun)
-
-    def _generate(self, requests: SampleRequests, begun: BegunRows) -> Samples:
-        """Generate; rewards that score single rows start as each completion arrives."""
-        return self._samples(requests, self.converse(requests.by_prompt, self._row_starter(requests, begun)))
-
-    def _row_starter(self, requests: SampleRequests, begun: BegunRows) -> Arrived | None:
-        """Return a callback that starts the rewards of a row with its completion; None if all rows start together."""
-        if not self.rewards.starts_by_row or self.environments is not None or self.engine.capabilities.collective:
-            return None
-        prompts = _repeat(requests.prompts, len(requests.requests))
-        keys = _keys(prompts)
-
-        def start(place: int, completion: Completion) -> None:
-            if place < len(prompts):  # greedy completions come last and are not scored here
-                arguments = self._arguments([prompts[place]], [list(completion.token_ids)], keys)
-                begun[place] = self.rewards.start_row(**arguments)
-
-        return start
+        return self._start_rewards(self._samples(requests, self.converse(requests.by_prompt)))
 
     def _samples(self, requests: SampleRequests, transcripts: Sequence[Transcript]) -> Samples:
         size = len(requests.requests)
@@ -373,24 +349,18 @@ class Sampler:
             )
         return rows
 
-    def _begin_rewards(self, samples: Samples, begun: BegunRows) -> Samples:
-        """Start the rewards that did not start with single rows."""
+    def _start_rewards(self, samples: Samples) -> Samples:
+        """Start the rewards that run in subprocesses."""
         if not self.rewards.starts_early:
             return samples
-        rows = [begun[row] for row in sorted(begun)]
-        return replace(samples, started=self.rewards.start(**self.reward_arguments(samples), begun=rows))
+        return replace(samples, started=self.rewards.start(**self.reward_arguments(samples)))
 
-    def converse(self, asked: Sequence[tuple[Prompt, Request]], arrived: Arrived | None = None) -> list[Transcript]:
-        """Return a transcript for each request: one completion, or a conversation with an environment.
-
-        Args:
-            asked: Prompts with their requests.
-            arrived: Callback for each completion without an environment, as soon as the engine returns it.
-        """
+    def converse(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Transcript]:
+        """Return a transcript for each request: one completion, or a conversation with an environment."""
         with self.forward_context():  # also without requests, because ranks may share an engine
             if self.environments is None:
                 requests = [request for _, request in asked]
-                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests, arrived), strict=True)]
+                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests), strict=True)]
             openings = [self.environments.open(prompt, request) for prompt, request in asked]
             answers, workers = TurnAnswers(self.engine, **self._checks_of_answers), self.environments.workers
             logprobs = self.engine.capabilities.returns_logprobs
@@ -400,14 +370,10 @@ class Sampler:
             with workers.executor() as executor:
                 return drive(executor=executor, limit=workers.workers)
 
-    def draw(self, requests: Sequence[Request], arrived: Arrived | None = None) -> list[Completion]:
-        """Return a validated completion for each request; ``arrived`` gets each as soon as the engine returns it."""
+    def draw(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return a validated completion for each request."""
         answers = Answers(engine=self.engine, requests=tuple(requests), **self._checks_of_answers)
-        if arrived is None:
-            return answers.check(self.engine.generate(list(requests), logprobs=answers.logprobs))
-        arrivals = Arrivals(requests, lambda place, given: arrived(place, answers.check_alone(place, given)))
-        self.engine.converse(arrivals, logprobs=answers.logprobs)
-        return answers.check(arrivals.completions())
+        return answers.check(self.engine.generate(list(requests), logprobs=answers.logprobs))
 
     @property
     def _checks_of_answers(self) -> dict[str, Any]:
@@ -465,16 +431,13 @@ class Sampler:
     def reward_arguments(self, samples: Samples) -> dict[str, Any]:
         """Return the arguments of the reward functions."""
         prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
-        arguments = self._arguments(prompts, ids, _keys(prompts))
-        return {**arguments, "columns": arguments["columns"] | reward_columns(samples.outcomes[: len(ids)])}
-
-    def _arguments(self, prompts: Sequence[Prompt], ids: list[list[int]], keys: Sequence[str]) -> dict[str, Any]:
-        """Return the arguments for some rows, with the given columns."""
+        keys = sorted({key for prompt in prompts for key in prompt.columns})
+        columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
         return {
             "prompts": [prompt.content for prompt in prompts],
             "completions": self.texts(ids),
             "completion_ids": ids,
-            "columns": {key: [prompt.columns.get(key) for prompt in prompts] for key in keys},
+            "columns": columns | reward_columns(samples.outcomes[: len(ids)]),
         }
 
     def _with_rewards(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
@@ -521,11 +484,6 @@ def staleness(rollout: Rollout, number: int) -> dict[str, Stat]:
     """Return the age of each token's weights, in rollouts before rollout ``number``."""
     age = Stat.of(number - rollout.policy_version, rollout.valid_tokens)
     return {"staleness/mean": age, "staleness/max": age.maximum()}
-
-
-def _keys(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the sorted names of all columns of the prompts."""
-    return sorted({key for prompt in prompts for key in prompt.columns})
 
 
 def _repeat(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""What every reward of the library promises: any text gets a value, the same one again, and alone too."""
+"""Every reward of the library: any text gets a value, the same when repeated and without other rows."""
 
 import copy
 import math

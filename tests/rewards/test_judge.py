@@ -1,4 +1,4 @@
-"""Judge: scores from a loopback server that is slow, busy, broken or right, by no more requests than needed."""
+"""Judge: scores from a local server that is slow, busy or broken, without superfluous requests."""
 
 import asyncio
 import json
@@ -27,8 +27,12 @@ def completion(answer: Any, prompt_tokens: int = 100, completion_tokens: int = 1
     return json.dumps({"choices": [{"message": {"content": answer}}], "usage": usage}).encode()
 
 
+def failure(status: int, message: str) -> Reply:
+    return status, json.dumps({"error": {"message": message}}).encode(), {"Content-Type": "application/json"}
+
+
 class Endpoint:
-    """Answers chat completions on loopback by a script of the request's body and of how often it came before."""
+    """Local server of chat completions; a script of the body and the number of earlier requests gives the reply."""
 
     def __init__(self, script: Script) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -70,11 +74,11 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """What a judge is given."""
+        """URL of the endpoint."""
         return f"http://127.0.0.1:{self.server.server_port}/v1"
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop the server."""
         self.server.shutdown()
         self.thread.join()
         self.server.server_close()
@@ -94,7 +98,7 @@ def serve() -> Iterator[Callable[[Script], Endpoint]]:
 
 
 def of(endpoint: Endpoint, **options: Any) -> Judge:
-    known: dict[str, Any] = {"model": "judge-1", "base_url": endpoint.url, "api_key_env": None, "delay": 0.01}
+    known: dict[str, Any] = {"model": "judge-1", "base_url": endpoint.url, "api_key_env": None}
     return Judge(**{**known, **options})
 
 
@@ -107,7 +111,7 @@ def question(body: dict[str, Any]) -> str:
 
 
 def by_length(body: dict[str, Any], seen: int) -> Reply:
-    """As many points as the response has letters."""
+    """Return the number of letters of the response as its score."""
     response = question(body).split("<response>\n")[1].split("\n</response>")[0]
     return 200, completion(json.dumps({"reason": "its length", "score": len(response)})), {}
 
@@ -122,7 +126,7 @@ def test_scores_lie_on_the_scale(serve: Callable[[Script], Endpoint]) -> None:
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-1", 0.0, 512)
 
 
-def test_the_template_takes_prompt_completion_and_columns_and_no_text_is_a_template(serve: Any) -> None:
+def test_the_template_is_filled_with_prompt_completion_and_columns(serve: Any) -> None:
     endpoint = serve(lambda *_: (200, completion('{"score": 10}'), {}))
     judge = of(
         endpoint,
@@ -174,22 +178,20 @@ def test_answers(options: dict[str, Any], answer: str, value: float | None, serv
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_what_is_busy_is_asked_again(status: int, serve: Any) -> None:
+def test_a_busy_endpoint_is_asked_again(status: int, serve: Any) -> None:
     def script(body: dict[str, Any], seen: int) -> Reply:
-        return (200, completion('{"score": 10}'), {}) if seen == 2 else (status, b"later", {"Retry-After": "0.01"})
+        return (200, completion('{"score": 10}'), {}) if seen == 2 else failure(status, "later")
 
     endpoint = serve(script)
-    judge = of(endpoint, retries=2)
-    assert ask(judge, ["x"]) == [1.0] and len(endpoint.bodies) == 3
-    assert judge.usage.requests == 1
+    assert ask(of(endpoint, retries=2), ["x"]) == [1.0] and len(endpoint.bodies) == 3
 
 
-def test_after_the_last_retry_the_row_alone_is_lost(serve: Any) -> None:
+def test_after_the_last_retry_only_its_row_fails(serve: Any) -> None:
     def script(body: dict[str, Any], seen: int) -> Reply:
         return (500, b"broken", {}) if "bad" in question(body) else (200, completion('{"score": 10}'), {})
 
     endpoint = serve(script)
-    with pytest.warns(UserWarning, match=r"for 1 of 3 completions.*status 500: broken, 3 times"):
+    with pytest.warns(UserWarning, match=r"for 1 of 3 completions.*InternalServerError.*500.*broken"):
         values = ask(of(endpoint, retries=2), ["good", "bad", "fine"])
     assert values[0] == values[2] == 1.0 and values[1] is not None and math.isnan(values[1])
     assert len(endpoint.bodies) == 5
@@ -197,20 +199,20 @@ def test_after_the_last_retry_the_row_alone_is_lost(serve: Any) -> None:
 
 def test_a_refusal_is_not_asked_again_and_shows_no_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
-    endpoint = serve(lambda *_: (401, f"wrong key {SECRET}".encode(), {}))
+    endpoint = serve(lambda *_: failure(401, f"wrong key {SECRET}"))
     judge = of(endpoint, api_key_env="JUDGE_KEY")
-    with pytest.warns(UserWarning, match=r"status 401: wrong key \*\*\*") as caught:
+    with pytest.warns(UserWarning, match=r"AuthenticationError.*401.*wrong key \*\*\*") as caught:
         ask(judge, ["x"])
-    assert endpoint.headers[0]["Authorization"] == f"Bearer {SECRET}" and len(endpoint.bodies) == 1
-    shown = [str(warning.message) for warning in caught] + [repr(judge), repr(vars(judge)), repr(judge.usage)]
+    assert endpoint.headers[0]["authorization"] == f"Bearer {SECRET}" and len(endpoint.bodies) == 1
+    shown = [str(warning.message) for warning in caught] + [repr(judge), repr(vars(judge))]
     assert not any(SECRET in text for text in shown) and SECRET.encode() not in pickle.dumps(judge)
 
 
-def test_nobody_there() -> None:
+def test_an_endpoint_that_refuses_connections_gives_no_score() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-    judge = Judge(model="m", base_url=url, api_key_env=None, retries=1, delay=0.0)
-    with pytest.warns(UserWarning, match=rf"{url}/chat/completions did not answer: ConnectError.*, 2 times"):
+    judge = Judge(model="m", base_url=url, api_key_env=None, retries=1)
+    with pytest.warns(UserWarning, match=rf"{url} did not answer: APIConnectionError"):
         (value,) = ask(judge, ["x"])
     assert value is not None and math.isnan(value)
 
@@ -218,16 +220,10 @@ def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"no json", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 4}}]}']
 )
-def test_what_is_no_chat_completion_takes_its_row_out(content: bytes, serve: Any) -> None:
+def test_an_answer_without_a_chat_completion_fails_its_row(content: bytes, serve: Any) -> None:
     with pytest.warns(UserWarning, match=r"expected (a chat completion|text as the answer), got"):
         (value,) = ask(of(serve(lambda *_: (200, content, {}))), ["x"])
     assert value is not None and math.isnan(value)
-
-
-def test_an_endless_answer_is_not_read_to_its_end(serve: Any) -> None:
-    endpoint = serve(lambda *_: (200, b" " * 10**7, {}))
-    with pytest.warns(UserWarning, match="got an answer of more than max_answer_bytes=100000"):
-        ask(of(endpoint, max_answer_bytes=100_000), ["x"])
 
 
 def test_a_slow_answer_is_one_time_out_and_the_deadline_is_the_last(serve: Any) -> None:
@@ -240,7 +236,7 @@ def test_a_slow_answer_is_one_time_out_and_the_deadline_is_the_last(serve: Any) 
 
     endpoint = serve(script)
     begin = time.monotonic()
-    with pytest.warns(UserWarning, match=r"did not answer: .*Time.*, 1 times"):
+    with pytest.warns(UserWarning, match="did not answer: APITimeoutError"):
         values = ask(of(endpoint, timeout=0.3, retries=0), ["slow", "quick"])
     assert values[1] == 1.0
     with pytest.warns(UserWarning, match=r"got no answer within deadline=0\.3 s"):
@@ -261,19 +257,9 @@ def test_many_are_asked_at_once_and_never_more_than_allowed(serve: Any) -> None:
     assert endpoint.peak == 4 and len(endpoint.bodies) == 12
 
 
-def test_the_same_request_is_sent_once(serve: Any) -> None:
+def test_equal_requests_of_a_call_are_sent_once(serve: Any) -> None:
     endpoint = serve(by_length)
-    judge = of(endpoint)
-    assert ask(judge, ["xx", "xx", "xxx"]) == [0.2, 0.2, 0.3] and len(endpoint.bodies) == 2
-    assert ask(judge, ["xxx", "xx"]) == [0.3, 0.2] and len(endpoint.bodies) == 2
-    assert (judge.usage.requests, judge.usage.cached) == (2, 2)
-
-
-def test_the_memory_holds_no_more_than_it_may(serve: Any) -> None:
-    endpoint = serve(by_length)
-    judge = of(endpoint, cache_size=1, concurrency=1)
-    for text, requests in (("x", 1), ("x", 1), ("xx", 2), ("x", 3)):
-        assert ask(judge, [text]) == [len(text) / 10] and len(endpoint.bodies) == requests
+    assert ask(of(endpoint), ["xx", "xx", "xxx"]) == [0.2, 0.2, 0.3] and len(endpoint.bodies) == 2
 
 
 def test_a_folder_keeps_answers_for_another_process_and_no_failures(serve: Any, tmp_path: Path) -> None:
@@ -296,7 +282,7 @@ def test_a_cache_that_cannot_be_written_costs_no_score(serve: Any, tmp_path: Pat
         assert ask(of(serve(by_length), cache=tmp_path / "file"), ["xx"]) == [0.2]
 
 
-def test_cost_and_counts_are_logged_for_each_call_and_summed(serve: Any) -> None:
+def test_cost_and_counts_are_logged_for_each_call(serve: Any) -> None:
     logged: list[tuple[str, float]] = []
     judge = of(serve(by_length), prices=(2.0, 8.0), name="style")
     ask(judge, ["x", "xx"], log_metric=lambda name, value: logged.append((name, value)))
@@ -309,17 +295,6 @@ def test_cost_and_counts_are_logged_for_each_call_and_summed(serve: Any) -> None
         "style/completion_tokens": 20,
         "style/cost": pytest.approx(cost),
     }
-    with pytest.warns(UserWarning, match="returned no score"):
-        ask(judge, ["x", "x" * 11])
-    assert judge.usage.cost == pytest.approx(1.5 * cost)
-    assert (judge.usage.requests, judge.usage.cached, judge.usage.failed) == (3, 1, 1)
-
-
-def test_a_copy_has_the_options_and_counts_for_itself(serve: Any) -> None:
-    judge = of(serve(by_length))
-    ask(judge, ["x"])
-    copy = pickle.loads(pickle.dumps(judge))
-    assert copy == judge and copy.usage.requests == 0
 
 
 def test_no_rows_no_requests(serve: Any) -> None:

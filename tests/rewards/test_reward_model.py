@@ -1,4 +1,4 @@
-"""RewardModel: the score of another model, the same in any batch, whatever its configuration says of padding."""
+"""RewardModel: the score of another model, the same in any batch, with any padding in its configuration."""
 
 import math
 import pickle
@@ -49,7 +49,7 @@ def classifier_of(kind: str = "qwen2", *, pad: int | None = None, **options: Any
 
 
 def alone(ids: list[int], **options: Any) -> float:
-    """What the model itself says of one text, without padding and without anything of ours."""
+    """Return the output of the model for one text, without padding and without the library."""
     model = classifier_of(**options).eval()
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids])).logits[0, 0].item()
@@ -174,7 +174,7 @@ class Summing(nn.Module):
         self.labels, self.minding = labels, minding
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """What it says."""
+        """Return the output."""
         ids = input_ids * attention_mask * (input_ids.shape[1] if self.minding else 1)
         if not self.labels:
             return ids.cumsum(-1).float()

@@ -1,4 +1,4 @@
-"""Sandbox: each attack is contained, and a small form of the same attack gets through without the sandbox."""
+"""Sandbox: each attack is contained, and a small form of it succeeds without the sandbox."""
 
 import os
 import socket
@@ -75,7 +75,7 @@ def test_a_program_reads_computes_and_prints() -> None:
     assert Sandbox().run("raise SystemExit(3)").code == 3
     assert Sandbox().run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)").code == 128 + 11
     assert Sandbox(output=2**20).run("import sys; print(len(sys.stdin.read()))", "x" * 300_000).stdout == "300000\n"
-    assert Sandbox().run("pass", "x" * 300_000).ok, "nobody has to read"
+    assert Sandbox().run("pass", "x" * 300_000).ok
 
 
 def test_a_file_outside_can_neither_be_read_nor_written(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_there_is_no_network_not_even_to_this_machine(server: tuple[int, list[An
         listening.bind("\0sandbox-test")
         listening.listen()
         assert OPEN.run(other).ok and not Sandbox().run(other).ok
-    assert Sandbox().run(name.format("print(1)")).ok, "a name of its own"
+    assert Sandbox().run(name.format("print(1)")).ok
 
 
 def test_sockets_that_no_namespace_holds_back_are_denied() -> None:

@@ -19,7 +19,7 @@ Values = Sequence[float | None]
 
 
 def says(*values: float | None, name: str = "said") -> Reward:
-    """A function that gives the value of each row by its number, whatever rows it is called with."""
+    """Return a reward that looks up the value of each row by its number, the prompt."""
 
     def said(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
         return [values[row] for row in prompts]

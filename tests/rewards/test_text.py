@@ -1,4 +1,4 @@
-"""What rewards read: text of either form of completion, columns by name, and where a text states its answer."""
+"""Text of both forms of completions, columns by name, and the place of an answer in a text."""
 
 from typing import Any
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.engine_requests import RequestList
 from kit.vllm_models import VOCABULARY, Starter, a_model, prompts_of, requests_for, synced
 
 from lightning_rl import VLLMEngine
@@ -17,7 +18,6 @@ from lightning_rl.generation.vllm.output_extras import OutputExtras
 from lightning_rl.generation.weights.canary import Canary
 from lightning_rl.policy.sampling_mask import to_bits
 from lightning_rl.rollout import SAMPLING_MASK
-from lightning_rl.rollouts.streaming import Arrivals
 
 TRAINING: list[dict[str, Any]] = [
     {"top_p": 0.95},
@@ -60,9 +60,9 @@ def test_vllm_takes_every_kind_of_request(engine: VLLMEngine, monkeypatch: pytes
     for requests in kinds:
         assert all(len(tokens) == 20 for tokens, _ in drawn(engine, requests))
     together = [replace(one, sample_id=n) for n, one in enumerate(request for kind in kinds for request in kind)]
-    arrivals = Arrivals(together, lambda *_: None)
-    engine.converse(arrivals, logprobs=True)
-    assert [len(completion.token_ids) for completion in arrivals.completions()] == [20] * len(together)
+    exchange = RequestList(together)
+    engine.converse(exchange, logprobs=True)
+    assert [len(completion.token_ids) for completion in exchange.completions.values()] == [20] * len(together)
     (scores,) = engine.score([[5, 6, 7, 8]])
     assert len(scores) == 3 and bool((scores < 0).all())
     prompt = list(range(3, 70))

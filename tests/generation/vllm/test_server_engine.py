@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import launch, request_of
+from kit.engine_requests import RequestList, launch, request_of
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from transformers import PreTrainedModel
@@ -18,7 +18,6 @@ from lightning_rl import EngineError, FinishReason, VLLMServerEngine
 from lightning_rl.generation import EngineState, Request
 from lightning_rl.generation.vllm import server_pool
 from lightning_rl.generation.vllm.server_client import Label
-from lightning_rl.rollouts.streaming import Arrivals
 
 
 @pytest.fixture(autouse=True)
@@ -85,24 +84,21 @@ def test_requests_carry_the_key_and_all_parameters_and_completions_are_in_order(
 
 
 def test_completions_arrive_one_by_one_and_equal_those_of_one_call() -> None:
-    told, told_one = list[int](), threading.Event()
+    answered = threading.Event()
 
     def script(body: dict[str, Any], answer: Answer) -> Answer:
-        assert body["request_id"].split("-")[1] == "102" or told_one.wait(30)
+        assert body["request_id"].split("-")[1] == "102" or answered.wait(30)
         return answer
-
-    def note(place: int, _: Any) -> None:
-        told.append(place)
-        told_one.set()
 
     server = ScriptedServer(script)
     with servers(server):
         engine, asked = an_engine(server), requests(4)
-        arrivals = Arrivals(asked, note)
-        engine.converse(arrivals, logprobs=True)
+        exchange = RequestList(asked, answered.set)
+        engine.converse(exchange, logprobs=True)
         together = engine.generate(asked, logprobs=True)
-    assert told[0] == 2 and sorted(told) == [0, 1, 2, 3]
-    for one, other in zip(arrivals.completions(), together, strict=True):
+    assert next(iter(exchange.completions)) == 102 and len(exchange.completions) == 4
+    for request, other in zip(asked, together, strict=True):
+        one = exchange.completions[request.sample_id]
         assert one.token_ids == other.token_ids and one.logprobs is not None and other.logprobs is not None
         assert torch.equal(one.logprobs, other.logprobs)
 
