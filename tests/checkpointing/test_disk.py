@@ -1,4 +1,4 @@
-"""Disks: full, folders that nobody can write to, several runs in one folder, and which checkpoint is the newest."""
+"""Disks: full disks, folders without write access, several runs in one folder, and the newest checkpoint."""
 
 import json
 import os
