@@ -29,7 +29,6 @@ from lightning_rl.checkpointing import (
     check_agreement,
     hash_weights,
     protect_checkpoints,
-    protect_loops,
     protect_resume,
     read_checkpoint,
     restore_options,
@@ -93,6 +92,7 @@ from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumul
 from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers, refuse_old_names
 from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.seeding import seed_everything
+from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import callbacks_of, show_phase
 
 RENAMED = {
@@ -426,7 +426,6 @@ class RLLightningModule(LightningModule):
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         self.parallel.check(self.max_grad_norm)
         protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
-        protect_loops(self.trainer)
         protect_resume(self.trainer)
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
@@ -618,6 +617,7 @@ class RLLightningModule(LightningModule):
     # A rollout: sync, sample, plan, log-probabilities, signal.
 
     @override
+    @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
         """Generate and score the rollout of the step index, unless it is the current one."""
         self.run.times.start()
@@ -646,6 +646,7 @@ class RLLightningModule(LightningModule):
         self.run.metrics.add("noted", noted)
         self.run.prefetcher.drop(batch.rollout)
 
+    @refuse_stop_iteration
     def begin_step(self, step_index: StepIndex) -> None:
         """Record the state of the run before any hook of the batch, and seed the global generators for the step."""
         self.run.set_mark(step_index, self.prompt_stream.cursor)
@@ -774,6 +775,7 @@ class RLLightningModule(LightningModule):
     # An update: steps_per_rollout optimizer steps.
 
     @override
+    @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make exactly one optimizer step, or skip it on all ranks; return its outputs for callbacks."""
         if batch.rollout in self.skip_rollouts:
@@ -824,6 +826,7 @@ class RLLightningModule(LightningModule):
         log_row(self, self.run.metrics, batch.index, self._rows_every)
 
     @override
+    @refuse_stop_iteration
     def on_train_batch_end(self, outputs: Any, batch: StepIndex, batch_idx: int) -> None:
         """Raise the error that was caught after the optimizer step."""
         error, self.run.late_error = self.run.late_error, None
@@ -1114,6 +1117,7 @@ class RLLightningModule(LightningModule):
         self._begin_evaluation("val")
 
     @override
+    @refuse_stop_iteration
     @torch.no_grad()
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Generate and score samples for a batch of prompts."""
@@ -1130,6 +1134,7 @@ class RLLightningModule(LightningModule):
         self._begin_evaluation("test")
 
     @override
+    @refuse_stop_iteration
     @torch.no_grad()
     def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Generate and score samples for a batch of prompts."""
@@ -1179,6 +1184,7 @@ class RLLightningModule(LightningModule):
         self.sync(max(self.engine.version, 0))
 
     @override
+    @refuse_stop_iteration
     @torch.no_grad()
     def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
         """Return a greedy completion of each prompt of the batch, on every rank."""

@@ -1,4 +1,4 @@
-"""Descriptions of configured objects as plain values.
+"""Objects as plain values and back: their import path and the arguments of their constructor.
 
 =====================  ======================================================================
 an instance            ``{"class_path": "package.Class", "init_args": {...}}``
@@ -8,8 +8,8 @@ a model, a tensor      its class and size, without its values
 a secret               omitted: ``api_key``, ``password`` and the like, fields with ``repr=False``
 =====================  ======================================================================
 
-Recordings store the state of an object during a run (:mod:`lightning_rl.recording.serialize`); a description stores its
-constructor arguments.
+Checkpoints, hyperparameters and recordings contain descriptions. No code runs from a file: only parts of this library
+and of ``torch.optim`` are restored.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import hashlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Iterator, Mapping, Set, Sized
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
@@ -34,8 +34,8 @@ CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
 MAX_ITEMS = 64  # longer lists are described by length and hash
 SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-ROOMS = ("advantages", "evaluation", "generation", "losses", "optimizers", "rewards", "signal.kl")
-ROOMS += ("signal.reductions",)
+ROOMS = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
+ROOMS += ("signal.kl", "signal.masked", "signal.reductions")
 NEVER = {
     "CodeTests",
     "SubprocessReward",
@@ -73,22 +73,22 @@ def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
     return _describe_object(value, around)
 
 
-def restore(description: Any) -> Any:
+def restore(description: Any, unknown: Callable[[str], Any] | None = None) -> Any:
     """Return the described value, if it is plain or made of :func:`restorable` parts.
 
-    Checkpoints are untrusted, so no other name is looked up, imported or called.
+    Files are untrusted, so no other name is looked up, imported or called.
+
+    Args:
+        description: Value of :func:`describe`.
+        unknown: Function that returns a placeholder for a name that is not restorable; None to raise an error.
 
     Raises:
         ValueError: If the description names anything else; the message lists the names.
     """
-    if isinstance(description, list):
-        return [restore(item) for item in description]
-    if not isinstance(description, Mapping):
-        return description
-    if lost := sorted(set(_losses(description))):
+    if unknown is None and (lost := sorted(set(_losses(description)))):
         raise ValueError(", ".join(lost))
     try:
-        return _rebuild(description)
+        return _rebuild(description, unknown)
     except (KeyError, TypeError, AttributeError) as wrong:
         raise ValueError(f"a description in an unknown format ({type(wrong).__name__}: {wrong})") from wrong
 
@@ -155,33 +155,40 @@ def path_of(value: Any) -> str:
 
 def _losses(description: Any) -> Iterator[str]:
     """Yield the names in a description that are not restorable."""
-    if isinstance(description, list):
-        for item in description:
+    if (name := _unknown_name(description)) is not None:
+        yield name
+    elif isinstance(description, list | Mapping):
+        for item in description.values() if isinstance(description, Mapping) else description:
             yield from _losses(item)
+
+
+def _unknown_name(description: Any) -> str | None:
+    """Return the name of a described value that is not restorable itself, else None."""
     if not isinstance(description, Mapping):
-        return
+        return None
     for key in (CLASS, PARTIAL, NAME):
         path = description.get(key)
-        known = isinstance(path, str) and path in restorable()
         partly = set(description) & {"closure", "size", "unknown"} or (key == CLASS and ARGUMENTS not in description)
-        if isinstance(path, str) and (not known or partly):
-            yield path
-            return
-    if "length" in description and "hash" in description:
-        yield f"a list of {description['length']}"
-    for item in description.values():
-        yield from _losses(item)
+        if isinstance(path, str) and (path not in restorable() or partly):
+            return path
+    return f"a list of {description['length']}" if set(description) == {"length", "hash"} else None
 
 
-def _rebuild(description: Mapping[str, Any]) -> Any:
+def _rebuild(description: Any, unknown: Callable[[str], Any] | None) -> Any:
+    if isinstance(description, list):
+        return [_rebuild(item, unknown) for item in description]
+    if not isinstance(description, Mapping):
+        return description
+    if unknown is not None and (name := _unknown_name(description)) is not None:
+        return unknown(name)
     if CLASS in description:
-        return _make(restorable()[description[CLASS]], description[ARGUMENTS])
+        return _make(restorable()[description[CLASS]], description[ARGUMENTS], unknown)
     if PARTIAL in description:
-        keywords = {key: restore(item) for key, item in description["keywords"].items()}
-        return partial(restorable()[description[PARTIAL]], *restore(description["args"]), **keywords)
+        keywords = {key: _rebuild(item, unknown) for key, item in description["keywords"].items()}
+        return partial(restorable()[description[PARTIAL]], *_rebuild(description["args"], unknown), **keywords)
     if NAME in description and len(description) == 1:
         return restorable()[description[NAME]]
-    return {key: restore(item) for key, item in description.items()}
+    return {key: _rebuild(item, unknown) for key, item in description.items()}
 
 
 def _rooms() -> list[ModuleType]:
@@ -197,11 +204,11 @@ def _is_kind(value: Any, base: type) -> bool:
     return isinstance(value, type) and issubclass(value, base)
 
 
-def _make(kind: Any, arguments: Any) -> Any:
+def _make(kind: Any, arguments: Any, unknown: Callable[[str], Any] | None) -> Any:
     if not isinstance(kind, type) or not isinstance(arguments, Mapping):
         raise ValueError(path_of(kind))
     try:
-        return kind(**{key: restore(item) for key, item in arguments.items()})
+        return kind(**{key: _rebuild(item, unknown) for key, item in arguments.items()})
     except (TypeError, ArithmeticError) as refused:
         raise ValueError(f"{path_of(kind)} with unknown options ({refused})") from refused
 

@@ -15,12 +15,11 @@ LOADS = re.compile(
 KNOWN = {
     "lightning_rl/__init__.py": "import_module(",  # names of this package
     "lightning_rl/audit/saved.py": "torch.load(",  # weights_only, as every other one
+    "lightning_rl/checkpointing/checksum.py": "torch.load(",
     "lightning_rl/checkpointing/pretrained.py": "torch.load(",
-    "lightning_rl/checkpointing/checkpoint_folder.py": "torch.load(",
     "lightning_rl/cli/export.py": "import_module(",  # of --policy module:function
     "lightning_rl/cli/main.py": "import_module(",  # of a command
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
-    "lightning_rl/serialization.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/distributed/zero.py": "import_module(",
     "lightning_rl/environments/fork_server.py": "cloudpickle.loads(",
     "lightning_rl/generation/vllm/vllm_engine.py": "import_module(",
@@ -33,6 +32,7 @@ KNOWN = {
     "lightning_rl/rewards/subprocess_reward.py": "cloudpickle.loads(",
     "lightning_rl/rewards/math_match.py": "cloudpickle.loads(",
     "lightning_rl/rewards/process_worker.py": "cloudpickle.loads(",
+    "lightning_rl/serialization.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }
 

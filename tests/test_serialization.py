@@ -1,7 +1,8 @@
-"""A description is plain, says every option, keeps no secret, and comes back where that is safe."""
+"""A description is plain, has every option and no secret, and is restored where that is safe."""
 
 import inspect
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,20 +13,26 @@ import datasets
 import pytest
 import torch
 from kit.support import tiny_policy, tiny_tokenizer
-from properties.exports import CORRECTIONS, ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, VALUE_EXAMPLES
+from properties.exports import CORRECTIONS, ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, REDUCTION_EXAMPLES, VALUE_EXAMPLES
 from torch.optim import AdamW
 
 from lightning_rl import (
+    ClippedSurrogate,
     Evaluation,
     FakeEngine,
     SamplingParams,
     TransformersEngine,
     VLLMEngine,
     VLLMServerEngine,
+    presets,
     warmup_then_linear,
 )
+from lightning_rl.callbacks import OPSM, ReferenceKL
 from lightning_rl.data import PromptDataset
 from lightning_rl.serialization import describe, restore
+from lightning_rl.signal.kl import k3
+from lightning_rl.signal.masked import local_sum
+from lightning_rl.signal.reductions import token_mean
 
 DESCRIBED: list[Any] = [
     *CORRECTIONS,
@@ -39,7 +46,10 @@ DESCRIBED: list[Any] = [
     VLLMEngine(dtype=torch.bfloat16, max_num_seqs=8),
     VLLMServerEngine("http://127.0.0.1:8000"),
 ]
-RESTORED = [value for value in DESCRIBED if type(value).__module__.split(".")[1] in ("losses", "advantages")]
+RESTORED = [*CORRECTIONS, *ESTIMATOR_EXAMPLES.values(), *LOSS_EXAMPLES.values(), *VALUE_EXAMPLES.values()]
+RESTORED += REDUCTION_EXAMPLES.values()
+PRESETS = [name for name, one in vars(presets).items() if inspect.isfunction(one) and name[0] != "_"]
+PRESETS = [name for name in PRESETS if getattr(presets, name).__module__ == presets.__name__]
 SECRETS = {"api_key"}
 
 
@@ -134,21 +144,43 @@ def test_what_the_library_exports_keeps_every_option(value: Any) -> None:
     json.dumps(described)
 
 
-@pytest.mark.parametrize("value", RESTORED, ids=lambda value: type(value).__name__)
-def test_what_the_library_exports_comes_back(value: Any) -> None:
-    description: Any = describe(value)
-    if "function" in description["init_args"]:  # somebody's own
+@pytest.mark.parametrize("value", RESTORED, ids=lambda value: getattr(value, "name", type(value).__name__))
+def test_parts_of_the_library_are_restored(value: Any) -> None:
+    description = json.loads(json.dumps(describe(value)))
+    if "function" in description.get("init_args", {}):  # user code
         with pytest.raises(ValueError, match=r"lambda|per_row"):
             restore(description)
+        twin = restore(description, unknown=lambda name: name)
+        assert type(twin) is type(value)
     else:
         assert describe(restore(description)) == description
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_restored(preset: str) -> None:
+    required = {"max_new_tokens": 8, "max_length": 8}
+    recipe = getattr(presets, preset)
+    made = recipe(**{name: required[name] for name in required.keys() & inspect.signature(recipe).parameters.keys()})
+    parts = [made.options.get(name) for name in ("loss", "advantages", "reduction", "value_loss")]
+    description = describe([*parts, *made.callbacks])
+    assert describe(restore(description)) == description
+
+
 @pytest.mark.parametrize(
-    "value", [partial(AdamW, lr=0.1), warmup_then_linear(2, 9), SamplingParams(top_k=3), 1, None, "grpo"]
-)
-def test_builders_and_plain_values_come_back(value: Any) -> None:
+    "value",
+    [
+        partial(AdamW, lr=0.1), warmup_then_linear(2, 9), SamplingParams(top_k=3), 1, None, "grpo", math.inf, [1, [2.5]], k3,
+        {"key": [1, None]}, partial(token_mean, global_sum=local_sum), ReferenceKL(0.1, estimator=k3, as_loss=True),
+    ],
+)  # fmt: skip
+def test_builders_and_plain_values_are_restored(value: Any) -> None:
     assert describe(restore(describe(value))) == describe(value)
+
+
+def test_restored_values_equal_the_described_ones() -> None:
+    assert restore(describe(ClippedSurrogate(clip_high=0.28))) == ClippedSurrogate(clip_high=0.28)
+    assert vars(restore(describe(OPSM(0.5)))) == vars(OPSM(0.5))
+    assert math.isnan(restore(describe(math.nan)))
 
 
 @pytest.mark.parametrize(

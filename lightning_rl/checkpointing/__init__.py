@@ -3,7 +3,6 @@
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_run
 from lightning_rl.checkpointing.interrupts import INTERRUPTED, FirstToHear, Interrupts
-from lightning_rl.checkpointing.loops import protect_loops
 from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_options, write_pretrained
 from lightning_rl.checkpointing.rank_consistency import check_agreement, hash_weights, protect_resume
 
@@ -18,7 +17,6 @@ __all__ = [
     "latest_checkpoint",
     "new_run",
     "protect_checkpoints",
-    "protect_loops",
     "protect_resume",
     "read_checkpoint",
     "restore_options",

@@ -1,4 +1,4 @@
-"""Atomic checkpoints: written to a temporary path, sealed and renamed; checked before loading."""
+"""Atomic checkpoints: written to a temporary path and renamed; compared with their checksums before loading."""
 
 import pickle
 import shutil
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint
-from lightning_rl.checkpointing.checksum import check_seal, seal_file, seal_folder, seal_of, unreadable
+from lightning_rl.checkpointing.checksum import LIGHTNING, Origin, check_whole, unreadable, write_sums
 from lightning_rl.distributed import RunEndError, failing_together
 from lightning_rl.utils.atomic_write import PART, move_over, remove, write_atomically
 
@@ -24,7 +24,7 @@ class CheckpointError(RunEndError):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, seals, then renames; the default of RLLightningModule.
+    """Writes beside the target, then renames; the default of RLLightningModule.
 
     Remote paths, which Lightning writes in one piece, are left to Lightning.
     """
@@ -38,13 +38,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         def write(part: Path) -> None:
             with part.open("wb") as file:
                 torch.save(checkpoint, file)
-            seal_file(part, seal_of(checkpoint))
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(path), write)
 
 
-class SealedStrategy(Strategy):
+class AtomicStrategy(Strategy):
     """Strategy with the checks of :func:`protect_checkpoints`.
 
     Attributes:
@@ -62,7 +61,7 @@ class SealedStrategy(Strategy):
         if not is_local(filepath) or isinstance(self._checkpoint_io, _WrappingCheckpointIO):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path, seal = Path(self.broadcast(filepath)), seal_of(checkpoint)
+        path = Path(self.broadcast(filepath))
         part = path.with_name(path.name + PART)
         try:
             with failing_together("room for a checkpoint"):
@@ -74,7 +73,7 @@ class SealedStrategy(Strategy):
             with failing_together("a checkpoint"):
                 if self.is_global_zero:
                     if part.is_dir():
-                        seal_folder(part, seal)
+                        write_sums(part, Origin.of(checkpoint))
                     move_over(part, path)
         except (OSError, RuntimeError, CheckpointException) as failure:
             self._fail(path, part, failure)
@@ -114,7 +113,7 @@ class SealedStrategy(Strategy):
         local = is_local(checkpoint_path)
         with failing_together("a whole checkpoint"):
             if local and self.is_global_zero:
-                check_seal(Path(checkpoint_path))
+                check_whole(Path(checkpoint_path))
         try:
             # Lightning unpickles URLs by default
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only is None or weights_only)
@@ -123,7 +122,7 @@ class SealedStrategy(Strategy):
             if not reading:
                 raise
             raise ValueError(unreadable(Path(checkpoint_path), failure)) from failure
-        if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
+        if not isinstance(checkpoint, dict) or LIGHTNING not in checkpoint:
             raise ValueError(
                 f"expected a checkpoint of an RLLightningModule, got {checkpoint_path}, which another program wrote: "
                 "pass a file that trainer.save_checkpoint or ModelCheckpoint wrote"
@@ -132,22 +131,23 @@ class SealedStrategy(Strategy):
 
 
 def protect_checkpoints(strategy: Strategy, checkpoint_errors: str) -> None:
-    """Make a strategy write checkpoints atomically with a seal, and check them before loading.
+    """Make a strategy write checkpoints atomically, and compare them with their checksums before loading.
 
-    Replaces the class of the strategy object by a subclass, like ``fully_shard`` for modules.
+    Replaces the class of the strategy object by a subclass, like ``fully_shard`` for modules, because FSDP and
+    DeepSpeed write checkpoints without a CheckpointIO.
 
     Args:
         strategy: Strategy of the Trainer.
         checkpoint_errors: ``"raise"`` or ``"warn"``.
     """
     kind = type(strategy)
-    if not isinstance(strategy, SealedStrategy):
+    if not isinstance(strategy, AtomicStrategy):
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        strategy.__class__ = type(kind.__name__, (SealedStrategy, kind), names)
-    sealed = cast(SealedStrategy, strategy)
-    sealed.checkpoint_errors, sealed.last_checkpoint, sealed.failing = checkpoint_errors, None, False
-    if type(sealed.checkpoint_io) is TorchCheckpointIO:
-        sealed.checkpoint_io = AtomicCheckpointIO()
+        strategy.__class__ = type(kind.__name__, (AtomicStrategy, kind), names)
+    atomic = cast(AtomicStrategy, strategy)
+    atomic.checkpoint_errors, atomic.last_checkpoint, atomic.failing = checkpoint_errors, None, False
+    if type(atomic.checkpoint_io) is TorchCheckpointIO:
+        atomic.checkpoint_io = AtomicCheckpointIO()
 
 
 def is_local(path: Any) -> bool:

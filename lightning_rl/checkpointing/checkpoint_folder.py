@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import pickle
 import socket
 import tempfile
 import uuid
@@ -12,10 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rl.checkpointing.checksum import Seal, check_seal, holds_weights_alone, read_seal
+from lightning_rl.checkpointing.checksum import Origin, read_origin
 from lightning_rl.utils.atomic_write import BEFORE, PART, remove
 
 BELOW = ("*/", "*/*/", "*/*/*/")
@@ -38,19 +36,19 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     """
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ValueError(f"expected a folder of checkpoints, got the file {folder}: pass its folder")
-    seals = seals_of(Path(folder))
+    origins = origins_of(Path(folder))
     below = (path for depth in BELOW for path in sorted(Path(folder).glob(f"{depth}*.ckpt")))
-    if not seals and (other := next(below, None)) is not None:
+    if not origins and (other := next(below, None)) is not None:
         raise ValueError(f"expected checkpoints in {folder} itself, got some in {other.parent}: pass that folder")
-    runs = {seal.run: path for path, seal in seals.items() if seal.run}
+    runs = {origin.run: path for path, origin in origins.items() if origin.run}
     if len(runs) > 1:
         several = " and ".join(f"{path.name} of run {run}" for run, path in sorted(runs.items())[:2])
         raise ValueError(
             f"expected the checkpoints of one run in {folder}, got {several}: pass one of them by path, and give each "
             "run a separate folder"
         )
-    newest = sorted(seals, key=lambda path: (seals[path].step, path.stat().st_mtime_ns), reverse=True)
-    last = next((path for path in newest if not holds_weights_alone(path)), None)
+    newest = sorted(origins, key=lambda path: (origins[path].step, path.stat().st_mtime_ns), reverse=True)
+    last = next((path for path in newest if origins[path].resumable), None)
     if last is None and newest:
         raise ValueError(
             f"expected a checkpoint to resume from in {folder}, got weights only ({newest[0].name}): save "
@@ -59,25 +57,10 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     return last
 
 
-def seals_of(folder: Path) -> dict[Path, Seal]:
+def origins_of(folder: Path) -> dict[Path, Origin]:
     """Return the readable checkpoints of a folder, with run and step."""
     whole = (path for path in sorted(folder.glob("*.ckpt")) if not path.name.endswith(PART))
-    paths = (path for path in whole if path.is_file() or path.is_dir())  # opening a pipe would wait for its writer
-    return {path: seal for path in paths if (seal := _seal(path)) is not None}
-
-
-def _seal(path: Path) -> Seal | None:
-    try:
-        seal = read_seal(path)
-        if seal is not None:
-            return seal
-        if path.is_dir():
-            return Seal("", -1) if any(path.iterdir()) else None
-        check_seal(path)
-        checkpoint = torch.load(path, "cpu", weights_only=True, mmap=True)
-        return Seal("", int(checkpoint.get("global_step", -1)) if isinstance(checkpoint, dict) else -1)
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError):  # TypeError: bad step
-        return None
+    return {path: origin for path in whole if (origin := read_origin(path)) is not None}
 
 
 class RunFolder:
@@ -113,7 +96,9 @@ class RunFolder:
         lock.flush()
         self._lock = lock
         clear_parts(self.path)
-        others = {seal.run: path.name for path, seal in seals_of(self.path).items() if seal.run not in ("", run)}
+        others = {
+            origin.run: path.name for path, origin in origins_of(self.path).items() if origin.run not in ("", run)
+        }
         if others:
             name, file = sorted(others.items())[0]
             rank_zero_warn(

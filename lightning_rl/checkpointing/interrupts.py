@@ -5,26 +5,23 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from traceback import walk_tb
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl.checkpointing.atomic import is_local, reason_of
 from lightning_rl.checkpointing.checkpoint_folder import RunFolder, release
-from lightning_rl.checkpointing.rank_errors import clear_farewells, first_farewell, resume_hint, write_rank_error
+from lightning_rl.checkpointing.rank_errors import clear_rank_errors, first_rank_error, resume_hint, write_rank_error
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
 from lightning_rl.rewards.timeouts import CLOCK
-from lightning_rl.utils.naming import name_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
@@ -104,7 +101,7 @@ class Interrupts(Callback):
                 folder.claim(self._run(pl_module))
                 self._folders.append(folder)
             if trainer.is_global_zero:
-                clear_farewells(_folder_of(trainer))
+                clear_rank_errors(_folder_of(trainer))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         del frame
@@ -141,6 +138,16 @@ class Interrupts(Callback):
         _end(received)
 
     @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn of a checkpoint that leaves nothing to train, which Lightning does not report."""
+        if trainer.fit_loop.restarting and not self._begun:
+            rank_zero_warn(
+                f"nothing is left to train: the checkpoint is at step {trainer.global_step} with "
+                f"max_steps={trainer.max_steps}, and {trainer.current_epoch} of max_epochs={trainer.max_epochs} are "
+                "complete: raise the limit that is reached"
+            )
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end_on_signal(trainer)
         self._stepping = False
@@ -172,6 +179,9 @@ class Interrupts(Callback):
         """Save the last optimizer step, if every rank can; the exception stays the cause."""
         if isinstance(exception, torch.OutOfMemoryError):  # free the tensors in its frames, since saving needs memory
             traceback.clear_frames(exception.__traceback__)
+        epochs: Any = trainer.fit_loop.epoch_progress
+        for count in (epochs.current, epochs.total):  # an epoch whose on_train_epoch_start raised did not start
+            count.ready = count.started
         folder = _folder_of(trainer)
         if trainer.world_size > 1:
             write_rank_error(folder, trainer.global_rank, exception)
@@ -184,16 +194,13 @@ class Interrupts(Callback):
         if reason is not None:
             _tell(exception, f"no {INTERRUPTED} was written: {reason}; {resume_hint(folder)}")
             return
-        clear_farewells(folder)
+        clear_rank_errors(folder)
         for note in getattr(exception, "__notes__", ()):
             rank_zero_info(note)
         try:
-            lost = _save_what_can_be(trainer, f"{type(exception).__name__} ended the run")
+            _save(trainer, f"{type(exception).__name__} ended the run")
         except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
-            _tell(exception, f"no {INTERRUPTED} was written: {reason_of(failure)}")
-            return
-        for name, failure in lost.items():
-            _tell(exception, f"{INTERRUPTED} is without the state of {name}, which raised {reason_of(failure)}")
+            _tell(exception, f"no {INTERRUPTED} was written: {reason_of(failure)}; {resume_hint(folder)}")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -239,10 +246,10 @@ class FirstToHear(Callback):
 
 def _absence(folder: str | Path, rank: int) -> str:
     """Return the reason why there is no checkpoint of all ranks: the first failure of another rank."""
-    farewell = first_farewell(folder)
-    if farewell is None or farewell.rank == rank:
+    failed = first_rank_error(folder)
+    if failed is None or failed[0] == rank:
         return f"the other ranks did not fail within {MEETING:g} s, and a checkpoint needs all ranks"
-    return f"rank {farewell.rank} failed alone, with {farewell.error}, and a checkpoint needs all ranks"
+    return f"rank {failed[0]} failed alone, with {failed[1]}, and a checkpoint needs all ranks"
 
 
 def _folder_of(trainer: Trainer) -> str | Path:
@@ -271,35 +278,3 @@ def _save(trainer: Trainer, why: str, path: Path | None = None) -> None:
     path = Path(_folder_of(trainer)) / INTERRUPTED if path is None else path
     trainer.save_checkpoint(path)
     rank_zero_info(f"{why} after optimizer step {trainer.global_step}: resume with ckpt_path={str(path)!r}")
-
-
-def _save_what_can_be(trainer: Trainer, why: str) -> dict[str, Exception]:
-    """Save without the callbacks whose state cannot be saved.
-
-    Returns:
-        Exceptions of these callbacks, by name.
-    """
-    callbacks, lost = _callbacks_of(trainer), dict[str, Exception]()
-    try:
-        while True:
-            try:
-                _save(trainer, why)
-            except Exception as failure:
-                culprit = _callback_behind(failure)
-                if culprit is None or meet(MEETING) is None:
-                    raise
-                lost[name_of(culprit)] = failure
-                vars(trainer)["callbacks"] = [other for other in _callbacks_of(trainer) if other is not culprit]
-            else:
-                return lost
-    finally:
-        vars(trainer)["callbacks"] = callbacks
-
-
-def _callback_behind(failure: Exception) -> Callback | None:
-    """Return the callback whose ``state_dict`` raised the exception, or None."""
-    for frame, _ in walk_tb(failure.__traceback__):
-        callback = frame.f_locals.get("callback")
-        if frame.f_globals.get("__name__") == call.__name__ and isinstance(callback, Callback):
-            return callback
-    return None

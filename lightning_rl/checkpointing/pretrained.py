@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.checkpointing.checksum import check_seal
+from lightning_rl.checkpointing.checksum import UNREADABLE, check_whole, unreadable
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
 from lightning_rl.policy.text_model import backbone_of
@@ -26,8 +26,11 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """
     if Path(path).is_dir():
         raise ValueError(f"expected a single-file checkpoint, got the folder {path}: {_consolidation(Path(path))}")
-    check_seal(Path(path))
-    checkpoint = torch.load(path, map_location, weights_only=True)
+    check_whole(Path(path))
+    try:
+        checkpoint = torch.load(path, map_location, weights_only=True)
+    except UNREADABLE as failure:
+        raise ValueError(unreadable(Path(path), failure)) from failure
     if not isinstance(checkpoint, dict) or "lightning_rl" not in checkpoint:
         raise ValueError(
             f"expected a checkpoint of an RLLightningModule, got {path}, which has no such state: pass a file "

@@ -14,13 +14,12 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.checkpointing.checksum import digest_in, read_seal
+from lightning_rl.checkpointing.checksum import contents_of, read_origin
 from lightning_rl.distributed.collectives import process_count, process_objects
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.version import __version__
 
 LOOKED_AT = 256  # sampled entries of each tensor
-SHOWN = 12  # displayed digits of a digest
 CURES = {
     "checkpoint": "put the checkpoints into a folder that all nodes share, and pass the same ckpt_path= on each",
     "policy": "give every rank the same model files, and a policy built with one seed",
@@ -61,7 +60,7 @@ def _some_entries(tensor: Tensor) -> Tensor:
 
 
 def identity_of(checkpoint: Any) -> str:
-    """Return the identity of the checkpoint that a rank is about to load: its seal, or that it is missing.
+    """Return run, step and checksum of the checkpoint that a rank is about to load, or that it is missing.
 
     Args:
         checkpoint: Path, or None to start a new run. Only the path is compared if it is not a local file.
@@ -73,10 +72,10 @@ def identity_of(checkpoint: Any) -> str:
         return str(checkpoint)
     if not path.exists():
         return f"{path.name}, which is missing on its disk"
-    seal = read_seal(path)
-    if seal is None:
-        return path.name
-    return f"{path.name} of run {seal.run or '-'} at step {seal.step} (SHA-256 {digest_in(path)[:SHOWN]})"
+    origin = read_origin(path)
+    if origin is None:
+        return f"{path.name}, which cannot be read"
+    return f"{path.name} of run {origin.run or '-'} at step {origin.step} (CRC-32 {contents_of(path)})"
 
 
 def check_agreement(mine: Mapping[str, str]) -> None:

@@ -23,9 +23,8 @@ from lightning_rl.recording.differences import (
     replay_differences,
     samples_of,
 )
-from lightning_rl.recording.recorded_algorithm import algorithm_to_json, replayable
+from lightning_rl.recording.recorded_algorithm import describe_algorithm, replayable
 from lightning_rl.recording.rerun import Rerun, rerun_step
-from lightning_rl.recording.serialize import from_json
 from lightning_rl.utils.inspection import StopRecipe
 from lightning_rl.utils.terminal import visible
 from lightning_rl.utils.trainer import callbacks_of
@@ -104,7 +103,7 @@ def compare_algorithms(recordings: Sequence[Recording], recipe: Path, options: S
     """Print the effect of another algorithm on a recorded rollout; always returns 0."""
     ours = [recording.algorithm() for recording in recordings]
     theirs = [_algorithm_of(load_recipe(recipe, options)) for _ in recordings]
-    for each in json_differences(algorithm_to_json(ours[0]), algorithm_to_json(theirs[0])):
+    for each in json_differences(describe_algorithm(ours[0]), describe_algorithm(theirs[0])):
         _row(each.what, str(each))
     pairs = zip(replay(recordings, ours), replay(recordings, theirs, restore=False), strict=True)
     for recording, pair in zip(recordings, pairs, strict=True):
@@ -142,7 +141,7 @@ def _step_differences(recording: Recording, rerun: Rerun) -> Iterable[tuple[str,
     for name, theirs in (("logprobs", rerun.logprobs), ("entropy", rerun.entropy)):
         before, after = (None if side is None else side[rows] for side in (recording.of_step(step, name), theirs))
         yield name, difference(name, before, after, names)
-    recorded = torch.tensor([from_json(recording.header["steps"][step]["grad_norm"])], dtype=torch.float64)
+    recorded = torch.tensor([recording.header["steps"][step]["grad_norm"]], dtype=torch.float64)
     norm = None if rerun.norm is None else rerun.norm.double().cpu().reshape(1)
     yield "parameter gradient norm", difference("norm", recorded, norm, [f"step {step}"])
 

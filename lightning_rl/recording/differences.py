@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rl.recording.recompute import Replayed
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.serialize import NAME, OBJECT, from_json
+from lightning_rl.serialization import ARGUMENTS, CLASS, NAME
 
 ORDER = (  # order of computation of the fields
     "prompt_ids",
@@ -103,7 +103,7 @@ def replay_differences(recording: Recording, replayed: Replayed) -> Iterator[tup
     rollout, samples = recording.rollout, samples_of(recording)
     for name in SIGNAL:
         yield name, difference(name, getattr(rollout, name), getattr(replayed.rollout, name), samples)
-    recorded = [from_json(step["parts"]) for step in recording.header["steps"]]
+    recorded = [step["parts"] for step in recording.header["steps"]]
     steps = [f"step {number}" for number in range(len(recorded))]
     for name in dict.fromkeys(name for parts in [*recorded, *replayed.parts] for name in parts):
         figures = [[float(parts.get(name, "nan")) for parts in each] for each in (recorded, replayed.parts)]
@@ -130,12 +130,12 @@ def recording_differences(ours: Recording, theirs: Recording) -> Iterator[Differ
 
 
 def json_differences(ours: Any, theirs: Any, place: str = "") -> Iterator[Difference]:
-    """Yield the differences of two JSON descriptions (:mod:`lightning_rl.recording.serialize`)."""
+    """Yield the differences of two descriptions (:mod:`lightning_rl.serialization`)."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in dict.fromkeys([*ours, *theirs]):
-            inner = place if key in (OBJECT, "state", NAME) else f"{place}{key}."
+            inner = place if key in (CLASS, ARGUMENTS, NAME) else f"{place}{key}."
             yield from json_differences(ours.get(key), theirs.get(key), inner)
-    elif ours != theirs:
+    elif ours != theirs and not (ours != ours and theirs != theirs):  # NaN equals NaN
         yield Difference(what=place.removesuffix("."), values=(_short(ours), _short(theirs)))
 
 
@@ -152,7 +152,7 @@ def _order(name: str) -> tuple[int, int, str]:
 
 def _short(value: Any) -> str:
     if isinstance(value, Mapping):
-        return str(value.get(OBJECT) or value.get(NAME) or dict(value))
+        return str(value.get(CLASS) or value.get(NAME) or dict(value))
     return "nothing" if value is None else str(value)
 
 

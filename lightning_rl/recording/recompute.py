@@ -17,10 +17,10 @@ from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import Plan, plan_of_rows
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.serialize import from_json
 from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.serialization import restore
 from lightning_rl.update import accumulate_gradient, from_table
 
 
@@ -86,7 +86,7 @@ def load_states(algorithm: Algorithm, states: Mapping[str, Any]) -> None:
     """Restore the recorded states of the corrections."""
     for callback in algorithm.corrections.callbacks:
         if callback.name in states:
-            callback.load_state_dict(from_json(states[callback.name]))
+            callback.load_state_dict(restore(states[callback.name]))
 
 
 def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Collectives) -> Replayed:

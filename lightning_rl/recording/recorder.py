@@ -6,7 +6,7 @@ model.
 
 import platform
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
@@ -22,15 +22,15 @@ from lightning_rl.corrections import RLCallback, StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.tensor_hash import fingerprint
-from lightning_rl.recording.recorded_algorithm import algorithm_to_json, replayable
+from lightning_rl.recording.recorded_algorithm import describe_algorithm, replayable
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.serialize import to_json
-from lightning_rl.recording.vocabulary import Vocabulary
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURNS, FinishReason, Rollout, spans_of
+from lightning_rl.serialization import describe
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.trainer import callbacks_of
 
+SPACE = "\u2581"  # SentencePiece's space, dropped at the start of a text
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
 RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "value_loss", "reference", "critic"}
 RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "evaluation", "environment", "tools", "self"}
@@ -137,6 +137,37 @@ class RolloutRecorder(RLCallback):
             oldest.with_suffix(".safetensors").unlink(missing_ok=True)
 
 
+class Vocabulary:
+    """Texts of token ids, each decoded once, so that a recording can be displayed without its tokenizer.
+
+    Args:
+        tokenizer: Tokenizer of the run; None for a run on token ids.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def texts(self, ids: Iterable[int]) -> Mapping[str, str]:
+        """Return texts by id, ids as decimal strings; empty without a tokenizer.
+
+        A token with part of a multi-token character has the text U+FFFD.
+        """
+        if self._tokenizer is None:
+            return {}
+        chosen = sorted(set(ids))
+        for number in chosen:
+            if number not in self._texts:
+                self._texts[number] = self._text(number)
+        return {str(number): self._texts[number] for number in chosen}
+
+    def _text(self, number: int) -> str:
+        text = self._tokenizer.decode([number])
+        piece = self._tokenizer.convert_ids_to_tokens(number)
+        begins = isinstance(piece, str) and piece.startswith(SPACE) and not text.startswith(" ")
+        return f" {text}" if begins else text
+
+
 class _Draft:
     """Recording in progress."""
 
@@ -151,9 +182,9 @@ class _Draft:
             "precision": str(trainer.precision),
             "threads": torch.get_num_threads(),
             "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-            "options": {name: to_json(module.options[name]) for name in OPTIONS},
+            "options": {name: describe(module.options[name]) for name in OPTIONS},
             "trainer_callbacks": [type(callback).__name__ for callback in callbacks_of(trainer)],
-            "algorithm": algorithm_to_json(self.algorithm),
+            "algorithm": describe_algorithm(self.algorithm),
             "states": self._states(),
         }
         self.scored: dict[int, bool] = {}
@@ -164,7 +195,7 @@ class _Draft:
 
     def _states(self) -> dict[str, Any]:
         callbacks = self.algorithm.corrections.callbacks
-        return {callback.name: to_json(state) for callback in callbacks if (state := callback.state_dict())}
+        return {callback.name: describe(dict(state)) for callback in callbacks if (state := callback.state_dict())}
 
     def begin_step(self, step_index: StepIndex) -> None:
         weights = fingerprint(self.module.parallel.full_parameters(self.module.required_policy))
@@ -196,7 +227,7 @@ class _Draft:
 
     def end_step(self, outputs: Mapping[str, Tensor]) -> None:
         """Store this rank's share of the loss, and the gradient norm of all ranks before clipping."""
-        figures = {name: to_json(float(value)) for name, value in outputs.items() if value.numel() == 1}
+        figures = {name: float(value) for name, value in outputs.items() if value.numel() == 1}
         parts = {name: value for name, value in figures.items() if name != "optim/grad_norm"}
         self.steps[-1] |= {"parts": parts, "grad_norm": figures.get("optim/grad_norm")}
 
@@ -214,7 +245,7 @@ class _Draft:
                 "sample": int(rollout.sample_ids[row]),
                 "group": int(rollout.groups[row]),
                 "finish": FinishReason(int(rollout.finish[row])).name.lower(),
-                "reward": to_json(float(rollout.rewards[row])),
+                "reward": float(rollout.rewards[row]),
                 "prompt": text(rollout.prompt_ids[row, : rollout.prompt_lengths[row]]),
                 "response": text(rollout.response_ids[row, : rollout.response_lengths[row]]),
                 **(

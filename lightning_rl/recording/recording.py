@@ -16,10 +16,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.recording.header import FORMAT, check_tensors, file_beside, read_header, rollout_of
-from lightning_rl.recording.recorded_algorithm import algorithm_from_json
+from lightning_rl.recording.recorded_algorithm import restore_algorithm
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.atomic_write import write_atomically
+
+FORMAT = 3
+ENTRIES = {
+    "rollout",
+    "rank",
+    "ranks",
+    "device",
+    "threads",
+    "versions",
+    "options",
+    "algorithm",
+    "states",
+    "plan",
+    "steps",
+}
+ENTRIES |= {"samples"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +56,8 @@ class Recording:
     @property
     def rollout(self) -> Rollout:
         """The finished rollout."""
-        return rollout_of(self.tensors)
+        fields = [name for name in self.tensors if name.startswith("rollout/")]
+        return Rollout.from_state({name.removeprefix("rollout/"): self.tensors[name] for name in fields})
 
     def algorithm(self) -> Algorithm:
         """Return a new instance of the recorded algorithm.
@@ -49,7 +65,7 @@ class Recording:
         Raises:
             ValueError: If a part is user code, which only the recipe has.
         """
-        return algorithm_from_json(self.header["algorithm"])
+        return restore_algorithm(self.header["algorithm"])
 
     @property
     def minibatches(self) -> int:
@@ -65,7 +81,7 @@ class Recording:
         folder.mkdir(parents=True, exist_ok=True)
         stem = stem_of(*(self.header[key] for key in ("rollout", "rank", "ranks")))
         tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        text = json.dumps({"format": FORMAT, **self.header}, indent=1, allow_nan=False)
+        text = json.dumps({"format": FORMAT, **self.header}, indent=1)
         write_atomically(folder / f"{stem}.safetensors", lambda part: save_file(tensors, part))
         write_atomically(folder / f"{stem}.json", lambda part: part.write_text(text, encoding="utf-8"))
         return folder / f"{stem}.json"
@@ -78,14 +94,31 @@ class Recording:
             ValueError: Naming the file and the fault, if it is not a recording of this format.
             FileNotFoundError: If a file does not exist.
         """
-        header = read_header(file_beside(path, ".json"))
-        file = file_beside(path, ".safetensors")
+        text, file = Path(path).with_suffix(".json"), Path(path).with_suffix(".safetensors")
+        for part in (text, file):
+            if not part.is_file():
+                cure = "a recording is a .json and a .safetensors of one name in one folder"
+                raise FileNotFoundError(f"expected {part}, got no such file: {cure}")
         try:
-            tensors = load_file(file)
-        except (SafetensorError, ValueError, KeyError) as damaged:
+            header = json.loads(text.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as wrong:
+            raise ValueError(f"expected the JSON of a recording in {text}, got an invalid file: {wrong}") from None
+        if not isinstance(header, dict) or header.get("format") != FORMAT:
+            got = header.get("format") if isinstance(header, dict) else f"a {type(header).__name__}"
+            raise ValueError(f"expected a recording of format {FORMAT}, got {got!r:.80} in {text}")
+        if missing := sorted(ENTRIES - header.keys()):
+            raise ValueError(f"expected a recording of RolloutRecorder, got {text} without {missing[0]}")
+        try:
+            recording = Recording(header=header, tensors=load_file(file))
+            rows = len(recording.rollout)
+        except (SafetensorError, ValueError, TypeError, KeyError) as damaged:
             raise ValueError(f"expected the tensors of a recording in {file}, got an invalid file: {damaged}") from None
-        check_tensors(header, tensors, file)
-        return Recording(header=header, tensors=tensors)
+        recorded = [name for name in recording.tensors if not name.startswith("rollout/")]
+        wrong = [name for name in recorded if recording.tensors[name].shape[:1] != (rows,)]
+        if "sampled/scored" not in recorded or wrong:
+            got = f"{wrong[0]!r} of other rows" if wrong else "no sampled/scored"
+            raise ValueError(f"expected tensors of {rows} samples in {file}, got {got}")
+        return recording
 
     @staticmethod
     def of_all_ranks(path: str | Path) -> "list[Recording]":

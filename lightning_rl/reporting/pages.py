@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.recording import Recording
-from lightning_rl.recording.serialize import from_json
 from lightning_rl.reporting.attribution import Attribution, attribute
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
 
@@ -151,8 +150,8 @@ def _samples(recording: Recording) -> list[dict[str, Any]]:
 
 
 def _step(step: dict[str, Any]) -> dict[str, Any]:
-    parts = {name: _finite(from_json(part)) for name, part in step["parts"].items()}
-    norm = None if step["grad_norm"] is None else _finite(from_json(step["grad_norm"]))
+    parts = {name: _finite(part) for name, part in step["parts"].items()}
+    norm = None if step["grad_norm"] is None else _finite(step["grad_norm"])
     return {
         "step_index": step["step_index"],
         "made": step["made"],

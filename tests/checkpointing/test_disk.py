@@ -1,4 +1,4 @@
-"""Disks: full, folders that nobody can write to, several runs in one folder, and which checkpoint is the newest."""
+"""Disks: full disks, folders without write access, several runs in one folder, and the newest checkpoint."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_rl import RLLightningModule
 from lightning_rl.checkpointing import AtomicCheckpointIO, CheckpointError, latest_checkpoint
 from lightning_rl.checkpointing.checkpoint_folder import LOCK, clear_parts
-from lightning_rl.checkpointing.checksum import check_seal
+from lightning_rl.checkpointing.checksum import check_whole
 from lightning_rl.recording import RolloutRecorder
 
 pytestmark = pytest.mark.filterwarnings(
@@ -92,7 +92,7 @@ def test_a_full_disk_lets_the_run_go_on_if_that_is_wanted_and_keeps_the_last_che
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(module).items())
     newest = latest_checkpoint(tmp_path / "full")
     assert newest is not None and newest.name == "step=2.ckpt", "though ModelCheckpoint wanted to replace it"
-    check_seal(newest)
+    check_whole(newest)
 
 
 def test_a_limit_of_the_file_system_leaves_no_part(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_limit_of_the_file_system_leaves_no_part(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() in ("OSError", "RuntimeError"), done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["good.ckpt"]
-    check_seal(tmp_path / "good.ckpt")
+    check_whole(tmp_path / "good.ckpt")
 
 
 def test_the_newest_checkpoint_goes_by_step_and_not_by_the_clock(tmp_path: Path) -> None:

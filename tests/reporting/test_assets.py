@@ -1,4 +1,4 @@
-"""What a report is made of: texts that stay texts, a chart library with its licence, one table of metrics."""
+"""Assets of a report: texts that stay texts, a chart library with its license, one table of metrics."""
 
 import re
 from pathlib import Path

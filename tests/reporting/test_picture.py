@@ -1,4 +1,4 @@
-"""The picture of a rollout: rewards by group and log-probabilities by token, whatever a rollout lacks."""
+"""Picture of a rollout: rewards by group and log-probabilities by token, for rollouts that lack some fields."""
 
 import sys
 

@@ -168,7 +168,7 @@ def test_who_took_each_token_is_what_the_ledger_counts(tmp_path: Path) -> None:
 
 
 def own_loss(view: Any) -> torch.Tensor:
-    """A loss that no recording can make again, with a clip of its own."""
+    """User loss with a clip, which no recording can restore."""
     gap = view.logprobs - view.old_logprobs
     return torch.where(gap.abs() < 0.1, -gap.exp() * view.advantages, gap.detach() * 0)
 
@@ -248,8 +248,8 @@ def test_a_run_that_goes_on_drops_what_it_makes_again(tmp_path: Path) -> None:
     assert [finding["check"] for finding in after.findings] == ["seeds"]
     assert after.end is None and index_of(tmp_path / "report" / "report.html")["end"] is None
     fit(tiny_module(**OPTIONS), callbacks=[RunReport(1)], data=tiny_prompts(4, 4), default_root_dir=tmp_path)
-    anew = read_folder([tmp_path])
-    assert set(anew.rollouts) == {0} and sorted(anew.metrics["rollout"]) == list(range(4)) and not anew.findings
+    again = read_folder([tmp_path])
+    assert set(again.rollouts) == {0} and sorted(again.metrics["rollout"]) == list(range(4)) and not again.findings
 
 
 def test_an_error_in_the_first_step_is_in_the_report(tmp_path: Path) -> None:

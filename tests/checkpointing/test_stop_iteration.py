@@ -1,0 +1,180 @@
+"""A StopIteration of user code is an error, and not the end of the data."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+from lightning_rl import LossView, RLCallback, RLLightningModule, Rollout, TransformersEngine
+from lightning_rl.checkpointing import INTERRUPTED
+from lightning_rl.generation import Completion, Request
+
+NAMED = r"expected no StopIteration to leave Ends\.__call__ \(.*test_stop_iteration"
+
+
+class Ends:
+    """Source that is exhausted at its n-th call."""
+
+    def __init__(self, at: int) -> None:
+        self.values = iter(range(at - 1))
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Raise StopIteration if nothing is left."""
+        next(self.values)
+
+
+class Watches(RLCallback):
+    """Reads from a source in one of its methods."""
+
+    name = "watches"
+
+    def __init__(self, method: str, at: int) -> None:
+        self.method, self.source = method, Ends(at)
+
+    @property
+    @override
+    def affects(self) -> bool:
+        return False
+
+    def read(self, method: str) -> None:
+        """Read if it is the method."""
+        if method == self.method:
+            self.source()
+
+    @override
+    def observe_generated(self, pairs: Any) -> None:
+        self.read("observe_generated")
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.read("observe")
+
+    @override
+    def token_mask(self, view: LossView) -> Tensor:
+        self.read("token_mask")
+        return torch.ones_like(view.valid_tokens)
+
+    @override
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        return self.method == "observe_step"
+
+    @override
+    def observe_step(self, trace: Any) -> None:
+        self.read("observe_step")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self.read("state_dict")
+        return {}
+
+
+class Draws(TransformersEngine):
+    """Reads from a source in each call."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.source = Ends(at)
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        self.source()
+        return super()._draw(requests, logprobs=logprobs)
+
+
+class Clears(AdamW):
+    """Reads from a source after each step."""
+
+    def __init__(self, groups: Any, at: int) -> None:
+        super().__init__(groups, lr=1e-2)
+        self.source = Ends(at)
+
+    @override
+    def zero_grad(self, *arguments: Any, **keywords: Any) -> None:
+        if self.state:
+            self.source()
+        super().zero_grad(*arguments, **keywords)
+
+
+def run(folder: Path, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Any:
+    """Train two epochs of two rollouts with two steps each and a validation at the end of each."""
+    module = tiny_module(minibatches_per_rollout=2, **options)
+    trainer = fit(
+        module, callbacks=callbacks, data=tiny_prompts(8, 4, validation=[[2, 3]]), max_epochs=2,
+        default_root_dir=folder, ckpt_path=ckpt_path, num_sanity_val_steps=0,
+    )  # fmt: skip
+    return module, trainer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RLLightningModule:
+    """Module of a run in which nothing is raised."""
+    return run(tmp_path_factory.mktemp("whole"))[0]
+
+
+@pytest.mark.parametrize(
+    ("start", "steps"),
+    [
+        (lambda folder: run(folder, Watches("observe_generated", 2)), 2),
+        (lambda folder: run(folder, Watches("observe", 3)), 4),
+        (lambda folder: run(folder, Watches("token_mask", 4)), 3),
+        (lambda folder: run(folder, Watches("observe_step", 3)), 3),
+        (lambda folder: run(folder, Watches("state_dict", 10)), 4),
+        (lambda folder: run(folder, engine=Draws(2)), 2),
+        (lambda folder: run(folder, engine=Draws(3)), 4),
+    ],
+    ids=["observe_generated", "observe", "token_mask", "observe_step", "state_dict", "engine", "engine in validation"],
+)
+def test_a_run_ends_with_an_error_and_resumes_from_its_last_step(
+    start: Callable[[Path], Any], steps: int, whole: RLLightningModule, tmp_path: Path
+) -> None:
+    with pytest.raises(RuntimeError, match=rf"{NAMED}|generator raised StopIteration"):
+        start(tmp_path)
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == steps
+    resumed, trainer = run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)
+    assert trainer.global_step == 8
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weights_of(resumed)[name], weight), name
+
+
+@pytest.mark.parametrize("part", ["optimizer", "scheduler", "loss"])
+def test_optimizers_schedulers_and_losses_are_named(part: str, tmp_path: Path) -> None:
+    source = Ends(3)
+
+    def loss(view: LossView) -> Tensor:
+        source()
+        return -view.logprobs
+
+    options: dict[str, Any] = {
+        "optimizer": {"optimizer": lambda groups: Clears(groups, 3)},
+        "scheduler": {"lr_scheduler": lambda optimizer: LambdaLR(optimizer, lambda step: Ends(2 - step // 3)() or 1.0)},
+        "loss": {"loss": loss},
+    }[part]
+    with pytest.raises(RuntimeError, match=NAMED):
+        run(tmp_path, **options)
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == {"loss": 2}.get(part, 3)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_ends_with_an_error(stage: str, tmp_path: Path) -> None:
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    with pytest.raises(RuntimeError, match=NAMED):
+        getattr(trainer, stage)(tiny_module(engine=Draws(1)), tiny_prompts(validation=[[2, 3]]))
+
+
+def test_a_hook_may_end_an_epoch_by_its_return_value(tmp_path: Path) -> None:
+    class Leaves(RLLightningModule):
+        @override
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            return -1 if self.global_step == 2 else super().on_train_batch_start(batch, batch_idx)
+
+    module = Leaves(**tiny_module(minibatches_per_rollout=2).options)
+    assert fit(module, data=tiny_prompts(8, 4), default_root_dir=tmp_path).global_step == 2
