@@ -1,4 +1,4 @@
-"""What tests share: tiny policies, ragged rollouts, views from plain lists, one optimizer step, a short fit."""
+"""Shared code of tests: tiny policies, ragged rollouts, views from plain lists, one optimizer step, a short fit."""
 
 import atexit
 import tempfile
@@ -314,7 +314,7 @@ def view_of(
 
 @dataclass
 class StepResult:
-    """What one evaluation of the loss gave."""
+    """Result of one evaluation of the loss."""
 
     loss: Tensor
     gradient: Tensor  # with respect to the log-probabilities, [b, T]
@@ -451,7 +451,7 @@ def a_trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
 
 @cache
 def scratch() -> Path:
-    """A folder for what a run leaves that nobody gave a folder, such as the checkpoint of one that fails."""
+    """Return a folder for files of runs without a folder, such as checkpoints of runs that fail."""
     folder = tempfile.TemporaryDirectory(prefix="lightning-rl-tests-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
