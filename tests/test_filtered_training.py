@@ -21,12 +21,7 @@ from lightning_rl.policy.sampling_mask import from_bits, holds, to_bits
 from lightning_rl.rollout import SAMPLING_MASK
 
 VOCABULARY = 16
-FILTERS = [
-    SamplingParams(top_k=4),
-    SamplingParams(top_p=0.9),
-    SamplingParams(min_p=0.1),
-    SamplingParams(top_k=6, top_p=0.8),
-]
+FILTERS = [SamplingParams(min_p=0.1), SamplingParams(top_k=6, top_p=0.8)]
 each = pytest.mark.parametrize("keep", FILTERS, ids=str)
 
 

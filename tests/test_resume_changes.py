@@ -166,8 +166,9 @@ def test_a_checkpoint_of_another_project_is_named(tmp_path: Path, checkpoint: Pa
         resume(tmp_path / "foreign.ckpt")
 
 
-@pytest.mark.parametrize("content", ["dictionary", "weights", "tensor"])
-@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("entry", "content"), [("fit", "dictionary"), ("validate", "weights"), ("test", "tensor"), ("predict", "weights")]
+)
 def test_a_file_that_no_trainer_wrote_is_named(entry: str, content: str, tmp_path: Path) -> None:
     weights = tiny_policy().state_dict()
     contents = {"dictionary": {"state_dict": weights}, "weights": weights, "tensor": torch.ones(1)}

@@ -137,7 +137,7 @@ def test_what_the_library_exports_keeps_every_option(value: Any) -> None:
 @pytest.mark.parametrize("value", RESTORED, ids=lambda value: type(value).__name__)
 def test_what_the_library_exports_comes_back(value: Any) -> None:
     description: Any = describe(value)
-    if "function" in description["init_args"]:  # somebody's own
+    if "function" in description["init_args"]:  # a function of the user
         with pytest.raises(ValueError, match=r"lambda|per_row"):
             restore(description)
     else:
