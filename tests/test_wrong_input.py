@@ -13,8 +13,16 @@ import pytest
 import torch
 from adapters.reasoning_gym import ReasoningGymScore
 from kit.conversations import Echo
-from kit.support import callback_of, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
-from lightning.pytorch import Trainer
+from kit.support import (
+    a_trainer,
+    callback_of,
+    fit,
+    parity_reward,
+    tiny_module,
+    tiny_policy,
+    tiny_prompts,
+    tiny_tokenizer,
+)
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Qwen2ForCausalLM
 
@@ -83,10 +91,6 @@ def returns(value: Callable[[int], Any]) -> Callable[..., Any]:
         return value(len(prompts))
 
     return odd
-
-
-def bare(*callbacks: Any) -> Trainer:
-    return Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=list(callbacks))
 
 
 MODELS: dict[str, Case] = {
@@ -398,11 +402,11 @@ DATA: dict[str, Case] = {
 
 RUNS: dict[str, Case] = {
     "loader": (
-        lambda: bare().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
+        lambda: a_trainer().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
         "got no data module: pass prompts as PromptDataModule",
     ),  # pyright: ignore[reportArgumentType]
     "no-validation": (
-        lambda: bare().validate(tiny_module(), tiny_prompts()),
+        lambda: a_trainer().validate(tiny_module(), tiny_prompts()),
         r'expected prompts to evaluate in stage "val", got none: pass validation= to PromptDataModule, or',
     ),
     "complete-untokenized": (lambda: tiny_module().generate("a"), "expected a tokenizer for prompt 0, got none: pass"),
@@ -473,7 +477,7 @@ def test_every_switch_of_an_estimator_or_loss_is_true_or_false(known: Any) -> No
 
 def test_a_preset_is_no_list_of_callbacks() -> None:
     with pytest.raises(TypeError, match=r"\*\*preset.options to the module and callbacks=\[\*preset.callbacks\]"):
-        bare(*presets.dapo(max_new_tokens=8))
+        a_trainer([*presets.dapo(max_new_tokens=8)])
 
 
 @pytest.mark.parametrize("name", ["environment_timeout", "conversation_timeout"])

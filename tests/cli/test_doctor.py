@@ -13,7 +13,7 @@ import pytest
 import torch
 from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.conversations import talking_module
-from kit.support import parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.support import a_trainer, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -42,12 +42,6 @@ FORGETFUL = CHATML.replace("{{ message.content }}", "{{ message.content if loop.
 OTHER_END = CHATML.replace("</s>", "b")
 
 
-def trainer_of(*callbacks: RLCallback, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
-    return Trainer(**{**quiet, **options}, callbacks=list(callbacks))
-
-
 def module_of(**options: Any) -> RLLightningModule:
     """A module with room for its answers to end."""
     return tiny_module(**{"max_new_tokens": 32, **options})
@@ -57,7 +51,7 @@ def found(
     module: RLLightningModule | None = None, data: PromptDataModule | None = None, trainer: Trainer | None = None,
     *, limit: float = 30.0,
 ) -> list[Finding]:  # fmt: skip
-    given = Recipe(trainer or trainer_of(), module or module_of(), data or tiny_prompts())
+    given = Recipe(trainer or a_trainer(), module or module_of(), data or tiny_prompts())
     return examine(given, prompts=8, limit=limit)
 
 
@@ -77,7 +71,7 @@ def test_a_quick_look_builds_no_policy() -> None:
     def policy() -> Any:
         pytest.fail("it was built")
 
-    recipe = Recipe(trainer_of(), module_of(policy=policy), tiny_prompts())
+    recipe = Recipe(a_trainer(), module_of(policy=policy), tiny_prompts())
     findings = examine(recipe, prompts=8, limit=30.0, quick=True)
     assert problems(findings) == [] and [one.check for one in findings] == ["versions", "batches", "setup"]
 
@@ -138,7 +132,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         lambda: found(data=tiny_prompts(10, 4)), "warning", "batches", "2 of 10 prompts are left over", "add or drop",
     ),
     "cut": (
-        lambda: found(module_of(epochs_per_rollout=2), trainer=trainer_of(max_steps=5)), "warning", "batches",
+        lambda: found(module_of(epochs_per_rollout=2), trainer=a_trainer(max_steps=5)), "warning", "batches",
         "max_steps=5 ends within a rollout", "max_steps=4",
     ),
     "template_end": (
@@ -181,14 +175,14 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         "check that the engine loads synced weights",
     ),
     "refused": (
-        lambda: found(trainer=trainer_of(Refusing())), "error", "setup", "ValueError: expected a teacher, got none",
+        lambda: found(trainer=a_trainer([Refusing()])), "error", "setup", "ValueError: expected a teacher, got none",
         "follow the message",
     ),
     "dead_knob": (
-        lambda: found(trainer=trainer_of(OPSM())), "warning", "setup", "OPSM has no effect", "follow the message",
+        lambda: found(trainer=a_trainer([OPSM()])), "warning", "setup", "OPSM has no effect", "follow the message",
     ),
     "ranks": (
-        lambda: found(trainer=trainer_of(devices=2, strategy="ddp")), "warning", "setup", "would start 2 ranks",
+        lambda: found(trainer=a_trainer(devices=2, strategy="ddp")), "warning", "setup", "would start 2 ranks",
         "torchrun --nproc_per_node 2",
     ),
 }  # fmt: skip
@@ -285,7 +279,7 @@ def built(examine_module: Callable[[RLLightningModule], Subject], **options: Any
             trainer.should_stop = True
 
     corrections = [Looking(), *options.pop("callbacks", [])]
-    trainer = trainer_of(*corrections, limit_train_batches=1, precision=options.pop("precision", "32-true"))
+    trainer = a_trainer(corrections, limit_train_batches=1, precision=options.pop("precision", "32-true"))
     trainer.fit(module_of(**options), tiny_prompts(4, 4))
     return seen[0]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, recorder, tiny_module, tiny_prompts, weights_of
+from kit.support import differing, fit, recorder, tiny_module, tiny_prompts
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -75,12 +75,6 @@ def run(
         **{"max_epochs": 4, "max_steps": STEPS, "enable_checkpointing": folder is not None, **(trainer or {})},
     )
     return module
-
-
-def differing(one: RLLightningModule, other: RLLightningModule) -> list[str]:
-    """Names of the weights in which two runs differ by any bit."""
-    first, second = weights_of(one), weights_of(other)
-    return [name for name in first if not torch.equal(first[name], second[name])]
 
 
 CASES: dict[str, tuple[Callable[[], list[RLCallback]], dict[str, Any]]] = {

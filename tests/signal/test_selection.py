@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties.ranks import in_lockstep
+from kit.lockstep import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
 
