@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 from kit.fake_vllm import fake_vllm
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -162,6 +163,8 @@ def test_checks_in_the_configuration_of_the_recipes_pass_with_the_fake_of_vllm(
     findings = importlib.import_module("gpu_findings").Findings(tmp_path / "findings.jsonl", tiny=True)
     with fake_vllm(gpus=1):
         getattr(defaults, name)(findings)
+    if dist.is_initialized():  # vLLM leaves its process group
+        dist.destroy_process_group()
     bounds = [line for line in map(json.loads, findings.path.read_text().splitlines()) if line["kind"] == "bound"]
     assert bounds and [line["what"] for line in bounds if not line["bound"]["holds"]] == []
 
