@@ -83,7 +83,7 @@ soak: $(INSTALLED) ## Train 2,000 rollouts with every kind of callback, and chec
 	$(BIN)/python -m tests.soak
 
 test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
-	$(BIN)/python -m tests.goldens tests/data/goldens tests/data/goldens_more
+	$(BIN)/pytest tests/test_goldens.py
 
 test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in a separate environment
 	$(VLLM_BIN)/pytest $(WATCHED) -m "not long" tests/vllm

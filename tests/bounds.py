@@ -16,7 +16,7 @@ EXTRAS = re.compile(r"^lightning-rl\[(.*)\]$")
 def claims(project: str) -> dict[str, set[str]]:
     """The lower bounds of every package that ``dev`` installs but torch, which TORCH names.
 
-    Extras outside of ``dev`` run in environments of their own.
+    Extras outside of ``dev`` run in separate environments.
     """
     declared = tomllib.loads(project)["project"]
     lines, found = [*declared["dependencies"], *declared["optional-dependencies"]["dev"]], dict[str, set[str]]()
@@ -29,7 +29,7 @@ def claims(project: str) -> dict[str, set[str]]:
 
 
 def untrue(claimed: dict[str, set[str]], resolved: str) -> list[str]:
-    """What is claimed and is not the version that was installed."""
+    """Return the claimed bounds that are not the installed version."""
     versions = dict(line.split(";")[0].strip().split("==") for line in resolved.splitlines() if "==" in line)
     return [
         f"{name}: {' and '.join(sorted(bounds))} claimed, {versions.get(name)} installed"
@@ -39,7 +39,7 @@ def untrue(claimed: dict[str, set[str]], resolved: str) -> list[str]:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two versions are the same but for zeros at the end."""
+    """Return True if two versions differ only in trailing zeros."""
     return re.sub(r"(\.0)+$", "", one) == re.sub(r"(\.0)+$", "", other)
 
 

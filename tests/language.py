@@ -58,6 +58,26 @@ CHECKED = (
     "tests/generation",
     "tests/vllm",
     "tests/rewards",
+    "tests/*.py",
+    "tests/advantages",
+    "tests/callbacks",
+    "tests/cli",
+    "tests/corrections",
+    "tests/data/*.py",
+    "tests/distributed",
+    "tests/evaluation",
+    "tests/fuzz",
+    "tests/goldens",
+    "tests/kit",
+    "tests/losses",
+    "tests/policy",
+    "tests/properties",
+    "tests/quiet_bugs",
+    "tests/recipes",
+    "tests/rollouts",
+    "tests/signal",
+    "tests/strategies",
+    "tests/translation",
 )
 # fmt: on
 WORDS = re.compile(
@@ -70,11 +90,11 @@ SUFFIXES = {".py", ".md", ".js", ".yaml", ".toml", ".css", ".html"}
 
 
 def files(paths: Sequence[str]) -> Iterator[Path]:
-    """Yield the text files at and below the given paths."""
+    """Yield the text files at and below the given paths, which may be patterns of ``glob``."""
     for name in paths:
-        path = ROOT / name
-        found = [path] if path.is_file() else sorted(path.rglob("*"))
-        yield from (each for each in found if each.suffix in SUFFIXES and each != Path(__file__).resolve())
+        for path in sorted(ROOT.glob(name)):
+            found = [path] if path.is_file() else sorted(path.rglob("*"))
+            yield from (each for each in found if each.suffix in SUFFIXES and each != Path(__file__).resolve())
 
 
 def findings(path: Path) -> Iterator[tuple[int, str]]:

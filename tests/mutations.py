@@ -1,6 +1,6 @@
 """Puts each known silent bug back into a copy of the tree and expects the test that is named after it to turn red.
 
-What breaks a loss or a correction is tried on the tests of its own file in the same way.
+Mutations of losses and corrections run the tests of their file in the same way.
 
     python -m tests.mutations            # all of them
     python -m tests.mutations 1_03 2_12  # those whose test has such a name
@@ -286,7 +286,7 @@ EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new
     ("tests/signal/test_kl.py", "test_estimators_have_the_published_values_and_gradients", "lightning_rl/signal/kl.py",
      "* k3(log_p, log_q) + rest_p * k3(rest_p.log(), rest_q.log())", "* (log_p - log_q)"),
 ]]
-"""Ways to break losses, corrections and estimators, each with the test of its own file that notices."""
+"""Ways to break losses, corrections and estimators, each with the test that detects it."""
 ENGINE, INTERNALS = "lightning_rl/generation/vllm/vllm_engine.py", "lightning_rl/generation/vllm/internals.py"
 CURES = [Mutation(test, file, old, new, where) for where, test, file, old, new in [
     ("tests/generation/vllm/test_launchers.py", "test_each_rank_has_its_rank_and_its_gpu", INTERNALS,
@@ -336,7 +336,7 @@ CURES = [Mutation(test, file, old, new, where) for where, test, file, old, new i
 
 
 class Run(NamedTuple):
-    """How pytest ended in a copy of the tree."""
+    """Result of pytest in a copy of the tree."""
 
     code: int
     output: str
@@ -353,7 +353,7 @@ class Run(NamedTuple):
 def run(tests: Sequence[str], mutation: Mutation | None = None, where: Sequence[str] = (BUGS,)) -> Run:
     """Runs the tests of some names in a copy of the tree, with a mutation if there is one.
 
-    Happens in a process of its own, which has imported nothing but what :data:`PRELOADED` says.
+    Runs in a separate process, which has imported only :data:`PRELOADED`.
     """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder).resolve()
@@ -399,7 +399,7 @@ def check_imported(copy: Path) -> None:
 
 
 def verdict(mutation: Mutation) -> str:
-    """What became of a mutation: ``caught``, or why not."""
+    """Return ``caught``, or the reason why a mutation was not."""
     try:
         ended = run([mutation.test], mutation, [mutation.where])
     except (OSError, RuntimeError, ValueError) as error:

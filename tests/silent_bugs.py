@@ -1,4 +1,4 @@
-"""What the tests of known silent bugs share: one optimizer step cut as one likes, a signal, samples from a script."""
+"""Shared code of the tests of known silent bugs: one optimizer step, a signal, samples from a script."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ G = 3
 
 @dataclass
 class Found:
-    """What accumulating one optimizer step gave."""
+    """Result of accumulating one optimizer step."""
 
     gradient: Tensor  # of every weight, as one vector
     losses: dict[str, float]

@@ -57,7 +57,7 @@ MAX_SLOWER = 1.25  # median seconds of the processor for a rollout, last quarter
 
 @dataclass
 class Look:
-    """What was there after a rollout."""
+    """Resources in use after a rollout."""
 
     rollout: int
     memory: float  # MiB
@@ -153,7 +153,7 @@ def _train(rollouts: int, folder: Path, callbacks: list[Callback], per_rollout: 
 
 
 def growth(watch: Watch) -> dict[str, float]:
-    """What grew after the warm-up."""
+    """Return the growth after the warm-up."""
     last = watch.looks[-1].rollout
     looks = [look for look in watch.looks if look.rollout >= WARM_UP * last]
     at = np.array([look.rollout for look in looks]) / 100

@@ -1,17 +1,14 @@
 """An algorithm's loss: what multiplies what, which denominator counts whom, and that cuts do not matter."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from kit.support import an_algorithm, callback_of, ragged_rollout, run_step, view_of, view_of_rollout
-from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import (
-    ClippedSurrogate,
     LossTerm,
     LossView,
     Reinforce,
@@ -23,8 +20,6 @@ from lightning_rl import (
     token_mean,
 )
 from lightning_rl.algorithm import LossParts
-from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
-from lightning_rl.corrections.stat import merge_moments, reduce_moments
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 
@@ -93,22 +88,6 @@ def test_the_total_is_the_sum_of_what_is_logged(reduction: Reduction) -> None:
     assert found.total.requires_grad and not any(part.requires_grad for part in parts.values())
 
 
-@pytest.mark.parametrize("knob", ["entropy_coef", "value_coef", "term"])
-def test_the_loss_is_linear_in_each_coefficient_with_the_logged_part_as_slope(knob: str) -> None:
-    def at(coef: float) -> LossParts:
-        knobs = {"entropy_coef": 0.2, "value_coef": 0.2, "term": 0.2, knob: coef}
-        return evaluate(
-            ragged_view(),
-            callbacks=[term(knobs["term"])],
-            entropy_coef=knobs["entropy_coef"],
-            value_loss=ValueLoss(coef=knobs["value_coef"]),
-        )
-
-    logged = {"entropy_coef": "entropy_bonus/loss", "value_coef": "loss/value", "term": "term/loss"}[knob]
-    assert_close((at(3.0).total - at(1.0).total).detach() / 2, at(1.0).parts[logged])
-    assert at(1.0).parts[logged] != 0
-
-
 def test_a_rejected_row_still_counts_in_the_denominator() -> None:
     view = view_of([[-1.0, -1.0], [-1.0, -1.0]], advantages=[[1.0, 1.0], [2.0, 2.0]])
     step = run_step(view, callbacks=[REJECT], loss=Reinforce())
@@ -128,24 +107,6 @@ FIELDS = [
     "values",
     "current_values",
 ]
-
-
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
-@pytest.mark.parametrize("field", FIELDS)
-def test_poison_at_a_masked_token_reaches_neither_loss_nor_gradient_nor_metric(field: str, poison: float) -> None:
-    def run(view: LossView) -> tuple[LossParts, list[Tensor]]:
-        inputs = [view.logprobs, view.entropy, view.require("current_values")]
-        callbacks = [OPSM(0.01), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True), HALVE, term(masked=True)]
-        found = evaluate(view, callbacks=callbacks, entropy_coef=0.1)
-        return found, list(torch.autograd.grad(found.total, inputs))
-
-    view = ragged_view()
-    clean = view.require(field)
-    poisoned = torch.where(view.valid_tokens, clean, poison).detach().requires_grad_(clean.requires_grad)
-    (plain, gradients), (found, spoiled) = run(view), run(view.replace(**{field: poisoned}))
-    assert torch.equal(found.total, plain.total)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(spoiled, gradients, strict=True))
-    assert all(torch.equal(found.stats[name].moments, stat.moments) for name, stat in plain.stats.items())
 
 
 def test_a_rejected_token_may_have_an_infinite_loss() -> None:
@@ -186,41 +147,6 @@ def test_the_value_loss_is_clipped_around_the_old_value(clip: float | None, loss
 
 def test_without_a_critic_there_is_no_value_loss() -> None:
     assert set(evaluate(view_of([-1.0], rollout_logprobs=[-1.0])).parts) == {"loss/total", "loss/policy"}
-
-
-@reductions
-@pytest.mark.parametrize("cut", [[12], [1] * 12, [5, 7], [6, 1, 5], [0, 11, 1]], ids=str)
-def test_cuts_into_microbatches_change_neither_loss_nor_gradient_nor_statistics(
-    reduction: Reduction, cut: Sequence[int]
-) -> None:
-    callbacks = [OPSM(0.01), RolloutKL(0.1), ReferenceKL(0.2, as_loss=True), HALVE, term(reduction=prompt_mean)]
-    options: dict[str, Any] = {
-        "callbacks": callbacks,
-        "entropy_coef": 0.1,
-        "loss": ClippedSurrogate(),
-    }
-    view = ragged_view()
-    inputs = [view.logprobs, view.entropy, view.require("current_values")]
-    whole = evaluate(view, reduction, **options)
-    gradients = torch.autograd.grad(whole.total, inputs)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
-    parts = []
-    for rows in order.split(list(cut)):
-        piece = view.select(rows).fit_width(int(view.response_lengths[rows].max()) if len(rows) else 1)
-        known = {
-            weigh: weigh(view.valid_tokens, view.trained, view.groups, local_sum)[rows, : piece.width]
-            for weigh in REDUCTIONS
-        }
-        parts.append(an_algorithm(reduction=reduction, **options).microbatch_loss(piece, known.__getitem__))
-    total = torch.stack([part.total for part in parts]).sum()
-    assert_close(total, whole.total, atol=1e-10, rtol=0)
-    for ours, theirs in zip(torch.autograd.grad(total, inputs), gradients, strict=True):
-        assert_close(ours, theirs, atol=1e-10, rtol=0)
-    for name, part in whole.parts.items():
-        assert_close(torch.stack([found.parts[name] for found in parts]).sum(), part, atol=1e-10, rtol=0)
-    for name, stat in whole.stats.items():
-        merged = merge_moments(torch.stack([found.stats[name].moments for found in parts]))
-        assert_close(reduce_moments(merged.tolist(), stat.reduction), stat.value(), atol=1e-10, rtol=0)
 
 
 def test_measures_come_from_untouched_log_probabilities_of_valid_tokens() -> None:

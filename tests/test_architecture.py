@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def contract() -> list[str]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
 
 
+@cache
 def definitions() -> set[str]:
     """Every name that the repository's code defines: classes, functions, arguments, attributes, constants, files."""
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""What benchmarks stand on: work that is counted, bounds that can fail, and a runner that nothing stops."""
+"""Benchmarks: counted work, bounds that can fail, and a runner that goes on after failures."""
 
 import importlib.util
 import shutil
@@ -11,7 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SHARED = {"measure", "paced", "run", "sides", "side_of_library", "side_of_trl", "workload"}
-OF_A_GPU = {path.stem for path in BENCHMARKS.glob("gpu_*.py")}  # by a command of their own
+OF_A_GPU = {path.stem for path in BENCHMARKS.glob("gpu_*.py")}  # by a separate command
 OF_DATA = {"score_gsm8k"}  # takes the folder of a data set
 
 

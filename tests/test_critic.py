@@ -1,6 +1,5 @@
-"""What the critic minimises: a ValueLoss or a subclass of one's own, checked like the policy loss."""
+"""Loss of the critic: ValueLoss or a subclass, checked like the policy loss."""
 
-import math
 from typing import Any
 
 import pytest
@@ -32,22 +31,6 @@ def view(current: list[float], old: list[float], returns: list[float]) -> LossVi
 def test_value_loss_by_hand(options: dict[str, Any], current: float, old: float, loss: float) -> None:
     given = [torch.tensor([[number]]) for number in (current, old, 1.0)]
     assert float(ValueLoss(**options)(*given)) == pytest.approx(loss)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"clip": 0.0}, "expected clip > 0 or None, got 0.0"),
-        ({"clip": math.nan}, "expected clip > 0 or None, got nan"),
-        ({"huber": 0.0}, "expected huber > 0, got 0.0"),
-        ({"coef": -0.1}, "expected coef >= 0, got -0.1"),
-        ({"coef": math.nan}, "expected coef >= 0, got nan"),
-        ({"coef": math.inf}, "expected coef >= 0 and finite, got inf"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ValueLoss(**options)
 
 
 def test_a_value_loss_of_ones_own_is_reduced_like_the_others() -> None:
@@ -86,11 +69,6 @@ class Writing(ValueLoss):
 def test_a_value_loss_that_is_not_per_token_is_refused_by_its_name() -> None:
     with pytest.raises(ValueError, match=r"the value loss Flattening to return a value per token \[1, 2\], got \[\]"):
         run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=Flattening())
-
-
-def test_a_value_loss_that_writes_in_place_is_refused_by_its_name() -> None:
-    with pytest.raises(RuntimeError, match="the value loss Writing wrote in place to returns: return a new"):
-        run_step(view([0.5, 3.0], [0.1, 0.3], [1.0, 1.0]), value_loss=Writing())
 
 
 def trained(**options: Any) -> RLLightningModule:

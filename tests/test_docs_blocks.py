@@ -1,4 +1,4 @@
-"""What the pages show runs as pasted: every block of Python, every command, every option that a command is given."""
+"""Blocks of Python on the pages run as pasted; commands and their options exist."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
-# In the place of what needs a GPU, a download or hours; nothing else of a block is changed.
+# Replacements of code that needs a GPU, a download or hours; nothing else of a block is changed.
 SUBSTITUTIONS = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': '"policy"',
     '"Qwen/Qwen2.5-7B-Instruct"': '"policy"',
@@ -105,7 +105,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(block: Block) -> dict[str, Any]:
-    """Executes a block in a namespace of its own; as a module, so that a main guard is left out."""
+    """Execute a block as a module, so that a main guard is left out."""
     before = [other.text for other in PYTHON if other.page == block.page and other.number < block.number]
     text = "\n".join([*(before if block.page.name in CONTINUED else ()), block.text])
     for written, small in SUBSTITUTIONS.items():
@@ -155,7 +155,7 @@ def taskset(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX` has been removed")
 def test_a_block_runs_as_pasted(block: Block, beside: Path) -> None:
     if "verifiers" in block.text.lower():
-        pytest.importorskip("verifiers")  # in an environment of its own
+        pytest.importorskip("verifiers")  # in a separate environment
         taskset(beside)
     for name, library in NEEDS.items():
         if name in block.text:

@@ -45,7 +45,7 @@ def site() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def built() -> Path:
-    """The site, built anew."""
+    """Build the site and return its folder."""
     if not BUILDER.exists():
         pytest.skip("no environment with the builder of the site: make docs makes one")
     done = subprocess.run([str(BUILDER), "docs/site.py"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -54,7 +54,7 @@ def built() -> Path:
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page are called, on a code host and on the site alike."""
+    """Return the anchors of the headings of a page, which are the same on a code host and on the site."""
     text = FENCE.sub("", page.read_text())
     titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "") for title in HEADING.findall(text)]
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
@@ -149,12 +149,12 @@ def test_a_link_to_a_public_name_in_a_file_leads_to_the_reference(site: ModuleTy
     assert site.site_link("figures/GSPO.svg", page, set()) == "figures/GSPO.svg"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_site_builds_without_a_warning_or_a_dead_link(built: Path) -> None:
     assert (built / "index.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_word_is_found_from_a_folder_without_a_request(built: Path, width: int, tmp_path: Path) -> None:
     with chromium(tmp_path) as browser:
@@ -170,7 +170,7 @@ def test_a_word_is_found_from_a_folder_without_a_request(built: Path, width: int
         assert [address for address in browser.requests if not address.startswith(("file:", "data:", "about:"))] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_formulas_are_drawn_by_the_browser_alone(built: Path) -> None:
     text = (built / "reference" / "lightning_rl.losses.html").read_text()
     assert text.count('<div class="formula"><math') >= 12 and "arithmatex" not in text

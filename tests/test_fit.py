@@ -1,6 +1,5 @@
-"""What ``Trainer.fit`` promises: order of callbacks, toggling, on-policy identity, skipped steps, clear errors."""
+"""``Trainer.fit``: order of callbacks, toggling, on-policy identity, skipped steps, errors."""
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from kit.support import EOS, differing, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch.optim import SGD
 from typing_extensions import override
 
@@ -55,11 +54,6 @@ class Watch(RLCallback):
         return {"watch/rows": Stat.of(view.trained)}
 
 
-def equal_weights(one: RLLightningModule, other: RLLightningModule) -> bool:
-    first, second = weights_of(one), weights_of(other)
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
 def trained(callbacks: Sequence[Any], **options: Any) -> RLLightningModule:
     module = tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, **options)
     fit(module, callbacks=callbacks)
@@ -70,44 +64,14 @@ def all_corrections() -> list[RLCallback]:
     return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
 
 
-@pytest.mark.slow
-def test_the_order_of_the_callbacks_never_matters() -> None:
-    expected = trained(all_corrections())
-    for order in list(itertools.permutations(range(4)))[1:]:
-        corrections = all_corrections()
-        assert equal_weights(trained([corrections[place] for place in order]), expected)
-
-
 def test_the_order_never_matters_with_weights_and_masks_on_a_loss_without_a_ratio() -> None:
     def corrections() -> list[RLCallback]:
         masks = [IcePop(0.9, 1.1), SequenceRatioMask("geometric", 0.9, 1.1), OutlierMask(0.5), OPSM(1e-3)]
         return [OffPolicyIS(), *masks, OverlongPenalty(8, 4), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
 
     expected = trained(corrections(), loss="reinforce")
-    assert equal_weights(trained(corrections()[::-1], loss="reinforce"), expected)
-    assert equal_weights(trained(corrections()[3:] + corrections()[:3], loss="reinforce"), expected)
-
-
-@pytest.mark.parametrize("advantages", ["grpo", "rloo", "dr_grpo", "maxrl", "opo", "reinforce_plus_plus_baseline"])
-def test_estimators_that_compare_refuse_a_group_of_one(advantages: str) -> None:
-    with pytest.raises(ValueError, match=r"compares the samples of a prompt, so group_size=1 .*: use group_size=2"):
-        fit(tiny_module(group_size=1, advantages=advantages))
-
-
-@pytest.mark.parametrize("loss", [lambda view: view.logprobs.mean(), lambda view: view.logprobs.sum(-1)])
-def test_a_loss_that_is_not_per_token_is_refused(loss: Any) -> None:
-    with pytest.raises(ValueError, match="expected the loss <lambda> to return a value per token"):
-        fit(tiny_module(loss=loss))
-
-
-def test_a_loss_that_writes_in_place_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="the loss <lambda> wrote in place to advantages"):
-        fit(tiny_module(loss=lambda view: -view.logprobs * view.advantages.mul_(2.0)))
-
-
-def test_a_reward_that_cannot_be_called_like_one_is_an_error() -> None:
-    with pytest.raises(TypeError, match="expected reward <lambda> to accept"):
-        fit(tiny_module(rewards=lambda prompts: [1.0] * len(prompts)))
+    assert not differing(trained(corrections()[::-1], loss="reinforce"), expected)
+    assert not differing(trained(corrections()[3:] + corrections()[:3], loss="reinforce"), expected)
 
 
 def test_a_reference_with_dropout_is_refused() -> None:
@@ -129,17 +93,8 @@ def test_a_reference_added_in_a_second_fit_is_still_the_policy_before_its_first_
 def test_a_correction_acts_and_its_removal_gives_the_run_without_it(place: int) -> None:
     others = [correction for number, correction in enumerate(all_corrections()) if number != place]
     without = trained(others)
-    assert not equal_weights(trained(all_corrections()), without)
-    assert equal_weights(trained([c for n, c in enumerate(all_corrections()) if n != place]), without)
-
-
-@pytest.mark.parametrize(
-    "correction",
-    [OPSM(1e9), RolloutKL(0.0), ReferenceKL(0.0, as_loss=True)],
-    ids=lambda correction: type(correction).__name__,
-)
-def test_a_correction_at_its_off_value_is_bitwise_absent(correction: RLCallback) -> None:
-    assert equal_weights(trained([correction]), trained([]))
+    assert differing(trained(all_corrections()), without)
+    assert not differing(trained([c for n, c in enumerate(all_corrections()) if n != place]), without)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
@@ -175,41 +130,6 @@ def test_the_token_budget_changes_nothing_but_rounding() -> None:
     assert max(float(move.abs().max()) for move in moves) > 1e-3
 
 
-class WritesInPlace(RLCallback):
-    """Adds to the rewards it was shown."""
-
-    name = "writes_in_place"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> torch.Tensor:
-        return rollout.rewards.add_(1.0)
-
-
-class KeepsAndEdits(RLCallback):
-    """Edits a rollout that it was shown, outside of any contribution."""
-
-    name = "keeps_and_edits"
-    kept: Rollout
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self.kept = rollout
-
-    @override
-    def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
-        self.kept.require("advantages").mul_(2.0)
-
-
-def test_a_callback_that_writes_in_place_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"reward_bonus of writes_in_place wrote in place to rewards"):
-        fit(tiny_module(), callbacks=[WritesInPlace()])
-
-
-def test_a_held_rollout_that_was_edited_is_refused_at_the_next_step() -> None:
-    with pytest.raises(RuntimeError, match=r"between optimizer steps: advantages"):
-        fit(tiny_module(epochs_per_rollout=2), callbacks=[KeepsAndEdits()])
-
-
 def test_engine_log_probabilities_are_recorded_wherever_the_engine_gives_them() -> None:
     for returns_logprobs in (True, False):
         watch = Watch()
@@ -225,15 +145,10 @@ def test_missing_log_probabilities_are_an_error_at_setup() -> None:
         fit(tiny_module(engine=FakeEngine(lambda _: [1], returns_logprobs=False)), callbacks=[RolloutKL()])
 
 
-def test_a_ratio_that_counts_the_current_policy_twice_is_refused_at_setup() -> None:
-    with pytest.raises(ValueError, match="current policy would count twice as numerator: use TruncatedIS"):
-        fit(tiny_module(), callbacks=[OffPolicyIS()])
-
-
 def test_off_policy_weights_train_on_a_loss_without_a_ratio() -> None:
     module = tiny_module(loss="reinforce", epochs_per_rollout=2)
     fit(module, callbacks=[OffPolicyIS()])
-    assert not equal_weights(module, trained_without_weights())
+    assert differing(module, trained_without_weights())
 
 
 def trained_without_weights() -> RLLightningModule:
@@ -335,17 +250,6 @@ def test_a_reward_that_fails_takes_its_rows_out_and_nothing_becomes_nan(reward: 
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
 
 
-def constant_reward(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-    return [1.1] * len(prompts)
-
-
-@pytest.mark.parametrize("advantages", ["grpo", "rloo"])
-def test_a_group_without_spread_teaches_nothing(advantages: str) -> None:
-    watch = Watch()
-    fit(tiny_module(advantages=advantages, rewards=constant_reward), callbacks=[watch])
-    assert all(not rollout.require("advantages").any() for rollout in watch.rollouts)
-
-
 @pytest.mark.filterwarnings("ignore:rollout 0 taught the policy nothing")
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
 def test_a_rollout_of_truncated_rows_is_harmless(action: Any) -> None:
@@ -365,47 +269,9 @@ def test_eos_ids_can_be_given_where_nobody_has_one() -> None:
     assert fit(module).global_step == 4
 
 
-def test_a_prompt_longer_than_the_context_is_named_before_training() -> None:
-    data = PromptDataModule([[2]] * 5 + [[2] * 60] + [[2]] * 10, 4)
-    with pytest.raises(ValueError, match="got prompt 5 with 60"):
-        fit(tiny_module(), data=data)
-
-
 def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
     with pytest.raises(ValueError, match=r"config.attention_dropout=0.1: set it to 0"):
         fit(tiny_module(policy=lambda: tiny_policy(attention_dropout=0.1)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss": "ppx"}, "expected a loss out of ppo, reinforce"),
-        ({"advantages": "ppo"}, "expected advantages out of grpo"),
-        ({"reduction": "mean"}, "expected a reduction out of token_mean"),
-        ({"temperature": 0.0}, "expected a temperature > 0 for training, got 0"),
-        ({"temperature": float("inf")}, "expected temperature >= 0 and finite, got inf"),
-        ({"group_size": 0}, "expected group_size to be a whole number above 0, got 0"),
-        ({"group_size": 1.5}, "expected group_size to be a whole number above 0, got 1.5"),
-        ({"value_loss": "mse"}, r"expected value_loss to be an object such as ValueLoss\(coef=0.5\), got 'mse'"),
-        (
-            {"rewards": {"a": (parity_reward, float("nan"))}},
-            "expected the weight of reward a to be a number, got nan",
-        ),
-    ],
-)
-def test_a_wrong_argument_is_an_error_at_construction(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny_module(**options)
-
-
-def test_a_critic_that_nothing_reads_is_refused() -> None:
-    with pytest.raises(ValueError, match="critic= has no effect"):
-        fit(tiny_module(critic="shared"))
-
-
-def test_an_unequal_split_into_minibatches_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of minibatches_per_rollout x ranks, got 4 for 3 x 1"):
-        fit(tiny_module(minibatches_per_rollout=3))
 
 
 def test_ppo_with_a_critic_trains_both() -> None:
@@ -450,7 +316,7 @@ def test_what_others_draw_changes_nothing() -> None:
         def on_train_batch_start(self, *arguments: Any, **keywords: Any) -> None:
             torch.rand(3)
 
-    assert equal_weights(trained([Draws()]), trained([]))
+    assert not differing(trained([Draws()]), trained([]))
 
 
 def test_rewards_see_text_ids_and_columns() -> None:

@@ -1,4 +1,4 @@
-"""Nobody waits for an accelerator between the first and the last microbatch of a step."""
+"""The host does not synchronize with an accelerator between the microbatches of a step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,9 @@
-"""The rules of the house which no linter knows: names, sources, a test for every callback."""
+"""House rules that no linter checks: names, sources, a test for every callback."""
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,20 @@ PREPOSITIONS = {"after", "and", "at", "back", "before", "by", "for", "from", "in
 STATES = {"begun", "finished", "sharded"}  # of properties, as in `parallel.sharded`
 
 
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def nodes(files: list[Path]) -> Iterator[tuple[str, ast.AST]]:
-    """Yields every syntax node with the place it stands at."""
+    """Yield every syntax node with its file and line."""
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree(file)):
             yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
 
 
 def docstring(file: Path) -> str:
-    return ast.get_docstring(ast.parse(file.read_text())) or ""
+    return ast.get_docstring(tree(file)) or ""
 
 
 def is_participle(word: str) -> bool:
@@ -39,7 +45,7 @@ def is_participle(word: str) -> bool:
 
 
 def named_by_participle(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether the head of its name is a participle: the last word, or the one before a preposition.
+    """Return True if the head of its name is a participle: the last word, or the one before a preposition.
 
     A participle before a noun is an adjective: `clipped_surrogate` is a surrogate.
     """

@@ -25,7 +25,7 @@ SMALL |= {"enable_model_summary": False}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Holds what the page says lies beside run.yaml, with a small model and few prompts in the place of large ones."""
+    """Write the files that the page names beside run.yaml, with a small model and few prompts."""
     text = PAGE.read_text()
     config = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)[0])
     (rewards,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def brevity" in block]
@@ -111,14 +111,15 @@ def test_print_config_shows_every_default_and_loads_again(folder: Path, capsys: 
 def test_every_known_name_is_printed_as_a_file_that_is_read_again(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config: dict[str, Any] = {}
     names = {"loss": list(LOSSES), "advantages": list(ESTIMATORS), "reduction": [*REDUCTIONS, "sequence_sum_norm"]}
     for number in range(max(map(len, names.values()))):
         chosen = {option: known[number % len(known)] for option, known in names.items()}
         arguments = [f"--model.{option}={name}" for option, name in chosen.items()]
         config = printed(capsys, "--config", "run.yaml", *arguments)
         assert {option: config["model"][option] for option in names} == chosen
-        (folder / "again.yaml").write_text(yaml.safe_dump(config))
-        assert printed(capsys, "--config", "again.yaml") == config
+    (folder / "again.yaml").write_text(yaml.safe_dump(config))
+    assert printed(capsys, "--config", "again.yaml") == config
 
 
 def test_a_reward_and_a_reduction_with_options_are_what_the_file_says(folder: Path) -> None:

@@ -45,7 +45,7 @@ class Keeping(DummyLogger):
 
 
 class Watched(Callback):
-    """What Lightning knew after each batch."""
+    """Record Lightning's metrics after each batch."""
 
     def __init__(self) -> None:
         self.known: list[dict[str, float]] = []
@@ -201,7 +201,7 @@ def test_rows_come_every_log_every_n_steps_and_hold_all_steps_since() -> None:
 
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_a_trainer_that_was_not_told_how_often_logs_every_rollout() -> None:
-    assert inspect.signature(Trainer).parameters["log_every_n_steps"].default is None  # so nobody can tell it from 50
+    assert inspect.signature(Trainer).parameters["log_every_n_steps"].default is None  # not distinguishable from 50
     assert Trainer(accelerator="cpu", logger=False).log_every_n_steps == LIGHTNINGS_DEFAULT  # pyright: ignore[reportAttributeAccessIssue]
     assert [step for step, _ in logged(log_every_n_steps=None)] == [1, 3, 5, 7]
 

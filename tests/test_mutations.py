@@ -23,7 +23,7 @@ def mutate(*names: str) -> tuple[int, str]:
     return ran.returncode, (ran.stdout + ran.stderr).splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bug_that_is_put_back_is_caught() -> None:
     assert mutate("1_18") == (0, "mutations injected=1 caught=1")
 

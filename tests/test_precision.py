@@ -5,29 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
-from lightning.pytorch import Trainer
+from kit.rows import Rows
+from kit.support import a_trainer, fit, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim import SGD
-from typing_extensions import override
 
-from lightning_rl import RLCallback
 from lightning_rl.callbacks import ReferenceKL
 
 
-class Norms(RLCallback):
-    """Keeps the gradient norm of every step."""
-
-    name = "norms"
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
-        self.norms.append(pl_module.run.metrics.values()["optim/grad_norm"])
+def norms_of(rows: Rows) -> list[float]:
+    return [row["optim/grad_norm"] for row in rows.rows]
 
 
 def test_a_gradient_scaler_changes_neither_norm_nor_step() -> None:
@@ -36,9 +25,9 @@ def test_a_gradient_scaler_changes_neither_norm_nor_step() -> None:
     for scale in (1.0, 1024.0):
         plugin = MixedPrecision("bf16-mixed", "cpu")
         plugin.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # pyright: ignore[reportPrivateImportUsage]
-        rows, module = Norms(), tiny_module(max_grad_norm=0.1, optimizer=partial(SGD, lr=0.5))
+        rows, module = Rows(), tiny_module(max_grad_norm=0.1, optimizer=partial(SGD, lr=0.5))
         fit(module, callbacks=[rows], plugins=[plugin])
-        found.append((rows.norms, weights_of(module)))
+        found.append((norms_of(rows), weights_of(module)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-3) and max(found[0][0]) > 0.1
     for name, weight in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], weight, atol=1e-3, rtol=1e-2)
@@ -61,10 +50,10 @@ def test_activation_checkpointing_changes_no_bit(critic: str | None) -> None:
 def test_a_step_moves_the_weights_in_every_precision(precision: Any) -> None:
     module = tiny_module(policy=partial(tiny_policy, dtype=torch.float64 if precision == "64-true" else torch.float32))
     before = {name: weight.clone() for name, weight in tiny_policy().named_parameters()}
-    rows = Norms()
+    rows = Rows()
     fit(module, callbacks=[rows], precision=precision)
     moved = weights_of(module)["policy.model.lm_head.weight"].float() - before["lm_head.weight"].detach()
-    assert float(moved.abs().max()) > 1e-3 and all(norm > 0 for norm in rows.norms)
+    assert float(moved.abs().max()) > 1e-3 and all(norm > 0 for norm in norms_of(rows))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +79,6 @@ def test_flags_that_manual_optimization_refuses_name_our_option(flag: dict[str, 
 
 @pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
 def test_the_tuner_is_refused(method: str) -> None:
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    trainer = a_trainer()
     with pytest.raises(ValueError, match=f"expected a fit, got {method}"):
         getattr(Tuner(trainer), method)(tiny_module(), datamodule=tiny_prompts())

@@ -1,4 +1,4 @@
-"""What the package exports: imported late, found by tools, and the same names in every list of them."""
+"""Public names: imported lazily, found by tools, the same in every list."""
 
 import ast
 import subprocess

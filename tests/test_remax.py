@@ -5,8 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import EOS, fit, recorder, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
-from lightning.pytorch import Trainer
+from kit.support import (
+    EOS,
+    a_trainer,
+    fit,
+    recorder,
+    tiny_module,
+    tiny_policy,
+    tiny_prompts,
+    tiny_tokenizer,
+    weights_of,
+)
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, PromptDataModule, RLCallback, RLLightningModule, Rollout
@@ -86,7 +95,7 @@ def test_neither_validation_nor_completions_draw_baselines() -> None:
     engine = FakeEngine(lambda _: [5, EOS])
     module = tiny_module(advantages="remax", group_size=1, engine=engine, tokenizer=None)
     data = tiny_prompts(validation=[[2], [3], [4]])
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    trainer = a_trainer()
     trainer.validate(module, data, verbose=False)
     assert [request.sampling.temperature for request in engine.requests] == [0.0] * 3
     module.generate([[2], [3]])

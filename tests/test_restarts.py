@@ -29,13 +29,14 @@ def check_equal(folder: Path, undisturbed: Path) -> None:
             assert torch.equal(result["weights"][name], weight), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "rank"),
     [
-        pytest.param("ddp", 1, marks=pytest.mark.slow),
-        pytest.param("ddp", 0, marks=pytest.mark.long),
-        pytest.param("fsdp2", 1, marks=pytest.mark.long),
-        pytest.param("fsdp2", 0, marks=pytest.mark.long),
+        ("ddp", 1),
+        ("ddp", 0),
+        ("fsdp2", 1),
+        ("fsdp2", 0),
     ],
 )
 def test_a_rank_that_is_killed_comes_back_by_itself_and_the_run_ends_bitwise_equal(
@@ -49,7 +50,7 @@ def test_a_rank_that_is_killed_comes_back_by_itself_and_the_run_ends_bitwise_equ
         killed.kill_rank(rank)
         killed.finish()
         lives += [killed.process(other) for other in range(RANKS)]
-    assert len(set(lives)) == 2 * RANKS, "all ranks began anew"
+    assert len(set(lives)) == 2 * RANKS, "all ranks restarted"
     check_equal(tmp_path / "killed", tmp_path / "whole")
 
 

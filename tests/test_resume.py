@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_model, tiny_module, tiny_policy, tiny_prompts, weights_of
-from lightning.pytorch import Callback, Trainer
+from kit.support import a_trainer, differing, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -69,9 +69,7 @@ def run(folder: Path, options: dict[str, Any], *, ckpt_path: Path | None = None,
 
 
 def assert_same_weights(one: RLLightningModule, other: RLLightningModule) -> None:
-    first, second = weights_of(one), weights_of(other)
-    differing = [name for name in first if not torch.equal(first[name], second[name])]
-    assert differing == []
+    assert differing(one, other) == []
     states = [[callback.state_dict() for callback in each.run.corrections.callbacks] for each in (one, other)]
     assert states[0] == states[1]
 
@@ -124,7 +122,7 @@ def test_the_logged_rows_go_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
 def test_evaluating_a_checkpoint_leaves_no_rollout_behind_for_a_later_fit(tmp_path: Path, name: str) -> None:
     run(tmp_path, GRPO, max_steps=4)
     module, data = tiny_module(**GRPO), tiny_prompts(8, 4, validation=[[2, 3]])
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    trainer = a_trainer()
     trainer.validate(module, data, ckpt_path=tmp_path / name, verbose=False)
     assert module.run.loaded is None and data.cursor == 0
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
-from lightning.pytorch import Trainer
+from kit.support import a_trainer, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.optim import AdamW
@@ -166,13 +165,14 @@ def test_a_checkpoint_of_another_project_is_named(tmp_path: Path, checkpoint: Pa
         resume(tmp_path / "foreign.ckpt")
 
 
-@pytest.mark.parametrize("content", ["dictionary", "weights", "tensor"])
-@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("entry", "content"), [("fit", "dictionary"), ("validate", "weights"), ("test", "tensor"), ("predict", "weights")]
+)
 def test_a_file_that_no_trainer_wrote_is_named(entry: str, content: str, tmp_path: Path) -> None:
     weights = tiny_policy().state_dict()
     contents = {"dictionary": {"state_dict": weights}, "weights": weights, "tensor": torch.ones(1)}
     torch.save(contents[content], tmp_path / "plain.ckpt")
-    trainer = bare(tmp_path)
+    trainer = a_trainer(max_steps=1, default_root_dir=tmp_path)
     with pytest.raises(
         ValueError, match=r"an RLLightningModule, got .*plain\.ckpt, which another program wrote: pass a file"
     ):
@@ -181,18 +181,13 @@ def test_a_file_that_no_trainer_wrote_is_named(entry: str, content: str, tmp_pat
 
 @pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
 def test_a_checkpoint_of_another_module_is_named_by_every_entry(entry: str, tmp_path: Path) -> None:
-    other = bare(tmp_path)
+    other = a_trainer(max_steps=1, default_root_dir=tmp_path)
     other.fit(BoringModel(), DataLoader(RandomDataset(32, 2)))
     other.save_checkpoint(tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match="RLLightningModule to resume from or to evaluate, got one of another module"):
-        getattr(bare(tmp_path), entry)(
+        getattr(a_trainer(max_steps=1, default_root_dir=tmp_path), entry)(
             tiny_module(), tiny_prompts(validation=[[2]]), ckpt_path=tmp_path / "other.ckpt", weights_only=True
         )
-
-
-def bare(folder: Path) -> Trainer:
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    return Trainer(accelerator="cpu", max_steps=1, default_root_dir=folder, enable_checkpointing=False, **quiet)
 
 
 def test_other_versions_are_warned_of() -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,13 +39,18 @@ def whole_view() -> LossView:
 
 
 EXAMPLES: list[Rollout] = [whole_rollout(), whole_view()]
-CASES = [
-    pytest.param(example, name, id=f"{type(example).__name__}-{name}")
-    for example in EXAMPLES
-    for name, _ in example.tensors()
-]
-each_tensor = pytest.mark.parametrize(("example", "name"), CASES)
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
+
+
+def each_tensor(check: Callable[[Rollout, str], None]) -> Callable[[Rollout], None]:
+    """Return a test that calls ``check`` with every tensor of each example."""
+
+    @each
+    def test(example: Rollout) -> None:
+        for name, _ in example.tensors():
+            check(example, name)
+
+    return test
 
 
 def axes_of(example: Rollout, name: str) -> str:
@@ -275,10 +281,10 @@ def test_an_aborted_sample_does_not_train() -> None:
 
 
 def test_no_samples_are_no_rows_with_the_same_fields() -> None:
-    nobody = Rollout.of_samples([], [], groups=[])
+    none = Rollout.of_samples([], [], groups=[])
     some = Rollout.of_samples([[2]], [[3]], groups=[0])
-    assert len(nobody) == 0 and [name for name, _ in nobody.tensors()] == [name for name, _ in some.tensors()]
-    assert len(concatenate([nobody, some])) == 1
+    assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]
+    assert len(concatenate([none, some])) == 1
 
 
 @pytest.mark.parametrize("rows", [[], [[]], [[], [3, 4], [5]], [[1, 2, 3]]])

@@ -2,47 +2,46 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from kit import killed_run
+from kit.forks import PATH, Fork
 from kit.ranks import free_port
 
 TASKS, LIMIT, JOB = 2, 300.0, "4711"
 
 
-def start(folder: Path, commands: Path) -> list[subprocess.Popen[bytes]]:
-    """The tasks of a job, one process each, with the variables that they would have."""
-    tests = Path(__file__).parent
+def start(folder: Path, commands: Path) -> list[Fork]:
+    """Start the tasks of a job, one process each, with the variables of SLURM."""
     shared = {
         **os.environ, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "MASTER_PORT": str(free_port()),
-        "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": PATH, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
         "SLURM_JOB_ID": JOB, "SLURM_JOB_NAME": "rl", "SLURM_NTASKS": str(TASKS), "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_NNODES": str(TASKS), "SLURM_NODELIST": "127.0.0.1", "SLURM_LOCALID": "0",
     }  # fmt: skip
     for name in ("started", *(f"result-{task}" for task in range(TASKS))):
         (folder / name).unlink(missing_ok=True)
-    command = [sys.executable, killed_run.__file__, str(folder), "ddp", str(TASKS), "1"]
+    command, output = [killed_run.__file__, str(folder), "ddp", str(TASKS), "1"], folder / "output"
+    output.touch()
     return [
-        subprocess.Popen(command, env={**shared, "SLURM_PROCID": str(task), "SLURM_NODEID": str(task)})
+        Fork(task, command, {**shared, "SLURM_PROCID": str(task), "SLURM_NODEID": str(task)}, output)
         for task in range(TASKS)
     ]
 
 
-def wait(tasks: list[subprocess.Popen[bytes]]) -> list[int]:
+def wait(tasks: list[Fork]) -> list[int]:
     end = time.monotonic() + LIMIT
     try:
-        return [task.wait(max(end - time.monotonic(), 1)) for task in tasks]
+        return [task.wait(end - time.monotonic()) for task in tasks]
     finally:
         for task in tasks:
             task.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_tasks_that_are_told_to_end_save_together_queue_the_job_once_and_go_on_bitwise(tmp_path: Path) -> None:
     commands, whole, job = tmp_path / "bin", tmp_path / "whole", tmp_path / "job"
     for folder in (commands, whole, job):
@@ -57,7 +56,7 @@ def test_two_tasks_that_are_told_to_end_save_together_queue_the_job_once_and_go_
             assert all(task.poll() is None for task in tasks) and time.monotonic() < end
             time.sleep(0.01)
         for task in reversed(tasks):
-            task.send_signal(signal.SIGUSR1)
+            os.kill(task.pid, signal.SIGUSR1)
     finally:
         codes = wait(tasks)
     assert codes == [128 + signal.SIGUSR1] * TASKS and (tmp_path / "said").read_text() == f"0 requeue {JOB}\n"

@@ -1,4 +1,4 @@
-"""What a model wrote is shown and not acted on, wherever a person sees it."""
+"""Control characters of a model are escaped wherever text is shown."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""What a training step returns to callbacks: the moments of the policy's entropy on this rank, or nothing."""
+"""Output of a training step for callbacks: the moments of the policy's entropy on this rank, or None."""
 
 from typing import Any
 

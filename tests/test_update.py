@@ -1,4 +1,4 @@
-"""An optimizer step: a table in the place of the policy, and what those see who look on."""
+"""An optimizer step with a table of outputs, and the traces of observers."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def a_policy() -> PolicyModel:
 
 
 def table_of(policy: PolicyModel, rollout: Rollout) -> Outputs:
-    """What the policy says of every row of the rollout, [B, T]."""
+    """Return the outputs of the policy for every row of the rollout, [B, T]."""
     (whole,) = plan_of_rows(rollout, [CUTS[0]]).step(0)
     outputs = policy(whole.layout)
     assert outputs.values is not None
@@ -172,7 +172,7 @@ def test_every_optimizer_step_is_shown_once_with_its_figures() -> None:
     ]
     for trace in observer.traces:
         assert trace.made and trace.scale == 1.0 and trace.norm is not None and float(trace.norm) > 0
-        assert not trace.parameters and trace.clipped_norm is None, "nobody asked for them"
+        assert not trace.parameters and trace.clipped_norm is None, "they were not requested"
         assert len(trace.microbatches) > 1
         assert len(trace.logged["policy/entropy"]) == len(trace.microbatches)
         assert len(trace.logged["loss/total"]) == len(trace.logged["reward/task"]) == 1

@@ -1,4 +1,4 @@
-"""Wrong configurations and inputs: each is refused with a message that names what came and what to do."""
+"""Errors for wrong options and inputs: one case for each message."""
 
 import dataclasses
 import math
@@ -13,45 +13,37 @@ import pytest
 import torch
 from adapters.reasoning_gym import ReasoningGymScore
 from kit.conversations import Echo
-from kit.support import callback_of, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
-from lightning.pytorch import Trainer
+from kit.support import (
+    a_trainer,
+    callback_of,
+    fit,
+    parity_reward,
+    tiny_module,
+    tiny_policy,
+    tiny_prompts,
+    tiny_tokenizer,
+)
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Qwen2ForCausalLM
 
 from lightning_rl import (
-    DRO,
     GAE,
-    GMPO,
-    GRPO,
-    GSPO,
-    VESPO,
     ClippedSurrogate,
-    Evaluation,
     PromptDataModule,
     RLLightningModule,
-    SamplingParams,
     TransformersEngine,
-    VLLMEngine,
     VLLMServerEngine,
     presets,
 )
 from lightning_rl.advantages import (
     ESTIMATORS,
     GPG,
-    GAEOverTurns,
-    LengthAdaptive,
-    OptimalTokenBaseline,
-    PassAtK,
     ReinforcePlusPlus,
-    RelativePosition,
 )
-from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
-    DivergenceMask,
-    DynamicSampling,
-    EntropyBonus,
     LinearLengthPenalty,
     NoEOSMask,
     OffPolicyIS,
@@ -60,18 +52,12 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
-    SequenceRatioMask,
     StopProperly,
-    TotalVariationMask,
-    TruncatedIS,
 )
-from lightning_rl.cli.serve import Address, check_options
 from lightning_rl.data.row_schema import PromptForm
-from lightning_rl.environments import EnvironmentReward, ToolEnvironment
-from lightning_rl.environments.adapters import GymEnvironment, Verifiers
+from lightning_rl.environments import EnvironmentReward
+from lightning_rl.environments.adapters import GymEnvironment
 from lightning_rl.losses import LOSSES
-from lightning_rl.recording import RolloutRecorder
-from lightning_rl.reporting import SampleTable
 from lightning_rl.rewards import ExactMatch, NumberMatch
 
 pytestmark = [
@@ -107,14 +93,8 @@ def returns(value: Callable[[int], Any]) -> Callable[..., Any]:
     return odd
 
 
-def bare(*callbacks: Any) -> Trainer:
-    return Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=list(callbacks))
-
-
 MODELS: dict[str, Case] = {
     "policy-none": (made(policy=None), "expected policy to be the name or path .* got None: pass a name"),
-    "policy-number": (made(policy=3), "expected policy to be the name or path .* got 3: pass a name"),
-    "policy-empty": (made(policy=""), "expected policy to be the name or path .* got ''"),
     "policy-class": (
         made(policy=Qwen2ForCausalLM),
         "expected policy .* got the class Qwen2ForCausalLM: pass a name, or",
@@ -132,18 +112,10 @@ MODELS: dict[str, Case] = {
         made(policy="my_package.policy"),
         r"policy='my_package.policy' .* no folder of that name, and importing 'my_package' failed: No module named",
     ),
-    "reference-no-such-function": (made(reference="kit.support.nope"), "'kit.support' has no 'nope': it has "),
-    "critic-no-such-module": (made(critic="kit.nothing.critic"), "expected critic='kit.nothing.critic' to be found"),
-    "tokenizer-no-such-module": (made(tokenizer="kit.nothing.it"), "expected tokenizer='kit.nothing.it' to be found"),
     "loss-no-such-module": (made(loss="kit.nothing.loss"), "expected loss='kit.nothing.loss' to be found"),
     "policy-builds-nothing": (
         fitted(policy=lambda: None),
         "a function that builds a model of transformers, got NoneType",
-    ),
-    "reference-built": (made(reference=tiny_policy()), "expected reference .* instance: pass a name, or"),
-    "critic-built": (
-        made(critic=tiny_policy()),
-        "expected critic .* instance: pass a name, or a function",
     ),
     "critic-word": (
         fitted(critic="./share", advantages="gae", group_size=1),
@@ -151,7 +123,6 @@ MODELS: dict[str, Case] = {
     ),
     "tokenizer": (made(tokenizer=3), "expected tokenizer to be a tokenizer of transformers, or the name .* got 3"),
     "engine-word": (made(engine="vllm"), r"engine to be an object such as VLLMEngine\(\), or None .* got 'vllm'"),
-    "engine-class": (made(engine=TransformersEngine), "expected engine .* got the class TransformersEngine"),
     "engine-without-super": (
         made(engine=type("Mine", (TransformersEngine,), {"__init__": lambda _: None})()),
         r"an engine with state and version, got an uninitialized Mine: call super\(\).__init__\(\) in Mine.__init__",
@@ -160,27 +131,20 @@ MODELS: dict[str, Case] = {
         lambda: RLLightningModule(tiny_policy, parity_reward, sampling={"top_k": 1}),  # pyright: ignore[reportArgumentType]
         r"expected sampling to be an object such as SamplingParams\(temperature=1.0, .* got \{'top_k': 1\}",
     ),
-    "sampling-class": (
-        lambda: RLLightningModule(tiny_policy, parity_reward, sampling=SamplingParams),  # pyright: ignore[reportArgumentType]
-        "expected sampling to be an object .* got the class SamplingParams",
-    ),
 }
 
 DRAWING: dict[str, Case] = {
     "greedy": (made(temperature=0.0), "a temperature > 0 for training, got 0: greedy answers .* are identical"),
     "temperature-text": (made(temperature="1"), "expected temperature >= 0, got '1'"),
     "temperature-nan": (made(temperature=math.nan), "expected temperature >= 0, got nan"),
-    "temperature-infinite": (made(temperature=math.inf), "expected temperature >= 0 and finite, got inf"),
     "top_k": (made(top_k=-1), "expected top_k to be a whole number of at least 0, got -1"),
     "top_p": (made(top_p=0.0), r"expected top_p in \(0, 1\], got 0.0"),
     "min_p": (made(min_p=1.0), "expected min_p below 1, got 1"),
     "max_new_tokens": (made(max_new_tokens=0), "expected max_new_tokens to be a whole number above 0, got 0"),
     "context": (fitted(max_new_tokens=64), "expected max_new_tokens below the context window of 64, got 64"),
     "stop-empty": (made(stop=[""]), r"expected stop to be non-empty strings, .* got \[''\]"),
-    "stop-number": (made(stop=[3]), r"expected stop to be non-empty strings, .* got \[3\]"),
     "stop-untokenized": (fitted(stop="END"), "expected a tokenizer, because stop strings need one: pass tokenizer="),
     "eos-number": (made(eos_token_ids=1), r"eos_token_ids to be token ids of at least 0, such as \[2\], .* got 1"),
-    "eos-negative": (made(eos_token_ids=[-1]), r"eos_token_ids to be token ids of at least 0, .* got \[-1\]"),
     "eos-outside": (
         fitted(eos_token_ids=[99]),
         r"expected eos_token_ids in \[0, 16\), .* got \[99\]: pass eos_token_ids=",
@@ -190,27 +154,8 @@ DRAWING: dict[str, Case] = {
 
 NUMBERS: dict[str, Case] = {
     "tool_parser": (made(tool_parser=3), "expected tool_parser to be a response template of transformers, .* got 3"),
-    "verifiers timeout": (partial(Verifiers, {}, "policy", {}, timeout=0), "expected timeout > 0, got 0"),
-    "verifiers max_tasks": (
-        partial(Verifiers, {}, "policy", {}, max_tasks=0),
-        "expected max_tasks to be a whole number above 0 or None, got 0",
-    ),
-    "max_characters": (
-        lambda: ToolEnvironment([], max_characters=0),
-        "expected max_characters to be a whole number above 0 or None, got 0",
-    ),
     "group_size-zero": (made(group_size=0), "expected group_size to be a whole number above 0, got 0"),
-    "group_size-half": (made(group_size=2.5), "expected group_size to be a whole number above 0, got 2.5"),
-    "group_size-text": (made(group_size="8"), "expected group_size to be a whole number above 0, got '8'"),
     "group_size-true": (made(group_size=True), "expected group_size to be a whole number above 0, got True"),
-    "group_size-one": (
-        fitted(group_size=1),
-        'advantages="grpo" compares the samples .* group_size=1 .*: use group_size=2',
-    ),
-    "minibatches_per_rollout": (
-        made(minibatches_per_rollout=0),
-        "expected minibatches_per_rollout to be a whole number above 0, got 0",
-    ),
     "minibatches-uneven": (
         fitted(minibatches_per_rollout=3),
         "prompts_per_rollout to be a multiple of minibatches_per_rollout x ranks, got 4",
@@ -219,22 +164,8 @@ NUMBERS: dict[str, Case] = {
         made(epochs_per_rollout=0),
         "expected epochs_per_rollout to be a whole number above 0, got 0",
     ),
-    "max_staleness": (made(max_staleness=-1), "expected max_staleness to be a whole number of at least 0, got -1"),
-    "max_tokens_per_microbatch": (
-        made(max_tokens_per_microbatch=0),
-        "expected max_tokens_per_microbatch to be a whole number above 0, got 0",
-    ),
     "packing": (made(packing="no"), "expected packing to be True or False, got 'no'"),
-    "checkpointing": (made(activation_checkpointing=1), "activation_checkpointing to be True or False, got 1"),
     "seed-none": (made(seed=None), "expected seed to be a whole number of at least 0, got None"),
-    "seed-text": (made(seed="x"), "expected seed to be a whole number of at least 0, got 'x'"),
-    "seed-negative": (made(seed=-1), "expected seed to be a whole number of at least 0, got -1"),
-    "reward_timeout": (made(reward_timeout=-1), "expected reward_timeout > 0 or None, got -1"),
-    "environment_workers": (
-        made(environment_workers=-1),
-        "expected environment_workers to be a whole number of at least 0, got -1",
-    ),
-    "environment_timeout": (made(environment_timeout=0), "expected environment_timeout > 0, got 0"),
     "conversation_timeout": (made(conversation_timeout=9), "expected conversation_timeout >= 60, got 9"),
     "EnvironmentReward alone": (
         made(rewards=EnvironmentReward()),
@@ -253,10 +184,7 @@ NUMBERS: dict[str, Case] = {
         r"expected max_reward_failure_rate in \(0, 1\] or None, got 2",
     ),
     "skip_rollouts alone": (made(skip_rollouts=7), r"skip_rollouts to be a list of numbers of rollouts, .*, got 7"),
-    "skip_rollouts below": (made(skip_rollouts=[-1]), r"skip_rollouts to be a list of numbers of rollouts, .*\[-1\]"),
     "checkpoint_errors": (made(checkpoint_errors="stop"), "checkpoint_errors raise or warn, got 'stop'"),
-    "max_turns": (made(max_turns=0), "max_turns to be a whole number above 0, got 0"),
-    "max_turn_tokens": (made(max_turn_tokens=0), "max_turn_tokens to be a whole number above 0 or None, got 0"),
     "max_turn_tokens above all": (
         made(environment=Echo, max_turn_tokens=9),
         "expected max_turn_tokens of at most 8, the max_new_tokens of sampling .*, got 9: raise max_new_tokens, or",
@@ -264,15 +192,6 @@ NUMBERS: dict[str, Case] = {
     "max_turn_tokens alone": (
         made(max_turn_tokens=4),
         "expected environment= or tools= for max_turn_tokens=4, got neither: pass .*, or remove max_turn_tokens",
-    ),
-    "tool_parser alone": (made(tool_parser="hermes"), "expected environment= or tools= for tool_parser='hermes', got"),
-    "environment_workers alone": (
-        made(environment_workers=2),
-        "expected environment= or tools= for environment_workers=2, got neither",
-    ),
-    "max_environment_failure_rate": (
-        made(max_environment_failure_rate=2),
-        r"expected max_environment_failure_rate in \(0, 1\] or None, got 2",
     ),
     "environment that is a number": (
         made(environment=3),
@@ -284,7 +203,6 @@ NUMBERS: dict[str, Case] = {
         r"argument: 'make': pass functools.partial\(GymEnvironment, ...\) or a lambda",
     ),
     "environment without a name": (made(environment={3: Echo}), "a name without / for each environment, .*, got 3"),
-    "environment of an empty name": (made(environment={"": Echo}), "a name without / for each environment, .*, got ''"),
     "environment of a path": (made(environment={"a/b": Echo}), "a name without / .*, got 'a/b': its metrics are env/"),
     "environment that is an object": (
         made(environment=Echo()),
@@ -317,27 +235,15 @@ NUMBERS: dict[str, Case] = {
     ),
     "no tools": (made(tools=[]), r"expected tools to be a list of at least one function, got \[\]: leave tools out"),
     "max_turns alone": (made(max_turns=3), "expected environment= or tools= for max_turns=3, got neither: pass one"),
-    "max_environment_failure_rate alone": (
-        made(max_environment_failure_rate=None),
-        "expected environment= or tools= for max_environment_failure_rate=None, got neither",
-    ),
-    "environment_timeout alone": (
-        made(environment_timeout=5.0),
-        "expected environment= or tools= for environment_timeout=5.0, got neither",
-    ),
     "no environment": (made(environment={}), "expected an environment or several by name, got an empty mapping"),
     "environment and tools": (made(environment=dict, tools=[print]), "expected environment= or tools=, got both"),
     "tools": (made(tools="calculator"), "expected tools to be a list of functions, got 'calculator'"),
-    "max_idle_rollouts": (made(max_idle_rollouts=0), "max_idle_rollouts to be a whole number above 0 or None, got 0"),
     "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm > 0 or None, got '1'"),
-    "max_grad_norm-infinite": (made(max_grad_norm=math.inf), "expected max_grad_norm > 0 or None and finite, got inf"),
     "allow_config_changes": (
         made(allow_config_changes="seed"),
         "expected allow_config_changes to be a list of names, .* got 'seed'",
     ),
     "optimizer-name": (made(optimizer="adamw"), "expected optimizer to be a function .* got 'adamw'"),
-    "optimizer-number": (made(optimizer=1e-6), "expected optimizer to be a function .* got 1e-06"),
-    "optimizer-built": (made(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)), "expected optimizer to be a function"),
     "optimizer-none": (
         fitted(optimizer=lambda _: None),
         "expected optimizer to build a torch.optim.Optimizer .* None",
@@ -354,10 +260,6 @@ NUMBERS: dict[str, Case] = {
     "loss-number": (made(loss=[3]), r"expected a loss out of ppo, .* got \[3\]"),
     "advantages-preset": (made(advantages=presets.grpo()), "expected advantages out of grpo, .* got Preset"),
     "reduction-preset": (made(reduction=presets.grpo()), "expected a reduction out of token_mean, .* got Preset"),
-    "gpu_memory_utilization": (
-        lambda: VLLMEngine(gpu_memory_utilization=5),
-        r"expected gpu_memory_utilization in \(0, 1\], got 5",
-    ),
     "lr_scheduler-metric": (
         fitted(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
         "a scheduler .* that counts optimizer steps, such as .* got ReduceLROnPlateau, which waits for a metric",
@@ -367,37 +269,15 @@ NUMBERS: dict[str, Case] = {
         fitted(policy=lambda: tiny_policy().requires_grad_(requires_grad=False)),
         "a policy with trainable parameters, got requires_grad=False for all of them: enable some",
     ),
-    "lr_scheduler-name": (made(lr_scheduler="cosine"), "expected lr_scheduler to be a function .* got 'cosine'"),
-    "lr_scheduler-number": (made(lr_scheduler=0.1), "expected lr_scheduler to be a function .* got 0.1"),
 }
 
 ALGORITHMS: dict[str, Case] = {
     "loss-name": (made(loss="pp0"), "expected a loss out of ppo, .*, an object or a function, got 'pp0'"),
     "loss-class": (made(loss=ClippedSurrogate), "expected an object as loss, got the class ClippedSurrogate: call it"),
-    "loss-none": (made(loss=None), "expected a loss out of ppo, .* got None"),
     "loss-shape": (fitted(loss=lambda view: view.logprobs.sum()), r"to return a value per token \[16, 8\], got \[\]"),
     "advantages-name": (made(advantages="grp0"), "expected advantages out of grpo, .* got 'grp0'"),
-    "advantages-class": (made(advantages=GRPO), "expected an object as advantages, got the class GRPO: call it"),
     "gae-decay": (lambda: GAE(lam=1.5), r"expected lam in \[0, 1\], got 1.5"),
-    "gae-decay-of-the-critic": (lambda: GAE(lam_critic=-1), r"expected lam_critic in \[0, 1\], got -1"),
-    "gae-over-turns-decay-of-the-critic": (
-        lambda: GAEOverTurns(lam_critic=1.5),
-        r"expected lam_critic in \[0, 1\], got 1.5",
-    ),
-    "gae-over-turns-decay": (lambda: GAEOverTurns(gamma=2), r"expected gamma in \[0, 1\], got 2"),
-    "gae-over-turns-critic": (
-        fitted(advantages="gae_over_turns", group_size=1),
-        'advantages="gae_over_turns" reads "values", but there is no critic: pass critic= to the module',
-    ),
-    "length-adaptive": (lambda: LengthAdaptive(0), "expected alpha > 0, got 0"),
-    "relative-position": (lambda: RelativePosition(1.5), "expected kept .* got 1.5"),
     "gpg-teaches": (lambda: GPG(teaches="all"), "expected teaches .*different.*nonzero.* got 'all'"),  # pyright: ignore[reportArgumentType]
-    "pass-at-k-epsilon": (lambda: PassAtK(epsilon=-1), "expected epsilon >= 0, got -1"),
-    "otb-cap": (lambda: OptimalTokenBaseline(importance_cap=0), "expected importance_cap > 0 or None, got 0"),
-    "pass-at-k-alone": (
-        fitted(advantages="pass_at_k", group_size=1),
-        'advantages="pass_at_k" compares the samples .* group_size=1 .*: use group_size=2',
-    ),
     "reduction-name": (made(reduction="mean"), "expected a reduction out of token_mean, .* got 'mean'"),
     "value_loss": (made(value_loss=0.5), r"value_loss to be an object such as ValueLoss\(coef=0.5\), got 0.5"),
     "critic-unread": (
@@ -408,17 +288,11 @@ ALGORITHMS: dict[str, Case] = {
         fitted(advantages="gae", group_size=1),
         'reads "values", but there is no critic: pass critic=',
     ),
-    "preset": (lambda: presets.dapo(max_new_tokens="x"), "max_new_tokens to be a whole number above 0, got 'x'"),  # pyright: ignore[reportArgumentType]
 }
 
 CORRECTIONS: dict[str, Case] = {
     "ratio-twice": (fitted(OffPolicyIS()), 'OffPolicyIS .* and loss="ppo" .* count twice .*: use TruncatedIS'),
-    "cispo": (
-        fitted(OffPolicyIS(), loss="cispo"),
-        'OffPolicyIS .* and loss="cispo" .* count twice .*: use TruncatedIS',
-    ),
     "dppo": (fitted(OffPolicyIS(), loss="dppo"), "count twice as numerator: leave OffPolicyIS out; a mask"),
-    "dppo-truncated": (fitted(TruncatedIS(), loss="dppo"), "count twice as denominator: leave TruncatedIS out; a mask"),
     "two-kl": (
         fitted(ReferenceKL(as_loss=True), AdaptiveKL(as_loss=True)),
         "expected AdaptiveKL instead of ReferenceKL, got both, .*: remove ReferenceKL",
@@ -431,57 +305,23 @@ CORRECTIONS: dict[str, Case] = {
         r"ReferenceKL returns a reward per token, .*: use ReferenceKL\(as_loss=True",
     ),
     "infinite": (lambda: RolloutKL(math.inf), "expected coef >= 0 and finite, got inf"),
-    "text": (lambda: EntropyBonus("0.1"), "expected coef >= 0, got '0.1'"),  # pyright: ignore[reportArgumentType]
-    "anchor": (lambda: OPSM(against="ref"), "expected against old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
     "action": (lambda: NoEOSMask("skip"), "expected action zero_reward or drop_tokens, got 'skip'"),  # pyright: ignore[reportArgumentType]
-    "level": (lambda: TruncatedIS("row"), "expected level token or sequence or geometric, got 'row'"),  # pyright: ignore[reportArgumentType]
-    "floor": (lambda: TruncatedIS(floor=2), r"expected floor in \[0, 1\], got 2"),
-    "normalized": (lambda: TruncatedIS(normalized="yes"), "expected normalized to be True or False, got 'yes'"),  # pyright: ignore[reportArgumentType]
-    "statistic": (lambda: SequenceRatioMask("min"), "expected statistic geometric or product or max, got 'min'"),  # pyright: ignore[reportArgumentType]
-    "divergence": (lambda: DivergenceMask(0.1, divergence="js"), "expected divergence binary_kl or k2 or k3, got 'js'"),  # pyright: ignore[reportArgumentType]
-    "divergence-level": (lambda: DivergenceMask(0.1, level="row"), "level token or mean or sum or max, got 'row'"),  # pyright: ignore[reportArgumentType]
-    "divergence-bound": (lambda: DivergenceMask(-1), "expected bound >= 0, got -1"),
-    "variation": (lambda: TotalVariationMask(None), "expected bound >= 0, got None"),  # pyright: ignore[reportArgumentType]
-    "variation-policy": (lambda: TotalVariationMask(0.1, policy="ref"), "expected policy old or current, got 'ref'"),  # pyright: ignore[reportArgumentType]
-    "stop-scale": (lambda: StopProperly(-0.5), r"expected scale in \[0, 1\], got -0.5"),
     "stop-reward": (lambda: StopProperly(reward=math.inf), "expected reward .* or None and finite, got inf"),
     "stop-and-mask": (
         fitted(StopProperly(), NoEOSMask()),
         "expected StopProperly or NoEOSMask, got both: StopProperly has no effect beside NoEOSMask; remove",
     ),
-    "length-cost": (lambda: LinearLengthPenalty(turns=-1), "expected turns >= 0, got -1"),
     "length-alone": (
         fitted(LinearLengthPenalty(), group_size=1, advantages="reinforce"),
         "LinearLengthPenalty compares the samples of a prompt, .*: use group_size=2 or more",
     ),
-    "nll-coef": (lambda: PositiveNLL(math.inf), "expected coef >= 0 and finite, got inf"),
     "nll-threshold": (lambda: PositiveNLL(threshold="0"), "expected threshold to be a number, got '0'"),  # pyright: ignore[reportArgumentType]
-    "gspo-truncated": (
-        fitted(TruncatedIS(), loss=GSPO(anchor="rollout")),
-        "count twice as denominator: leave TruncatedIS out; a mask",
-    ),
-    "vespo-power": (lambda: VESPO(k_positive=-1), "expected k_positive >= 0, got -1"),
-    "vespo-power-of-bad": (lambda: VESPO(k_negative=math.inf), "expected k_negative >= 0 and finite, got inf"),
-    "vespo-rate": (lambda: VESPO(lambda_positive=0), "expected lambda_positive > 0, got 0"),
-    "vespo-rate-of-bad": (lambda: VESPO(lambda_negative=math.nan), "expected lambda_negative > 0, got nan"),
-    "vespo-rate-text": (lambda: VESPO(lambda_negative="2"), "expected lambda_negative > 0, got '2'"),  # pyright: ignore[reportArgumentType]
-    "vespo-power-flag": (lambda: VESPO(k_negative=True), "expected k_negative >= 0, got True"),
-    "vespo-anchor": (lambda: VESPO(anchor="ref"), "expected anchor old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
-    "gspo-anchor": (lambda: GSPO(anchor="ref"), "expected anchor old or rollout, got 'ref'"),  # pyright: ignore[reportArgumentType]
-    "gmpo-bounds": (lambda: GMPO(clip_high=-1), "expected clip_high >= 0, got -1"),
-    "dro-leash": (lambda: DRO(beta=-1), "expected beta >= 0, got -1"),
-    "rounds": (lambda: DynamicSampling(max_rounds=0), "expected max_rounds to be a whole number above 0, got 0"),
     "population": (lambda: RewardNormalization("rows"), "expected mean and std out of batch, group, none, got 'rows'"),  # pyright: ignore[reportArgumentType]
-    "ledger": (lambda: SignalLedger(1.5), "expected every_n_rollouts to be a whole number above 0, got 1.5"),  # pyright: ignore[reportArgumentType]
-    "audit-mode": (lambda: SignalAudit(mode="print"), "expected mode warn or raise, got 'print'"),  # pyright: ignore[reportArgumentType]
     "audit-deliberate": (
         lambda: SignalAudit(deliberate=["whitening"]),
         "expected deliberate= a list of beginnings of findings, .* got 'whitening': copy the text",
     ),
-    "audit-deliberate-text": (lambda: SignalAudit(deliberate="versions"), "got 'versions': copy the text"),
     "audit-check": (lambda: SignalAudit(checks=["x"]), "expected checks out of .* got 'x'"),
-    "recorder": (lambda: RolloutRecorder("x", keep=0), "expected keep to be a whole number above 0 or None, got 0"),
-    "table": (lambda: SampleTable(rows=0), "expected rows to be a whole number above 0, got 0"),
     "metrics": (
         fitted(callback_of("m", metrics=lambda _: {"m/a": 0.5})),
         r"expected metrics of m to return a mapping from names to Stat, such as Stat.of\(.*got \{'m/a': 0.5\}",
@@ -498,7 +338,6 @@ CORRECTIONS: dict[str, Case] = {
 
 REWARDS: dict[str, Case] = {
     "none": (made(rewards=None), "expected rewards to be a function, a list .* got None: pass one such as"),
-    "name": (made(rewards="exact"), "expected rewards to be a function, a list .* got 'exact': pass one such as"),
     "nothing": (made(rewards=[]), r"expected at least one reward function, got \[\]"),
     "pair": (
         made(rewards=(parity_reward, 0.5)),
@@ -528,19 +367,10 @@ REWARDS: dict[str, Case] = {
     "two-names": (made(rewards=[parity_reward, parity_reward]), "reward functions with different names, got"),
     "reserved": (made(rewards={"task": parity_reward}), "expected names of rewards other than .*'task'"),
     "weight-text": (made(rewards={"a": (parity_reward, "0.5")}), "weight of reward a to be a number, got '0.5'"),
-    "weight-true": (made(rewards={"a": (parity_reward, True)}), "weight of reward a to be a number, got True"),
-    "weight-nan": (made(rewards={"a": (parity_reward, math.nan)}), "weight of reward a to be a number, got nan"),
     "no-function": (made(rewards={"a": 3}), r"a function or \(function, finite weight\) for reward a, got \(3, 1.0\)"),
     "signature": (fitted(rewards=lambda a: a), r"to accept \(prompts, completions, \*, completion_ids, \*\*columns\)"),
     "returns-dict": (
         fitted(rewards=returns(lambda _: {"a": 1})),
-        "reward odd returned .*expected 16 numbers or None",
-    ),
-    "returns-scalar": (fitted(rewards=returns(lambda _: 1.0)), "reward odd returned .*expected 16 numbers or None"),
-    "returns-texts": (fitted(rewards=returns(lambda rows: ["x"] * rows)), "reward odd returned .*expected 16 numbers"),
-    "returns-one": (fitted(rewards=returns(lambda _: [1.0])), "reward odd returned .*expected 16 numbers or None"),
-    "returns-nothing": (
-        fitted(rewards=returns(lambda _: None)),
         "reward odd returned .*expected 16 numbers or None",
     ),
     "returns-nan": (fitted(rewards=returns(lambda rows: [math.nan] * rows)), "reward odd returned nan"),
@@ -552,38 +382,11 @@ REWARDS: dict[str, Case] = {
 }
 
 DATA: dict[str, Case] = {
-    "columns-of-lists": (
-        prompts({"prompt": ["a"]}),
-        "expected a list of rows, got a mapping .* datasets.Dataset.from_dict",
-    ),
-    "question": (
-        prompts([{"question": "a"}]),
-        r'got none in prompt 0, which has "question": name .*columns=\{"prompt": ',
-    ),
-    "empty": (prompts([]), "expected at least one prompt, got none"),
     "column-number": (
         prompts([{"prompt": [2], 3: "x"}]),
         r"expected column names to be strings, .* got \[3\] in prompt 0: rename them in the data",
     ),
-    "column-reserved": (
-        prompts([{"prompt": [2], "completion_ids": [7]}]),
-        r'got "completion_ids" in prompt 0: rename, as in columns=\{"my_completion_ids": "completion_ids"\}',
-    ),
-    "missing-file": (prompts("no.jsonl"), "expected a file of prompts, got no.jsonl, which is none"),
-    "none": (prompts(None), "expected a list of prompts, a file, .* got None"),
     "too-few": (prompts([[2]], 2), "expected at least 2 prompts for a rollout, got 1"),
-    "number-zero": (prompts([[2]], 0), "expected prompts_per_rollout to be a whole number above 0, got 0"),
-    "number-half": (prompts([[2]], 1.5), "expected prompts_per_rollout to be a whole number above 0, got 1.5"),
-    "seed": (prompts([[2]], seed=None), "expected seed to be a whole number of at least 0, got None"),
-    "shuffle": (prompts([[2]], shuffle="yes"), "expected shuffle to be True or False, got 'yes'"),
-    "column-missing": (
-        prompts([{"q": 1}], columns={"prompt": "question"}),
-        r'to name columns that exist, got no "question"',
-    ),
-    "columns-text": (prompts([{"q": "a"}], columns="q"), r"expected columns to map new names .* got \'q\'"),
-    "too_long": (prompts([[2]], too_long="cut"), "expected too_long error or drop, got 'cut'"),
-    "no-role": (fitted(data=prompts([[{"content": "a"}]])), 'message 0 of prompt 0 to have a string "role"'),
-    "content": (fitted(data=prompts([[{"role": "user", "content": 3}]])), 'prompt 0 to have a string "content"'),
     "no-template": (
         fitted(data=prompts([[{"role": "user", "content": "a"}]]), tokenizer=tiny_tokenizer()),
         "a tokenizer with a chat template, because prompt 0 is a list of messages: set tokenizer.chat_template",
@@ -595,41 +398,15 @@ DATA: dict[str, Case] = {
         "expected prompts of at most 56 tokens .* got prompt 0 with 80: shorten",
     ),
     "no-token": (fitted(data=prompts([[]])), "expected prompt 0 to have at least one token, got none"),
-    "float-ids": (fitted(data=prompts([[2.5]])), r"list of token ids, .* got a list of float \(\[2.5\]\) in prompt 0"),
 }
 
 RUNS: dict[str, Case] = {
-    "evaluation-name": (lambda: Evaluation("a b", [[2]]), "expected a name of letters, .* got 'a b'"),
-    "evaluation-samples": (lambda: Evaluation("a", [[2]], samples=0), "samples to be a whole number above 0, got 0"),
-    "evaluation-greedy": (
-        lambda: Evaluation("a", [[2]], samples=8, sampling=SamplingParams(temperature=0)),
-        "expected a temperature above 0, because samples=8 greedy answers would all be the same",
-    ),
-    "evaluation-pass": (lambda: Evaluation("a", [[2]], samples=2, pass_at=8), "from 1 to samples=2, got 8"),
-    "evaluation-text": (
-        made(evaluation="gsm8k"),
-        "expected evaluation to be an Evaluation or a list of them, got 'gsm8k'",
-    ),
-    "evaluation-twice": (
-        made(evaluation=[Evaluation("a", [[2]]), Evaluation("a", [[3]])]),
-        r"expected evaluations with different names, got \['a', 'a'\]: rename one",
-    ),
-    "clipping": (fitted(flags={"gradient_clip_val": 1.0}), "without gradient_clip_val, got 1.0: pass max_grad_norm="),
-    "accumulation": (
-        fitted(flags={"accumulate_grad_batches": 2}),
-        "without accumulate_grad_batches, got 2: max_tokens_per_microbatch=",
-    ),
-    "precision": (
-        fitted(flags={"precision": "16-true"}),
-        r'precision for training, got .*16-true.*: use "bf16-mixed"',
-    ),
     "loader": (
-        lambda: bare().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
+        lambda: a_trainer().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
         "got no data module: pass prompts as PromptDataModule",
     ),  # pyright: ignore[reportArgumentType]
-    "no-data": (lambda: bare().fit(tiny_module()), "got no data module: pass prompts as PromptDataModule"),
     "no-validation": (
-        lambda: bare().validate(tiny_module(), tiny_prompts()),
+        lambda: a_trainer().validate(tiny_module(), tiny_prompts()),
         r'expected prompts to evaluate in stage "val", got none: pass validation= to PromptDataModule, or',
     ),
     "complete-untokenized": (lambda: tiny_module().generate("a"), "expected a tokenizer for prompt 0, got none: pass"),
@@ -649,25 +426,10 @@ SERVERS: dict[str, Case] = {
         "expected storage=, a folder shared with the machine of .*10.0.0.7",
     ),
     "timeout": (lambda: VLLMServerEngine(SERVER, timeout=0), "expected timeout > 0, got 0"),
-    "timeout-infinite": (
-        lambda: VLLMServerEngine(SERVER, timeout=math.inf),
-        "expected timeout > 0 and finite, got inf",
-    ),
-    "patience": (lambda: VLLMServerEngine(SERVER, patience=math.nan), "expected patience > 0, got nan"),
     "ca": (
         lambda: VLLMServerEngine("https://127.0.0.1:8000", ca="none.pem"),
         "expected ca to be a file of certificates in PEM, got 'none.pem'",
     ),
-    "certificate": (
-        lambda: Address(certificate=Path("c.pem")),
-        "expected --ssl-certfile and --ssl-keyfile together, got one of them",
-    ),
-    "certificate-missing": (
-        lambda: Address(certificate=Path("c.pem"), private_key=Path("k.pem")),
-        "expected --ssl-certfile to be a file, got c.pem",
-    ),
-    "several-engines": (lambda: check_options(["-dp", "2"]), "expected no -dp after --: .* start a server for each"),
-    "key-shown": (lambda: check_options(["--api-key=x"]), "can read a command line: set VLLM_API_KEY"),
 }
 
 CASES = {
@@ -705,10 +467,6 @@ def test_a_wrong_line_of_a_file_is_named(line: str, message: str, tmp_path: Path
         fit(tiny_module(), data=PromptDataModule(file, 1))
 
 
-def test_there_are_enough_cases() -> None:
-    assert len(CASES) >= 80 and len({message for _, message in CASES.values()}) >= 80
-
-
 @pytest.mark.parametrize("known", [*ESTIMATORS.values(), *LOSSES.values()], ids=[*ESTIMATORS, *LOSSES])
 def test_every_switch_of_an_estimator_or_loss_is_true_or_false(known: Any) -> None:
     for option in dataclasses.fields(known):
@@ -726,7 +484,7 @@ def test_an_old_name_of_an_option_is_refused_with_the_new_one() -> None:
 
 def test_a_preset_is_no_list_of_callbacks() -> None:
     with pytest.raises(TypeError, match=r"\*\*preset.options to the module and callbacks=\[\*preset.callbacks\]"):
-        bare(*presets.dapo(max_new_tokens=8))
+        a_trainer([*presets.dapo(max_new_tokens=8)])
 
 
 @pytest.mark.parametrize("name", ["environment_timeout", "conversation_timeout"])
@@ -741,7 +499,6 @@ def test_a_reference_that_nothing_reads_is_said() -> None:
 
 
 WRONG_ROWS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "number-as-column": ([{"prompt": [2], 3: "x"}], {}, "column names to be strings, .* got .3. in prompt 0"),
     "prompt-and-messages": (
         [{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}],
         {},

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from kit.support import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
@@ -15,7 +13,6 @@ from lightning_rl import GAE, Estimator
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import GlobalSum, local_sum, whiten
-from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 NAN, INF = math.nan, math.inf
 
@@ -60,50 +57,6 @@ def test_hand_worked_rows(
         lam=lam,
     )
     assert_close(found, torch.tensor([expected], dtype=torch.float32), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])
-@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
-def test_agrees_with_the_slow_form_whatever_the_holes(gamma: float, lam: float) -> None:
-    draw = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 12, 9, generator=draw, dtype=torch.float64).unbind()
-    valid = torch.rand(12, 9, generator=draw) > 0.4
-    valid[3] = False
-    broken = torch.where(valid, values, NAN)
-    found = gae(torch.where(valid, rewards, INF), broken, valid, gamma=gamma, lam=lam)
-    assert_close(found, slow_gae(rewards, values, valid, gamma, lam), atol=1e-10, rtol=0)
-
-
-@given(
-    steps=st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=6),
-    place=st.integers(0, 6),
-    gamma=st.sampled_from([0.0, 0.5, 1.0]),
-    lam=st.sampled_from([0.0, 0.5, 1.0]),
-)
-def test_inserting_a_masked_token_changes_no_other_advantage(
-    steps: list[tuple[int, int]], place: int, gamma: float, lam: float
-) -> None:
-    rewards = torch.tensor([[float(reward) for reward, _ in steps]])
-    values = torch.tensor([[float(value) for _, value in steps]])
-    valid = torch.ones_like(values, dtype=torch.bool)
-    place = min(place, len(steps))
-
-    def inserted(tensor: Tensor, middle: float) -> Tensor:
-        return torch.cat([tensor[:, :place], tensor.new_full((1, 1), middle), tensor[:, place:]], 1)
-
-    plain = gae(rewards, values, valid, gamma=gamma, lam=lam)
-    wider = gae(inserted(rewards, 7.0), inserted(values, NAN), inserted(valid, False), gamma=gamma, lam=lam)  # noqa: FBT003
-    assert torch.equal(wider, inserted(plain, 0.0))
-
-
-def test_reward_is_conserved_even_if_the_last_token_is_a_tool_token() -> None:
-    valid = torch.tensor([[0, 0, 1, 1, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 0]], dtype=torch.bool)
-    token_rewards = torch.tensor([[0.0, 0.0, -0.25, 0.5, 9.0]]).expand(3, 5)
-    shaped = shaped_rewards(torch.tensor([1.0, 2.0, 3.0]), token_rewards, valid)
-    found = gae(shaped, torch.zeros(3, 5), valid)
-    assert found[0, 2].item() == 1.0 - 0.25 + 0.5
-    assert found[1, 0].item() == 2.0 - 0.25 + 9.0
-    assert found[2].tolist() == [0.0] * 5
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, NAN])

@@ -1,4 +1,4 @@
-"""PassAtK: the best answer of a group and nobody else."""
+"""PassAtK: the advantage of the best answer of a group."""
 
 import math
 

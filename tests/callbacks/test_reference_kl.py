@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_of, view_of_rollout
+from kit.support import callback_of, rollout_of, run_step, view_of, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -44,7 +44,7 @@ def test_witness_as_a_loss() -> None:
     assert float(step.loss) == pytest.approx(0.05 * float(values.mean()), abs=1e-6)
     assert_close(step.gradient, 0.05 * (1 - torch.exp(-gaps)) / 3, atol=1e-6, rtol=0)
     assert step.metrics["reference_kl/estimate"] == pytest.approx(float(values.mean()), abs=1e-6)
-    assert step.metrics["kl/ref"] == pytest.approx(0.2, abs=1e-6)  # k1, whatever the estimator
+    assert step.metrics["kl/ref"] == pytest.approx(0.2, abs=1e-6)  # k1 for every estimator
 
 
 @pytest.mark.parametrize(
@@ -70,39 +70,11 @@ def test_the_penalty_is_another_tensor_than_what_it_was_made_from() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.tensors())
 
 
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_poison_at_a_masked_token_reaches_neither_reward_nor_gradient(poison: float) -> None:
-    rollout = ragged_rollout()
-    ref = rollout.require("ref_logprobs")
-    spoiled = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, poison))
-    zeroed = rollout.replace(ref_logprobs=torch.where(rollout.valid_tokens, ref, 0.0))
-    corrections = Corrections([ReferenceKL(0.1)])
-    found = [estimate_signal(one, GAE(), corrections)[0].require("advantages") for one in (spoiled, zeroed)]
-    assert torch.equal(*found) and found[0].isfinite().all()
-    views = [
-        view_of([-1.0, -2.0], valid=[1, 0], ref_logprobs=[-1.5, last], advantages=[1.0, 1.0]) for last in (poison, -2.0)
-    ]
-    steps = [run_step(view, callbacks=[ReferenceKL(0.1, as_loss=True)]) for view in views]
-    assert torch.equal(steps[0].gradient, steps[1].gradient) and steps[0].metrics == steps[1].metrics
-
-
 def test_masks_of_other_corrections_do_not_touch_the_loss_term() -> None:
     reject = callback_of("reject", sequence_mask=lambda view: torch.zeros_like(view.trained))
     callback = ReferenceKL(0.05, as_loss=True)
     alone, rejected = run_step(witness(), callbacks=[callback]), run_step(witness(), callbacks=[callback, reject])
     assert torch.equal(alone.gradient, rejected.gradient) and alone.gradient.abs().sum() > 0
-
-
-def test_a_beta_of_0_changes_nothing_bit_for_bit() -> None:
-    view = view_of(LOGPROBS, ref_logprobs=REF, advantages=[1.0, -1.0, 0.5])
-    without, off = run_step(view), run_step(view, callbacks=[ReferenceKL(0.0, as_loss=True)])
-    assert torch.equal(without.loss, off.loss) and torch.equal(without.gradient, off.gradient)
-    rollout = rollout_of([1.0], [[1, 1, 1]], old_logprobs=[LOGPROBS], ref_logprobs=[REF])
-    rewarded = [
-        estimate_signal(rollout, GAE(whitened=False), Corrections(some))[0].require("advantages")
-        for some in ([], [ReferenceKL(0.0)])
-    ]
-    assert torch.equal(*rewarded)
 
 
 def test_contributes_and_reads_according_to_its_form() -> None:

@@ -61,7 +61,7 @@ def a_policy(*, packed: bool = True, checkpointing: bool = False, **options: Any
 
 
 def replaying(policy: PolicyModel) -> RLCallback:
-    """What the callback does once a fit has begun."""
+    """Call the hooks of the start of a fit."""
     return callback_of("replaying", forward_context=ExpertReplay(policy.model).replay)
 
 

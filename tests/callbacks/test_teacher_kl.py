@@ -47,7 +47,7 @@ def teacher_of(source: Any = tiny_policy, *, packed: bool = True, temperature: f
 
 
 def scored_like_the_policy(rollout: Rollout, source: Any, *, packed: bool, temperature: float) -> Tensor:
-    """What the forward of the policy gives for every valid token."""
+    """Return the outputs of the policy for every valid token."""
     policy = PolicyModel(source(), None, temperature=temperature, packed=packed)
     found = torch.zeros(rollout.response_ids.shape)
     for microbatch in make_plan(rollout, minibatches=1, max_tokens_per_microbatch=BUDGET, packed=packed).microbatches():

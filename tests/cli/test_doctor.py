@@ -13,7 +13,7 @@ import pytest
 import torch
 from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.conversations import talking_module
-from kit.support import parity_reward, tiny_model, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.support import a_trainer, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -23,15 +23,14 @@ from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Transf
 from lightning_rl.callbacks import OPSM, ReferenceKL, TruncatedIS
 from lightning_rl.cli.doctor import package_versions as windows
 from lightning_rl.cli.doctor.command import examine
-from lightning_rl.cli.doctor.memory_estimate import engine_room, layer_sizes, memory_plan, too_much
+from lightning_rl.cli.doctor.memory_estimate import engine_room, memory_plan, too_much
 from lightning_rl.cli.doctor.templates import bridges
 from lightning_rl.cli.doctor.tokenizers import tokenizer
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.generation import Request
 from lightning_rl.generation.fake import FakeEngine
-from lightning_rl.policy.build import build_policy
-from lightning_rl.policy.memory import GIB, EngineRoom, LayerSizes, MemoryPlan
+from lightning_rl.policy.memory import GIB, EngineRoom, MemoryPlan
 from lightning_rl.utils.finding import Finding
 
 Subject = TypeVar("Subject")
@@ -43,12 +42,6 @@ FORGETFUL = CHATML.replace("{{ message.content }}", "{{ message.content if loop.
 OTHER_END = CHATML.replace("</s>", "b")
 
 
-def trainer_of(*callbacks: RLCallback, **options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    quiet |= {"enable_checkpointing": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
-    return Trainer(**{**quiet, **options}, callbacks=list(callbacks))
-
-
 def module_of(**options: Any) -> RLLightningModule:
     """A module with room for its answers to end."""
     return tiny_module(**{"max_new_tokens": 32, **options})
@@ -58,7 +51,7 @@ def found(
     module: RLLightningModule | None = None, data: PromptDataModule | None = None, trainer: Trainer | None = None,
     *, limit: float = 30.0,
 ) -> list[Finding]:  # fmt: skip
-    given = Recipe(trainer or trainer_of(), module or module_of(), data or tiny_prompts())
+    given = Recipe(trainer or a_trainer(), module or module_of(), data or tiny_prompts())
     return examine(given, prompts=8, limit=limit)
 
 
@@ -74,24 +67,11 @@ def test_a_clean_recipe_has_facts_and_no_finding() -> None:
     }  # fmt: skip
 
 
-def test_facts_are_told_as_they_become_known() -> None:
-    told: list[str] = []
-
-    def prompt_bound(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-        assert told[-1] == "samples"
-        return [float(place) for place in range(len(prompts))]
-
-    recipe = Recipe(trainer_of(), module_of(rewards=prompt_bound), tiny_prompts())
-    findings = examine(recipe, prompts=8, limit=30.0, tell=lambda finding: told.append(finding.check))
-    assert problems(findings) == [] and told == [finding.check for finding in findings]
-    assert told[0] == "versions" and told.index("policy") < told.index("samples") < told.index("reward")
-
-
 def test_a_quick_look_builds_no_policy() -> None:
     def policy() -> Any:
         pytest.fail("it was built")
 
-    recipe = Recipe(trainer_of(), module_of(policy=policy), tiny_prompts())
+    recipe = Recipe(a_trainer(), module_of(policy=policy), tiny_prompts())
     findings = examine(recipe, prompts=8, limit=30.0, quick=True)
     assert problems(findings) == [] and [one.check for one in findings] == ["versions", "batches", "setup"]
 
@@ -153,7 +133,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         lambda: found(data=tiny_prompts(10, 4)), "warning", "batches", "2 of 10 prompts are left over", "add or drop",
     ),
     "cut": (
-        lambda: found(module_of(epochs_per_rollout=2), trainer=trainer_of(max_steps=5)), "warning", "batches",
+        lambda: found(module_of(epochs_per_rollout=2), trainer=a_trainer(max_steps=5)), "warning", "batches",
         "max_steps=5 ends within a rollout", "max_steps=4",
     ),
     "template_end": (
@@ -196,14 +176,14 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         "check that the engine loads synced weights",
     ),
     "refused": (
-        lambda: found(trainer=trainer_of(Refusing())), "error", "setup", "ValueError: expected a teacher, got none",
+        lambda: found(trainer=a_trainer([Refusing()])), "error", "setup", "ValueError: expected a teacher, got none",
         "follow the message",
     ),
     "dead_knob": (
-        lambda: found(trainer=trainer_of(OPSM())), "warning", "setup", "OPSM has no effect", "follow the message",
+        lambda: found(trainer=a_trainer([OPSM()])), "warning", "setup", "OPSM has no effect", "follow the message",
     ),
     "ranks": (
-        lambda: found(trainer=trainer_of(devices=2, strategy="ddp")), "warning", "setup", "would start 2 ranks",
+        lambda: found(trainer=a_trainer(devices=2, strategy="ddp")), "warning", "setup", "would start 2 ranks",
         "torchrun --nproc_per_node 2",
     ),
 }  # fmt: skip
@@ -223,10 +203,6 @@ def test_each_problem_is_found_with_its_fix(case: str) -> None:
     assert [one.severity for one in named] == [severity], named
     assert what in named[0].observed
     assert fix in named[0].cure
-
-
-def test_a_template_that_ends_answers_with_the_eos_is_fine() -> None:
-    assert problems(found(module_of(tokenizer=templated(CHATML)))) == []
 
 
 def facts(findings: list[Finding], check: str) -> list[str]:
@@ -292,7 +268,7 @@ def test_a_package_outside_its_window_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def built(examine_module: Callable[[RLLightningModule], Subject], **options: Any) -> Subject:
-    """What is seen of a module when its fit begins."""
+    """Return the result of a function of the module at the start of its fit."""
     seen: list[Subject] = []
 
     class Looking(RLCallback):
@@ -304,7 +280,7 @@ def built(examine_module: Callable[[RLLightningModule], Subject], **options: Any
             trainer.should_stop = True
 
     corrections = [Looking(), *options.pop("callbacks", [])]
-    trainer = trainer_of(*corrections, limit_train_batches=1, precision=options.pop("precision", "32-true"))
+    trainer = a_trainer(corrections, limit_train_batches=1, precision=options.pop("precision", "32-true"))
     trainer.fit(module_of(**options), tiny_prompts(4, 4))
     return seen[0]
 
@@ -368,17 +344,6 @@ def test_a_rollout_that_is_generated_meanwhile_lies_beside_the_update() -> None:
 
 def test_a_server_takes_nothing_of_the_trainers_device() -> None:
     assert plan_of(engine=FakeEngine(lambda _: [1])).engine == 0
-
-
-@pytest.mark.parametrize(("family", "norms", "experts"), [
-    ("qwen2", 64, 0), ("llama", 64, 0), ("qwen3", 64 + 48, 0), ("gemma3_text", 128 + 48, 0), ("qwen3_moe", 64 + 48, 2),
-])  # fmt: skip
-def test_the_sizes_of_layers_are_read_from_the_model(family: str, norms: int, experts: int) -> None:
-    policy = build_policy(partial(tiny_model, family), None, temperature=1.0, packed=True)
-    sizes, feed_forward = layer_sizes(policy), 16 if experts else 64
-    assert sizes == LayerSizes(
-        hidden=32, query=32, key_value=16, feed_forward=feed_forward, norms=norms, head=8, experts=experts
-    )
 
 
 def plan_of_7b(**parts: float) -> MemoryPlan:

@@ -1,4 +1,4 @@
-"""What a recipe's callbacks expect of loggers is there in an inspection, and nothing is shown or written."""
+"""Inspections of recipes write and print nothing."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is no script is refused in a sentence before torch is imported, and what a script raises is told by its line."""
+"""Errors for files that are no scripts, and for exceptions of scripts."""
 
 import os
 import subprocess

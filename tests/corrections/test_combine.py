@@ -113,36 +113,12 @@ def test_two_callbacks_combine_as_documented(method: str, fold: Callable[[Tensor
 
 
 def test_nobody_contributes_nothing() -> None:
-    nobody, rollout = Corrections(), ragged_rollout()
-    assert (
-        nobody.reward_mask(rollout).all() and nobody.keep_groups(rollout).all() and not nobody.exclude(rollout)[0].any()
-    )
-    assert nobody.reward_bonus(rollout) is None and nobody.token_reward(rollout) is None
-    assert nobody.policy_factor(view()) == (None, {}) and nobody.loss_terms(view()) == []
-    assert nobody.metrics(view()) == nobody.rollout_metrics(rollout) == {}
-    assert all(nobody.contributors(method) == () for method in CONTRIBUTIONS)
-
-
-@pytest.mark.parametrize("field", ["groups", "valid_tokens", "rewards", "task_rewards/task", "old_logprobs"])
-@pytest.mark.parametrize("method", METHODS)
-def test_an_edit_in_place_is_caught_with_callback_method_and_field(method: str, field: str) -> None:
-    def edits(seen: Rollout) -> Any:
-        found = right(method, "vandal")(seen)
-        dict(seen.tensors())[field][0] = dict(seen.tensors())[field][1].clone()
-        return found
-
-    innocent = callback_of("alpha", **{method: right(method, "alpha")})
-    with pytest.raises(RuntimeError, match=rf"^{method} of vandal wrote in place to {field}:"):
-        call(Corrections([callback_of("vandal", **{method: edits}), innocent]), method, seen_by(method))
-
-
-def test_an_edit_of_the_detached_log_probabilities_is_caught_too() -> None:
-    def edits(seen: LossView) -> Tensor:
-        seen.logprobs.detach().mul_(2)
-        return seen.valid_tokens
-
-    with pytest.raises(RuntimeError, match="token_mask of vandal wrote in place to logprobs"):
-        Corrections([callback_of("vandal", token_mask=edits)]).policy_factor(view())
+    none, rollout = Corrections(), ragged_rollout()
+    assert none.reward_mask(rollout).all() and none.keep_groups(rollout).all() and not none.exclude(rollout)[0].any()
+    assert none.reward_bonus(rollout) is None and none.token_reward(rollout) is None
+    assert none.policy_factor(view()) == (None, {}) and none.loss_terms(view()) == []
+    assert none.metrics(view()) == none.rollout_metrics(rollout) == {}
+    assert all(none.contributors(method) == () for method in CONTRIBUTIONS)
 
 
 WRONG: list[tuple[str, Callable[[Rollout], Any], str]] = [

@@ -1,4 +1,4 @@
-"""Whatever reads through Hugging Face's ``datasets`` caches in the test's own folder and never looks at the network."""
+"""Set the cache of Hugging Face's ``datasets`` to the folder of the test, without network."""
 
 from pathlib import Path
 

@@ -167,13 +167,10 @@ ROWS = [{"prompt": f"a {n}", "answer": n, "tags": {"x", "y", str(n)}} for n in r
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     row = "{'prompt': 'a', 'tags': {'x', 'y', 'z'}, 'n': 1.5}"
     code = f"from lightning_rl.data import PromptDataset; print(PromptDataset([{row}]).fingerprint)"
-    prints = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        prints.add(run.stdout.strip())
-    assert prints == {PromptDataset([{"prompt": "a", "tags": {"z", "y", "x"}, "n": 1.5}]).fingerprint}
-    assert len(prints.pop()) == 16
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    here = PromptDataset([{"prompt": "a", "tags": {"z", "y", "x"}, "n": 1.5}]).fingerprint
+    assert run.stdout.strip() == here and len(here) == 16
 
 
 def test_a_fingerprint_changes_with_whatever_the_policy_is_shown() -> None:

@@ -74,7 +74,7 @@ class Indexed:
     """Has a length and an item for each number, and nothing else."""
 
     def __len__(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return len(ROWS)
 
     def __getitem__(self, number: int) -> Any:
@@ -91,7 +91,7 @@ def test_every_source_gives_the_same_prompts(kind: str, tmp_path: Path) -> None:
 
 
 def hub_folder(folder: Path) -> None:
-    """What the hub has under openai/gsm8k, in the current folder: two configurations with two splits each."""
+    """Write a copy of openai/gsm8k into the current folder: two configurations with two splits each."""
     card = ["---", "configs:"]
     for name in ("main", "socratic"):
         card += [f"- config_name: {name}", "  data_files:"]

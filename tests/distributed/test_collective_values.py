@@ -38,7 +38,7 @@ class OneOfSeveral(Collectives):
 
 
 def on_ranks(function: Callable[[Collectives, Any], Any], *inputs: Any) -> list[Any]:
-    """What a function gives on each rank."""
+    """Return the results of a function on each rank."""
     board, barrier = [torch.empty(0)] * len(inputs), threading.Barrier(len(inputs))
     ranks = [OneOfSeveral(rank, board, barrier) for rank in range(len(inputs))]
     with ThreadPoolExecutor(len(inputs)) as pool:

@@ -13,7 +13,7 @@ REFUSED = "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: 
 
 
 def begin(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
-    """What a first rank of two hears that begins under torchrun with some variables."""
+    """Return the output of rank 0 of two under torchrun with some variables."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "tests"}
     for name, value in {**rank, "MASTER_ADDR": "127.0.0.1", **variables}.items():
         monkeypatch.setenv(name, value)
@@ -79,7 +79,7 @@ def test_a_restart_that_reads_old_addresses_is_told_of_the_store(
         "Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
         "Ping failed, invalid value returned from server. Expected: 1807, Got: 1347703880",
     ],
-    ids=["nobody-there", "nobody-comes", "somebody-else-there"],
+    ids=["no-listener", "no-peer", "other-listener"],
 )
 def test_a_first_node_that_nobody_reaches_is_said_to_be_chosen_by_its_address(unreached: str) -> None:
     assert cure_of(RuntimeError(unreached)).startswith("set MASTER_ADDR and MASTER_PORT")

@@ -1,4 +1,4 @@
-"""What an Evaluation takes and refuses."""
+"""Options of Evaluation, valid and invalid."""
 
 from dataclasses import replace
 from typing import Any

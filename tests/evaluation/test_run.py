@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.support import a_trainer, fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -48,11 +48,6 @@ def scripted_module(evaluation: Any, **options: Any) -> RLLightningModule:
     return tiny_module(engine=FakeEngine(scripted), tokenizer=tiny_tokenizer(), evaluation=evaluation, **options)
 
 
-def quiet_trainer(**options: Any) -> Trainer:
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    return Trainer(**{"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, **quiet, **options})
-
-
 GREEDY = Evaluation("greedy", [[2], [3]])
 EXPECTED = {
     "greedy/pass@1": 1 / 2, "greedy/reward/task": 1 / 2, "greedy/length/mean": 5 / 2, "greedy/length/truncated": 0,
@@ -67,7 +62,7 @@ EXPECTED = {
 def test_a_greedy_evaluation_and_pass_at_k_in_one_run_draw_each_sample_once(stage: str, size: int) -> None:
     module = scripted_module([GREEDY, several()])
     data = tiny_prompts(validation_batch_size=size)
-    trainer = quiet_trainer()
+    trainer = a_trainer()
     run = trainer.validate if stage == "val" else trainer.test
     (figures,) = run(module, data, verbose=False)
     assert {name: figures[f"{stage}/{name}"] for name in EXPECTED} == pytest.approx(EXPECTED, abs=1e-6)
@@ -87,34 +82,34 @@ def test_the_requests_of_a_batch_go_to_the_engine_together() -> None:
             return super()._draw(requests, logprobs=logprobs)
 
     module = tiny_module(engine=Counting(scripted), tokenizer=tiny_tokenizer(), evaluation=[GREEDY, several()])
-    quiet_trainer().validate(module, tiny_prompts(validation_batch_size=2), verbose=False)
+    a_trainer().validate(module, tiny_prompts(validation_batch_size=2), verbose=False)
     assert calls == [2 + 2 * 4, 4]
 
 
 def test_evaluations_need_no_data_module_but_in_a_fit() -> None:
     module = scripted_module(GREEDY)
-    (figures,) = quiet_trainer().validate(module, verbose=False)
+    (figures,) = a_trainer().validate(module, verbose=False)
     assert figures["val/greedy/pass@1"] == 0.5
     with pytest.raises(TypeError, match=r"expected Trainer\.fit"):
-        quiet_trainer(max_epochs=1).fit(scripted_module(GREEDY))
+        a_trainer(max_epochs=1).fit(scripted_module(GREEDY))
 
 
 def test_nothing_to_evaluate_is_said() -> None:
     with pytest.raises(ValueError, match=r'expected prompts to evaluate in stage "val", got none: pass validation='):
-        quiet_trainer().validate(tiny_module(), tiny_prompts(), verbose=False)
+        a_trainer().validate(tiny_module(), tiny_prompts(), verbose=False)
     module = scripted_module(Evaluation("greedy", [[2]], stages=("test",)))
     with pytest.raises(ValueError, match=r'stage "val", got none'):
-        quiet_trainer().validate(module, tiny_prompts(), verbose=False)
+        a_trainer().validate(module, tiny_prompts(), verbose=False)
     module = tiny_module(evaluation=Evaluation("greedy", [[2]], stages=("test",)))
     assert fit(module, max_steps=1).limit_val_batches == 1.0, "a fit goes without, and gives the limit back"
 
 
 def test_validation_prompts_of_the_data_module_keep_their_names_beside_evaluations() -> None:
     data = tiny_prompts(validation=[[2], [3]])
-    (alone,) = quiet_trainer().validate(scripted_module(()), data, verbose=False)
+    (alone,) = a_trainer().validate(scripted_module(()), data, verbose=False)
     figures = {"val/reward/task": 0.5, "val/reward/parity_reward": 0.5, "val/reward/failed": 0, "val/length/mean": 2.5}
     assert alone == figures
-    (both,) = quiet_trainer().validate(scripted_module(several()), data, verbose=False)
+    (both,) = a_trainer().validate(scripted_module(several()), data, verbose=False)
     assert {name: both[name] for name in alone} == alone
     assert {name for name in both if name.count("/") < 3 and name not in alone} >= {"val/several/pass@4"}
 
@@ -126,7 +121,7 @@ def test_rewards_of_an_evaluation_are_its_own_and_missing_ones_count_nowhere() -
     module = scripted_module(several(rewards={"half": half}, correct=0.5, answer=None))
     unmeasured = r"got NaN for val/several/pass@4, val/several/avg@4: too few samples"
     with pytest.warns(UserWarning, match="no reward function applies"), pytest.warns(UserWarning, match=unmeasured):
-        (figures,) = quiet_trainer().validate(module, verbose=False)
+        (figures,) = a_trainer().validate(module, verbose=False)
     assert figures["val/several/reward/half"] == 0.5 and figures["val/several/reward/missing"] == pytest.approx(9 / 12)
     assert figures["val/several/pass@1"] == 1.0 and math.isnan(figures["val/several/pass@4"])
     assert figures["val/several/reward/failed"] == 0
@@ -208,7 +203,7 @@ def unread(text: str) -> Any:
 def test_an_answer_that_fails_costs_its_sample_the_vote(answer: Any, failed: int, match: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (figures,) = quiet_trainer().validate(scripted_module(several(answer=answer)), verbose=False)
+        (figures,) = a_trainer().validate(scripted_module(several(answer=answer)), verbose=False)
     said = [str(warning.message) for warning in caught if "answer of evaluation" in str(warning.message)]
     assert len(said) == 1 and re.search(match, said[0], re.DOTALL)
     assert figures["val/several/answer/failed"] == failed
@@ -221,7 +216,7 @@ def test_an_answer_that_fails_costs_its_sample_the_vote(answer: Any, failed: int
 
 def test_the_bar_has_room_for_one_figure_of_each_evaluation() -> None:
     module = scripted_module([GREEDY, several(pass_at=4)])
-    trainer = quiet_trainer()
+    trainer = a_trainer()
     trainer.validate(module, tiny_prompts(validation=[[2]]), verbose=False)
     shown = {name for name in trainer.progress_bar_metrics if name.startswith("val/")}
     assert shown == {"val/reward/task", "val/greedy/pass@1", "val/several/pass@4"}
@@ -229,7 +224,7 @@ def test_the_bar_has_room_for_one_figure_of_each_evaluation() -> None:
 
 def test_samples_are_kept_beside_the_logger(tmp_path: Path) -> None:
     module = scripted_module([GREEDY, several(), Evaluation("unkept", [[2]], save=False)])
-    trainer = quiet_trainer(logger=CSVLogger(tmp_path, "runs"))
+    trainer = a_trainer(logger=CSVLogger(tmp_path, "runs"))
     trainer.validate(module, tiny_prompts(validation=[{"prompt": [2], "answer": "a"}]), verbose=False)
     folder = tmp_path / "runs" / "version_0" / "evaluations"
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -245,7 +240,7 @@ def test_samples_are_kept_beside_the_logger(tmp_path: Path) -> None:
 
 def test_without_a_logger_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    quiet_trainer(default_root_dir=tmp_path).validate(scripted_module(GREEDY), verbose=False)
+    a_trainer(default_root_dir=tmp_path).validate(scripted_module(GREEDY), verbose=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -262,7 +257,7 @@ def test_a_fit_validates_at_its_steps_and_checkpoints_by_a_figure(tmp_path: Path
     (figures,) = trainer.validate(module, tiny_prompts(), ckpt_path=saving.best_model_path, verbose=False)
     assert figures["val/greedy/pass@1"] == saving.best_model_score
     assert (tmp_path / "runs" / "version_0" / "evaluations" / "greedy" / "validate.jsonl").is_file()
-    (tested,) = quiet_trainer().test(
+    (tested,) = a_trainer().test(
         tiny_module(evaluation=Evaluation("greedy", [[2], [3]]), seed=3), tiny_prompts(),
         ckpt_path=saving.best_model_path, verbose=False,
     )  # fmt: skip
@@ -285,18 +280,18 @@ def test_prompts_may_be_a_data_set_with_options_of_its_own() -> None:
     prompts = PromptDataset(rows, columns={"prompt": "question"}, max_prompt_tokens=3, too_long="drop")
     engine = FakeEngine(lambda request: [request.prefix_ids[0], EOS])
     module = tiny_module(engine=engine, evaluation=Evaluation("kept", prompts, rewards=level_reward))
-    (figures,) = quiet_trainer().validate(module, tiny_prompts(validation=prompts), verbose=False)
+    (figures,) = a_trainer().validate(module, tiny_prompts(validation=prompts), verbose=False)
     assert figures["val/kept/reward/task"] == 1.5 and figures["val/kept/pass@1"] == 1.0
     assert [request.prefix_ids for request in engine.requests] == [(4,), (5,)] * 2
 
 
 def test_a_limit_of_batches_cuts_each_evaluation_and_the_bar_knows_the_total() -> None:
     module = scripted_module([GREEDY, several()])
-    trainer = quiet_trainer(limit_val_batches=1)
+    trainer = a_trainer(limit_val_batches=1)
     (figures,) = trainer.validate(module, tiny_prompts(validation_batch_size=1), verbose=False)
     assert trainer.num_val_batches == [1]
     assert figures["val/greedy/pass@1"] == 0.0 and figures["val/several/pass@1"] == 0.5
-    trainer = quiet_trainer()
+    trainer = a_trainer()
     trainer.validate(module, tiny_prompts(validation_batch_size=1), verbose=False)
     assert trainer.num_val_batches == [3]
 
@@ -306,7 +301,7 @@ def test_seeds_depend_on_run_name_prompt_and_sample_alone() -> None:
         engine = FakeEngine(lambda _: [A, EOS])
         evaluation = Evaluation(options.pop("name", "several"), [[4], [5], [6]], samples=samples)
         module = tiny_module(engine=engine, evaluation=evaluation, **options)
-        quiet_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)
+        a_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)
         return sorted((request.sample_id, request.seed) for request in engine.requests)
 
     first = seeds(1)
@@ -327,7 +322,7 @@ def test_figures_do_not_depend_on_token_budget_batches_or_rows(options: dict[str
                            sampling=SamplingParams(max_new_tokens=5)),
             ], **others,
         )  # fmt: skip
-        return dict(quiet_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)[0])
+        return dict(a_trainer().validate(module, tiny_prompts(validation_batch_size=size), verbose=False)[0])
 
     assert figures(**options) == figures()
 
@@ -347,7 +342,7 @@ def test_predict_returns_and_writes_a_completion_of_each_prompt(tmp_path: Path) 
     module = tiny_module(engine=engine, tokenizer=tiny_tokenizer())
     rows = [{"prompt": "a b", "id": 7}, {"prompt": "c", "id": 8}, {"prompt": "d", "id": 9}]
     data = PromptDataModule(rows, 1, validation_batch_size=2)
-    batches = quiet_trainer(default_root_dir=tmp_path).predict(module, data)
+    batches = a_trainer(default_root_dir=tmp_path).predict(module, data)
     assert batches is not None and [len(batch) for batch in batches] == [2, 1]
     lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert lines == [record for batch in batches for record in batch]

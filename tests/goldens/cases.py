@@ -39,7 +39,7 @@ class Case:
     outputs: Mapping[str, Field]
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is an input of this name."""
+        """Return True if there is an input of this name."""
         return name in self.arrays
 
     def __getitem__(self, name: str) -> Tensor:
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def from_pull_request(self) -> bool:
-        """Whether the case records a pull request."""
+        """True if the case records a pull request."""
         return any(tag.startswith("pr") and tag[2:].isdigit() for tag in self.tags)
 
 

@@ -1,4 +1,4 @@
-"""Where a value of ours differs from a recorded one."""
+"""Differences between our values and recorded ones."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class Difference(NamedTuple):
 
     @property
     def found(self) -> bool:
-        """Whether any position is too far apart."""
+        """True if any position differs."""
         return bool(self.apart.any())
 
     @property

@@ -129,7 +129,7 @@ def given_row_weight(weight: Tensor) -> RLCallback:
 
 
 class Contribution:
-    """What corrections do together: a weight and a mask of each token.
+    """Joint effect of corrections: a weight and a mask per token.
 
     Args:
         view: the tokens.

@@ -1,4 +1,4 @@
-"""How peers lay tokens out: shifted by one, carried through masked positions, cut into episodes."""
+"""Token layouts of other systems: shifted by one, carried through masked positions, cut into episodes."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def carried_back(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def by_episode(function: PerRow, mask: Tensor, ends: Tensor, *values: Tensor) -> Tensor:
-    """Calls a function on runs of valid positions as rows of their own.
+    """Call a function on runs of valid positions as separate rows.
 
     Args:
         function: of padded values and their mask; returns one number for each position.

@@ -1,4 +1,4 @@
-"""What peers record beside a policy loss: where a clip was active, how often, and how far the policy has moved."""
+"""Outputs that other systems record beside a policy loss: clip masks, clip fractions, KL to the old policy."""
 
 import math
 from dataclasses import replace

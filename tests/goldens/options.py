@@ -18,13 +18,13 @@ Steps = Literal["valid", "every", "every, masked ones empty", "runs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What a system fixes inside its functions and does not say in every record."""
+    """Constants inside the functions of a system that records do not contain."""
 
     empty_rows: bool = True  # whether a row without valid tokens counts in a mean over rows
     total: str = ""  # "tokens" where a policy loss is a sum over them
     log_ratio: float = math.inf  # bound of a token's log-ratio before exp
     sequence_log_ratio: float = math.inf  # bound of a row's mean log-ratio before exp
-    gspo_per_token: bool = False  # a gradient of its own for every token
+    gspo_per_token: bool = False  # a separate gradient for every token
     mean_advantage: bool = False  # a loss of whole rows takes the mean advantage of the row
     cispo_floor: bool = True  # whether the weight has a lower bound
     cispo_offset: float = 1.0  # what the weight's upper bound is above its parameter
@@ -160,7 +160,7 @@ def estimator_of(case: Case, name: str | int, *, weight: Tensor | None = None) -
 
 
 def option_of(case: Case, name: str) -> KLEstimator | str:
-    """What our corrections would be given for a peer's estimator: its name, or k3 with its value clamped."""
+    """Return the option of our corrections for a peer's estimator: its name, or k3 with a clamped value."""
     plain = KL_NAMES.get(name, name)
     return Clamped(k3) if plain == "k3" and _kl_bounds(case, name)["value"] == CLAMP else plain
 

@@ -103,7 +103,7 @@ def _stepped(case: Case, view: LossView) -> Outputs:
 
 
 def corrections_around(case: Case) -> Corrections:
-    """What stands beside the loss of a case: masks, weights and the pull to a reference."""
+    """Return masks, weights and the reference term of a case."""
     found = corrections_of(case)
     given = given_row_weight if case.algorithm == "gmpo" else given_weight  # inside the geometric mean
     found += [given(case[name]) for name in WEIGHTS if name in case]

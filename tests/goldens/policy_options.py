@@ -60,7 +60,7 @@ def clip_of(case: Case) -> dict[str, Any]:
 
 
 def dual_clip_of(case: Case) -> dict[str, Any]:
-    """The bounds with a dual clip. TRL's cap is on the unclipped ratio, whatever the sign of the advantage.
+    """The bounds with a dual clip. TRL's cap is on the unclipped ratio, for either sign of the advantage.
 
     Beyond the upper bound of the clip it only binds where a dual clip does; below, the two change places.
     """
@@ -71,7 +71,7 @@ def dual_clip_of(case: Case) -> dict[str, Any]:
 
 
 def by_sequence(case: Case) -> bool:
-    """Whether a case has one ratio for a whole row, whatever its algorithm is called."""
+    """Return True if a case has one ratio per row."""
     params = case.params
     levels = params.get("importance_sampling_level"), params.get("level"), params.get("policy_loss_type")
     return bool({"sequence", "sequence_token", "gspo"} & set(levels) or params.get("sequence_level_importance_ratios"))

@@ -10,12 +10,12 @@ from lightning_rl import LossView
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, sequence_mean, token_mean
 
 OVER_ALL_ROWS = ("gmpo", "rloo_sequence_ppo")
-"""Algorithms that are a mean over rows whatever their parameters say, and count rows without valid tokens."""
+"""Algorithms that are always a mean over rows and count rows without valid tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """How a case makes one number of its tokens."""
+    """Reduction of a case from tokens to a scalar."""
 
     reduction: Reduction = token_mean
     empty_rows: bool = True  # whether rows without valid tokens count
@@ -23,7 +23,7 @@ class Average:
     divisor: float = 1.0  # what the peer divides its number by
 
     def scale(self, view: LossView) -> float:
-        """What turns our mean into the peer's number."""
+        """Return the factor from our mean to the peer's scalar."""
         totals = {"tokens": float(view.valid_tokens.sum()), "rows": float(view.trained.sum()), "": 1.0}
         return totals[self.total_of] / self.divisor
 
@@ -40,7 +40,7 @@ def average_of(case: Case) -> Average:
     if "calculate_per_token_loss" in params:
         tokens = params["calculate_per_token_loss"]
         return Average(total_of="tokens") if tokens else Average(reduction=sequence_mean, total_of="rows")
-    if params.get("policy_loss_type") == "gspo" and "token_level_loss" in params:  # by rows whatever it says
+    if params.get("policy_loss_type") == "gspo" and "token_level_loss" in params:  # always by rows
         return by_rows
     if "token_level_loss" in params:
         return by_tokens if params["token_level_loss"] else by_rows

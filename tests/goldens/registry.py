@@ -63,5 +63,5 @@ NOT_COMPARED: dict[str, str] = {
 
 
 def not_compared(field: str) -> bool:
-    """Whether a field is left out where the replay gives no value for it."""
+    """Return True if a field is left out where the replay returns no value for it."""
     return any(fnmatch(field, pattern) for pattern in NOT_COMPARED)

@@ -1,4 +1,4 @@
-"""Where the library differs from another system on purpose: at which positions, and what our value is there."""
+"""Intended differences from other systems: positions and our values there."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

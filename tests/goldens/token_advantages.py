@@ -205,7 +205,7 @@ def _openrlhf(case: Case) -> Outputs:
         "dr_grpo": lambda: DrGRPO().per_row(signal.scores, signal.groups, signal.rewarded),
         "group_norm": lambda: Normalized(epsilon=1e-9).per_row(
             signal.scores, signal.groups, signal.rewarded
-        ),  # whatever no_std_norm says
+        ),  # independent of no_std_norm
     }
     scores = rows[name]() if name in rows else signal.scores
     shaped = shaped_rewards(scores, -params.get("kl_coef", 0.0) * case["kl"], mask)
@@ -234,7 +234,7 @@ def _slime(case: Case) -> Outputs:
     name = params["advantage_estimator"]
     raw = estimator_of(case, first_of(params, ESTIMATOR_NAMES, "k1"))(case["old_logp"], case["ref_logp"])
     coefficient = params.get("kl_coef", 0.0)
-    kl = masked_fill_invalid(raw, inside & (coefficient != 0))  # what nobody asks for is not measured
+    kl = masked_fill_invalid(raw, inside & (coefficient != 0))  # measured only with a coefficient
     penalty, rewards = -coefficient * kl, case["rewards"]
     spread = rewards[:, None].expand_as(kl)
     if name == "ppo":

@@ -1,7 +1,7 @@
 """The verdict on one case: matched, differs on purpose, not offered or failed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -10,16 +10,12 @@ from torch import Tensor
 import goldens.replays  # noqa: F401 - registers every replay
 from goldens.cases import Case, Outputs
 from goldens.compare import Difference, difference
-from goldens.inert import unknown
-from goldens.params import Params
 from goldens.registry import NotOfferedError, not_compared, replay_of
 from goldens.rules import RULES, Rule
 
-PARAMETER = "parameter"  # begins the reason where a replay does not know one
-
 
 class Status(StrEnum):
-    """What became of a case."""
+    """Result of a case."""
 
     MATCHED = "matched"
     RULE = "differs on purpose"
@@ -37,20 +33,13 @@ class Verdict:
 
 
 def verdict(case: Case, rules: Sequence[Rule] = RULES) -> Verdict:
-    """Replays a case and compares every field that it recorded.
-
-    A parameter that the replay neither reads nor may ignore makes it another call than the recorded one.
-    """
-    params = Params(case.params)
+    """Replay a case and compare every recorded field."""
     try:
-        replay = replay_of(case)
-        outputs = replay(replace(case, params=params))
+        outputs = replay_of(case)(case)
     except NotOfferedError as reason:
         return Verdict(case, Status.NOT_OFFERED, str(reason))
-    except Exception as error:  # noqa: BLE001 - whatever a call raises is a failure of this case alone
+    except Exception as error:  # noqa: BLE001 - an exception fails this case alone
         return Verdict(case, Status.FAILED, f"call  {type(error).__name__}: {error}".splitlines()[0])
-    if left := unknown(case, params.unread()):
-        return Verdict(case, Status.NOT_OFFERED, f"{PARAMETER} {', '.join(left)}")
     return _compared(case, outputs, rules)
 
 
@@ -91,7 +80,7 @@ def _explained(rule: Rule, case: Case, different: dict[str, Difference]) -> bool
 
 
 def _as_predicted(found: Difference, positions: Tensor, ours: Tensor) -> bool:
-    """Whether all that differs lies at the positions, and every value of ours there is the predicted one."""
+    """Return True if all differences lie at the positions and our values there are the predicted ones."""
     where, wanted = (_spread(one.numpy(), found.apart.shape) for one in (positions, ours))
     if (found.apart & ~where).any():
         return False

@@ -1,4 +1,4 @@
-"""What the corrections of a case do to its tokens, without a policy loss."""
+"""Effect of the corrections of a case on its tokens, without a policy loss."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from lightning_rl.signal.masked import row_mean
 
 
 def corrected(case: Case) -> Outputs:
-    """What the corrections of a case do to its tokens."""
+    """Return the effect of the corrections of a case on its tokens."""
     view = view_of_case(case)
     done = Contribution(view, corrections_of(case))
     ratio = peer_ratio(case, view.require("old_logprobs"), view.require("rollout_logprobs"))

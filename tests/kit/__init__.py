@@ -1,1 +1,1 @@
-"""What tests share: tiny policies, scripted servers, processes as ranks."""
+"""Shared code of tests: tiny policies, scripted servers, processes as ranks."""

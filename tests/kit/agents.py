@@ -1,4 +1,4 @@
-"""A run under torchrun by the launch file of the repository: an agent for each node, as on machines of their own."""
+"""A run under torchrun by the launch file of the repository: one agent per node, as on separate machines."""
 
 import os
 import signal
@@ -128,7 +128,7 @@ class Agents:
         """Leaves nothing behind."""
         for agent in self._agents:
             if agent.poll() is None:
-                os.killpg(agent.pid, signal.SIGTERM)  # it ends its ranks, which have sessions of their own
+                os.killpg(agent.pid, signal.SIGTERM)  # it ends its ranks, which have separate sessions
                 try:
                     agent.wait(timeout=60)
                 except subprocess.TimeoutExpired:

@@ -88,7 +88,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, path: Path, place: str = "") -> float:
-        """Opens a report anew and waits until it is drawn; returns the seconds that it took."""
+        """Open a report, wait until it is drawn, and return the seconds."""
         begin = time.monotonic()
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=path.resolve().as_uri() + place)
@@ -113,7 +113,7 @@ class Browser:
         return value
 
     def turn(self) -> int:
-        """How many views were begun."""
+        """Return the number of started views."""
         return int(self.ask("document.documentElement.dataset.turn"))
 
     def settle(self, before: int) -> None:
@@ -165,7 +165,7 @@ class Browser:
         self.settle(before)
 
     def processor_seconds(self) -> float:
-        """What the tab has taken of the processor; ``Performance.enable`` begins the count."""
+        """Return the CPU seconds of the tab since ``Performance.enable``."""
         metrics = self.call("Performance.getMetrics")["metrics"]
         return next(metric["value"] for metric in metrics if metric["name"] == "ProcessTime")
 
@@ -200,7 +200,7 @@ def chromium(folder: Path) -> Iterator[Browser]:
 
 
 def _pipes() -> tuple[int, int, int, int]:
-    """What the browser reads from and writes to, and our ends of both."""
+    """Return the pipe ends of the browser and ours."""
     here, to = os.pipe()
     back, theirs = os.pipe()
     return here, theirs, to, back

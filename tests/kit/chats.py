@@ -111,7 +111,7 @@ class PartnersThatBreak:
     """Makes partners, some of which break.
 
     Args:
-        every: of so many that are made, the first one breaks.
+        every: of this many instances, the first one breaks.
         again: how many in a row, so that two break the second try as well.
     """
 
@@ -152,19 +152,19 @@ def read_calls(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Seque
     """Takes every word of an answer but five for a call, two at most, and an exclamation mark for a broken one."""
     words = [VOCABULARY[token] for token in token_ids if token not in CLOSE]
     calls = [ToolCall(name="look", arguments={"x": word}) for word in words if word not in ("\n", "!", "?", "not")]
-    errors = ["nobody reads this"] if "!" in words else []
+    errors = ["an unread error"] if "!" in words else []
     text = " ".join(word for word in words if word in ("not", "?"))
     return Action(text=text, tool_calls=tuple(calls[:2]), errors=errors)
 
 
 def last_answer(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-    """How many different ids the last answer has, and 1 if it names a colour."""
+    """Return the number of distinct ids of the last answer, plus 1 if it names a colour."""
     ids = {VOCABULARY.index(colour) for colour in COLOURS}
     return [len(set(row)) / 4 + bool(ids & set(row)) for row in completion_ids]
 
 
 def said_by_policy(prompts: Any, completions: Any, *, conversation: Any, **_: Any) -> list[float]:
-    """How many different words the policy said in a conversation."""
+    """Return the number of distinct words of the policy in a conversation."""
     return [
         len({word for m in talk if m["role"] == "assistant" for word in m["content"].split()}) for talk in conversation
     ]

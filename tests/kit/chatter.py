@@ -1,4 +1,4 @@
-"""A policy that plays games at random, and no worse: it draws one of some actions, whatever it is told."""
+"""A policy that plays games at random: it draws one of some actions for every prompt."""
 
 import math
 import random

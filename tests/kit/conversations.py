@@ -45,7 +45,7 @@ class Echo(TokenEnvironment):
 
 
 class Rewriting(Echo):
-    """Says the same, and has the policy read all of it anew: its context is rewritten as what it was."""
+    """Return the same messages as a rewritten context, which the policy reads again."""
 
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:

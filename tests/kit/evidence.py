@@ -14,7 +14,7 @@ REWARDS = (1.0, 0.0, 3.0, 2.0, 2.5, 0.5, -1.0, 4.0, 1.5)
 
 
 def evidence_of(*callbacks: RLCallback, ranks: int = 1, **provided: Tensor) -> Evidence:
-    """Three prompts with three answers each, of different lengths and rewards, and nobody's update."""
+    """Three prompts with three answers each, of different lengths and rewards, without an update."""
     rollout = Rollout.of_samples(
         [[2 + row // 3] * (1 + row // 3) for row in range(9)],
         [[5 + row] * length for row, length in enumerate(LENGTHS)],
@@ -28,5 +28,5 @@ def evidence_of(*callbacks: RLCallback, ranks: int = 1, **provided: Tensor) -> E
 
 
 def culprits(check: str, evidence: Evidence) -> list[str]:
-    """Who is named by the findings of a check."""
+    """Return the culprits of the findings of a check."""
     return [finding.culprit for finding in CHECKS[check](evidence)]

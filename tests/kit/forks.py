@@ -50,9 +50,15 @@ class Fork:
             with suppress(ProcessLookupError):  # ended since poll()
                 os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Wait for the end of the fork and return its exit code."""
+    def wait(self, timeout: float = 60.0) -> int:
+        """Wait for the end of the fork and return its exit code.
+
+        Raises:
+            TimeoutError: After ``timeout`` seconds.
+        """
         if self._code is None:
+            if not select.select([self._said], [], [], max(timeout, 1.0))[0]:
+                raise TimeoutError(f"expected process {self.pid} to end within {timeout:g} seconds")
             self._code = int(self._said.readline())
         return self._code
 

@@ -1,4 +1,4 @@
-"""What makes the host wait for an accelerator, counted on PyTorch's device without numbers.
+"""Count the synchronizations of the host with an accelerator, on PyTorch's meta device.
 
 What lies there cannot be read, so every attempt to is noticed.
 """
@@ -82,7 +82,7 @@ def count_reads() -> Iterator[list[str]]:
 def reads_within(
     rollout: Rollout, forward: Callable[[Microbatch], Outputs], algorithm: Algorithm, *, packed: bool = True
 ) -> tuple[list[str], list[str], list[str]]:
-    """What is read until the first backward is on its way, between it and the last one, and after that."""
+    """Return the reads before the first backward, between it and the last one, and after the last one."""
     microbatches = plan_of_rows(rollout, [CUT], packed=packed).to("meta").step(0)
     rollout, ends = rollout.to("meta"), list[int]()
     with count_reads() as names:

@@ -1,4 +1,4 @@
-"""Two network namespaces as two machines: each with a loopback of its own, and one wire between them."""
+"""Two network namespaces as two machines: each with its loopback, and one wire between them."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ INTERFACE = "eth0"
 
 
 def can_make() -> bool:
-    """Whether this user may make namespaces."""
+    """Return True if this user may create namespaces."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
     name = f"probe-{os.getpid()}"
@@ -23,7 +23,7 @@ def can_make() -> bool:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[list[str], list[str]]]:
-    """What to put before a command so that it runs on the first, and on the second, of :data:`ADDRESSES`."""
+    """Return the prefixes of commands for the first and the second of :data:`ADDRESSES`."""
     names = [f"machine-{os.getpid()}-{number}" for number in range(2)]
     ends = [f"end{os.getpid() % 10**8}-{number}" for number in range(2)]
     try:

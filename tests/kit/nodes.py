@@ -1,4 +1,4 @@
-"""Several nodes on one machine: one torchrun for each, as on machines of their own."""
+"""Several nodes on one machine: one torchrun per node."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def run_nodes(number: int, command: Sequence[str], folder: Path, *, seconds: flo
 
 @contextmanager
 def _nodes(number: int, command: Sequence[str], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """One torchrun for each node, in a process group of its own; nothing of them is left behind."""
+    """Start one torchrun per node, each in its process group; end all of them at exit."""
     there = ["--nnodes", str(number), "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
     there += ["--master_port", str(free_port())]
     shared = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
@@ -61,7 +61,7 @@ def _nodes(number: int, command: Sequence[str], folder: Path) -> Iterator[list[s
     finally:
         for process in started:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its worker, which has a session of its own
+                os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its worker, which has a separate session
                 try:
                     process.wait(timeout=60)
                 except subprocess.TimeoutExpired:

@@ -35,7 +35,7 @@ class Copy(NamedTuple):
         to_host: or from it.
         shape: of the tensor.
         pinned: whether the tensor on the CPU was pinned.
-        non_blocking: whether nobody waited for it.
+        non_blocking: whether the copy was asynchronous.
     """
 
     to_host: bool
@@ -204,7 +204,7 @@ def other_device() -> Iterator[list[Copy]]:
 
 
 class _OtherAccelerator(Accelerator):
-    """What a Trainer asks of a kind of device."""
+    """Accelerator of the other device for a Trainer."""
 
     @override
     def setup_device(self, device: torch.device) -> None: ...
@@ -243,7 +243,7 @@ class _OtherAccelerator(Accelerator):
 
 
 def trainer_options() -> dict[str, Any]:
-    """What puts a fit of :func:`.support.fit` on the other device."""
+    """Return the options that put a fit of :func:`.support.fit` on the other device."""
     if torch.cuda.is_available():
         return {"accelerator": "gpu"}
     accelerator = _OtherAccelerator()

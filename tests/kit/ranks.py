@@ -71,7 +71,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """Return a free port of the loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""RawServer: takes a request over HTTP and sends whatever bytes a test wants, at its own pace."""
+"""RawServer: takes a request over HTTP and sends the bytes of a test, at a given pace."""
 
 import socket
 import threading
@@ -76,7 +76,7 @@ def _read_until(connection: socket.socket, end: bytes) -> tuple[bytes, bytes, by
 
 @contextmanager
 def raw_server(script: Callable[[RawServer, socket.socket, str], None]) -> Iterator[RawServer]:
-    """Ends the server whatever happens."""
+    """End the server, also after an exception."""
     server = RawServer(script)
     try:
         yield server

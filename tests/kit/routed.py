@@ -1,4 +1,4 @@
-"""What tests of router replay share: a mixture with close scores, and how far its engine is from its trainer."""
+"""Shared code of tests of router replay: a mixture with close scores, and the mismatch of engine and trainer."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -39,7 +39,7 @@ def mismatch(policy: Any, callbacks: Sequence[RLCallback] = (), **options: Any) 
         optimizer=partial(AdamW, lr=1e-4),
         **options,
     )
-    fit(module, callbacks=[recorder(seen)("seen"), *callbacks], data=tiny_prompts(16, 8))
+    fit(module, callbacks=[recorder(seen)("seen"), *callbacks], data=tiny_prompts(8, 4))
     found = [
         (rollout.require("rollout_logprobs") - rollout.require("old_logprobs"))[rollout.valid_tokens]
         for rollout in seen

@@ -58,7 +58,7 @@ class ScriptedClock:
 
     @property
     def concurrent(self) -> bool:
-        """Whether the engine is asked for several rollouts at a time."""
+        """True if the engine generates several rollouts at a time."""
         return self._at_once > 1
 
     def now(self) -> float:
@@ -68,7 +68,7 @@ class ScriptedClock:
     def wait(self, changed: threading.Condition, until: float) -> None:
         """The trainer's own draws and syncs take their time; other threads are woken."""
         if threading.current_thread() is not self._main:
-            assert changed.wait(60), "nobody moved the time"
+            assert changed.wait(60), "the clock did not move"
         else:
             self.time = max(self.time, until)
 
@@ -90,7 +90,7 @@ class ScriptedClock:
         self._move(to)
 
     def _wait_for(self, samples: Iterable[Future[Any]], patience: float) -> Any:
-        """What the prefetcher waits by."""
+        """Wait function of the prefetcher."""
         begin, samples = self.time, list(samples)
         self._settle()
         while not all(future.done() for future in samples):

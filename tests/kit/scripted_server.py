@@ -101,7 +101,7 @@ class ScriptedServer:
         self._thread.start()
 
     def kill(self) -> None:
-        """Ends as a process does that is killed: nobody gets an answer any more."""
+        """End like a killed process: no further request is answered."""
         self.worker.lightning_rl_leave()
         if self._thread.is_alive():
             self._http.shutdown()
@@ -123,7 +123,7 @@ class ScriptedServer:
             self.asked.notify_all()
 
     def answer(self, path: str, body: Any) -> Answer:
-        """What a healthy server says."""
+        """Return the answer of a healthy server."""
         if path == "/version":
             return {"version": self.release}
         if path.startswith("/get_world_size"):
@@ -267,7 +267,7 @@ def _handler(server: ScriptedServer) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def servers(*scripted: ScriptedServer) -> Iterator[None]:
-    """Ends servers whatever happens."""
+    """End servers, also after an exception."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Served: ``lightning-rl serve`` in a process of its own, for tests that need a real server, and kill it."""
+"""Served: ``lightning-rl serve`` in a separate process, for tests that kill a real server."""
 
 import os
 import signal

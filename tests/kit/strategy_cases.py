@@ -100,7 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
-    """Two rollouts of eight optimizer steps; ``trainer`` says where."""
+    """Train for two rollouts, four optimizer steps; ``trainer`` selects strategy and devices."""
     torch.set_num_threads(1)
     watch = Watch()
     corrections: list[RLCallback] = [OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
@@ -120,12 +120,7 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     if case == "replayed":
         options |= {"policy": partial(tiny_model, "qwen3_moe", dtype=dtype), "top_p": 0.9}
         corrections.append(RouterReplay())
-    settings = {
-        "optimizer": partial(SGD, lr=0.05),
-        "minibatches_per_rollout": 2,
-        "epochs_per_rollout": 2,
-        "max_tokens_per_microbatch": 20,
-    }
+    settings = {"optimizer": partial(SGD, lr=0.05), "minibatches_per_rollout": 2, "max_tokens_per_microbatch": 20}
     module = tiny_module(**{**settings, **options})
     fit(module, callbacks=[mask, *corrections, watch], data=tiny_prompts(16, 8), **trainer)
     return {"rows": watch.rows, "weights": watch.weights, "samples": watch.samples}
@@ -139,7 +134,7 @@ EXACT = {"ddp", "fsdp2", "tensor"}  # FSDP1 casts every model to float32, DeepSp
 
 
 def dtype_of(strategy: str) -> torch.dtype:
-    """What a strategy is compared in."""
+    """Return the dtype of the comparison for a strategy."""
     return torch.float64 if strategy in EXACT else torch.float32
 
 

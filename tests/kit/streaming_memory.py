@@ -31,7 +31,7 @@ SPLIT = ("fsdp1", "fsdp2", "zero3")
 def peaks(act: Callable[[], object]) -> tuple[int, int]:
     """Most bytes of tensors made by ``act`` at any one moment: our own, and the scratch of the backend's collectives.
 
-    Gloo copies what it gathers into a buffer of its own, which is gone when the collective returns; NCCL does not.
+    Gloo gathers through a temporary buffer, which is gone when the collective returns; NCCL does not.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         act()
@@ -114,7 +114,7 @@ class _Measures(Callback):
 
 
 def measure(strategy: str, shape: dict[str, int]) -> dict[str, int]:
-    """What loading all weights into the embedded engine takes: the largest of all ranks."""
+    """Return the bytes for loading all weights into the embedded engine: the maximum over ranks."""
     measures, policy = _Measures(), partial(tiny_policy, **shape)
     with suppress(_Measured):
         fit(

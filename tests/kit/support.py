@@ -1,9 +1,8 @@
-"""What tests share: tiny policies, ragged rollouts, views from plain lists, one optimizer step, a short fit."""
+"""Shared code of tests: tiny policies, ragged rollouts, views from plain lists, one optimizer step, a short fit."""
 
 import atexit
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from transformers import (
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from typing_extensions import override
 
+from kit import lockstep
 from lightning_rl import (
     ClippedSurrogate,
     FinishReason,
@@ -314,7 +314,7 @@ def view_of(
 
 @dataclass
 class StepResult:
-    """What one evaluation of the loss gave."""
+    """Result of one evaluation of the loss."""
 
     loss: Tensor
     gradient: Tensor  # with respect to the log-probabilities, [b, T]
@@ -451,7 +451,7 @@ def a_trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
 
 @cache
 def scratch() -> Path:
-    """A folder for what a run leaves that nobody gave a folder, such as the checkpoint of one that fails."""
+    """Return a folder for files of runs without a folder, such as checkpoints of runs that fail."""
     folder = tempfile.TemporaryDirectory(prefix="lightning-rl-tests-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
@@ -460,6 +460,12 @@ def scratch() -> Path:
 def weights_of(module: RLLightningModule) -> dict[str, Tensor]:
     """Every trained parameter, copied."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def differing(one: RLLightningModule, other: RLLightningModule) -> list[str]:
+    """Return the names of the weights in which two modules differ by a bit."""
+    first, second = weights_of(one), weights_of(other)
+    return [name for name in first if not torch.equal(first[name], second[name])]
 
 
 def recorder(seen: list[Rollout]) -> Callable[[str], RLCallback]:
@@ -484,25 +490,5 @@ def callback_of(name: str, **methods: Callable[[Any], Any]) -> RLCallback:
 
 
 def in_lockstep(*ranks: Callable[[GlobalSum], Tensor]) -> list[Tensor]:
-    """Runs functions that share a ``global_sum`` as ranks do: the n-th sum of each adds up the n-th values of all."""
-    totals: list[Tensor] = []
-    while True:
-        given: list[Tensor] = []
-        results = []
-        for rank in ranks:
-            with suppress(_Waiting):
-                results.append(rank(partial(_next_total, iter(totals), given)))
-        if not given:
-            return results
-        totals.append(torch.stack(given).sum(0))
-
-
-class _Waiting(Exception):  # noqa: N818
-    pass
-
-
-def _next_total(totals: Iterator[Tensor], given: list[Tensor], values: Tensor) -> Tensor:
-    for total in totals:
-        return total
-    given.append(values)
-    raise _Waiting
+    """Return the results of functions that share a ``global_sum`` as ranks do."""
+    return lockstep.in_lockstep(*[lambda total, _, rank=rank: rank(total) for rank in ranks])

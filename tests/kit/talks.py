@@ -17,7 +17,7 @@ What = list[tuple[tuple[int, ...], FinishReason, list[list[float]]]]
 
 
 class Echo(TokenEnvironment):
-    """Says tokens that its seed and the turn decide, after a pause of its own."""
+    """Return tokens that depend on seed and turn, after a pause."""
 
     def __init__(self, heard: list[int] | None = None, pause: float = 0.0) -> None:
         self.heard, self.pause = heard, pause
@@ -30,7 +30,7 @@ class Echo(TokenEnvironment):
 
     @override
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-        """Goes on for ever."""
+        """Never end a conversation."""
         time.sleep(random.SystemRandom().random() * self.pause)
         if self.heard is not None:
             self.heard.append(self.seed)

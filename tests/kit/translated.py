@@ -144,7 +144,7 @@ def translate(script: Path, case: str) -> Path:
 
 
 def run_in_trl(python: Path, *arguments: str) -> Any:
-    """What :mod:`tests.translation.in_trl` prints in another environment."""
+    """Return the output of :mod:`tests.translation.in_trl` in another environment."""
     command = [str(python), str(ROOT / "tests/translation/in_trl.py"), *arguments]
     quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet)

@@ -84,7 +84,7 @@ def moved(model: PreTrainedModel, scale: float, seed: int = 0) -> None:
 
 
 def requests_for(prompts: Sequence[Sequence[int]], **options: Any) -> list[Request]:
-    """One request for each prompt, with seeds of their own."""
+    """Return one request per prompt, with different seeds."""
     known: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.7, **options}
     return [request_of(ids, n, 1000 + n, **known) for n, ids in enumerate(prompts)]
 

@@ -1,4 +1,4 @@
-"""What losses declare, which options they refuse with which words, and what they measure."""
+"""Declarations, options and metrics of losses."""
 
 import math
 from functools import partial

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from kit.support import run_step, view_of
 from properties.batches import WITNESS
 from properties.evaluation import microbatch
-from properties.ranks import in_lockstep
-from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import M2PO, ClipCov, ClippedSurrogate, KLCov, LossView, PolicyLoss
@@ -60,29 +57,6 @@ def prepared(loss: PolicyLoss, view: Any) -> list[list[bool]]:
     found = loss.prepare([view], local_sum, local_values)
     assert found is not None
     return found[0].tolist()
-
-
-@each
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_the_choice_does_not_depend_on_the_cut_into_views(loss: PolicyLoss, cut: list[list[int]]) -> None:
-    whole = chosen(loss, [list(range(11))])
-    assert 0 < len(whole) < int(STEP.valid_tokens.sum())
-    assert chosen(loss, cut) == whole
-
-
-@each
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        pytest.param([[[0, 1], [2]], [[3, 4, 5, 6], [7, 8, 9, 10]]], id="two"),
-        pytest.param([[[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10]], [[], []]], id="one-with-nothing"),
-        pytest.param([[[5], [7]], [[0, 1, 2, 3], [4, 6, 8, 9]]], id="one-without-tokens"),
-    ],
-)
-def test_nor_on_the_cut_into_ranks(loss: PolicyLoss, ranks: list[list[list[int]]]) -> None:
-    found = in_lockstep(*[partial(chosen, loss, own) for own in ranks])
-    assert found[0] | found[1] == chosen(loss, [list(range(11))])
-    assert not found[0] & found[1]
 
 
 @each
@@ -187,17 +161,3 @@ def test_m2po_keeps_the_smallest_squared_gaps(gaps: list[float], threshold: floa
     step = run_step(view, loss=M2PO(threshold=threshold))
     assert step.metrics["policy/kept"] == sum(kept) / 4
     assert step.gradient[0].tolist() == pytest.approx([-math.exp(0.1) / 4 * keep for keep in kept])  # of all four
-
-
-def test_masked_tokens_are_never_chosen_and_take_no_part() -> None:
-    given: dict[str, Any] = {"rollout_logprobs": [-1.0, math.nan, -1.0, -1.0], "dtype": torch.float64}
-    view = view_of([-1.0, math.nan, -2.0, 5.0], advantages=[1.0, math.inf, -1.0, 50.0], valid=[1, 0, 1, 0], **given)
-    view = view.replace(old_logprobs=view.logprobs.detach()).sanitize()
-    for loss in (KLCov(fraction=1.0), ClipCov(fraction=1.0, cov_low=0.0), M2PO(threshold=math.inf)):
-        assert prepared(loss, view) == [[True, False, True, False]]
-
-
-@each
-def test_a_step_without_a_valid_token_chooses_none(loss: PolicyLoss) -> None:
-    nothing: list[Tensor] | None = list(loss.prepare([STEP.padding_rows(2)], local_sum, local_values) or [])
-    assert [marks.any().item() for marks in nothing] == [False]

@@ -58,7 +58,7 @@ def in_sequences(
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References in the place of what only a GPU has; every name can then be chosen."""
+    """Replace kernels that need a GPU by references, so that every name can be chosen."""
     for package in attention.PACKAGES:
         stand_in = ModuleType(package)
         stand_in.__dict__["flash_attn_varlen_func"] = flash_attn_varlen_func

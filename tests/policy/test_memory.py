@@ -70,7 +70,7 @@ class Precision:
         return {"compute": self.compute.itemsize, "residual": self.weights.itemsize}
 
     def context(self) -> AbstractContextManager[object]:
-        """What the precision plugin of the Trainer puts around a forward."""
+        """Return the context of the Trainer's precision plugin for a forward."""
         if self.compute == self.weights:
             return nullcontext()
         return torch.autocast("cpu", self.compute, cache_enabled=False)

@@ -25,7 +25,7 @@ forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"
 
 
 class Scored(NamedTuple):
-    """What a policy said about a rollout, and the gradient of a fixed function of it."""
+    """Outputs of a policy for a rollout, and the gradient of a fixed function of them."""
 
     logprobs: Tensor
     entropy: Tensor

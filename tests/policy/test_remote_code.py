@@ -1,4 +1,4 @@
-"""Code that lies beside weights is never run: not by a policy, a tokenizer or a reward model, and nobody is asked."""
+"""Code that lies beside weights is never run: for policies, tokenizers and reward models, without a question."""
 
 import json
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Tokenizer(PreTrainedTokenizer):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model whose code lies beside it and leaves a file when it is run, and somebody who says yes to everything."""
+    """A model with code beside it that writes a file when it runs, and a terminal that answers yes."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     own = tmp_path / "own"
     own.mkdir()

@@ -18,7 +18,7 @@ I-08, temperature   Every log-probability comes from one function with one tempe
                     not reach the critic is tested there as well. Here: what follows once the policies are equal.
 I-13, queues        Nothing is generated ahead, so nothing is queued or running. Sampled = kept + filtered is here.
 I-14, left padding  Responses are padded on the right or packed; packed against padded is ``tests/test_invariance.py``.
-I-16, bfloat16      Log-probabilities are float32 whatever the policy's precision: ``tests/policy``. Here: float32
+I-16, bfloat16      Log-probabilities are float32 for every precision of the policy: ``tests/policy``. Here: float32
                     against float64, and statistics in float64 from any input.
 I-18, chunks        One cut into microbatches of one step is all that exists; there is no second entry that could
                     clear a gradient.

@@ -24,7 +24,7 @@ Cut = Sequence[Sequence[int]]
 
 
 class Found(NamedTuple):
-    """What one optimizer step gave; gradients with respect to log-probabilities, entropy and values."""
+    """Result of one optimizer step, with gradients of log-probabilities, entropy and values."""
 
     loss: Tensor
     gradients: tuple[Tensor, Tensor, Tensor]
@@ -125,7 +125,7 @@ def _tensors(found: Found) -> dict[str, Tensor]:
 
 
 def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: Any) -> RewardSignal:
-    """What an estimator sees: small token rewards, and the task reward at the last valid token."""
+    """Return the input of an estimator: small token rewards, and the task reward at the last valid token."""
     tokens = changes.pop("token_rewards", rollout.require("returns") / 10)
     earned = rollout.require("returns") / 5 if changes.pop("turn_rewards", False) else None
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0)

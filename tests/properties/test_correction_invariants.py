@@ -34,7 +34,7 @@ REJECT = callback_of("aaa", sequence_mask=lambda view: view.sample_ids % 2 == 0)
 
 
 def before_the_loss(correction: RLCallback, view: LossView) -> dict[str, Tensor]:
-    """What it contributes once for a rollout, 0 at invalid tokens."""
+    """Return the contributions per rollout, 0 at invalid tokens."""
     found = {name: getattr(correction, name)(view) for name in BEFORE if name in correction.contributes}
     return {
         name: torch.where(view.valid_tokens, given, 0.0) if given.dim() == 2 else given for name, given in found.items()

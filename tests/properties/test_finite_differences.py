@@ -47,7 +47,7 @@ def central(function: Function, point: Tensor) -> Tensor:
 
 
 def smooth(function: Function, point: Tensor) -> bool:
-    """Whether neither value nor gradient jumps within 1e-4 of the point along any coordinate."""
+    """Return True if neither value nor gradient jumps within 1e-4 of the point along any coordinate."""
     here, value = slope(function, point), float(function(point))
     allowed = 100 * NEAR * (1 + float(here.abs().max()))  # a curvature of this size is no kink
     for place in VIEW.valid_tokens.nonzero().tolist():
@@ -114,7 +114,7 @@ def frozen_sequence_ratio(loss: GSPO, point: Tensor) -> Function:
 
 
 def form_of(loss: PolicyLoss, point: Tensor) -> Function:
-    """What is differentiated: the loss itself unless it holds a factor fixed. A selection stays what it was."""
+    """Return the differentiated function: the loss itself unless it holds a factor fixed, with a fixed selection."""
     if isinstance(loss, CISPO):
         return frozen_weight(loss, point)
     if isinstance(loss, DPPO) and loss.cap is not None:

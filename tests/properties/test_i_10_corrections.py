@@ -109,7 +109,7 @@ WITHOUT_OFF_VALUE = {NoEOSMask, DynamicSampling, RouterReplay}  # act, filter an
 def outcome(correction: RLCallback) -> dict[str, Any]:
     """Everything that a correction does on the witness batch, from the reward to the gradient, and what it learns."""
     correction = copy.copy(correction)
-    trial = not (isinstance(correction, TeacherKL) and correction.teacher)  # a teacher of its own needs a fit
+    trial = not (isinstance(correction, TeacherKL) and correction.teacher)  # its teacher needs a fit
     corrections = Corrections([correction]) if trial else Corrections()
     view = WITNESS.replace(rewarded=WITNESS.rewarded & corrections.reward_mask(WITNESS))
     kept = corrections.keep_groups(view)

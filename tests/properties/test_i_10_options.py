@@ -253,7 +253,7 @@ def weighed(view: LossView) -> Tensor:
 
 
 class HalfTheSquare(ValueLoss):
-    """What is left of a ValueLoss without its options."""
+    """Return a ValueLoss without its options."""
 
     @override
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.lockstep import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -17,7 +18,6 @@ from lightning_rl.signal.selection import GlobalConcat
 from properties.batches import WITNESS, few, inserted, rows, some, twice, view_of_rows, views, without_columns
 from properties.evaluation import Found, agree, evaluate, microbatch, signal_of
 from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, REDUCTION_EXAMPLES
-from properties.ranks import in_lockstep
 
 each = pytest.mark.parametrize("reduction", REDUCTION_EXAMPLES.values(), ids=REDUCTION_EXAMPLES)
 PREPARING = [name for name, loss in LOSS_EXAMPLES.items() if loss.prepares]

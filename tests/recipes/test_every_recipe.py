@@ -44,7 +44,7 @@ HERE = {"accelerator": "cpu", "precision": "32-true", "devices": 1, "num_nodes":
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the recipes of this file run, one after the other, so that each small model is made once."""
+    """Folder in which the recipes of this file run, so that each small model is made once."""
     return tmp_path_factory.mktemp("recipes")
 
 
@@ -112,14 +112,14 @@ def run(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 
 def last_log(name: str) -> list[dict[str, str]]:
-    """What the newest run of a recipe logged, a row at a time."""
+    """Return the logged rows of the newest run of a recipe."""
     folder = max((Path("runs") / name).iterdir(), key=lambda path: int(path.name.removeprefix("version_")))
     with (folder / "metrics.csv").open() as lines:
         return list(csv.DictReader(lines))
 
 
 def run_log(name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> list[dict[str, str]]:
-    """What a recipe logs with ``--tiny``."""
+    """Return the logged rows of a recipe with ``--tiny``."""
     run(name, "--tiny", *options, monkeypatch=monkeypatch)
     return last_log(name)
 
@@ -130,7 +130,7 @@ def check_training(rows: list[dict[str, str]]) -> None:
 
 
 def small_configuration(name: str) -> dict[str, Any]:
-    """The configuration of a recipe with a small model and its rows in the place of large ones."""
+    """The configuration of a recipe with a small model and few rows."""
     text = (CONFIGURATIONS / f"{name}.yaml").read_text()
     for split in ("train", "test"):
         text = text.replace(f"recipes/data/gsm8k/{split}.jsonl", str(tiny.rows_of(split)))
@@ -201,7 +201,7 @@ def test_the_tiny_evaluation_counts_what_is_solved(monkeypatch: pytest.MonkeyPat
     assert 0 <= float(row["test/sampled/pass@1"]) <= float(row["test/sampled/pass@8"]) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tiny_agent_ends_within_its_rollouts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +209,7 @@ def test_the_tiny_agent_ends_within_its_rollouts(
     assert "success before=0." in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_tiny_nodes_train_together(workplace: Path) -> None:
     run_nodes(2, [str(RECIPES / "two_nodes.py"), "--tiny", "--rollouts", "2"], workplace)
     rows = last_log("two_nodes")

@@ -13,6 +13,7 @@ import runpy
 import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _there(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class WholeEngine(VLLMEngine):
-    """Engine of one device, whatever number of devices share the one of the recipe."""
+    """Engine of one device for any number of devices of the recipe."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: value for name, value in options.items() if name != "tensor_parallel_size"})
@@ -141,6 +142,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 def test_the_command_of_a_recipe_comes_through_its_first_rollout(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_rl, "VLLMEngine", WholeEngine)
     monkeypatch.setattr(sorting_task, "WARM_START_STEPS", 4)
+    monkeypatch.setattr(sorting_task, "held_out_prompts", partial(sorting_task.held_out_prompts, 16))
     monkeypatch.setattr(sorting_task, "warm_started", sorting_task.warm_started.__wrapped__)  # nothing is cached
     with fake_vllm(gpus=1) as fake:
         rows = run(command, monkeypatch)

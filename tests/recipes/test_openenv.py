@@ -30,7 +30,7 @@ class Guess(core.Action):
 
 
 class Hint(core.Observation):
-    """Where the secret lies."""
+    """Position of the secret."""
 
     text: str
 

@@ -11,17 +11,17 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.py"
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "accuracy"),
     [
-        pytest.param("--seed 0", marks=pytest.mark.slow),
-        *(pytest.param(f"--seed {seed}", marks=pytest.mark.long) for seed in (1, 2, 3, 4)),
-        pytest.param("--algorithm ppo", marks=pytest.mark.long),
-        pytest.param("--updates 4", marks=pytest.mark.long),
-        *(pytest.param(f"--max_staleness 1 --seed {seed}", marks=pytest.mark.long) for seed in (0, 1)),
-        pytest.param("--max_staleness 1 --algorithm ppo", marks=pytest.mark.long),
+        pytest.param("--rollouts 20", 0.6, marks=pytest.mark.slow),
+        *(pytest.param(f"--seed {seed}", 0.75, marks=pytest.mark.long) for seed in range(5)),
+        pytest.param("--algorithm ppo", 0.75, marks=pytest.mark.long),
+        pytest.param("--updates 4", 0.75, marks=pytest.mark.long),
+        *(pytest.param(f"--max_staleness 1 --seed {seed}", 0.75, marks=pytest.mark.long) for seed in (0, 1)),
+        pytest.param("--max_staleness 1 --algorithm ppo", 0.75, marks=pytest.mark.long),
     ],
 )
-def test_held_out_greedy_accuracy_rises(options: str, tmp_path: Path) -> None:
+def test_held_out_greedy_accuracy_rises(options: str, accuracy: float, tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, RECIPE, *options.split()], cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -30,7 +30,7 @@ def test_held_out_greedy_accuracy_rises(options: str, tmp_path: Path) -> None:
     assert found, last
     before, after = map(float, found.groups())
     assert 0.20 <= before <= 0.40
-    assert after >= 0.75
+    assert after >= accuracy
     (folder,) = (tmp_path / "runs" / "sorting").iterdir()
     assert (folder / "learning_curve.png").stat().st_size > 10_000
     assert "reward/task" in (folder / "metrics.csv").read_text().splitlines()[0]

@@ -1,4 +1,4 @@
-"""What draws the quickstart's report is asked for before anything is computed."""
+"""The packages of the quickstart's report are checked before training."""
 
 from importlib.util import find_spec
 from typing import Any, cast

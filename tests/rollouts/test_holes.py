@@ -1,4 +1,4 @@
-"""Responses with tokens that nobody drew: they are read by the model, and neither scored, rewarded nor trained."""
+"""Responses with tokens of tools: the model reads them, and they are neither scored, rewarded nor trained."""
 
 import pytest
 import torch

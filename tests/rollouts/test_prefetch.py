@@ -61,7 +61,7 @@ class Steps(RLCallback):
             self._made.notify_all()
 
     def wait_for(self, number: int) -> None:
-        """Returns once so many steps have been made."""
+        """Wait for a number of steps."""
         with self._made:
             assert self._made.wait_for(lambda: len(self.rows) >= number, WAIT), f"no step {number} was made"
 
@@ -172,7 +172,7 @@ def test_no_sample_is_lost_or_drawn_twice(name: str) -> None:
     assert len(rollouts) == 8 and len(ids.unique()) == len(ids)
     if DynamicSampling not in corrections:
         assert sorted(ids.tolist()) == list(range(2 * 16 * module.group_size)), "every prompt of both epochs, once"
-        assert data.cursor == 2 * 16, "nothing is drawn that nobody trains on"
+        assert data.cursor == 2 * 16, "every sample is trained on"
 
 
 def test_staleness_is_measured_for_each_token() -> None:
@@ -310,7 +310,7 @@ def test_an_engine_on_a_stream_of_its_own_waits_for_its_weights_and_is_waited_fo
             happened.append(f"wait for {event}")
 
         def synchronize(self) -> None:
-            """Notes that somebody waits for it."""
+            """Record the synchronization."""
             happened.append("synchronize")
 
     def fail_in(context: Any) -> None:

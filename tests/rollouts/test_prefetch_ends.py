@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, recorder, tiny_module, tiny_prompts, weights_of
+from kit.support import differing, fit, recorder, tiny_module, tiny_prompts
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -47,7 +47,7 @@ class Gated(TransformersEngine):
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         if threading.current_thread() is not threading.main_thread():
-            assert self.gate.wait(WAIT), "nobody opened the gate"
+            assert self.gate.wait(WAIT), "the gate stayed closed"
             if self.fails is not None:
                 raise self.fails
         return super()._draw(requests, logprobs=logprobs)
@@ -77,12 +77,6 @@ def run(
     return module
 
 
-def differing(one: RLLightningModule, other: RLLightningModule) -> list[str]:
-    """Names of the weights in which two runs differ by any bit."""
-    first, second = weights_of(one), weights_of(other)
-    return [name for name in first if not torch.equal(first[name], second[name])]
-
-
 CASES: dict[str, tuple[Callable[[], list[RLCallback]], dict[str, Any]]] = {
     "grpo": (lambda: [AdaptiveKL(0.05, as_loss=True)], {}),
     "ppo": (list, {"advantages": "gae", "critic": "shared", "group_size": 1}),
@@ -93,7 +87,9 @@ CASES: dict[str, tuple[Callable[[], list[RLCallback]], dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*groups are missing after:UserWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "grpo")]
+)
 def test_resuming_at_every_step_of_a_pipelined_run_ends_bitwise_equal(case: str, tmp_path: Path) -> None:
     corrections, options = CASES[case]
     expected = run(tmp_path / "whole", *corrections(), trainer=VALIDATED, **options)
@@ -136,7 +132,7 @@ def test_a_synchronous_run_can_go_on_ahead(tmp_path: Path) -> None:
     allowed = ["max_staleness"]
     run(None, recorder(seen)("seen"), allow_config_changes=allowed, trainer={"ckpt_path": tmp_path / "step=4.ckpt"})
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in seen]
-    assert versions == [[1], [1]], "the first one had nobody to draw it ahead"
+    assert versions == [[1], [1]], "the first one was not generated ahead"
 
 
 def test_a_finished_run_goes_on_with_the_prompts_of_a_longer_one_and_newer_weights(tmp_path: Path) -> None:
@@ -224,6 +220,7 @@ def test_a_signal_saves_what_is_in_flight_and_the_run_goes_on_from_there(tmp_pat
 
 def test_an_engine_that_hangs_is_given_up_with_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "PATIENCE", 0.01)
+    monkeypatch.setattr(prefetch, "HURRY", 0.01)
     engine = Gated(fails=OSError("given up"))
     message = r"expected rollout 1 within 0.01 seconds, .* raise lightning_rl\.rollouts\.prefetch"
     with pytest.raises(TimeoutError, match=message):

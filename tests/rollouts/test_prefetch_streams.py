@@ -65,20 +65,8 @@ def test_the_trainer_waits_for_what_the_bound_leaves(
     assert window(clock, max_staleness) == pytest.approx((waits / seconds, seconds))
 
 
-def test_all_at_once_is_twice_as_fast_as_one_rollout_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, ids = list[float](), list[torch.Tensor]()
-    for concurrent in (False, True):
-        with monkeypatch.context() as patched:
-            clock, rollouts = ScriptedClock(patched), list[Rollout]()
-            run(clock, 4, recorder(rollouts)("seen"), engine={"concurrent": concurrent})
-            seconds.append(window(clock, 4)[1])
-            ids.append(torch.stack([rollout.sample_ids for rollout in rollouts]))
-    assert seconds[0] > 2 * seconds[1]
-    assert torch.equal(ids[0], ids[1]) and ids[0].flatten().tolist() == list(range(ids[0].numel()))
-
-
 class Watch(RLCallback):
-    """How many rollouts the engine was asked for when each one begins to train, and the figures of its row."""
+    """Record the number of requested rollouts at each step, and its metrics."""
 
     name = "watch"
 
@@ -119,7 +107,7 @@ def test_a_checkpoint_waits_for_nothing_and_holds_what_is_there(
     engine = run(resumed, 2, recorder(rollouts)("seen"), lengths=lengths, ckpt_path=tmp_path / "step=2.ckpt")
     versions = [sorted(set(rollout.policy_version[rollout.action_mask].tolist())) for rollout in rollouts]
     assert [rollout.groups.unique().tolist() for rollout in rollouts] == [[4, 5], [6, 7], [8, 9], [10, 11]]
-    assert versions[:2] == [[2], [1]], "the one is drawn anew, the other is that of the checkpoint"
+    assert versions[:2] == [[2], [1]], "the first is generated again, the second is from the checkpoint"
     assert engine.asked == 3
 
 

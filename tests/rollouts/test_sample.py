@@ -232,7 +232,7 @@ def test_a_split_group_is_refused() -> None:
         pytest.param(6, [3, 3], [[0, 2, 4], [1, 3, 5]], id="alike"),
         pytest.param(4, [3, 1], [[0, 2, 3], [1]], id="one-wants-more"),
         pytest.param(4, [1, 0, 3], [[0], [], [1, 2, 3]], id="one-wants-none"),
-        pytest.param(0, [0, 0], [[], []], id="nobody-wants-any"),
+        pytest.param(0, [0, 0], [[], []], id="none-wanted"),
     ],
 )
 def test_prompts_are_dealt_out_in_turn(number: int, wanted: list[int], hands: list[list[int]]) -> None:

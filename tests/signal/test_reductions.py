@@ -1,11 +1,10 @@
 """Reductions: a weight for each token that does not depend on how the step is cut."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from kit.support import in_lockstep, ragged_rollout
+from kit.support import ragged_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -59,14 +58,6 @@ def test_a_step_without_a_valid_token_weighs_0_and_not_nan(reduction: Reduction,
         assert found.shape == (rows, 2) and not found.any()
 
 
-@each
-@pytest.mark.parametrize("cuts", [[0, 3, 5], [0, 0, 3, 4, 5], [0, 3, 4, 5, 5]])
-def test_ranks_together_weigh_as_one_does(reduction: Reduction, cuts: list[int]) -> None:
-    parts = [slice(start, end) for start, end in pairwise(cuts)]  # some ranks have no rows
-    ranks = in_lockstep(*[lambda total, own=own: weights(reduction, own, total) for own in parts])
-    assert torch.equal(torch.cat(ranks), weights(reduction))
-
-
 @pytest.mark.parametrize(
     ("reduction", "total"),
     [(token_mean, 1.0), (sequence_mean, 11 / 12), (prompt_mean, 1.0)],
@@ -78,21 +69,6 @@ def test_a_constant_loss_is_the_constant_unless_rows_are_empty(reduction: Reduct
     assert tokens.any(-1).sum() == 11
     found = reduction(tokens, rollout.trained, rollout.groups, local_sum)
     assert_close(found.sum(), torch.tensor(total, dtype=torch.float64))
-
-
-@each
-def test_a_batch_twice_over_has_the_same_mean(reduction: Reduction) -> None:
-    per_token = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    once = (weights(reduction) * per_token).sum()
-    twice = reduction(VALID.repeat(2, 1), TRAINED.repeat(2), torch.cat([GROUPS, GROUPS + 100]), local_sum)
-    assert_close((twice * per_token.repeat(2, 1)).sum(), once)
-
-
-@each
-def test_rows_may_come_in_any_order(reduction: Reduction) -> None:
-    order = torch.tensor([3, 1, 4, 0, 2])
-    found = reduction(VALID[order], TRAINED[order], GROUPS[order], local_sum)
-    assert torch.equal(found, weights(reduction)[order])
 
 
 def test_names_resolve_and_an_unknown_one_lists_them() -> None:

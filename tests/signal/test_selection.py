@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from properties.ranks import in_lockstep
+from kit.lockstep import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -68,10 +68,10 @@ def test_the_smallest_scores_while_their_mean_is_below(threshold: float, chosen:
 
 
 def test_nobody_to_choose_from_is_no_error() -> None:
-    scores, nobody = parts([[1.0, NAN], []]), masks([[0, 0], []])
-    assert not any(one.any() for one in largest(scores, nobody, 3))
-    assert not any(one.any() for one in smallest_with_mean_below(scores, nobody, 3.0))
-    assert not any(one.any() for one in covariances(scores, scores, nobody))
+    scores, none = parts([[1.0, NAN], []]), masks([[0, 0], []])
+    assert not any(one.any() for one in largest(scores, none, 3))
+    assert not any(one.any() for one in smallest_with_mean_below(scores, none, 3.0))
+    assert not any(one.any() for one in covariances(scores, scores, none))
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Ranks that would begin differently, as nodes with disks of their own may, are refused before anything trains."""
+"""Ranks with different files or options are refused before training."""
 
 import os
 import re
@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.nodes import run_nodes
-from kit.ranks import STRATEGIES
+from kit.ranks import STRATEGIES, run_ranks
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Trainer
 
@@ -21,7 +20,6 @@ from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.checkpointing import AtomicCheckpointIO, rank_consistency
 from lightning_rl.checkpointing.rank_consistency import check_agreement, hash_weights, identity_of
 
-PLACES = {"num_nodes": 2, "devices": 1}
 ALIKE = {"checkpoint": "last.ckpt of run a at step 2", "policy": "p", "reference": "r", "data": "d"}
 
 
@@ -69,14 +67,14 @@ def test_a_checkpoint_is_identified_by_run_step_and_checksum(tmp_path: Path) -> 
 
 
 def on_two_ranks(folder: Path, strategy: str) -> None:
-    """What a second node with a disk of its own gets wrong, one thing at a time; then nothing."""
+    """Start with one difference between the ranks at a time, then without one."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
 
     def run(**options: Any) -> Trainer:
         made = {name: options.pop(name) for name in ("policy", "reference") if name in options}
         data = options.pop("data", tiny_prompts(8, 4))
-        return fit(tiny_module(**made), data=data, strategy=STRATEGIES[strategy](), **PLACES, **options)
+        return fit(tiny_module(**made), data=data, strategy=STRATEGIES[strategy](), devices=2, **options)
 
     for steps in (1, 2):
         run(max_steps=steps).save_checkpoint(folder / f"{steps}.ckpt")
@@ -106,10 +104,8 @@ def on_two_ranks(folder: Path, strategy: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
-def test_a_second_node_with_something_else_on_its_disk_is_refused_on_both_within_seconds(
-    strategy: str, tmp_path: Path
-) -> None:
-    run_nodes(2, [__file__, str(tmp_path), strategy], tmp_path)
+def test_a_rank_with_other_files_than_rank_0_is_refused_on_both_within_seconds(strategy: str, tmp_path: Path) -> None:
+    run_ranks(__file__, 2, tmp_path, strategy)
     begins = {
         "no checkpoint": ("2.ckpt of run", "none (a new run)"),
         "not on the disk": ("2.ckpt of run", "2.ckpt, which is missing on its disk"),

@@ -1,7 +1,5 @@
 """Two ranks under DDP make the same optimizer steps as one device."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from kit.ranks import STRATEGIES, run_ranks
 from kit.rows import SIGNS, Rows
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, weights_of
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import SGD
 from typing_extensions import override
@@ -65,7 +63,7 @@ def _moved(completion: Completion) -> Tensor:
     return completion.logprobs - 0.3 * torch.tensor(completion.token_ids).sin().abs()
 
 
-def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
+def run(folder: Path, kind: str, **trainer: Any) -> None:
     """A float64 run of two rollouts with K = 4, whose weights, figures and states rank 0 saves."""
     torch.set_num_threads(1)
     rows = Rows()
@@ -77,23 +75,23 @@ def run(folder: Path, name: str, kind: str, **trainer: Any) -> None:
     fit(module, callbacks=[*CORRECTIONS[kind](), rows], data=tiny_prompts(8, 4), **trainer)
     if module.global_rank == 0:
         states = {callback.name: callback.state_dict() for callback in module.run.corrections.callbacks}
-        torch.save((weights_of(module), rows.rows, states), folder / name)
+        torch.save((weights_of(module), rows.rows, states), folder / kind)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the results of every kind on two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(__file__, 2, folder)
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_two_ranks_equal_one_device(tmp_path: Path, kind: str) -> None:
-    run(tmp_path, "one", kind)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, __file__, tmp_path, kind],
-        env={**os.environ, "PYTHONPATH": path},
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
-    weights, rows, states = torch.load(tmp_path / "one")
-    others, other_rows, other_states = torch.load(tmp_path / "two")
+def test_two_ranks_equal_one_device(tmp_path: Path, kind: str, two_ranks: Path) -> None:
+    run(tmp_path, kind)
+    weights, rows, states = torch.load(tmp_path / kind)
+    others, other_rows, other_states = torch.load(two_ranks / kind)
     assert max(float((others[name] - weight).abs().max()) for name, weight in weights.items()) < 1e-12
     assert len(rows) == len(other_rows) == 8
     for row, other in zip(rows, other_rows, strict=True):
@@ -104,4 +102,5 @@ def test_two_ranks_equal_one_device(tmp_path: Path, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), "two", sys.argv[2], devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
+    for each in CORRECTIONS:
+        run(Path(sys.argv[1]), each, devices=2, strategy=STRATEGIES["ddp"]())

@@ -90,7 +90,7 @@ def merged_by_hand(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_critic(folder: Path, case: str, weights: dict[str, Tensor]) -> None:
-    """A backbone of its own as a model, and the value head, which no model class has."""
+    """Check a separate backbone, which is a model, and the value head, which is not."""
     assert (folder / "config.json").exists() == (case == "own critic")
     if "critic" in case:
         head = load_file(folder / "value_head.safetensors")["weight"]

@@ -21,12 +21,12 @@ from lightning_rl.checkpointing import INTERRUPTED, CheckpointError, latest_chec
 from lightning_rl.checkpointing.checksum import SUMS, check_whole
 from lightning_rl.generation import Completion, Request
 
-SHORT = timedelta(seconds=8)  # what a group of the strategy waits
-LONG = 12.0  # seconds that one rank takes
+SHORT = timedelta(seconds=4)  # what a group of the strategy waits
+LONG = 5.5  # seconds that one rank takes
 
 
 def first() -> bool:
-    """Whether this is rank 0."""
+    """Return True on rank 0."""
     return os.environ["RANK"] == "0"
 
 
@@ -111,7 +111,7 @@ def run(folder: Path, strategy: Any, *callbacks: Callback, ckpt_path: Path | Non
 
 
 def local_weights(module: RLLightningModule) -> dict[str, torch.Tensor]:
-    """What this rank holds."""
+    """Return the weights of this rank."""
     return {name: getattr(weight, "to_local", lambda w=weight: w)() for name, weight in weights_of(module).items()}
 
 

@@ -1,4 +1,4 @@
-"""What a user sets on FSDPStrategy reaches FSDP, which is wrapped here and not by Lightning, or is refused."""
+"""Options of FSDPStrategy reach FSDP or are refused."""
 
 from typing import Any
 from unittest.mock import MagicMock, patch

@@ -21,12 +21,12 @@ from lightning_rl import FinishReason, TransformersEngine
 from lightning_rl.generation import Completion, Request
 
 PATIENCE = 60.0  # seconds; below the timeout of the collectives
-SHORT, LONG = 3, 300
+SHORT, LONG = 3, 100
 OTHER = EOS + 1
 
 
 class OneAfterTheOther(TransformersEngine):
-    """Draws 3 tokens on one rank and 300 on the other, and never on both at once: while a rank draws, the other is
+    """Draws 3 tokens on one rank and 100 on the other, and never on both at once: while a rank draws, the other is
     either not yet or no longer there. A collective within generation would wait in vain.
 
     Args:
@@ -80,12 +80,12 @@ def run(folder: Path, strategy: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_with_3_and_300_tokens_both_finish(tmp_path: Path) -> None:
+def test_ranks_with_3_and_100_tokens_both_finish(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, "fsdp2", "zero3", timeout=240)
 
 
 @pytest.mark.long
-def test_ranks_with_3_and_300_tokens_both_finish_elsewhere(tmp_path: Path) -> None:
+def test_ranks_with_3_and_100_tokens_both_finish_elsewhere(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, *(STRATEGIES.keys() - {"fsdp2", "zero3", "tensor"}), timeout=240)
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of sharded strategies become a module on one device, and a loaded module trains under them."""
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,15 @@ def run(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_of_two_ranks_load_on_one(tmp_path: Path) -> None:
+def test_checkpoints_of_two_ranks_load_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(__file__, 2, tmp_path)
     paths = {"whole": tmp_path / "whole.ckpt"}
     for name in ("fsdp2", "fsdp1"):
         folder = tmp_path / f"{name}.ckpt"
         with pytest.raises(ValueError, match="consolidate_checkpoint"):
             load(folder)
-        subprocess.run([sys.executable, "-m", CONSOLIDATE, folder], check=True, capture_output=True)
+        monkeypatch.setattr(sys, "argv", [CONSOLIDATE, str(folder)])
+        runpy.run_module(CONSOLIDATE, run_name="__main__")
         paths[name] = folder.with_name(f"{folder.name}.consolidated")
     for name, path in paths.items():
         trained, loaded = torch.load(tmp_path / f"{name}.weights"), load(path)

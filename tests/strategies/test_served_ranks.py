@@ -22,7 +22,7 @@ HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 
 
 class Keep(RLCallback):
-    """Keeps the weights that a run ends with, from whatever strategy."""
+    """Store the full weights at the end of a run."""
 
     name = "keep"
 

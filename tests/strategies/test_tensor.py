@@ -1,4 +1,4 @@
-"""What tensor parallelism splits, and what it refuses to split."""
+"""Layers that tensor parallelism splits, and models that it refuses."""
 
 from functools import partial
 from typing import Any

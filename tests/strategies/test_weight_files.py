@@ -67,7 +67,7 @@ def test_what_transformers_would_change_is_built_whole(tmp_path: Path, change: A
 
 def test_a_function_and_a_name_are_built_whole() -> None:
     assert model_without_numbers(tiny_policy) is None
-    assert model_without_numbers("nobody/such-a-model") is None
+    assert model_without_numbers("no-owner/no-model") is None
 
 
 class Watch(RLCallback):
@@ -95,10 +95,11 @@ class Watch(RLCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"towers": True}], ids=["own head", "tied head", "towers"])
-def test_two_ranks_begin_with_the_very_weights_of_a_whole_model(tmp_path: Path, options: dict[str, bool]) -> None:
-    strategies = ("fsdp2", "tensor", "fsdp2:bf16-mixed")
-    run_ranks(__file__, 2, *(f"{strategy} {a_folder(tmp_path, **options)}" for strategy in strategies))
+def test_two_ranks_begin_with_the_very_weights_of_a_whole_model(tmp_path: Path) -> None:
+    plain, tied = a_folder(tmp_path / "plain"), a_folder(tmp_path / "tied", tied=True)
+    towers = a_folder(tmp_path / "towers", towers=True)
+    cases = [f"fsdp2 {plain}", f"tensor {tied}", f"fsdp2:bf16-mixed {towers}"]
+    run_ranks(__file__, 2, *cases)
 
 
 def rank(strategy: str, folder: str) -> None:

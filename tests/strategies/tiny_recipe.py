@@ -46,7 +46,7 @@ FAULTS: dict[str, type[Callback]] = {"unseeded": Unseeded, "forgetful": Forgetfu
 
 
 def corrections(algorithm: str, max_staleness: int) -> list[Callback]:
-    """Some with state of their own, some that need the reference, one for samples of earlier weights."""
+    """Return corrections with state, with a reference, and one for samples of earlier weights."""
     stale = [TruncatedIS()] * bool(max_staleness)
     if algorithm == "ppo":
         return [NoEOSMask(), AdaptiveKL(0.05, target=0.01, horizon=20), RewardNormalization(clip=1.0), *stale]

@@ -1,1 +1,1 @@
-"""What is compared with TRL itself, which lies in an environment of its own."""
+"""Comparison with TRL, which is installed in a separate environment."""

@@ -29,7 +29,7 @@ def defaults(kind: Any) -> dict[str, Any]:
 
 
 def fields() -> dict[str, Any]:
-    """What TRL takes: GRPOConfig, GRPOTrainer and ``trl grpo``."""
+    """Return the options of TRL: GRPOConfig, GRPOTrainer and ``trl grpo``."""
     import transformers
 
     trl, script = import_module("trl"), import_module("trl.scripts.grpo")

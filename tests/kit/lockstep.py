@@ -33,10 +33,10 @@ class _Rank:
 
 
 def in_lockstep(*ranks: Callable[[GlobalSum, GlobalConcat], T]) -> list[T]:
-    """What each rank returns. The n-th collective of a rank meets the n-th of every other, which is of the same kind.
+    """Return the result of each rank. The n-th collective of all ranks is one call of the same kind.
 
     Raises:
-        AssertionError: if the ranks do not call the same collectives: in a real run they would wait for ever.
+        AssertionError: if the ranks do not call the same collectives, which would deadlock a real run.
     """
     joined: list[Tensor] = []
     while True:
