@@ -339,6 +339,11 @@ def policy_later(optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, [lambda step: float(step >= 4), lambda _step: 1.0])
 
 
+def from_zero(optimizer: Optimizer) -> LambdaLR:
+    """Warm up from a rate of 0."""
+    return LambdaLR(optimizer, lambda step: min(step / 5, 1.0))
+
+
 def lora(**options: Any) -> Any:
     """A policy with adapters."""
     shape = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -447,6 +452,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     Configuration("no clipping of the gradient", {"max_grad_norm": None, **STEPS}),
     Configuration("a tight bound on the gradient", {"max_grad_norm": 1e-3, **MANY_STEPS}),
+    Configuration("a warmup from zero", {"lr_scheduler": from_zero}),
     Configuration("warmup and a line down", {"lr_scheduler": warmup_then_linear(2, 8)}),
     Configuration("plain gradient descent with momentum", {"optimizer": partial(SGD, lr=0.1, momentum=0.9), **STEPS}),
     Configuration("signs of a running mean", {"optimizer": partial(SignMomentum, lr=1e-3), **STEPS}),
