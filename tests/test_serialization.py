@@ -169,8 +169,9 @@ def test_presets_are_restored(preset: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        partial(AdamW, lr=0.1), warmup_then_linear(2, 9), SamplingParams(top_k=3), 1, None, "grpo", math.inf, [1, [2.5]],
-        k3, {"key": [1, None]}, partial(token_mean, global_sum=local_sum), ReferenceKL(0.1, estimator=k3, as_loss=True),
+        partial(AdamW, lr=0.1), warmup_then_linear(2, 9), SamplingParams(top_k=3), 1, None, "grpo", math.inf,
+        [1, [2.5]], k3, {"key": [1, None]}, partial(token_mean, global_sum=local_sum),
+        ReferenceKL(0.1, estimator=k3, as_loss=True),
     ],
 )  # fmt: skip
 def test_builders_and_plain_values_are_restored(value: Any) -> None:

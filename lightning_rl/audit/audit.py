@@ -25,8 +25,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.audit_error import AuditError
 from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
-from lightning_rl.audit.conversation_evidence import accounts_of, talks_of
-from lightning_rl.audit.conversation_metrics import talk_figures, words_logprob
+from lightning_rl.audit.conversation_evidence import accounts_of, talk_figures, talks_of, words_logprob
 from lightning_rl.audit.copies import numbers_of
 from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.audit.environment_drift import MoveWatch

@@ -13,9 +13,8 @@ from lightning_rl.audit.audit_error import rounding
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.corrections import TOKEN_REWARDS, Corrections, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import StatReduction, reduce_moments
-from lightning_rl.environments.outcome import DEFAULT
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import GREEDY_SCORE, TURNS, FinishReason, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, FinishReason, Rollout
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND
 
 REDUCTIONS: Mapping[str, StatReduction] = {
@@ -123,31 +122,7 @@ def sampling_figures(
         "reward/failed": failed,
         **by_function,
     }
-    sums = {name: replace(population(torch.tensor([float(n)])), reduction="sum") for name, n in counts.items()}
-    return sums | _conversation_figures([part for part, _ in rounds], facts)
-
-
-def _conversation_figures(parts: Sequence[Rollout], facts: RunFacts) -> dict[str, Stat]:
-    """What a single environment's conversations are counted for, from their rows; nothing if greedy ones were
-    held too, or some were aborted, perhaps in a turn without a token.
-    """
-    held = [part for part in parts if TURNS in part.token_extras]
-    others = any(GREEDY_SCORE in part.extras or bool((part.finish == FinishReason.ABORT).any()) for part in held)
-    if len(held) < len(parts) or others or facts.environments != (DEFAULT,):
-        return {}
-    values = [_conversation_values(part) for part in held]
-    return {f"env/{name}": population(torch.cat([value[name] for value in values])) for name in values[0]}
-
-
-def _conversation_values(part: Rollout) -> dict[str, Tensor]:
-    """For each conversation its turns, the environment's tokens, and how it ended."""
-    return {
-        "turns": part.token_extras[TURNS].amax(-1),
-        "tokens": part.response_lengths - part.drawn_lengths,
-        "failed": part.finish == FinishReason.FAILED,
-        "cut_by_turns": part.finish == FinishReason.TURNS,
-        "cut_by_tokens": part.finish == FinishReason.LENGTH,
-    }
+    return {name: replace(population(torch.tensor([float(n)])), reduction="sum") for name, n in counts.items()}
 
 
 def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:

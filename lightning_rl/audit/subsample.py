@@ -33,3 +33,8 @@ def some_rows(groups: Rollout, turn: int) -> Rollout:
 def order_of(number: int, turn: int) -> int:
     """A number that puts identities into an order that has nothing to do with what they say, another at each turn."""
     return (number * 0x9E3779B1 + turn * 0x85EBCA6B) % 2**32
+
+
+def calls_again(audit: int) -> bool:
+    """Return True if an audit, counted from 1, calls rewards and environments again: at 1, 2, 4, 8, 16, 32, 48, ..."""
+    return audit in (1, 2, 4, 8) or audit % 16 == 0

@@ -43,14 +43,12 @@ def test_what_differs_by_rounding_is_the_same_and_what_differs_by_more_is_not() 
     assert not list(differences(nan, nan, ids)) and list(differences(nan, ours, ids))
 
 
-@pytest.mark.parametrize("name", SIGNAL)
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "opo", "maxrl"])
-@pytest.mark.parametrize(("scale", "offset"), [(1e-6, 0.0), (1e-3, 0.0), (0.37, 0.0), (1e4, 0.0), (0.01, 1000.0)])
-def test_no_scale_of_rewards_gives_a_false_alarm(name: str, estimator: str, scale: float, offset: float) -> None:
-    for seed in range(5):
-        draw = torch.Generator().manual_seed(seed)
-        rewards = torch.rand(16, generator=draw) * scale + offset
-        assert CHECKS[name](evidence_of(rewards, advantages=estimator)) == []
+def test_no_scale_of_rewards_gives_a_false_alarm(estimator: str) -> None:
+    for seed, (scale, offset) in enumerate([(1e-6, 0.0), (1e-3, 0.0), (0.37, 0.0), (1e4, 0.0), (0.01, 1000.0)]):
+        rewards = torch.rand(16, generator=torch.Generator().manual_seed(seed)) * scale + offset
+        evidence = evidence_of(rewards, advantages=estimator)
+        assert [name for name in SIGNAL if CHECKS[name](evidence)] == []
 
 
 class MostOfTheMean(RowEstimator):

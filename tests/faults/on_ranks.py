@@ -1,4 +1,4 @@
-"""A run with a fault, or without it, on two ranks of one process group."""
+"""A run with a fault on two ranks of one process group."""
 
 import json
 import os
@@ -16,36 +16,32 @@ from kit.ranks import STRATEGIES, run_ranks
 from faults.fault import Fault
 
 
-def beside_each_other() -> bool:
-    """Whether this process is one of several ranks."""
+def is_rank() -> bool:
+    """Return True if this process is one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def of_strategy(fault: Fault) -> dict[str, Any]:
-    """Options of the Trainer on this rank."""
-    split = {"strategy": STRATEGIES["ddp"](), "devices": fault.ranks} if beside_each_other() else {}
+def trainer_options(fault: Fault) -> dict[str, Any]:
+    """Return the options of the Trainer on this rank."""
+    split = {"strategy": STRATEGIES["ddp"](), "devices": fault.ranks} if is_rank() else {}
     return {**fault.trainer, **split}
 
 
-def run_on_ranks(fault: Fault, what: str) -> list[Any]:
-    """What every rank of a run found (``"audit"``) or left behind (``"faulty"``, ``"sound"``), in rank order."""
+def run_on_ranks(fault: Fault) -> list[tuple[str, str]]:
+    """Return check and culprit of the findings of all ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(__file__, fault.ranks, folder, fault.name, what)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(fault.ranks)]
+        run_ranks(__file__, fault.ranks, folder, fault.name)
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(fault.ranks)]
+    return [(check, culprit) for findings in found for check, culprit in findings]
 
 
-def main(folder: str, name: str, what: str) -> None:
-    """One rank."""
+def main(folder: str, name: str) -> None:
+    """Run one rank."""
     from faults import __main__ as faults
-    from faults import runs
 
     torch.set_num_threads(1)
     fault = next(fault for fault in faults.FAULTS if fault.name == name)
-    if what == "audit":
-        left: Any = json.loads(json.dumps(faults.found_by_audit(fault)))
-    else:
-        left = vars({"faulty": runs.faulty_run, "sound": runs.sound_run}[what](fault))
-    torch.save(left, Path(folder) / f"{os.environ['RANK']}.pt")
+    (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(faults.found_by_audit(fault)))
 
 
 if __name__ == "__main__":

@@ -91,12 +91,9 @@ class Unmasked(RLCallback):
 
     name = "unmasked"
 
-    def __init__(self, *, masked: bool = False) -> None:
-        self.masked = masked
-
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        return {"unmasked/entropy": Stat.of(view.entropy, view.valid_tokens if self.masked else None)}
+        return {"unmasked/entropy": Stat.of(view.entropy)}
 
 
 class LogOutside(RLCallback):

@@ -20,12 +20,13 @@ from faults.parts import (
     over_the_batch,
     wrong_way,
 )
+from hypothesis import settings
 from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import Estimator, LossTerm, LossView, PolicyLoss, RLCallback, Rollout, Stat
-from lightning_rl.testing import PropertyError, check_advantage, check_callback, check_loss, check_reward
+from lightning_rl.testing import PropertyError, check_advantage, check_callback, check_loss, check_reward, shrinking
 
 PAGE = Path(__file__).parents[2] / "docs" / "checking.md"
 
@@ -35,19 +36,28 @@ def variants_in_long(examples: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.long) if "-" in name else name for name in examples]
 
 
+@pytest.fixture
+def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reduce the number of generated batches: what passes takes all of them, and many exports run the same code."""
+    monkeypatch.setattr(shrinking, "HOW", settings(shrinking.HOW, max_examples=6))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize("name", variants_in_long(ESTIMATOR_EXAMPLES))
 def test_every_estimator_passes(name: str) -> None:
     check_advantage(ESTIMATOR_EXAMPLES[name])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize("name", variants_in_long(LOSS_EXAMPLES))
 def test_every_loss_passes(name: str) -> None:
     check_loss(LOSS_EXAMPLES[name])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize("number", range(len(correction_examples())))
 def test_every_correction_passes(number: int) -> None:
     check_callback(correction_examples()[number])
@@ -239,7 +249,7 @@ class MeanDrift(RLCallback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MeanEntropy, MeanDrift])
-@pytest.mark.parametrize("threshold", [0.003, 0.02, 0.4, 3.0, 60.0])
+@pytest.mark.parametrize("threshold", [0.003, 0.4, 60.0])
 def test_a_mean_over_padding_is_found_whatever_its_threshold(kind: Any, threshold: float) -> None:
     with pytest.raises(PropertyError) as raised:
         check_callback(kind(threshold))

@@ -16,11 +16,10 @@ from lightning_rl.audit.checks import (
     signal_checks,
     stage_checks,
     step_checks,
-    turn_checks,
 )
 from lightning_rl.audit.checks.check import Check, Verdict, check, judge, run_checks
 
-GENERATED = (sampling_checks, draw_checks, conversation_checks, turn_checks, reward_checks, stage_checks)
+GENERATED = (sampling_checks, draw_checks, conversation_checks, reward_checks, stage_checks)
 MODULES = (
     *GENERATED,
     logprob_checks,

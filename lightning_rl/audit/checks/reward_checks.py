@@ -7,7 +7,7 @@ from math import isclose, isnan
 from lightning_rl.audit.audit_error import Skip
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.reward_repeats import equal_values, same_value
+from lightning_rl.audit.reward_repeats import same_value
 from lightning_rl.audit.sampling_statistics import turns_of
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
@@ -92,16 +92,13 @@ def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
     is asked again, where it is deterministic and quick.
     """
     for reply in evidence.replies:
-        if reply.reason or (reply.repeated is not None and not reply.own):
+        if reply.reason or not reply.repeats:
             yield Skip(reply.reason or f"reward {reply.name} does not repeat itself")
-        elif not equal_values(reply.alone, reply.recorded):
-            pairs = zip(reply.alone, reply.recorded, strict=True)
-            places = [place for place, pair in enumerate(pairs) if not same_value(*pair)]
+        elif reply.rows:
             yield Finding(
                 culprit=f"reward {reply.name}",
-                observed=f"other values for rows {[reply.rows[place] for place in places[:4]]} of a call with fewer "
-                "rows, in reverse order",
-                samples=[reply.samples[place] for place in places[:4]] if reply.samples else (),
+                observed=f"other values for rows {list(reply.rows[:4])} of a call with fewer rows, in reverse order",
+                samples=reply.samples[:4],
             )
 
 
@@ -117,9 +114,9 @@ def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
     for reply in evidence.replies:
         if reply.reason:
             yield Skip(reply.reason)
-        elif reply.after is None:
+        elif reply.remembers is None:
             yield Skip(f"reward {reply.name} does not repeat itself, or remembers on purpose")
-        elif not equal_values(*reply.after):
+        elif reply.remembers:
             yield Finding(culprit=f"reward {reply.name}", samples=reply.samples[:4])
 
 

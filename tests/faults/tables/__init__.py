@@ -15,6 +15,3 @@ FAULTS: tuple[Fault, ...] = (
     *conversations.FAULTS,
     *ranks.FAULTS,
 )
-
-MISSED: tuple[Fault, ...] = conversations.MISSED
-"""Those that the audit is known to miss, which no run of all faults tries."""

@@ -112,60 +112,50 @@ def without(name: str, row: Mapping[str, float], *_: Any) -> dict[str, float]:
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("rewards logged as percentages", "", "reward/task", patches=[in_row("reward/task", lambda x: 100 * x)]),
-    Fault("a reward logged a row late", "", "reward/task", patches=[after(MetricLog, "row", a_row_late)]),
+    Fault("rewards logged as percentages", "reward/task", patches=[in_row("reward/task", lambda x: 100 * x)]),
+    Fault("a reward logged a row late", "reward/task", patches=[after(MetricLog, "row", a_row_late)]),
     Fault(
         "a KL that is smoothed before it is logged",
-        "",
         "kl/rollout",
         options=STEPS,
         patches=[after(MetricLog, "row", smoothed)],
     ),
     Fault(
         "an entropy divided by the number of ranks that are not there",
-        "",
         "policy/entropy",
         patches=[in_row("policy/entropy", lambda x: x / 2)],
     ),
     Fault(
         "a figure that never reaches the logger",
-        "",
         "kl/rollout",
         patches=[after(MetricLog, "row", partial(without, "kl/rollout"))],
     ),
     Fault(
         "figures that are means of means",
-        "",
         "metric|policy/|kl/",
         options=SMALL,
         patches=[patch.object(lightning_rl.metrics, "merge_moments", mean_of_means)],
     ),
     Fault(
         "the loss of the last microbatch logged for that of the step",
-        "",
         "loss/",
         options=SMALL,
         patches=[patch.object(StepGradient, "add", last_part)],
     ),
-    Fault(
-        "a learning rate logged ten times too large", "", "optim/lr", patches=[in_step("optim/lr", lambda x: x * 10)]
-    ),
+    Fault("a learning rate logged ten times too large", "optim/lr", patches=[in_step("optim/lr", lambda x: x * 10)]),
     Fault(
         "the square of the gradient norm logged",
-        "",
         "optim/grad_norm",
         patches=[in_step("optim/grad_norm", lambda x: x**2)],
     ),
     Fault(
         "the shaped reward logged without its bonus",
-        "",
         "reward/shaped",
         callbacks=lambda: [OverlongPenalty(8, 4)],
         patches=[in_rollout("reward/shaped", lambda rollout: Stat.of(rollout.rewards, rollout.trained))],
     ),
     Fault(
         "rows without a reward logged as 0",
-        "",
         "reward/task",
         callbacks=lambda: [NoEOSMask()],
         patches=[
@@ -177,33 +167,28 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "truncated responses counted after they were left out",
-        "",
         "length/truncated",
         callbacks=lambda: [NoEOSMask("drop_tokens")],
         patches=[in_rollout("length/truncated", lambda rollout: Stat.of(rollout.finish == 1, rollout.trained))],
     ),
     Fault(
         "groups without spread counted by their rows",
-        "",
         "groups/zero_variance",
         patches=[in_rollout("groups/zero_variance", lambda rollout: Stat.of(rollout.rewards == 0, rollout.rewarded))],
     ),
     Fault(
         "groups sampled counted after the filter",
-        "",
         "groups/sampled",
         callbacks=lambda: [DynamicSampling()],
         patches=[after(Sampler, "fill_groups", kept_alone)],
     ),
     Fault(
         "advantages logged over padding",
-        "",
         "advantage/std",
         patches=[in_signal("advantage/std", lambda rollout: Stat.of(rollout.require("advantages")).std())],
     ),
     Fault(
         "a KL penalty logged with its sign lost",
-        "",
         "kl/penalty",
         callbacks=lambda: [ReferenceKL(0.1)],
         options={**PPO, **STEPS},
@@ -219,7 +204,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the largest ratio logged after the clip",
-        "",
         "policy/ratio_max",
         options={"minibatches_per_rollout": 2, "epochs_per_rollout": 2},
         max_steps=12,
@@ -234,12 +218,11 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the critic's error logged over padding",
-        "",
         "value/error",
         options=PPO,
         patches=[
             in_view("value/error", lambda view: Stat.of((view.current_values - view.require("returns")).detach().abs()))
         ],
     ),
-    Fault("a hook that rescales what waits to be logged", "", "Percent", callbacks=lambda: [Percent()]),
+    Fault("a hook that rescales what waits to be logged", "Percent", callbacks=lambda: [Percent()]),
 )

@@ -32,14 +32,10 @@ class BestOfRank(RLCallback):
 
     name = "best_of_rank"
 
-    def __init__(self, *, whole: bool = False) -> None:
-        self.whole = whole
-
     @override
     def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
         lengths = rollout.response_lengths.double() * rollout.rewards
-        best = Stat.of(lengths, rollout.rewarded).maximum()
-        return {"best_of_rank/reward": best if self.whole else Stat.single(lengths.max())}
+        return {"best_of_rank/reward": Stat.single(lengths.max())}
 
 
 class OwnCoefficient(RLCallback):
@@ -64,7 +60,6 @@ SLOW: dict[str, Any] = {"optimizer": partial(AdamW, lr=0.01), "minibatches_per_r
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "denominators of one rank of two",
-        "",
         "reduction|rank",
         options=SLOW,
         patches=[patch.object(Collectives, "sum", sum_of_this_rank)],
@@ -72,7 +67,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the same prompts on both ranks",
-        "",
         "prompt|deal|draw|data|sampl",
         options=SLOW,
         patches=[after(lightning_rl.module, "deal", same_hand)],
@@ -80,16 +74,13 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a user's figure that is the mean of two ranks' best",
-        "",
         "best_of_rank",
         callbacks=lambda: [BestOfRank()],
         options=SLOW,
-        sound={"callbacks": lambda: [BestOfRank(whole=True)]},
         ranks=2,
     ),
     Fault(
         "a coefficient that each of two ranks adapts by itself",
-        "",
         "own_coefficient",
         callbacks=lambda: [OwnCoefficient()],
         options=SLOW,

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from faults.fault import Fault
 from lightning_rl import LossView, RLCallback, Rollout, Stat
-from lightning_rl.callbacks import DynamicSampling, NoEOSMask
 
 LONGEST = 24
 RAGGED = {"max_new_tokens": LONGEST, "eos_token_ids": [1, 5, 9]}
@@ -66,12 +65,9 @@ class ShortGroups(RLCallback):
 
     name = "short_groups"
 
-    def __init__(self, width: int | None = None) -> None:
-        self.length = width
-
     @override
     def keep_groups(self, rollout: Rollout) -> Tensor:
-        limit = (self.length or rollout.width) * 0.4
+        limit = rollout.width * 0.4
         lengths = rollout.response_lengths.double()
         means = [lengths[rollout.groups == group].mean() for group in rollout.groups]
         return torch.stack(means) <= limit if means else lengths > 0
@@ -167,12 +163,9 @@ class PlaceInBatch(RLCallback):
 
     name = "place_in_batch"
 
-    def __init__(self, width: int | None = None) -> None:
-        self.length = width
-
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
-        place = torch.arange(rollout.width, dtype=torch.float32) / (self.length or rollout.width)
+        place = torch.arange(rollout.width, dtype=torch.float32) / rollout.width
         return {"token_extras/place": place.expand(len(rollout), -1).contiguous()}
 
     @override
@@ -201,12 +194,9 @@ class Brevity(RLCallback):
 
     name = "brevity"
 
-    def __init__(self, width: int | None = None) -> None:
-        self.length = width
-
     @override
     def reward_bonus(self, rollout: Rollout) -> Tensor:
-        return 1 - rollout.response_lengths / (self.length or max(rollout.width, 1))
+        return 1 - rollout.response_lengths / max(rollout.width, 1)
 
 
 class ListedBonus(RLCallback):
@@ -259,12 +249,9 @@ class Patience(RLCallback):
 
     name = "patience"
 
-    def __init__(self, width: int | None = None) -> None:
-        self.length = width
-
     @override
     def token_reward(self, rollout: Rollout) -> Tensor:
-        share = torch.arange(rollout.width) / (self.length or rollout.width)
+        share = torch.arange(rollout.width) / rollout.width
         return -0.2 * share.expand(len(rollout), -1).contiguous()
 
 
@@ -273,12 +260,9 @@ class Fill(RLCallback):
 
     name = "fill"
 
-    def __init__(self, width: int | None = None) -> None:
-        self.length = width
-
     @override
     def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
-        return {"fill/share": Stat.of(rollout.response_lengths / (self.length or rollout.width), rollout.real)}
+        return {"fill/share": Stat.of(rollout.response_lengths / rollout.width, rollout.real)}
 
 
 class UpperHalf(RLCallback):
@@ -286,13 +270,10 @@ class UpperHalf(RLCallback):
 
     name = "upper_half"
 
-    def __init__(self, *, by_sample: bool = False) -> None:
-        self.by_sample = by_sample
-
     @override
     def metrics(self, view: LossView) -> Mapping[str, Stat]:
-        number = view.sample_ids if self.by_sample else torch.arange(len(view))
-        return {"upper_half/entropy": Stat.of(view.entropy, view.valid_tokens & (number % 2 == 0)[:, None])}
+        even = torch.arange(len(view)) % 2 == 0
+        return {"upper_half/entropy": Stat.of(view.entropy, view.valid_tokens & even[:, None])}
 
 
 class MeanOfMeans(RLCallback):
@@ -300,14 +281,9 @@ class MeanOfMeans(RLCallback):
 
     name = "mean_of_means"
 
-    def __init__(self, *, whole: bool = False) -> None:
-        self.whole = whole
-
     @override
     def metrics(self, view: LossView) -> Mapping[str, Stat]:
         surprise, valid = -view.logprobs.detach(), view.valid_tokens
-        if self.whole:
-            return {"mean_of_means/surprise": Stat.of(surprise, valid)}
         mean = surprise[valid].mean() if valid.any() else torch.tensor(0.0)
         return {"mean_of_means/surprise": Stat.single(mean)}
 
@@ -332,137 +308,78 @@ PAIRS = {"group_size": 2}
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a reward mask that takes the widest row for cut off",
-        "",
         "width_mask",
         callbacks=lambda: [WidthMask()],
         options=RAGGED,
-        sound={"callbacks": lambda: [NoEOSMask()]},
     ),
-    Fault("a reward mask of every second row", "", "every_second", callbacks=lambda: [EverySecond()]),
+    Fault("a reward mask of every second row", "every_second", callbacks=lambda: [EverySecond()]),
     Fault(
-        "a reward mask by the mean length of a rank",
-        "",
-        "not_too_long",
-        callbacks=lambda: [NotTooLong()],
-        options=RAGGED,
+        "a reward mask by the mean length of a rank", "not_too_long", callbacks=lambda: [NotTooLong()], options=RAGGED
     ),
-    Fault("a filter that keeps the first half of the groups", "", "first_groups", callbacks=lambda: [FirstGroups()]),
-    Fault(
-        "a filter by the padded width",
-        "",
-        "short_groups",
-        callbacks=lambda: [ShortGroups()],
-        options=RAGGED,
-        sound={"callbacks": lambda: [ShortGroups(LONGEST)]},
-    ),
+    Fault("a filter that keeps the first half of the groups", "first_groups", callbacks=lambda: [FirstGroups()]),
+    Fault("a filter by the padded width", "short_groups", callbacks=lambda: [ShortGroups()], options=RAGGED),
     Fault(
         "a filter that compares a group with the one before",
-        "",
         "better_than_before",
         callbacks=lambda: [BetterThanBefore()],
     ),
     Fault(
         "a filter that reshapes by another group size",
-        "",
         "fours_with_spread",
         callbacks=lambda: [FoursWithSpread()],
         options=PAIRS,
         data=lambda: tiny_prompts(48, 8),
-        sound={"callbacks": lambda: [DynamicSampling()]},
     ),
-    Fault(
-        "rows left out by the padded width",
-        "",
-        "width_exclude",
-        callbacks=lambda: [WidthExclude()],
-        options=RAGGED,
-        sound={"callbacks": lambda: [NoEOSMask("drop_tokens")]},
-    ),
-    Fault("the last row of a batch left out", "", "last_row", callbacks=lambda: [LastRow()]),
-    Fault(
-        "the longest tenth of a rank left out",
-        "",
-        "longest_tenth",
-        callbacks=lambda: [LongestTenth()],
-        options=RAGGED,
-    ),
-    Fault("rows left out that repeat the row above", "", "duplicates", callbacks=lambda: [Duplicates()]),
-    Fault("a difficulty from a list by position", "", "listed_difficulty", callbacks=lambda: [ListedDifficulty()]),
+    Fault("rows left out by the padded width", "width_exclude", callbacks=lambda: [WidthExclude()], options=RAGGED),
+    Fault("the last row of a batch left out", "last_row", callbacks=lambda: [LastRow()]),
+    Fault("the longest tenth of a rank left out", "longest_tenth", callbacks=lambda: [LongestTenth()], options=RAGGED),
+    Fault("rows left out that repeat the row above", "duplicates", callbacks=lambda: [Duplicates()]),
+    Fault("a difficulty from a list by position", "listed_difficulty", callbacks=lambda: [ListedDifficulty()]),
     Fault(
         "a provided place as a share of the padded width",
-        "",
         "place_in_batch",
         callbacks=lambda: [PlaceInBatch()],
         options=RAGGED,
-        sound={"callbacks": lambda: [PlaceInBatch(LONGEST)]},
     ),
-    Fault(
-        "a provided reward standardised on a rank",
-        "",
-        "standardized_on_rank",
-        callbacks=lambda: [StandardizedOnRank()],
-    ),
+    Fault("a provided reward standardised on a rank", "standardized_on_rank", callbacks=lambda: [StandardizedOnRank()]),
     Fault(
         "a bonus as a share of the padded width",
-        "",
         "brevity",
         callbacks=lambda: [Brevity()],
         options={**RAGGED, "advantages": "dr_grpo"},
-        sound={"callbacks": lambda: [Brevity(LONGEST)]},
     ),
-    Fault("a bonus from a list by position", "", "listed_bonus", callbacks=lambda: [ListedBonus()]),
+    Fault("a bonus from a list by position", "listed_bonus", callbacks=lambda: [ListedBonus()]),
     Fault(
         "a bonus that compares with the rows of a rank and does not say so",
-        "",
         "shorter_than_rank",
         callbacks=lambda: [ShorterThanRank()],
         options={"advantages": "reinforce_plus_plus"},
     ),
     Fault(
         "a bonus that reshapes by another group size",
-        "",
         "shorter_than_four",
         callbacks=lambda: [ShorterThanFour()],
         options=PAIRS,
         data=lambda: tiny_prompts(48, 8),
     ),
-    Fault("a bonus for not being like the row above", "", "bonus_above", callbacks=lambda: [BonusAbove()]),
+    Fault("a bonus for not being like the row above", "bonus_above", callbacks=lambda: [BonusAbove()]),
     Fault(
         "a token reward over the padded width",
-        "",
         "patience",
         callbacks=lambda: [Patience()],
         options={**RAGGED, "advantages": "reinforce_plus_plus"},
-        sound={"callbacks": lambda: [Patience(LONGEST)]},
     ),
-    Fault(
-        "a user's figure as a share of the padded width",
-        "",
-        "fill",
-        callbacks=lambda: [Fill()],
-        options=RAGGED,
-        sound={"callbacks": lambda: [Fill(LONGEST)]},
-    ),
-    Fault(
-        "a user's figure over every second row of a microbatch",
-        "",
-        "upper_half",
-        callbacks=lambda: [UpperHalf()],
-        sound={"callbacks": lambda: [UpperHalf(by_sample=True)]},
-    ),
+    Fault("a user's figure as a share of the padded width", "fill", callbacks=lambda: [Fill()], options=RAGGED),
+    Fault("a user's figure over every second row of a microbatch", "upper_half", callbacks=lambda: [UpperHalf()]),
     Fault(
         "a user's figure that is a mean of means",
-        "",
         "mean_of_means",
         callbacks=lambda: [MeanOfMeans()],
         options={"max_tokens_per_microbatch": 24},
-        sound={"callbacks": lambda: [MeanOfMeans(whole=True)]},
     ),
     Fault(
         "the length of right answers by the rewards of the row above",
-        "",
         "right_answers",
         callbacks=lambda: [RightAnswers()],
-        sound={"callbacks": lambda: [RightAnswers(0)]},
     ),
 )

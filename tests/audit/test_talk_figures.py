@@ -12,8 +12,7 @@ from kit.evidence import evidence_of
 
 from lightning_rl import FinishReason, SamplingParams, Stat
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.conversation_evidence import Talk
-from lightning_rl.audit.conversation_metrics import talk_figures
+from lightning_rl.audit.conversation_evidence import Talk, talk_figures
 from lightning_rl.environments import ToolEnvironment
 from lightning_rl.generation import Completion, Request
 
