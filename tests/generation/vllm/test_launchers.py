@@ -45,7 +45,7 @@ def run(tasks: list[dict[str, str]], folder: Path) -> dict[int, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
-    [pytest.param("python", marks=pytest.mark.long), pytest.param("torchrun", marks=pytest.mark.long), "slurm"],
+    ["python", "torchrun", "slurm"],
 )
 def test_each_rank_has_its_rank_and_its_gpu(launcher: str, tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "rl", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
