@@ -1,11 +1,11 @@
-r"""Off-policy sequence masking: mask responses of negative advantage from which the policy has drifted.
+r"""Off-policy sequence masking: mask responses with negative advantage that have become less likely.
 
 .. math::
     \text{reject } b \iff \bar A_b < 0 \ \text{and}\ \frac{1}{|o_b|} \sum_t \log \frac{\mu(o_{b,t})}{\pi(o_{b,t})} >
     \delta
 
-with :math:`\mu` the policy before the update (or the engine's, with ``against="rollout"``), :math:`\pi` the policy
-being trained, and means over the valid tokens. Rejected responses still count in the denominator.
+Here :math:`\mu` is the policy before the update, or the engine with ``against="rollout"``, and :math:`\pi` is the
+current policy. Means are over valid tokens. Rejected responses still count in the denominator of the loss.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -24,13 +24,13 @@ Anchor = Literal["old", "rollout"]
 
 
 class OPSM(RLCallback):
-    """Mask on drifted responses with negative advantage.
+    """Mask of responses with negative advantage whose drift exceeds a threshold.
 
-    Logs the fraction of rejected responses as ``opsm/rejected``, and ``opsm/drift``, the mean drift before rejection.
+    Logs ``opsm/rejected``, the fraction of masked responses, and ``opsm/drift``, the mean drift of all responses.
 
     Args:
-        delta: Largest drift of a kept response with negative advantage, in nats per token.
-        against: Policy from which drift is measured: ``"old"``, before the update, or ``"rollout"``, the engine's.
+        delta: Threshold of the drift, in nats per token.
+        against: Log-probabilities to compare with: ``"old"`` (policy before the update) or ``"rollout"`` (engine).
 
     Raises:
         ValueError: If ``delta`` is not positive or ``against`` is unknown.

@@ -104,14 +104,14 @@ RENAMED = {
     "reward_seconds": "reward_timeout",
     "token_budget": "max_tokens_per_microbatch",
 }
-VALIDATION_BATCH_SIZE = 256  # without a data module
+VALIDATION_BATCH_SIZE = 256  # used if there is no data module
 
-# Lightning advises to save the weights from before the optimizer step; a checkpoint here resumes after it.
+# Lightning warns of checkpoints that are saved after the optimizer step; resuming here relies on them.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
 # The default log_every_n_steps=50 logs one row per rollout here.
 warnings.filterwarnings("ignore", message=r"The number of training batches .* log_every_n_steps=50")
 
-# Evaluation metrics are reduced before they are logged. vLLM creates a process group even on a single device.
+# Evaluation metrics are reduced over ranks before they are logged, so sync_dist is not needed.
 warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test)/.*sync_dist=True")
 
 
@@ -123,55 +123,58 @@ class RLLightningModule(LightningModule):
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
-        rewards: ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, a list of such
-            functions, or a mapping from name to function or ``(function, weight)``; a function of weight 0 is only
-            logged.
-        advantages: Advantage estimator: an Estimator, a function of (scores, groups, rewarded), or a known name.
-        loss: Policy loss: a PolicyLoss, a function of a LossView, or a known name.
-        reduction: Reduction of per-token losses: a function or a known name.
-        reference: Frozen policy for corrections that read ``ref_logprobs``. By default a copy of the initial policy,
-            created only if a correction reads it.
+        rewards: Reward function, list of functions, or mapping from name to function or ``(function, weight)``. Each
+            function has the form ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``.
+            A function of weight 0 is only logged.
+        advantages: Advantage estimator: an :class:`Estimator`, a function of (scores, groups, rewarded), or a name in
+            ``lightning_rl.advantages.ESTIMATORS``.
+        loss: Policy loss: a :class:`PolicyLoss`, a function of a :class:`LossView`, or a name in
+            ``lightning_rl.losses.LOSSES``.
+        reduction: Average of per-token losses: a function, or a name in ``lightning_rl.signal.reductions.REDUCTIONS``.
+        reference: Frozen policy for callbacks that read ``ref_logprobs``, in any form that ``policy`` takes. Default:
+            a copy of the initial policy, created only if a callback reads ``ref_logprobs``.
         value_loss: Loss of the critic, with its coefficient.
-        critic: None, ``"shared"`` for a value head on the policy's hidden states, or a model like ``policy``.
+        critic: ``"shared"`` for a value head on the policy's hidden states, a separate model in any form that
+            ``policy`` takes, or None for no critic.
         engine: Engine that generates; by default the policy itself through transformers.
-        sampling: Sampling parameters for training. Log-probabilities are computed at its temperature. With a filter
-            (top_k, top_p, min_p) they are those of the distribution over the tokens that the engine kept.
+        sampling: Sampling parameters for training. Log-probabilities are computed at its temperature. With ``top_k``,
+            ``top_p`` or ``min_p`` they are renormalized over the tokens kept by the filter.
         tokenizer: Tokenizer; by default the one of ``policy``, if that is a name or path.
-        optimizer: Function from parameter groups to an optimizer; by default fused AdamW with lr 1e-6.
-        lr_scheduler: Function from the optimizer to a scheduler that counts optimizer steps, such as
-            ``warmup_then_linear``.
+        optimizer: Callable that takes parameter groups and returns an optimizer; by default fused AdamW with lr 1e-6.
+        lr_scheduler: Callable that takes the optimizer and returns a scheduler that counts optimizer steps, such as
+            ``warmup_then_linear(5, 100)``.
         environment: Class or function that creates an ``Environment`` for each multi-turn conversation, or a mapping
-            from names to them; the data column ``environment`` then selects one.
+            from names to such factories. The data column ``environment`` selects the name.
         tools: Functions that the policy may call, as an alternative to ``environment``; see :class:`ToolEnvironment`.
-        tool_parser: Parser of the policy's tool calls: a response template of transformers, the name of a renderer,
-            ``"hermes"``, or a function; None derives the parser from the chat template.
+        tool_parser: Parser of the policy's tool calls: ``"hermes"``, a name known to the package ``renderers``, a response
+            template of transformers, or a function. Default: derived from the chat template.
         max_turns: Maximum number of answers per conversation. ``sampling.max_new_tokens`` limits their tokens in total.
         max_turn_tokens: Maximum number of tokens per answer; None for no separate limit.
         environment_workers: Number of concurrent conversations, each in a subprocess that is killed if its environment
             hangs; 0 runs all conversations in this process.
         environment_timeout: Time limit in seconds of a reset or step in a subprocess.
         conversation_timeout: Time limit in seconds of a conversation in a subprocess, including its retry.
-        max_environment_failure_rate: Fraction of failed conversations in a rollout at which the run ends with a
-            checkpoint; None for never.
-        evaluation: One or several ``Evaluation`` for validation and test, besides the data module's validation prompts.
+        max_environment_failure_rate: The run ends with a checkpoint if at least this fraction of a rollout's
+            conversations failed; None disables the check.
+        evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
         group_size: Number of samples per prompt.
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout; a group is never split.
         epochs_per_rollout: Number of passes over a rollout.
         max_tokens_per_microbatch: Maximum number of tokens per microbatch; affects memory and speed, not results.
         packing: If True, microbatches have no padding. Use False for a model whose layers do not support packing.
         attention: Attention kernel for packed sequences: ``"sdpa"``, ``"varlen_attn"``, ``"flash_attention_2"`` or
-            ``"flash_attention_3"``; by default the fastest that device, precision, packages and model support.
+            ``"flash_attention_3"``. Default: the fastest one that device, precision, packages and model support.
         compile: If True, compile the parts of each layer of policy, critic and reference with ``torch.compile`` and
             ``"inductor"``; the backends ``"aot_eager"`` and ``"eager"`` help to find an error.
         liger: If True, use liger-kernel for norms, rotary embeddings and gated feed-forwards; GPU only.
         activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
-        max_staleness: Maximum number of rollouts generated ahead while the policy trains on an earlier one.
+        max_staleness: Maximum number of rollouts generated ahead of training; 0 is synchronous.
         max_grad_norm: Maximum gradient norm; None for no clipping.
         reward_timeout: Time limit in seconds of one call of a reward function; None for no limit.
-        max_reward_failure_rate: Fraction of a rollout's rows with failed rewards at which the run ends with a
-            checkpoint; None for never.
-        max_idle_rollouts: Number of consecutive rollouts without a gradient after which the run ends with a
-            checkpoint; None for no limit.
+        max_reward_failure_rate: The run ends with a checkpoint if rewards failed on at least this fraction of a
+            rollout's rows; None disables the check.
+        max_idle_rollouts: The run ends with a checkpoint after this number of consecutive rollouts without a gradient;
+            None disables the check.
         skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
         checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
             the last complete checkpoint.
@@ -180,7 +183,7 @@ class RLLightningModule(LightningModule):
         seed: Seed of all random numbers of the run.
 
     Attributes:
-        options: Constructor arguments by name, with names and defaults resolved.
+        options: Constructor arguments by name; strings such as ``"grpo"`` are replaced by objects.
 
     Raises:
         ValueError: At construction if an argument is out of range or a name unknown; at setup if arguments, callbacks
@@ -233,7 +236,7 @@ class RLLightningModule(LightningModule):
         allow_config_changes: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
-        options = dict(locals())  # the arguments alone: the first statement of the constructor
+        options = dict(locals())  # must come first, so that locals() holds only the arguments
         super().__init__()
         self.automatic_optimization = False
         check_counts(
@@ -412,7 +415,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Add the callback that saves a checkpoint on errors and signals, and check Trainer flags before Lightning."""
+        """Add the callback that saves a checkpoint on errors and signals; check Trainer flags before Lightning does."""
         stop_in_inspection(self)
         setup_checks.check_flags(self.trainer)
         present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
@@ -430,9 +433,8 @@ class RLLightningModule(LightningModule):
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         needed = needed_extras(corrections, self.sampling).keys()
-        self.engine.select_extras(
-            self.engine.capabilities.extras & needed
-        )  # in each stage, so that stages share a vLLM
+        # Select the extras of training in every stage, so that the stages share a vLLM engine.
+        self.engine.select_extras(self.engine.capabilities.extras & needed)
         check_run(self._spec(fits=stage == "fit"))
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
         if stage == "fit":
@@ -471,7 +473,7 @@ class RLLightningModule(LightningModule):
     def _build(self) -> None:
         parallel, alone = self.parallel, self.run.built_alone
         if alone:
-            self._end_stage(self.engine.end_stage)  # under a trainer the engine may need a copy of the policy
+            self._end_stage(self.engine.end_stage)  # started by generate(); a Trainer may need a copy of the policy
             self.run.built_alone = False
         with parallel.building():
             built = (
@@ -571,7 +573,7 @@ class RLLightningModule(LightningModule):
             self.run.replica = replica.model.requires_grad_(requires_grad=False)
 
     def _build_reference(self, built: PolicyModel | None) -> Scorer | None:
-        """Build the reference; return None if nothing reads it or the policy without adapters is the reference."""
+        """Build the reference; return None if nothing reads it or the policy without adapters serves as reference."""
         source, policy = self.sources["reference"], built or self.required_policy
         present = self.run.reference is not None or (source is None and bool(adapters_of(policy.model)))
         if not self.run.needs.ref_logprobs or present:
@@ -601,12 +603,12 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        """Continue a loaded rollout or drop a stale one."""
+        """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
         self._begin()
 
     @override
     def on_train_start(self) -> None:
-        """Check that an epoch holds whole rollouts, and make the scheduler step that an error prevented."""
+        """Check that an epoch has whole rollouts; step the scheduler if the saved run stopped right before that."""
         step_indices = len(cast(StepLoader, self.trainer.train_dataloader))
         setup_checks.check_whole_rollouts(step_indices, self.steps_per_rollout)
         with warnings.catch_warnings():
@@ -635,7 +637,7 @@ class RLLightningModule(LightningModule):
             self.run.idle.check(self.max_idle_rollouts)
             flying = self._flying(batch.rollout)
             rollout, sampled, noted = self._sample(batch, batch_idx)
-            self.rest()  # before the policy scores, which needs memory as well
+            self.rest()  # frees the engine's memory for the log-probability passes
             self.run.current, stats = self._finish(rollout, batch.rollout)
             times = {**flying, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
             stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
@@ -648,7 +650,7 @@ class RLLightningModule(LightningModule):
 
     @refuse_stop_iteration
     def begin_step(self, step_index: StepIndex) -> None:
-        """Record the state of the run before any hook of the batch, and seed the global generators for the step."""
+        """Record the run state and seed the generators before the hooks of this batch run."""
         self.run.set_mark(step_index, self.prompt_stream.cursor)
         self.seed_generators(step_index)
 
@@ -684,7 +686,7 @@ class RLLightningModule(LightningModule):
         first = None if self._streams else self._take_ahead(number)
         with self._phase("sync"):
             self.sync(number)
-        if self._streams:  # first submit every rollout that these weights admit
+        if self._streams:  # submit all rollouts that may be generated with these weights
             self._prefetch(sampler, step_index, batch_idx)
             first = self._take_ahead(number)
         with self._phase("generate"):
@@ -731,7 +733,7 @@ class RLLightningModule(LightningModule):
 
     @property
     def _streams(self) -> bool:
-        """True if all rollouts within ``max_staleness`` are generated concurrently and across weight syncs."""
+        """True if rollouts are generated concurrently and generation continues during weight syncs."""
         return self.max_staleness > 1 and self.engine.capabilities.concurrent
 
     def _take_ahead(self, number: int) -> Samples | Sequence[Prompt] | None:
@@ -777,7 +779,7 @@ class RLLightningModule(LightningModule):
     @override
     @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
-        """Make exactly one optimizer step, or skip it on all ranks; return its outputs for callbacks."""
+        """Make one optimizer step, or skip it on all ranks if no rank has a token to train on."""
         if batch.rollout in self.skip_rollouts:
             self._leave_out(batch)
             return {}
@@ -834,7 +836,7 @@ class RLLightningModule(LightningModule):
             raise error
 
     def _leave_out(self, step_index: StepIndex) -> None:
-        """Count an optimizer step of a skipped rollout."""
+        """Advance the counters for a step of a skipped rollout."""
         self.run.mark = None
         self.run.skipped += 1
         self.run.count(step_index.rollout)
@@ -842,7 +844,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        """Log the steps after the last row."""
+        """Log the steps that have not been logged yet."""
         if self._rows_every and self.run.step_index is not None:
             log_rest(self.trainer, self.run.metrics, self.run.step_index)
 
@@ -889,8 +891,8 @@ class RLLightningModule(LightningModule):
         budget = self.run.halve(self.max_tokens_per_microbatch)
         self.run.current = current.divide(budget, packed=self.packing, max_over_ranks=self._max_over_ranks)
         rank_zero_warn(
-            f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated, and the "
-            f"budget is {budget} from now on; pass max_tokens_per_microbatch={budget} to RLLightningModule"
+            f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated with "
+            f"max_tokens_per_microbatch={budget}; pass this value to RLLightningModule"
         )
         self.seed_generators(step_index)
         trace = self._trace(step_index, with_parameters=True)
@@ -980,7 +982,7 @@ class RLLightningModule(LightningModule):
             self.run.prefetcher.drain()
         if not (self.run.engine_started and self.engine.started):
             self._start_engine()
-        merged = bool(adapters_of(self.required_policy.model))  # in full precision
+        merged = bool(adapters_of(self.required_policy.model))  # adapters are merged in full precision
         synchronize(
             self.engine,
             self._policy_weights(None if merged else self.engine.dtype),
@@ -994,8 +996,8 @@ class RLLightningModule(LightningModule):
         world_size = 1 if self._trainer is None else self.trainer.world_size
         if process_count() != world_size:
             raise RuntimeError(
-                f"expected the trainer's process group of {world_size} ranks, got one of "
-                f"{process_count()}: start no engine and create no process group before the trainer"
+                f"expected a process group of {world_size} ranks as in the trainer, got {process_count()} ranks: "
+                "do not start an engine or call init_process_group before trainer.fit"
             )
         if self.run.replica is not None:
             nn.Module.to(self.run.replica, self.device)
@@ -1007,9 +1009,11 @@ class RLLightningModule(LightningModule):
         self.engine.expect(self._policy_weights())
 
     def _resident_bytes(self) -> float:
-        """Count the bytes that this rank holds while the engine is awake, from the first optimizer step on."""
+        """Return the bytes that this rank holds during generation, optimizer states included."""
         policy, reference = self.required_policy, self.run.reference
-        frozen = reference.model.parameters() if type(reference) is Scorer else ()  # others are the policy's own
+        frozen = (
+            reference.model.parameters() if type(reference) is Scorer else ()
+        )  # other references share the policy's parameters
         weights = local_bytes([*policy.parameters(), *frozen])
         if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return weights
@@ -1055,7 +1059,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        """End the stage of the engine, and restore the Trainer's ``limit_val_batches``."""
+        """Release the engine, and restore the Trainer's ``limit_val_batches``."""
         self._end_stage(self.engine.end_stage)
         if self._val_limit is not None:
             self.trainer.limit_val_batches, self._val_limit = self._val_limit, None
@@ -1075,7 +1079,7 @@ class RLLightningModule(LightningModule):
 
     @property
     def _has_data(self) -> bool:
-        """True if there is a data module or a fit, which needs one."""
+        """True if a data module is attached or required."""
         if self._trainer is None:
             return False
         return self.trainer.datamodule is not None or self.trainer.state.fn == TrainerFn.FITTING  # pyright: ignore[reportAttributeAccessIssue]
@@ -1148,7 +1152,7 @@ class RLLightningModule(LightningModule):
     @property
     def _evaluation_run(self) -> EvaluationRun:
         if self._evaluation is None:
-            raise RuntimeError("expected a validation or test that has begun, got a batch before its start")
+            raise RuntimeError("expected on_validation_epoch_start or on_test_epoch_start first, got a batch")
         return self._evaluation
 
     def _begin_evaluation(self, stage: str) -> None:
@@ -1216,15 +1220,15 @@ class RLLightningModule(LightningModule):
 
         Args:
             prompts: One prompt (a text, chat messages, token ids, or a row with ``"prompt"``), or a sequence of them.
-            samples: Number of answers per prompt; None for one.
+            samples: Number of answers per prompt; None for one answer that is returned without a list.
             sampling: Sampling parameters; by default those of training with temperature 0.
-            temperature: Temperature that replaces the default 0; not together with ``sampling``.
+            temperature: Sampling temperature, 0 by default; not together with ``sampling``.
 
         Returns:
             Text for one prompt, list of texts for several; with ``samples``, a list of texts per prompt.
 
         Raises:
-            ValueError: If a prompt does not fit, or ``samples`` > 1 is greedy.
+            ValueError: If a prompt is too long for the model, or if ``samples`` > 1 and the temperature is 0.
         """
         if self.policy is None and self._trainer is None:
             self.policy, self.run.built_alone = self._build_policy(), True
@@ -1262,8 +1266,8 @@ class RLLightningModule(LightningModule):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write policy and tokenizer to a Hugging Face folder, and a separate critic to ``folder/critic``.
 
-        Every rank calls it; rank 0 writes. Adapters are merged into the weights. The value head is written to
-        ``folder/critic/value_head.safetensors``.
+        Must be called on every rank; rank 0 writes. Adapters are merged into the weights. With ``critic="shared"``, the
+        value head is written to ``folder/critic/value_head.safetensors``.
         """
         weights = self.parallel.full_parameters(self.required_policy)
         write_pretrained(Path(folder), weights, self.sources, self.tokenizer, writing=self.global_rank == 0)
@@ -1315,7 +1319,9 @@ class RLLightningModule(LightningModule):
         if hurried or not self._streams:
             self.run.prefetcher.drain(hurried=hurried)
         reference = self.run.reference
-        hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})  # LightningCLI would pass them as arguments
+        hparams = checkpoint.get(
+            self.CHECKPOINT_HYPER_PARAMS_KEY, {}
+        )  # LightningCLI would pass them to the constructor
         for name in self.run.configuration.keys() & hparams.keys():
             del hparams[name]
         checkpoint["lightning_rl"] = {
@@ -1341,7 +1347,7 @@ class RLLightningModule(LightningModule):
             self._begin()  # on_fit_start was called before
 
     def _begin(self) -> None:
-        """Continue a loaded run, or drop the state of an earlier fit."""
+        """Restore the state of a checkpoint, or discard the state of an earlier fit."""
         self.run.begin(
             self.device,
             packed=self.packing,

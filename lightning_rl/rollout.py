@@ -21,9 +21,9 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: over the vocabulary before a token, under the old policy
-TURNS = "turns"  # in ``token_extras``: turn index of a token from 1; 0 for the environment; see :func:`context_starts`
-TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of a turn at its last sampled token
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabilities of the old policy's distribution
+TURNS = "turns"  # in ``token_extras``: turn of a sampled token, from 1; 0: environment; see context_starts
+TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 
@@ -38,7 +38,7 @@ class FinishReason(IntEnum):
 
 
 def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
-    """Return the metadata of a field: the axes it has and the value of its padding."""
+    """Return the metadata of a field: its axes and padding value."""
     return {"axes": axes, "pad": pad}
 
 
@@ -46,9 +46,34 @@ def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
 class Rollout:
     """Samples of a policy, right-padded: B rows, P prompt positions, T response positions.
 
-    Immutable: :meth:`replace` returns a new value. Selecting, concatenating, padding, moving and saving apply to every
-    field. Index t of every per-token field belongs to ``response_ids[:, t]``: a log-probability there is that of this
-    token given all previous ones. ``prompt_extras`` belong to ``prompt_ids``.
+    Immutable: :meth:`replace` returns a new object. :meth:`select`, :func:`concatenate`, :meth:`to` and :meth:`state`
+    apply to every field. Position t of a per-token field belongs to ``response_ids[:, t]``; a log-probability is
+    log p(``response_ids[:, t]`` | all previous tokens).
+
+    Attributes:
+        prompt_ids: Token ids of the prompts.
+        prompt_lengths: Number of tokens of each prompt.
+        response_ids: Token ids of the responses: sampled tokens, and in conversations those of the environment.
+        response_lengths: Number of tokens of each response.
+        action_mask: True for tokens that the policy sampled.
+        groups: Index of each row's prompt; rows with equal index are a group; -1 for padding rows.
+        sample_ids: Id of each row, unique in a run; -1 for padding rows.
+        finish: :class:`FinishReason` of each row.
+        policy_version: Version of the weights that sampled each token; -1 for other tokens.
+        trained: True for rows that are trained on.
+        rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
+        valid_tokens: True for sampled tokens of trained rows, the tokens that enter the loss.
+        rewards: Weighted sum of the reward functions.
+        task_rewards: Values of each reward function by name; NaN where it returned None.
+        rollout_logprobs: Log-probabilities of the engine that sampled.
+        old_logprobs: Log-probabilities of the policy before the update.
+        ref_logprobs: Log-probabilities of the frozen reference.
+        values: Predictions of the critic.
+        advantages: Advantage of each token.
+        returns: Targets of the critic.
+        extras: Further tensors per row, by name.
+        token_extras: Further tensors per response token, by name.
+        prompt_extras: Further tensors per prompt token, by name.
 
     Raises:
         ValueError: If the shape of a field does not match; the message names the field.
@@ -104,16 +129,16 @@ class Rollout:
         actions: Sequence[Sequence[bool]] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> RolloutT:
-        """Return a rollout of samples without rewards, in which all rows train that did not fail.
+        """Create a rollout with zero rewards; rows with a failed finish reason are not trained on.
 
         Args:
-            prompts: Token ids of each row's prompt, at least one.
+            prompts: Token ids of each row's prompt, at least one token each.
             responses: Token ids of each row's response, including EOS if it was sampled.
             groups: Prompt index of each row.
             sample_ids: Id of each row; 0, 1, 2, ... by default.
             finish: Finish reason of each response; :attr:`FinishReason.STOP` by default.
-            versions: Weight version that sampled each token; 0 by default.
-            actions: Mask of tokens that the policy sampled; all by default.
+            versions: Version of the weights that sampled each token; 0 by default.
+            actions: True for tokens that the policy sampled; all tokens by default.
             dtype: Dtype of the rewards.
         """
         prompt_ids, prompt_lengths = pad_lists(prompts, torch.int64)
@@ -144,7 +169,7 @@ class Rollout:
         )
 
     def __len__(self) -> int:
-        """Return B, the number of rows, with padding."""
+        """Return B, the number of rows, including padding rows."""
         return len(self.prompt_lengths)
 
     @property
@@ -154,7 +179,7 @@ class Rollout:
 
     @property
     def real(self) -> Bool[Tensor, " B"]:
-        """Rows that are not padding, shape [B]."""
+        """Mask of the rows that are not padding, shape [B]."""
         return self.sample_ids >= 0
 
     @property
@@ -164,12 +189,12 @@ class Rollout:
 
     @property
     def cut_off(self) -> Bool[Tensor, " B"]:
-        """Rows that a limit of tokens or turns ended, shape [B]."""
+        """Mask of the rows truncated by a limit of tokens or turns, shape [B]."""
         return (self.finish == FinishReason.LENGTH) | (self.finish == FinishReason.TURNS)
 
     @property
     def failures(self) -> Bool[Tensor, " B"]:
-        """Rows that the engine or the environment failed to finish, which do not train, shape [B]."""
+        """Mask of the rows that the engine or the environment failed to finish, shape [B]."""
         return (self.finish == FinishReason.ABORT) | (self.finish == FinishReason.FAILED)
 
     def require(self, name: str) -> Tensor:
@@ -180,7 +205,9 @@ class Rollout:
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f'expected a rollout with "{name}", got none: add it to `reads`')
+            raise ValueError(
+                f'expected rollout field "{name}", got None: add it to reads or reads_at_loss of the callback'
+            )
         return value
 
     def replace(self: RolloutT, **changes: Any) -> RolloutT:
@@ -192,7 +219,12 @@ class Rollout:
         return type(self)(**_map(self, function))
 
     def select(self: RolloutT, rows: Tensor, *, width: int | None = None) -> RolloutT:
-        """Return the rows of an index [b] int64 or a mask [B] bool, in that order, cut to ``width``."""
+        """Select rows by an int64 index of shape [b] or a bool mask of shape [B].
+
+        Args:
+            rows: Index or mask.
+            width: Maximum number of response positions to keep; None for all.
+        """
         index = (rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).to(self.groups.device)
 
         def pick(tensor: Tensor, axes: str, pad: float) -> Tensor:
@@ -210,7 +242,7 @@ class Rollout:
         return self.map(lambda tensor, _axes, _pad: to_device(tensor, device))
 
     def padding_rows(self: RolloutT, number: int) -> RolloutT:
-        """Return ``number`` rows of padding with the same fields: ids -1, one prompt token, no response."""
+        """Return ``number`` padding rows: groups and sample ids are -1, prompts have one token, responses none."""
         return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
 
     def sanitize(self: RolloutT) -> RolloutT:
@@ -226,7 +258,7 @@ class Rollout:
         return self.map(clean)
 
     def versions(self) -> dict[str, tuple[int, int]]:
-        """Return id and version counter of every tensor by field, which change with in-place writes."""
+        """Return ``(id, _version)`` of every tensor by name, to detect replaced or modified tensors."""
         return {name: (id(tensor), tensor._version) for name, tensor in self.tensors()}  # noqa: SLF001
 
     def tensors(self) -> list[tuple[str, Tensor]]:
@@ -240,7 +272,7 @@ class Rollout:
 
     @classmethod
     def from_state(cls: type[RolloutT], state: Mapping[str, Tensor]) -> RolloutT:
-        """Return the rollout of a :meth:`state`."""
+        """Create a rollout from the return value of :meth:`state`."""
         values: dict[str, Any] = {}
         for name, tensor in state.items():
             stem, slash, key = name.partition("/")
@@ -258,8 +290,8 @@ class Rollout:
 def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
     """Return a mask of the tokens where a context rewritten by the environment starts, shape [B, T].
 
-    Tokens from there on do not attend to earlier ones. A rewritten context is a prompt within the response; its tokens
-    have minus the index of the preceding turn in ``token_extras["turns"]``.
+    Tokens from there on do not attend to earlier ones. A rewritten context is stored in the response; its tokens have
+    the value -k in ``token_extras["turns"]``, where k is the preceding turn.
     """
     if TURNS not in rollout.token_extras:
         return torch.zeros_like(rollout.action_mask)
@@ -268,7 +300,7 @@ def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
-    """Return the spans of a response by turn: True if the policy sampled a span, and its token ids."""
+    """Split a response into turns: for each, True if the policy sampled it, and its token ids."""
     length = int(rollout.response_lengths[row])
     ids, sampled = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
     turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else sampled
@@ -288,7 +320,7 @@ def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Te
 
 
 def pad_lists(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:
-    """Return lists [L] of numbers or tensors as one tensor [B, T], right-padded with 0, and their lengths."""
+    """Return sequences of integers as one tensor [B, T], right-padded with 0, and their lengths."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     joined = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(lengths.sum()))
     return _pad(torch.from_numpy(joined).to(dtype), lengths), lengths
@@ -316,7 +348,7 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     def widen(tensor: Tensor, axes: str, pad: float) -> Tensor:
         return tensor if axes == ROW else _resize(tensor, sizes[axes], pad)
 
-    parts = [part for part in parts if len(part)] or parts[:1]  # extras without rows may lack trailing axes
+    parts = [part for part in parts if len(part)] or parts[:1]  # extras of empty rollouts may have fewer dimensions
     columns_of = [_map(part, widen) for part in parts]
     joined: dict[str, Any] = {}
     for name, first in columns_of[0].items():

@@ -102,7 +102,7 @@ def test_print_config_shows_every_default_and_loads_again(folder: Path, capsys: 
     config = printed(capsys, "--config", "run.yaml")
     assert config["model"]["policy"] == str(folder / "policy")
     assert config["model"]["rewards"] == {
-        "right": "my_rewards.last_number_matches", "short": ["my_rewards.brevity", 0.1],
+        "right": "my_rewards.last_word_matches", "short": ["my_rewards.brevity", 0.1],
     }  # fmt: skip
     (folder / "again.yaml").write_text(yaml.safe_dump(config))
     assert printed(capsys, "--config", "again.yaml") == config
