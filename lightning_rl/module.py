@@ -146,8 +146,8 @@ class RLLightningModule(LightningModule):
         environment: Class or function that creates an ``Environment`` for each multi-turn conversation, or a mapping
             from names to such factories. The data column ``environment`` selects the name.
         tools: Functions that the policy may call, as an alternative to ``environment``; see :class:`ToolEnvironment`.
-        tool_parser: Parser of the policy's tool calls: ``"hermes"``, a name known to the package ``renderers``, a response
-            template of transformers, or a function. Default: derived from the chat template.
+        tool_parser: Parser of the policy's tool calls: ``"hermes"``, a name known to the package ``renderers``, a
+            response template of transformers, or a function. Default: derived from the chat template.
         max_turns: Maximum number of answers per conversation. ``sampling.max_new_tokens`` limits their tokens in total.
         max_turn_tokens: Maximum number of tokens per answer; None for no separate limit.
         environment_workers: Number of concurrent conversations, each in a subprocess that is killed if its environment
