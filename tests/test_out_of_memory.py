@@ -93,7 +93,7 @@ def test_a_step_is_made_again_in_smaller_microbatches_with_the_same_gradient(whe
 def test_a_step_that_does_not_fit_with_half_of_it_either_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     with (
         pytest.raises(torch.OutOfMemoryError, match="no room for"),
-        pytest.warns(UserWarning, match="the token budget is 32"),
+        pytest.warns(UserWarning, match="repeated with max_tokens_per_microbatch=32"),
     ):
         run("forward", 3, default_root_dir=tmp_path)
     saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
