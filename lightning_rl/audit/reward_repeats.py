@@ -129,22 +129,22 @@ def _reason_to_skip(call: RewardCall) -> str:
 
 
 def _remembers(call: RewardCall, rows: Rows, function: Any) -> bool | None:
-    """Score single rows after a call with related answers, and after one with copies of the row.
+    """Score copies of single rows after a call with related answers, and after one with the same copies.
 
-    Both calls have the same number of rows and generator state, so noise and curricula make no difference.
+    All calls have the same number of rows and generator state, so noise and curricula make no difference.
     """
     if getattr(call.function, "remembers", False):
         return None
     for row in range(len(rows)):
-        alone, related = rows.select([row]), _related(rows, row)
-        after = list[float | None]()
-        for before in (related, rows.select([row] * len(related))):
+        related = _related(rows, row)
+        itself, after = rows.select([row] * len(related)), list[Values]()
+        for before in (related, itself):
             twin = copy_apart(function)
             first = _call(call.name, twin, before)[0]
-            after += _call(call.name, twin, alone)[0]
+            after.append(_call(call.name, twin, itself)[0])
         if len({str(value) for value in first}) > 1:  # of copies of one row
             return None
-        if not same_value(*after):
+        if not all(map(same_value, *after)):
             return True
     return False
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -131,6 +131,7 @@ def _restore(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     if is_dataclass(kind) or hasattr(kind, "_fields"):
-        kinds = get_type_hints(kind)
-        return cast(Any, kind)(**{name: _restore(kinds[name], item) for name, item in value.items()})
+        make: Any = kind
+        kinds = get_type_hints(make)
+        return make(**{name: _restore(kinds[name], item) for name, item in value.items()})
     return value

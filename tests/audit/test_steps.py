@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -155,7 +155,8 @@ def subclass(kind: type[Optimizer], **members: Any) -> Any:
 
 
 def step_of_parent(optimizer: Any, closure: Any = None) -> Any:
-    return cast(Any, super(type(optimizer), optimizer)).step(closure)
+    parent: Any = super(type(optimizer), optimizer)
+    return parent.step(closure)
 
 
 def step_twice(self: Any, closure: Any = None) -> Any:
@@ -314,6 +315,11 @@ def test_a_move_of_adamw_is_that_of_a_hand_computation() -> None:
     assert move is not None and float(move.by) == pytest.approx(0.1 - 0.1 * 0.5 * 2)  # the first step is the rate
 
 
+def orthogonal(matrix: Tensor) -> Tensor:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
 class Orthogonal(Optimizer):
     """Moves matrices by the orthogonal factor of their averaged gradient, as Muon does, and the rest by its sign."""
 
@@ -326,11 +332,7 @@ class Orthogonal(Optimizer):
         for weight in weights_of(self):
             if weight.grad is not None:
                 mean = self.state[weight]["mean"] = 0.9 * self.state[weight].get("mean", 0.0) + weight.grad
-                if mean.dim() > 1:
-                    left, _, right = torch.linalg.svd(mean, full_matrices=False)
-                    weight.sub_(1e-2 * left @ right)
-                else:
-                    weight.sub_(1e-2 * mean.sign())
+                weight.sub_(1e-2 * (orthogonal(mean) if mean.dim() > 1 else mean.sign()))
 
 
 class Lookahead(Optimizer):
