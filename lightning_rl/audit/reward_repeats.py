@@ -136,7 +136,7 @@ def _remembers(call: RewardCall, rows: Rows, function: Any) -> bool | None:
     if getattr(call.function, "remembers", False):
         return None
     for row in range(len(rows)):
-        related = _related(rows, row)
+        related = _neighbors(rows, row)
         itself, after = rows.select([row] * len(related)), list[Values]()
         for before in (related, itself):
             twin = copy_apart(function)
@@ -149,7 +149,7 @@ def _remembers(call: RewardCall, rows: Rows, function: Any) -> bool | None:
     return False
 
 
-def _related(rows: Rows, row: int) -> Rows:
+def _neighbors(rows: Rows, row: int) -> Rows:
     """Return the other rows, and their answers to the prompt of this row: as they are, and with its length and begin.
 
     A function that stores values by prompt, by length or by the begin of an answer has then stored another value.
