@@ -30,7 +30,7 @@ def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     """
     view = _agreeing(evidence)
     if view is None:
-        yield Skip("no row that was looked at trains")
+        yield Skip("no checked row trains")
         return
     for weight in evidence.contributions("token_weight"):
         powers = powers_of(weight, view)
@@ -60,7 +60,7 @@ def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     """
     loss, view = evidence.algorithm.loss, _agreeing(evidence)
     if loss.prepares or view is None:
-        yield Skip("the loss looks at the whole step" if loss.prepares else "no row that was looked at trains")
+        yield Skip("the loss looks at the whole step" if loss.prepares else "no checked row trains")
         return
     own = _own_power(lambda view: gradient_of(torch.where(view.valid_tokens, loss(view), 0.0), view.logprobs), view)
     weights = {str(weight): _own_power(weight, view) for weight in evidence.contributions("token_weight")}
