@@ -296,7 +296,7 @@ class _RunWatch:
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
             if audited:
-                self.fields.state.compare_state("somebody between two rollouts")
+                self.fields.state.compare_state("code that runs between two rollouts")
         if self.audited:
             self._rates.begin_step()
 
@@ -304,7 +304,7 @@ class _RunWatch:
         """Return the evidence of a finished rollout. A collective."""
         module = self.module
         self.fields.state.compare_state(
-            "whoever draws the rollout: a reward, an environment, the engine or a hook of the module"
+            "the draw of the rollout: a reward, an environment, the engine or a hook of the module"
         )
         self.fields.state.forget_state()
         self.fields.begin(rollout)
@@ -428,7 +428,7 @@ class _RunWatch:
                 self._step.scheduler_steps = after - before
             self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
             self._step.blamed = self._culprits()
-        self.fields.state.compare_state("whoever comes after the optimizer step, such as a logger")
+        self.fields.state.compare_state("code that runs after the optimizer step, such as a logger")
         return replace(self._evidence, step=self._step, edits=self.fields.take())
 
     def begin_next(self, number: int) -> None:

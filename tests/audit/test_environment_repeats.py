@@ -232,7 +232,9 @@ def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeyp
     talks = talks_with(made)
     Path("log").write_text("of the run")
     reason = replay_of(made, "environment", talks).reason
-    assert "reach out of its process (open)" in reason and reason.endswith("check_environment holds it again")
+    assert "accesses something outside of its process (open)" in reason and reason.endswith(
+        "check_environment holds it again"
+    )
     assert Path("log").read_text() == "of the run"
     Path("log").write_text("is open again")
     assert "is not replayable" in str(replay(Once))

@@ -249,7 +249,7 @@ def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: p
     asked = list(cases.items())
     state = "reward judge holds state that cannot be copied"
     asked += [(state, call._replace(function=each)) for each in (locked, modelled, lambda **_: [value.value] * 6)]
-    asked += [("it would reach out of its process (open)", call._replace(function=writing))]
+    asked += [("it accesses something outside of its process (open)", call._replace(function=writing))]
     for reason, other in asked:
         reply = ask_again(other, SAMPLES)
         assert reason in reply.reason and checks_that_fail(reply) == []
