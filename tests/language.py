@@ -24,6 +24,7 @@ CHECKED = (
     "lightning_rl/__main__.py",
     "lightning_rl/advantages",
     "lightning_rl/algorithm.py",
+    "lightning_rl/audit",
     "lightning_rl/checkpointing",
     "lightning_rl/cli",
     "lightning_rl/run_spec.py",

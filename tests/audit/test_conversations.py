@@ -109,7 +109,7 @@ def with_turns(evidence: Evidence) -> Evidence:
     return replace(evidence, rollout=rows, groups=rows, rows=rows)
 
 
-@pytest.mark.parametrize(("estimator", "observed"), [("grpo", []), (ByTurns(), ["others where turns are joined"])])
+@pytest.mark.parametrize(("estimator", "observed"), [("grpo", []), (ByTurns(), ["others with joined turns"])])
 def test_statistics_count_a_sample_once_whatever_its_turns(estimator: Any, observed: list[str]) -> None:
     evidence = with_turns(evidence_of())
     evidence = replace(evidence, algorithm=evidence.algorithm.replace(advantages=resolve_advantages(estimator)))
@@ -121,7 +121,7 @@ def test_statistics_that_count_the_rows_of_a_sample_are_found() -> None:
     evidence = with_turns(evidence_of())
     rows = evidence.rollout.replace(sample_ids=torch.tensor([0, 0, 2, 3, 4, 5, 6, 7, 8]))
     (found,) = CHECKS["sample_weights"](replace(evidence, rollout=rows, groups=rows, rows=rows))
-    assert found.observed == "others where a sample has one row" and found.culprit == "estimator GRPO"
+    assert found.observed == "others with one row per sample" and found.culprit == "estimator GRPO"
 
 
 TOKENIZER = tokenizer_of("qwen2.5")

@@ -119,7 +119,7 @@ def test_rows_over_rollouts_that_were_not_looked_at_are_skipped_aloud() -> None:
     audit = SignalAudit(2, "raise", checks=["logged_metrics"])
     fit(tiny_module(), callbacks=[audit], logger=Rows(), log_every_n_steps=4)
     assert audit.skipped == {
-        "logged_metrics": "no row was logged with this step, or it spans ranks or steps that were not looked at"
+        "logged_metrics": "no row was logged with this step, or it spans ranks or steps that were not audited"
     }
 
 

@@ -134,7 +134,7 @@ def test_what_rises_by_a_nat_and_a_quarter_of_what_the_policy_moves_is_found(
     assert [finding.culprit.startswith("stage update") for finding in findings] == ([True] if found else [])
     assert check(evidence_from(*[move] * (LEAST_MOVES - 1))) == []
     skipped = check.judge(evidence_from(move)).skipped["environment_moves"]
-    assert skipped == "1 rollouts of 6 with words of environments were looked at"
+    assert skipped == "1 of 6 rollouts with environment tokens were audited"
     assert check(replace(evidence_of(), environment_drift=[move] * LEAST_MOVES)) == [], "nobody speaks in this rollout"
 
 

@@ -274,7 +274,7 @@ def judge(*replays: Replay) -> list[str]:
 def test_who_is_named() -> None:
     assert judge(Replay("Shop", samples=[1, 2])) == []
     assert judge(Replay("Shop", samples=[1, 2], moving="rewards")) == [
-        "environment Shop: other rewards when it is held again"
+        "environment Shop: other rewards when it is repeated"
     ]
     (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
     assert found.startswith("stage draw") and found.endswith("others in 2 of 2: messages, reward")

@@ -380,8 +380,8 @@ def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
     ("engine", "said"),
     [
         (TransformersEngine, ""),
-        (Unended, "none that ends before"),
-        (PartlyGreedy, "too many of which every token is the likeliest"),
+        (Unended, "no sample that ends before"),
+        (PartlyGreedy, "too many samples in which every token is the likeliest"),
     ],
 )
 def test_six_rollouts_show_an_engine_that_ends_no_sample_early_or_draws_some_greedily(

@@ -113,4 +113,4 @@ def _policy_with_hooks(calls: list[int]) -> nn.Module:
 
 def test_rows_that_are_too_long_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_rl.audit.forwards.GRADIENT_TOKENS", 3)
-    assert "the rows that were looked at are long" in audit_of(tmp_path).skipped["token_gradients"]
+    assert "the checked rows are long" in audit_of(tmp_path).skipped["token_gradients"]
