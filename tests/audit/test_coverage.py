@@ -1,4 +1,4 @@
-"""The coverage of metrics: what is said of it is true of every name that a run logs."""
+"""Coverage of metrics holds for every name that a run logs."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ from lightning_rl.callbacks import (
 
 
 class Rows(Logger):
-    """Keeps every row."""
+    """A logger that stores every row."""
 
     name, version = "rows", 0  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 

@@ -1,4 +1,4 @@
-"""Replays: conversations that are held again say who mixes them up."""
+"""Replays of conversations find mixed-up samples."""
 
 import sys
 import threading
@@ -34,7 +34,7 @@ def environments(factory: Callable[[], Any], **options: Any) -> Environments:
 
 
 def draw(requests: Sequence[Request]) -> list[Completion]:
-    """Words by sample and turn."""
+    """Return token ids by sample and turn."""
     return [
         Completion(
             token_ids=(
@@ -50,7 +50,7 @@ def draw(requests: Sequence[Request]) -> list[Completion]:
 
 
 def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
-    """Conversations as a run has them, two about each prompt."""
+    """Return conversations of a run, two per prompt."""
     prompts = [
         Prompt(place, (3, 4), [{"role": "user", "content": f"say {place} ?"}], {"place": place})
         for place in (sample // 2 for sample in range(samples))
@@ -79,7 +79,7 @@ def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
 def replay(
     factory: Callable[[], Any], change: Callable[[list[Talk]], list[Talk]] = list, **options: Any
 ) -> Replay | str:
-    """Return the replay of conversations with an environment, or the reason for which there is none."""
+    """Return the replay of conversations with an environment, or the reason why there is none."""
     made = environments(factory, **options)
     said = replay_of(made, "environment", change(talks_with(made)))
     return said.reason or said
@@ -96,7 +96,7 @@ class Shared(Partner):
 
 
 class Remembering(Partner):
-    """Pays for words that nobody has said."""
+    """Rewards answers that are new over all conversations."""
 
     heard: ClassVar[set[str]] = set()
 
@@ -119,7 +119,7 @@ class Unseeded(Partner):
 
 
 class Scored(Partner):
-    """Says what a conversation is worth when a limit ends it."""
+    """Returns a final reward when a limit ends the conversation."""
 
     @override
     def reward(self) -> float | None:
@@ -127,26 +127,26 @@ class Scored(Partner):
 
 
 class Echo:
-    """Speaks in token ids."""
+    """An environment in token ids."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Begins with the row's prompt."""
+        """Return the row's prompt."""
         del row, seed
         self.turn = 0
         return ()
 
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-        """Repeats an answer, three times."""
+        """Repeat an answer, three times."""
         del finish
         self.turn += 1
         return TokenStep(token_ids=token_ids, reward=0.25, done=self.turn == 3)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class Writing(Partner):
-    """Keeps a log."""
+    """Writes a log file."""
 
     @override
     def step(self, answer: Action) -> StepResult:
@@ -155,7 +155,7 @@ class Writing(Partner):
 
 
 class Once(Partner):
-    """Is not to be talked to twice."""
+    """Is declared as not replayable."""
 
     replayable = False
 
@@ -247,7 +247,7 @@ def partner_beside(lock: object) -> Partner:
 
 
 class Exiting(Partner):
-    """Ends the program at an answer that the run has not seen."""
+    """Exits at an answer that is not from the run."""
 
     @override
     def step(self, answer: Action) -> StepResult:

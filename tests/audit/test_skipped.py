@@ -1,4 +1,4 @@
-"""What could not be checked is said and counted: it neither passes nor fails."""
+"""Skipped checks are logged and counted: they neither pass nor fail."""
 
 import logging
 from dataclasses import replace
@@ -19,7 +19,7 @@ from lightning_rl.policy import Outputs
 
 
 def evidence_of(**changes: Any) -> Evidence:
-    """A finished rollout of a run without an engine, a policy or a critic."""
+    """Return a finished rollout of a run without an engine, a policy or a critic."""
     rollout = ragged_rollout().sanitize().replace(**changes)
     return Evidence(
         algorithm=an_algorithm(), facts=RunFacts(), rollout=rollout, groups=rollout, rows=some_rows(rollout, 0)
