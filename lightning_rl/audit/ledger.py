@@ -34,7 +34,7 @@ from lightning_rl.utils.trainer import show_line
 
 UNITS = ("sequences", "tokens", "weight")
 SAMPLED, USED = "sampled", "used"
-MIN_SHARE = 0.05  # per cent
+MIN_SHARE = 0.05  # percent
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeyp
     Path("log").write_text("of the run")
     reason = replay_of(made, "environment", talks).reason
     assert "accesses something outside of its process (open)" in reason and reason.endswith(
-        "check_environment holds it again"
+        "test it with lightning_rl.testing.check_environment"
     )
     assert Path("log").read_text() == "of the run"
     Path("log").write_text("is open again")
@@ -255,7 +255,7 @@ class Exiting(Partner):
 
 
 def test_an_environment_that_ends_the_program_is_skipped_with_the_reason() -> None:
-    assert "could not be asked again: SystemExit: 3" in str(replay(Exiting))
+    assert "could not be repeated: SystemExit: 3" in str(replay(Exiting))
 
 
 def test_what_a_factory_keeps_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: p
     locked, modelled, value = Cached(), Cached(), multiprocessing.Value("i")
     vars(locked)["lock"], vars(modelled)["model"] = threading.Lock(), torch.nn.Linear(1, 1)
     cases = {
-        "at hand": call._replace(function=None),
+        "unavailable": call._replace(function=None),
         "coroutine": call._replace(function=awaited),
         "runs in processes": call._replace(function=SubprocessReward(plain)),
         "a call of reward judge takes more than 0.1 s": call._replace(seconds=0.5),

@@ -60,7 +60,7 @@ class Check:
             finding = Finding(
                 check=self.name,
                 culprit=_raiser(raised),
-                expected="the stages of the run to take a changed copy of its rows",
+                expected="stages that accept a changed copy of the rows",
                 observed=f"{type(raised).__name__}: {raised}",
                 cure="carry every field to every row, padding included",
             )

@@ -163,7 +163,7 @@ def environment_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="stage draw, what a bridge writes between two turns of a conversation",
+    culprit="stage draw, the tokens of the bridge between two turns",
     cure="append all tokens that the template writes after the answer, with one closing token",
 )
 def written_replies(evidence: Evidence) -> Iterator[Finding | Skip]:
@@ -187,7 +187,7 @@ def written_replies(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="stage draw, what a conversation begins with",
+    culprit="stage draw, the beginning of a conversation",
     cure="render all messages and tool schemas with the template, without control tokens from their texts",
 )
 def written_prompts(evidence: Evidence) -> Iterator[Finding | Skip]:
@@ -207,7 +207,7 @@ def written_prompts(evidence: Evidence) -> Iterator[Finding | Skip]:
             expected=f"{list(first.template[place : place + 16])} at token {place} of {len(first.template)} in turn "
             f"{first.turn}",
             observed=f"{list(first.read[place : place + 16])} of {len(first.read)}; {len(wrong)} of "
-            f"{len(evidence.contexts)} contexts are others",
+            f"{len(evidence.contexts)} contexts differ",
             samples=[one.sample for one in wrong][:4],
         )
 
@@ -261,7 +261,7 @@ def _rooms(turns: Sequence[Pair], facts: RunFacts) -> Iterator[tuple[Pair, int]]
 
 
 @check(
-    culprit="stage draw, what a reward is told of a conversation",
+    culprit="stage draw, the conversation that rewards get",
     cure="pass every message of the conversation and the tokens of its last answer to rewards",
 )
 def told_rewards(evidence: Evidence) -> Iterator[Finding]:

@@ -132,12 +132,12 @@ def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
     recent = [*(rollout.moments for rollout in evidence.earlier), moments_of(evidence.draws)]
     tokens, surprise, variance = (sum(part[place] for part in recent) for place in range(3))
     reach = max(part[3] for part in recent)
-    rounding = tokens * evidence.facts.tolerance  # of the engine's distribution
+    rounding = tokens * evidence.facts.tolerance  # allowed difference of the engine's distribution
     excess = max(abs(surprise) - rounding, 0.0)
     if excess**2 > NATS * (2 * variance + 2 / 3 * reach * excess):  # Freedman 1975, for sums of martingale differences
         likelier = "likelier" if surprise < 0 else "less likely"
         yield Finding(
-            observed=f"tokens that are {abs(surprise) / tokens:.3g} nats {likelier} than that, over {tokens:.0f}",
+            observed=f"tokens {abs(surprise) / tokens:.3g} nats {likelier}, over {tokens:.0f} tokens",
             samples=[draw.sample for draw in evidence.draws],
         )
 

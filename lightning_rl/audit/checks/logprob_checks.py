@@ -121,7 +121,7 @@ def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
     if away > tolerance * (
         FAR * size + float(scores.norm()) / 10
     ):  # little of the score's gradient remains at near-certain tokens
-        yield Finding(observed=f"another one, {away / size if size else 1.0:.3g} of its size away")
+        yield Finding(observed=f"a gradient that differs by {away / size if size else 1.0:.3g} of its norm")
 
 
 @check(culprit="engine {engine}", cure="check load_weights, the prefix cache and the temperature of the engine")

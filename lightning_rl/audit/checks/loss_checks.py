@@ -88,7 +88,7 @@ def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
     expected = _weights_by_definition(evidence, reduction)
     if expected is None:
         yield Skip(
-            f"the reduction {evidence.names['reduction']} is not one of the library, so its definition is unknown"
+            f"the reduction {evidence.names['reduction']} is not part of the library, so its definition is unknown"
         )
     else:
         weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)

@@ -18,7 +18,7 @@ ALONE_ROWS = 3  # number of microbatches with a single row
 FEW_TOKENS, ALONE = 8, 1.5  # for few tokens the effective number counts, not the share
 
 
-@check(cure="measure from untouched log-probabilities and valid_tokens, never from a shaped reward")
+@check(cure="measure from unmodified log-probabilities and valid_tokens, never from a shaped reward")
 def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
     """KL metrics are computed from unmodified log-probabilities over the valid tokens."""
     view = evidence.view(drift=1.0).sanitize()

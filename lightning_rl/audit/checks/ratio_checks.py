@@ -22,7 +22,7 @@ Powers = dict[str, float]
 
 @check(
     cure="declare the ratio that the weight computes, as ratio = (numerator, denominator), so that no policy counts "
-    "twice beside another weight or the loss"
+    "twice with another weight or the loss"
 )
 def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     """A weight rises with the numerator of its declared ratio and falls with the denominator.

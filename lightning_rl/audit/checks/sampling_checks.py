@@ -147,7 +147,7 @@ def ends(evidence: Evidence) -> Iterator[Finding]:
     for expected, rows in cases.items():
         if rows.any():
             samples = rollout.sample_ids[rows][:4].tolist()
-            yield Finding(expected=expected, observed=f"{int(rows.sum())} rows without", samples=samples)
+            yield Finding(expected=expected, observed=f"violations in {int(rows.sum())} rows", samples=samples)
 
 
 @check(culprit="engine {engine}", cure="pin the version before a request is sent")
