@@ -61,7 +61,7 @@ class Earlier(NamedTuple):
         responses: Sampled tokens of these samples.
         moments: Result of :func:`moments_of` its draws.
         likelier: Result of :func:`likelihood_ratios` of its draws.
-        seeds: Seeds of the same samples.
+        seeds: Seeds of their requests.
     """
 
     number: int

@@ -236,7 +236,8 @@ def _slip_of(seam: Seam) -> str:
 def turn_limits(evidence: Evidence) -> Iterator[Finding]:
     """A turn may draw the remaining tokens of its conversation, up to the limits of a turn and of the context.
 
-    Environment tokens count for the context only. No conversation exceeds its number of turns or ends before a limit.
+    Environment tokens count for the context only. No conversation exceeds its number of turns, or ends for its length
+    while another answer fits.
     """
     facts, wrong = evidence.facts, defaultdict[str, list[int]](list)
     if not facts.max_turns:

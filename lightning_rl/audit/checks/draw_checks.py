@@ -70,7 +70,7 @@ def _poisson_tail(mean: float, number: int) -> float:
 
 @check(culprit="engine {engine}", cure="give every request its own random stream, and cache no completion")
 def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """No sample repeats another one of its prompt or of an earlier rollout, unless it is likely."""
+    """No sample repeats another one of its prompt or of an earlier rollout, unless a repeat is likely."""
     rows = [
         (turns[0][0].prefix_ids, sample, response_of(turns), torch.cat(scores))
         for sample, turns in turns_of([trained_pairs(evidence.batches)]).items()
@@ -148,8 +148,7 @@ def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
     cure="look for greedy samples, and for min_tokens or another rule that suppresses the end",
 )
 def sample_process(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Over several rollouts, samples do not fit an engine with greedy samples or a minimum length better than the
-    policy.
+    """Over several rollouts, samples are not much likelier under a partly greedy engine or a minimum length.
 
     A likelihood ratio exceeds a bound with a probability of at most its reciprocal (Ville 1939).
     """

@@ -98,7 +98,7 @@ def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
     cure="minimize minus advantage times ratio",
 )
 def loss_direction(evidence: Evidence) -> Iterator[Finding]:
-    """At a ratio of 1 a gradient step makes tokens with a positive advantage likelier, others less likely."""
+    """At a ratio of 1 the policy loss pushes no token against the sign of its advantage."""
     view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitize())
     if not len(view):
         return

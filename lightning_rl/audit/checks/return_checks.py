@@ -56,9 +56,7 @@ def step_advantages(
     cure="do not bootstrap past the end: a finished response has no next value",
 )
 def returns_end_with_the_reward(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The return at the last valid token is its shaped reward, or that of its turn: nothing is bootstrapped past the
-    end.
-    """
+    """Nothing is bootstrapped past the end: the last return is the shaped reward of its token, or of its turn."""
     rollout, returns = evidence.groups, evidence.groups.returns
     if returns is None:
         yield Skip("there are no returns, since there is no critic")

@@ -276,7 +276,7 @@ def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
 def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Metrics, and contributions that compare prompts, do not depend on the split of rows over ranks.
 
-    ``Stat.single``, one number per rank, only has to be equal on several ranks.
+    ``Stat.single``, one number per rank, is checked only in runs on several ranks.
     """
     rollout = evidence.groups.sanitize()
     split = parts(rollout, number=2)
