@@ -319,7 +319,7 @@ CORRECTIONS: dict[str, Case] = {
     "population": (lambda: RewardNormalization("rows"), "expected mean and std out of batch, group, none, got 'rows'"),  # pyright: ignore[reportArgumentType]
     "audit-deliberate": (
         lambda: SignalAudit(deliberate=["whitening"]),
-        "expected deliberate= a list of beginnings of findings, .* got 'whitening': copy the text",
+        "expected deliberate= a list of prefixes of findings, .* got 'whitening': copy the text",
     ),
     "audit-check": (lambda: SignalAudit(checks=["x"]), "expected checks out of .* got 'x'"),
     "metrics": (

@@ -1,4 +1,4 @@
-"""Accounting: who takes samples and tokens away, each of them charged once, to the first stage that takes it."""
+"""Accounting of samples and tokens that do not train: each is charged once, to the first stage that removes it."""
 
 from dataclasses import dataclass, field
 
@@ -16,17 +16,17 @@ SCORED = "ledger/scored"
 
 @dataclass
 class Charges:
-    """What is left of some rows, and what each stage took.
+    """Remaining rows and tokens, and the amounts that each stage removed.
 
     Args:
-        tokens: the tokens that there are, [B, T].
-        rows: the rows that there are, [B].
-        weight: of each token, [B, T] float64; 1 each by default.
+        tokens: Remaining tokens, [B, T].
+        rows: Remaining rows, [B].
+        weight: Weight of each token, [B, T] float64.
 
     Attributes:
-        taken: by stage, how many rows, how many tokens and what weight it took; the weight of a stage that makes tokens
-            heavier is negative.
-        lost: by stage, the tokens that it took, [B, T].
+        taken: Number of rows, number of tokens and weight that each stage removed. The weight is negative for a stage
+            that increases weights.
+        lost: Tokens that each stage removed, [B, T].
     """
 
     tokens: Bool[Tensor, "B T"]
@@ -37,23 +37,23 @@ class Charges:
 
     @staticmethod
     def of(rollout: Rollout) -> "Charges":
-        """Every sampled token of a rollout, at a weight of 1."""
+        """Return all sampled tokens of a rollout, each with a weight of 1."""
         tokens = rollout.action_mask & rollout.real[:, None]
         return Charges(tokens, rollout.real, tokens.double())
 
     def remainder(self) -> Tensor:
-        """Rows, tokens and weight that nobody has taken, shape [3] float64."""
+        """Return the number of remaining rows and tokens and their weight, [3] float64."""
         weight = torch.where(self.tokens, self.weight, 0.0).sum()
         return torch.stack([self.rows.sum().double(), self.tokens.sum().double(), weight])
 
     def take_rows(self, stage: str, gone: Bool[Tensor, " B"]) -> None:
-        """Takes whole rows, and with them what is left of their tokens."""
+        """Remove rows with their remaining tokens."""
         self._take(stage, self.rows & ~gone, self.tokens & ~gone[:, None], self.weight)
 
     def weigh(self, stage: str, factor: Shaped[Tensor, "B T"]) -> None:
-        """Multiplies the weight of each token with the size of a factor, or keeps those of a mask.
+        """Multiply the weight of each token by the absolute value of a factor, which may be a mask.
 
-        A factor of 0 takes the token, and a row goes with its last one.
+        A factor of 0 removes the token. A row is removed with its last token.
         """
         tokens = self.tokens & (factor != 0)
         emptied = self.tokens.any(-1) & ~tokens.any(-1)
@@ -73,20 +73,20 @@ def _stages(corrections: Corrections, *methods: str) -> list[str]:
 
 
 def sampling_stages(corrections: Corrections) -> list[str]:
-    """The stages from the engine to the signal, in their order."""
+    """Return the names of the stages from the engine to the signal, in order."""
     filters, excluding, masks = (_stages(corrections, name) for name in ("keep_groups", "exclude", "reward_mask"))
     return [*filters, "aborted", *excluding, "unscored", *masks, "zero_advantage"]
 
 
 def update_stages(corrections: Corrections) -> list[str]:
-    """The stages of an update, in their order."""
+    """Return the names of the stages of an update, in order."""
     return [*_stages(corrections, *POLICY_LOSS_FACTORS), "clip"]
 
 
 def sampling_charges(part: Rollout, corrections: Corrections) -> tuple[Charges, Rollout]:
-    """What the filters of groups take of the samples of one round, and the same samples with their reward masks.
+    """Return the charges of the group filters in one round, and the remaining samples with their reward masks.
 
-    Each mask is an extra of the rows, ``extras["ledger/<callback>.reward_mask"]``, as is ``extras["ledger/scored"]``.
+    The masks are in ``extras["ledger/<callback>.reward_mask"]`` and ``extras["ledger/scored"]``.
     """
     masks, rewarded = {SCORED: part.rewarded}, part.rewarded
     for callback in corrections.contributors("reward_mask"):
@@ -99,12 +99,12 @@ def sampling_charges(part: Rollout, corrections: Corrections) -> tuple[Charges, 
 
 
 def signal_charges(rollout: Rollout, sampled: Rollout, corrections: Corrections) -> Charges:
-    """What is taken of a finished rollout before its first update: rows, then tokens without an advantage.
+    """Return the charges of a finished rollout before its first update: rows, then tokens without an advantage.
 
     Args:
-        rollout: finished.
-        sampled: the same rows in any order, from :func:`sampling_charges`.
-        corrections: of the run.
+        rollout: Finished rollout.
+        sampled: The same rows in any order, from :func:`sampling_charges`.
+        corrections: Corrections of the run.
     """
     charges, device = Charges.of(rollout), rollout.groups.device
     charges.take_rows("aborted", rollout.failures)
@@ -118,14 +118,14 @@ def signal_charges(rollout: Rollout, sampled: Rollout, corrections: Corrections)
     for stage in _stages(corrections, "reward_mask"):
         charges.take_rows(stage, without & ~before.extras[f"ledger/{stage}"].to(device))
     charges.take_rows("zero_advantage", without)
-    charges.weigh("zero_advantage", ~idle)  # single tokens of rows that go on
+    charges.weigh("zero_advantage", ~idle)  # single tokens of rows that remain
     return charges
 
 
 def update_charges(view: LossView, corrections: Corrections, loss: PolicyLoss) -> Charges:
-    """What masks, weights and the loss itself take of a microbatch; the weight of a token is its advantage's size.
+    """Return the charges of masks, weights and the loss in a microbatch; tokens weigh the size of their advantage.
 
-    Tokens are taken by the loss ("clip") if the policy loss has no gradient with respect to their log-probability.
+    The loss ("clip") removes tokens whose log-probability gets no gradient from the policy loss.
     """
     view = view.sanitize()
     size = view.require("advantages").double().abs()

@@ -1,9 +1,8 @@
-"""Signal audit: look for quiet failures of the training signal while it trains.
+"""Audit that detects silent failures of the training signal while a run trains.
 
-Every so many rollouts the checks of :data:`lightning_rl.audit.CHECKS` look at the finished rollout, repeat stages of
-the run on changed copies of a few rows, and compare what must not differ; then they look at its last optimizer step as
-it is made. A finding names the check, the culprit, the rows, what was expected and what to do; a file that reproduces
-it is saved.
+At every n-th rollout the checks of :data:`lightning_rl.audit.CHECKS` inspect the finished rollout, repeat stages of the
+run on changed copies of a few rows and compare the results. Then they inspect the last optimizer step of the rollout. A
+finding names the check, the culprit, the rows, the expected value and the cure; a file that reproduces it is saved.
 
 Source: metamorphic testing (Chen et al. 1998, "Metamorphic testing: a new approach for generating next test cases").
 """
@@ -72,26 +71,26 @@ FOLDER = "audit"
 class SignalAudit(RLCallback):
     """Checks the signal of the rollouts 0, n, 2n, ...
 
-    Logs ``signal_audit/findings``, the number of violated invariants so far, ``signal_audit/skipped``, how many checks
-    could not look at their last turn, and ``signal_audit/seconds``, what audits took since the last rollout. Every rank
-    looks at its own rows, and all of them raise if one has to. At the end of a fit it says which checks were skipped.
+    Logs ``signal_audit/findings``, the number of violations so far, ``signal_audit/skipped``, the number of checks that
+    were skipped at their latest turn, and ``signal_audit/seconds``, the duration of audits since the previous rollout.
+    Every rank checks its own rows; all ranks raise if one does. Skipped checks are logged at the end of a fit.
 
     Args:
-        every_n_rollouts: how often.
-        mode: ``"warn"`` or ``"raise"`` an :class:`~lightning_rl.audit.AuditError`.
-        checks: names of those to run, at every audit; None for all, each at its turns
+        every_n_rollouts: Number of rollouts between audits.
+        mode: ``"warn"``, or ``"raise"`` an :class:`~lightning_rl.audit.AuditError`.
+        checks: Names of the checks to run at every audit; by default all, each at its turns
             (:func:`~lightning_rl.audit.schedule.takes_turn`).
-        deliberate: beginnings of findings that are meant, as they are printed, such as ``"group_isolation: estimator
-            whitened"``; they go to ``declared`` and never warn or raise.
+        deliberate: Prefixes of printed findings that are intended, such as ``"group_isolation: estimator whitened"``.
+            Such findings go to ``declared`` and never warn or raise.
 
     Attributes:
-        findings: of this rank so far.
-        declared: those that are meant.
-        skipped: by name of a check, why it could not look, or not everywhere, at its last turn.
-        seconds: what the latest audited rollout took.
+        findings: Findings on this rank so far.
+        declared: Intended findings.
+        skipped: Reason why a check was skipped, in whole or in part, at its latest turn, by name.
+        seconds: Duration of the audit of the latest audited rollout.
 
     Raises:
-        ValueError: if an option is out of range or a check unknown; the message lists the known ones.
+        ValueError: If an option is out of range or a check is unknown, with a list of the known ones.
     """
 
     name = "signal_audit"
@@ -112,7 +111,7 @@ class SignalAudit(RLCallback):
         for meant in [deliberate] if isinstance(deliberate, str) else deliberate:
             if isinstance(deliberate, str) or str(meant).partition(":")[0] not in CHECKS:
                 raise ValueError(
-                    f"expected deliberate= a list of beginnings of findings, each with a check out of "
+                    f"expected deliberate= a list of prefixes of findings, each with a check out of "
                     f"{', '.join(CHECKS)}, got {meant!r}: copy the text of the finding up to the culprit"
                 )
         self.deliberate = tuple(deliberate)
@@ -128,9 +127,9 @@ class SignalAudit(RLCallback):
 
     @staticmethod
     def coverage() -> dict[str, str]:
-        """For each metric that a run logs the check that recomputes it, or why it is not covered.
+        """Return the name of the check that recomputes each logged metric, or the reason why there is none.
 
-        Names hold a placeholder such as ``<function>`` where they depend on the run; the first that fits counts.
+        Names contain placeholders such as ``<function>``; the first matching one applies.
         """
         return dict(COVERAGE)
 
@@ -143,8 +142,8 @@ class SignalAudit(RLCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._release()
         if self.skipped:
-            lines = [f"  {name}: skipped: {why}" for name, why in self.skipped.items()]
-            rank_zero_info("\n".join(["The audit could not look everywhere:", *lines]))
+            lines = [f"  {name}: {why}" for name, why in self.skipped.items()]
+            rank_zero_info("\n".join(["Skipped checks of the audit:", *lines]))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -217,7 +216,7 @@ class SignalAudit(RLCallback):
                 self._report(evidence, begin, of_step=True)
 
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
-        """Looks, saves, and warns or raises, on all ranks alike. A collective."""
+        """Run the checks, save evidence, and warn or raise on all ranks. A collective."""
         run, number = cast(_RunWatch, self._run), evidence.number
         turn = run.checks_in_turn(of_step=of_step)
         findings, skipped = judge(turn, evidence)
@@ -230,7 +229,7 @@ class SignalAudit(RLCallback):
         path, text = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt", ""
         if findings:
             save(evidence, findings, path)
-            text = visible("\n".join([*map(str, findings), f"It lies in {path}."]))
+            text = visible("\n".join([*map(str, findings), f"Evidence: {path}"]))
         texts = [text for text in process_objects(text) if text]
         self._count(begin)
         if texts and self.mode == "raise":
@@ -252,7 +251,7 @@ class SignalAudit(RLCallback):
 
 
 class _RunWatch:
-    """A run that is being audited, and what is known of its rollout in progress."""
+    """An audited run, with the state of its current rollout."""
 
     def __init__(self, module: RLLightningModule, audit: SignalAudit, *, rotates: bool) -> None:
         self.module, self._checks, self._rotates = module, audit.checks, rotates
@@ -281,14 +280,14 @@ class _RunWatch:
         self._moves = MoveWatch(module)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
-        """Those that look at this audit; all of them if they were named."""
+        """Return the checks of this audit; all of them if they were selected by name."""
         return in_turn(self._checks, self.turn if self._rotates else 1, of_step=of_step)
 
     def _looks_at(self, name: str) -> bool:
         return any(check.name == name for check in self.checks_in_turn(of_step=False))
 
     def begin_step(self, step_index: StepIndex, *, audited: bool) -> None:
-        """An optimizer step begins, the first one with its rollout."""
+        """Begin an optimizer step, and with the first step a rollout."""
         self._scheduled, self._ticket = _epoch_of(self.module), step_index.index
         self._step = self._algorithm = None
         if step_index.step == 0:
@@ -297,15 +296,15 @@ class _RunWatch:
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
             if audited:
-                self.fields.state.compare_state("somebody between two rollouts")
+                self.fields.state.compare_state("code that runs between two rollouts")
         if self.audited:
             self._rates.begin_step()
 
     def look_at(self, rollout: Rollout) -> Evidence:
-        """Evidence of a finished rollout. Every rank takes part."""
+        """Return the evidence of a finished rollout. A collective."""
         module = self.module
         self.fields.state.compare_state(
-            "whoever draws the rollout: a reward, an environment, the engine or a hook of the module"
+            "the draw of the rollout: a reward, an environment, the engine or a hook of the module"
         )
         self.fields.state.forget_state()
         self.fields.begin(rollout)
@@ -358,17 +357,17 @@ class _RunWatch:
         return self._evidence
 
     def traces_step(self) -> bool:
-        """Whether it wants to see an optimizer step, of which a scaler does not hide the gradients."""
+        """Return True to request the trace of an optimizer step; a gradient scaler rules it out."""
         scaled = getattr(self.module.trainer.precision_plugin, "scaler", None) is not None
         return self.audited and not scaled
 
     def keep_algorithm(self) -> None:
-        """A step is differentiated: its corrections are those of now, whatever they follow once it is made."""
+        """Copy the corrections before the backward pass, since they may adapt after the step."""
         if self._evidence is not None and self._algorithm is None and self.traces_step():
             self._algorithm = repeatable(self.module.algorithm, self._corrections)
 
     def look_at_step(self, trace: StepTrace) -> None:
-        """An optimizer step has been made. Every rank takes part."""
+        """Add the evidence of an optimizer step. A collective."""
         evidence, module = self._evidence, self.module
         if evidence is None:
             return
@@ -384,7 +383,7 @@ class _RunWatch:
         step.stepping, step.frozen = self._rates.note(trace), self._rates.names_without_gradient()
         step.silent = silent_parameters(module, step)
         step.blamed = self._culprits()
-        if not self._own_figures:  # on all ranks, whoever found an edit
+        if not self._own_figures:  # a collective, so on all ranks even if only one has an edit
             self._own_figures = callback_figures(self._corrections, evidence.rollout)
         if self.fields.edited:
             step.logged = {}
@@ -395,18 +394,18 @@ class _RunWatch:
         self._evidence, self._step = evidence, step
 
     def _culprits(self) -> dict[str, str]:
-        """Who changed, or could have changed, what a step is made of."""
+        """Return the code that changed, or could have changed, each part of a step."""
         seen = self.fields.state.blamed
         hooked = {"hooked gradients": seen["gradients"]} if "gradients" in seen else {}
         return {**suspects(self.module, self.fields.callbacks), **hooked, **seen}
 
     def miss_step(self, trace: StepTrace) -> None:
-        """An optimizer step was left out, whose rows count as seen."""
+        """Count the rows of a skipped optimizer step as seen."""
         ids = [microbatch.view.sample_ids[microbatch.view.real] for microbatch in trace.microbatches]
         self._passes[trace.step] = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
 
     def expect_row(self) -> None:
-        """The core has observed a step, and may write a row next."""
+        """Record the row that the core may log next."""
         self._row.open()
         self.fields.state.keep_state()
 
@@ -418,7 +417,7 @@ class _RunWatch:
         return torch.cat(parts) if parts else None
 
     def end_step(self) -> Evidence | None:
-        """Evidence of an optimizer step that is over, and of edits; None for a rollout that is not audited."""
+        """Return the evidence of a finished optimizer step, with edits; None if the rollout is not audited."""
         row, row_figures = self._row.end_step(self._ticket, seen=self._step is not None and not self.fields.edited)
         if self._evidence is None:
             return None
@@ -429,17 +428,17 @@ class _RunWatch:
                 self._step.scheduler_steps = after - before
             self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
             self._step.blamed = self._culprits()
-        self.fields.state.compare_state("whoever comes after the optimizer step, such as a logger")
+        self.fields.state.compare_state("code that runs after the optimizer step, such as a logger")
         return replace(self._evidence, step=self._step, edits=self.fields.take())
 
     def begin_next(self, number: int) -> None:
-        """The rollout of this number is next: hooks that come before the audit's own are looked at too."""
+        """Begin the next rollout early, so that hooks before those of the audit are watched too."""
         self.fields.state.begin(active=number % self._every == 0)
         if number % self._every == 0:
             self.fields.state.keep_state()
 
     def release(self) -> None:
-        """Takes everything back that it laid around the run."""
+        """Remove all instrumentation from the run."""
         self.fields.release()
         self._row.close()
 

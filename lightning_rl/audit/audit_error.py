@@ -1,4 +1,4 @@
-"""What a finding needs: the error that carries it, and the places where two tensors differ."""
+"""Error of the audit, reasons of skipped checks, the tolerance of rounding, and comparisons of tensors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,38 +10,38 @@ from torch import Tensor
 from lightning_rl.utils.finding import Finding
 
 ScaleT = TypeVar("ScaleT", float, Tensor)
-NO_ROWS = "no row that was looked at trains"
+NO_ROWS = "no checked row trains"
 
 
 class AuditError(RuntimeError):
-    """Raised by ``SignalAudit(mode="raise")``; the message holds every finding."""
+    """Raised by ``SignalAudit(mode="raise")``; the message contains all findings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """What a check yields in the place of a finding where it could not look: it has neither passed nor failed.
+    """Result of a check that could not run: it neither passed nor failed.
 
     Attributes:
-        why: as one clause, such as ``"the engine returns no log-probabilities"``.
+        why: Reason, as one clause such as ``"the engine returns no log-probabilities"``.
     """
 
     why: str
 
 
 def rounding(dtype: torch.dtype, scale: ScaleT, operations: int = 64) -> ScaleT:
-    r"""How far two computations of one number may be apart by rounding alone: the one tolerance of all checks.
+    r"""Return the largest difference that rounding makes between two computations of a number; all checks use it.
 
     An operation in floating point errs by at most :math:`u = \epsilon/2` of its result. After n of them on numbers no
     larger than :math:`s`, a result is within :math:`n u s` of the exact one, to first order, and two results are within
-    :math:`2 n u s = n \epsilon s` of each other. What is subtracted on the way counts with its size before: a mean
-    taken from rewards of 1000 leaves the rounding of 1000. A result that is then multiplied by a factor takes it along.
+    :math:`2 n u s = n \epsilon s` of each other. Numbers count with their size before a subtraction: a mean subtracted
+    from rewards of 1000 leaves the rounding of 1000. A later factor multiplies the rounding too.
 
     Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 3.1.
 
     Args:
-        dtype: the coarsest of the computation; nothing is judged finer than float32, in which parts of it may run.
-        scale: the largest number on the way, times the factors behind it; a number, or a tensor of them.
-        operations: in a row; sums of n numbers in a tree or in blocks need far fewer than n.
+        dtype: Coarsest dtype of the computation. At least float32 is assumed, since parts of it may run in float32.
+        scale: Largest intermediate number times later factors; a number or a tensor.
+        operations: Number of successive operations; sums of n numbers in a tree or in blocks need far fewer than n.
     """
     return scale * (operations * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps))
 
@@ -57,9 +57,9 @@ def differences(
     rtol: float | None = None,
     atol: float | Tensor | None = None,
 ) -> Iterator[Finding]:
-    """One finding with a few samples and positions at which two tensors [B] or [B, T] differ; none if nowhere.
+    """Yield one finding with a few samples and positions at which two tensors [B] or [B, T] differ, or none.
 
-    By default they may differ by :func:`rounding`, of the largest number among them and of each number.
+    The default tolerances are :func:`rounding` of the largest number and of each number.
     """
     one, other = ours.double(), theirs.double()
     dtype = max((part.dtype for part in (ours, theirs) if part.is_floating_point()), key=_coarseness, default=None)
@@ -85,14 +85,14 @@ def _coarseness(dtype: torch.dtype) -> float:
 
 
 def gradient_of(per_token: Tensor, leaf: Tensor) -> Tensor:
-    """The gradient of a sum with respect to a leaf; 0 where it has none."""
+    """Return the gradient of a sum with respect to a leaf; zeros if the sum does not depend on it."""
     if not per_token.requires_grad:
         return torch.zeros_like(leaf)
     return torch.autograd.grad(per_token.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN at the same places."""
+    """Return True if two tensors hold the same numbers, with NaN at the same places."""
     if one.shape != other.shape:
         return False
     return torch.equal(one, other) or bool(torch.isclose(one.double(), other.double(), 0, 0, equal_nan=True).all())

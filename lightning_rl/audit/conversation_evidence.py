@@ -1,4 +1,4 @@
-"""Talks: conversations as rewards were told of them, beside what the engine was asked turn by turn."""
+"""Conversations as rewards see them, together with the requests and completions of their turns."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
 
 CONVERSATION, ENVIRONMENT_REWARD = REWARD_COLUMNS
-MAX_TOKENS = 16_384  # of the rows in which the environment's words are scored, beyond which they are not
+MAX_TOKENS = 16_384  # of the rows whose environment tokens are scored; longer ones are not scored
 Rounds = Sequence[tuple[Rollout, Sequence[RewardCall]]]
 
 
@@ -29,16 +29,16 @@ class Talk(NamedTuple):
     """A conversation.
 
     Attributes:
-        sample: identity.
-        group: which prompt it is about.
-        environment: its name.
-        row: of the data.
-        turns: what the engine was asked and returned.
-        messages: as rewards were told.
-        reward: that its environment gave, as rewards were told; None for nothing.
-        judged: the token ids that rewards judge it by.
-        finish: why it ended.
-        rewrites: the turns, from 1, before which its context was rewritten, as its row says.
+        sample: Id of the sample.
+        group: Id of the group.
+        environment: Name of the environment.
+        row: Row of the data.
+        turns: Requests with their completions.
+        messages: Messages as rewards see them.
+        reward: Reward of the environment as rewards see it, or None.
+        judged: Token ids that rewards score.
+        finish: Reason for its end.
+        rewrites: Turns, from 1, before which the context was rewritten, according to the row.
     """
 
     sample: int
@@ -54,23 +54,23 @@ class Talk(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether it came to an end of its own or to a limit, and neither engine nor environment gave it up."""
+        """True if it ended regularly or at a limit, not by an abort or a failure."""
         return bool(self.turns) and self.finish in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TURNS)
 
     @property
     def places(self) -> list[int]:
-        """Where the answers of its turns stand among the messages, which may begin with others of the policy."""
-        said = [place for place, message in enumerate(self.messages) if is_answer(message)]
-        return said[-len(self.turns) :] if self.turns else []
+        """Places of its answers in ``messages``, which may begin with assistant messages of the prompt."""
+        answers = [place for place, message in enumerate(self.messages) if is_answer(message)]
+        return answers[-len(self.turns) :] if self.turns else []
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether its context was rewritten on the way, also where no answer came after."""
+        """True if the context was rewritten, even after the last answer."""
         return bool(self.rewrites) or any(message.get(REWRITTEN) for message in self.messages)
 
     @property
     def answers(self) -> list[tuple[Message, Completion]]:
-        """The message of each turn, with what was drawn; none where messages are missing."""
+        """Message and completion of each turn; empty if messages are missing."""
         places = self.places
         if len(places) < len(self.turns):
             return []
@@ -79,20 +79,20 @@ class Talk(NamedTuple):
 
 
 def is_answer(message: Message) -> bool:
-    """Whether the policy said it there, and no rewritten context repeats it."""
+    """Return True if the policy wrote a message and no rewritten context repeats it."""
     return message.get("role") == "assistant" and not message.get(REWRITTEN)
 
 
 class Told(NamedTuple):
-    """What rewards are told of a conversation, in plain values.
+    """Summary of a conversation as rewards see it, in plain values.
 
     Attributes:
-        sample: identity.
-        turns: that the engine drew.
-        answers: of the policy among the messages; -1 for an environment in token ids.
-        judges_last: whether the token ids that it is judged by are those of its last turn.
-        cut_early: whether it ended for want of room while there was some.
-        calls_when_cut: whether tool calls were read in an answer of it that a limit of tokens cut off.
+        sample: Id of the sample.
+        turns: Number of turns.
+        answers: Number of assistant messages; -1 for an environment in token ids.
+        judges_last: True if rewards score the token ids of its last turn.
+        cut_early: True if it ended at a length limit before reaching the limit.
+        calls_when_cut: True if tool calls were parsed from a truncated answer.
     """
 
     sample: int
@@ -104,12 +104,12 @@ class Told(NamedTuple):
 
 
 def talks_of(module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds) -> list[Talk]:
-    """The conversations of a rollout, of all of its rounds; none without an environment.
+    """Return the conversations of all rounds of a rollout; empty without an environment.
 
     Args:
-        module: the run.
-        batches: what the engine was asked and returned.
-        rounds: rows with the calls of rewards about them.
+        module: Module of the run.
+        batches: Requests and completions.
+        rounds: Rows with the reward calls that scored them.
     """
     if not module.environments:
         return []
@@ -143,11 +143,11 @@ def _talks_of_round(
 
 
 def accounts_of(talks: Sequence[Talk], early: Collection[int] = ()) -> list[Told]:
-    """What rewards are told of conversations that came to an end.
+    """Return summaries of conversations that ended.
 
     Args:
-        talks: conversations.
-        early: samples that ended for want of room while there was some.
+        talks: Conversations.
+        early: Ids of samples that ended at a length limit before reaching it.
     """
     return [
         Told(
@@ -167,11 +167,11 @@ def accounts_of(talks: Sequence[Talk], early: Collection[int] = ()) -> list[Told
 
 
 def talk_figures(talks: Sequence[Talk], factories: Mapping[str, Factory]) -> dict[str, Stat]:
-    """The figures of a rollout's conversations, by the names that they are logged by.
+    """Return the statistics of a rollout's conversations by metric.
 
     Args:
-        talks: all conversations of the rollout, those that failed among them.
-        factories: of the environments, by name.
+        talks: All conversations of the rollout, failed ones included.
+        factories: Factories of the environments by name.
     """
     names, figures = {talk.environment for talk in talks}, dict[str, Stat]()
     for name in names & factories.keys():
@@ -189,7 +189,7 @@ def talk_figures(talks: Sequence[Talk], factories: Mapping[str, Factory]) -> dic
 
 
 def _tokens(talk: Talk) -> int:
-    """How many tokens stand between the answers of a conversation; of a rewritten context, all of them."""
+    """Return the number of tokens between answers, with all tokens of a rewritten context."""
     return sum(
         len(following.prefix_ids)
         - (0 if turn in talk.rewrites else len(request.prefix_ids) + len(completion.token_ids))
@@ -208,25 +208,26 @@ COUNTS: Mapping[str, Callable[[Talk], int]] = {
     "cut_by_turns": lambda talk: talk.finish is FinishReason.TURNS,
     "cut_by_tokens": lambda talk: talk.finish is FinishReason.LENGTH,
 }
-"""What every conversation counts, from what is known of it."""
+"""Metrics of every conversation."""
 
 
 def _has_tools_alone(factory: Factory) -> bool:
-    """Whether nobody else gives figures of calls."""
+    """Return True if no code of the user logs metrics of tool calls."""
     return isinstance(factory, partial) and factory.func is ToolEnvironment
 
 
 def words_logprob(module: RLLightningModule, rollout: Rollout) -> float | None:
-    """The mean log-probability of what environments say in the first row of each group, in nats; None if they say
-    nothing there, or too much. Every rank calls it.
+    """Return the mean log-probability of environment tokens in the first row of each group, in nats. A collective.
+
+    None if there are no such tokens, or if the rows are too long.
     """
     groups = rollout.groups.tolist()
     first = torch.tensor([groups.index(group) for group in dict.fromkeys(groups)], dtype=torch.int64)
     rows = rollout.select(first.to(rollout.groups.device))
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
-    said = inside & ~rows.action_mask & (rows.token_extras[TURNS] >= 0)  # no context that is rewritten
+    words = inside & ~rows.action_mask & (rows.token_extras[TURNS] >= 0)  # without rewritten contexts
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
     if max(module.parallel.collectives.objects(tokens)) > MAX_TOKENS:
         return None
-    logprobs = policy_outputs(module, rows.replace(valid_tokens=said, trained=rows.real)).logprobs
-    return float(logprobs[said].double().mean()) if bool(said.any()) else None
+    logprobs = policy_outputs(module, rows.replace(valid_tokens=words, trained=rows.real)).logprobs
+    return float(logprobs[words].double().mean()) if bool(words.any()) else None

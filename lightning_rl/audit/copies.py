@@ -1,8 +1,7 @@
-"""Copies: losses, estimators and corrections with a state of their own, so that repeating them leaves no trace.
+"""Copies of losses, estimators and corrections that share no state, so that repeated calls do not affect the run.
 
-Values, tensors and generators are copied however deep they lie, and so is what a user's function keeps in its closure
-and in the globals that it names. Models, engines, trainers and tokenizers are shared, and classes and modules are what
-they are.
+Values, tensors and generators are copied at any depth, and so are closures and referenced globals of user functions.
+Models, engines, trainers, tokenizers, classes and modules are shared.
 """
 
 import copy
@@ -30,11 +29,11 @@ Thing = TypeVar("Thing")
 LIVE = (nn.Module, Trainer, LightningDataModule, Engine)
 SHARED = (type, ModuleType, BuiltinFunctionType, Collectives, PreTrainedTokenizerBase, *LIVE)
 STATELESS = ("lightning_rl", "torch", "lightning", "transformers", "numpy", "builtins")
-"""Packages whose functions keep nothing from call to call."""
+"""Packages whose functions are stateless."""
 
 
 def copy_state(thing: Thing) -> Thing:
-    """A copy that shares no state; one level deep if it holds what cannot be copied, such as a lock or a socket."""
+    """Return a copy that shares no state; a shallow copy if something such as a lock cannot be copied."""
     try:
         return cast(Thing, _Copier().copy(thing))
     except Exception:  # noqa: BLE001  pickling runs code of the object
@@ -42,7 +41,7 @@ def copy_state(thing: Thing) -> Thing:
 
 
 def copy_apart(thing: Any) -> Any:
-    """Returns a copy that shares no state, or None if it holds a model or something else that cannot be copied."""
+    """Return a copy that shares no state, or None if the object holds a model or cannot be copied."""
     copier = _Copier()
     try:
         twin = copier.copy(thing)
@@ -52,7 +51,7 @@ def copy_apart(thing: Any) -> Any:
 
 
 def numbers_of(thing: Any, prefix: str = "") -> dict[str, float]:
-    """The numbers that an object keeps under names, and those of its parts, by path."""
+    """Return the numeric attributes of an object and of its parts, by path."""
     numbers = dict[str, float]()
     for name, value in getattr(thing, "__dict__", {}).items():
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
@@ -63,11 +62,11 @@ def numbers_of(thing: Any, prefix: str = "") -> dict[str, float]:
 
 
 def with_numbers_of_others(callback: RLCallback, numbers: Sequence[Mapping[str, float]]) -> Iterator[RLCallback]:
-    """Yields a copy of a correction for each rank on which it keeps other numbers, with these numbers.
+    """Yield a copy of a correction for each rank whose numeric attributes differ, with the attributes of that rank.
 
     Args:
         callback: The correction on this rank.
-        numbers: :func:`numbers_of` it on each rank.
+        numbers: Result of :func:`numbers_of` on each rank.
     """
     own = numbers_of(callback)
     for theirs in numbers:
@@ -84,7 +83,7 @@ def _equal(one: float, other: float) -> bool:
 
 
 def _write(thing: Any, name: str, value: float) -> None:
-    """Replaces a number by another one of its kind."""
+    """Replace a number by another one of the same type."""
     *path, last = name.split(".")
     for step in path:
         thing = getattr(thing, step)
@@ -94,22 +93,22 @@ def _write(thing: Any, name: str, value: float) -> None:
 
 
 class _Copier:
-    """Copies through pickle, which knows how everything is taken apart; what pickle cannot take goes around it."""
+    """Copies objects with pickle; objects that pickle cannot copy are handled separately."""
 
     def __init__(self) -> None:
         self.around = list[Any]()
-        self.shares = False  # True once something with a state is shared
+        self.shares = False  # True once a stateful object is shared
         self._functions = dict[int, FunctionType]()
 
     def copy(self, thing: Any) -> Any:
-        """A copy of anything."""
+        """Return a copy of an object."""
         stream = io.BytesIO()
         _Pickler(stream, self).dump(thing)
         stream.seek(0)
         return _Unpickler(stream, self).load()
 
     def put_around(self, thing: Any) -> int | None:
-        """A number for what does not go through pickle; None for what does."""
+        """Return a number for an object that bypasses pickle; None for other objects."""
         if not isinstance(thing, (*SHARED, Tensor, torch.Generator, FunctionType)):
             return None
         self.shares |= isinstance(thing, LIVE)
@@ -117,7 +116,7 @@ class _Copier:
         return len(self.around) - 1
 
     def arrive(self, number: int) -> Any:
-        """What went around pickle, shared or copied."""
+        """Return an object that bypassed pickle, shared or copied."""
         thing = self.around[number]
         if isinstance(thing, SHARED):
             return thing
@@ -128,7 +127,7 @@ class _Copier:
         return self._function(thing)
 
     def _function(self, function: FunctionType) -> FunctionType:
-        """A function with a closure and with globals of its own, as far as it names them."""
+        """Return a function with a copied closure and copies of the globals that it names."""
         if function.__module__.partition(".")[0] in STATELESS:
             return function
         if id(function) not in self._functions:
@@ -165,7 +164,7 @@ class _Pickler(pickle.Pickler):
     @override
     def reducer_override(self, obj: Any) -> Any:
         if dataclasses.is_dataclass(obj) and not isinstance(obj, type) and getattr(obj, "__dict__", None):
-            # a dataclass with slots hands pickle its fields alone, and a class made from it keeps more
+            # pickle copies only the fields of a dataclass with slots, not attributes of subclasses
             return copyreg.__newobj__, (type(obj),), object.__getstate__(obj), None, None, _set_state  # pyright: ignore[reportAttributeAccessIssue]
         return NotImplemented
 
@@ -175,7 +174,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _set_state(thing: Any, state: Any) -> None:
-    """Attributes of a dictionary, and those in slots."""
+    """Set attributes from a dictionary or from slots."""
     for part in state if isinstance(state, tuple) else (state,):
         for name, value in (part or {}).items():
             object.__setattr__(thing, name, value)

@@ -1,4 +1,4 @@
-"""Coverage: which check recomputes each metric that a run logs, and why nobody does where nobody does."""
+"""Table of the check that recomputes each logged metric, or of the reason why none does."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ COVERAGE: Mapping[str, str] = {
     "reward/missing": RECOMPUTED,
     "reward/greedy": RECOMPUTED,
     "reward_failed/<function>": RECOMPUTED,
-    "reward_metric/<figure>": "not covered: a reward function noted it, and only the function knows what it means",
+    "reward_metric/<figure>": "not covered: only the reward function that logs it defines it",
     "advantage/<figure>": RECOMPUTED,
     "length/<figure>": RECOMPUTED,
     "staleness/<figure>": RECOMPUTED,
@@ -27,7 +27,7 @@ COVERAGE: Mapping[str, str] = {
     "env/cut_by_tokens": RECOMPUTED,
     "env/reward": RECOMPUTED,
     "env/logprob": "environment_logprob",
-    "env/<figure>": "not covered: environments count for themselves, and no check asks them again",
+    "env/<figure>": "not covered: environments compute it, and no check recomputes it",
     "prompts/dropped": "not covered: counted by the data module, before any rollout",
     "kl/ref": RECOMPUTED,
     "kl/rollout": RECOMPUTED,
@@ -38,22 +38,22 @@ COVERAGE: Mapping[str, str] = {
     "loss/<part>": RECOMPUTED,
     "optim/grad_norm": RECOMPUTED,
     "optim/lr": RECOMPUTED,
-    "optim/skipped": "not covered: a count over the whole run, of which the audit sees single rollouts",
+    "optim/skipped": "not covered: counts over the whole run, while the audit checks single rollouts",
     "rollout": RECOMPUTED,
     "tokens_per_second": "not covered: seconds cannot be measured again",
     "time/<phase>": "not covered: seconds cannot be measured again",
     "trainer/idle": "not covered: seconds cannot be measured again",
-    "in_flight/<figure>": "not covered: what was in flight at some moment cannot be seen again",
-    "val/<figure>": "not covered: the audit looks at training alone",
-    "test/<figure>": "not covered: the audit looks at training alone",
-    "signal_audit/<figure>": "not covered: the audit's own",
+    "in_flight/<figure>": "not covered: a momentary state cannot be measured again",
+    "val/<figure>": "not covered: the audit checks training only",
+    "test/<figure>": "not covered: the audit checks training only",
+    "signal_audit/<figure>": "not covered: logged by the audit itself",
     "<callback>/<figure>": RECOMPUTED,
 }
-"""For each metric its check, or why it is not covered; the first pattern that fits counts."""
+"""Check of each metric, or the reason why there is none; the first matching pattern applies."""
 
 
 def check_of_metric(metric: str) -> str:
-    """The check that recomputes a metric, or ``"not covered: ..."``.
+    """Return the name of the check that recomputes a metric, or ``"not covered: ..."``.
 
     Example:
         >>> check_of_metric("kl/ref"), check_of_metric("time/sync")

@@ -1,4 +1,4 @@
-"""Moves: how far the optimizer steps of a rollout move what environments say, beside what the policy drew itself."""
+"""Change of the log-probabilities of environment tokens and policy tokens in the optimizer steps of a rollout."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,22 +10,22 @@ from lightning_rl.audit.forwards import policy_outputs
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import TURNS, Rollout
 
-KEPT, MAX_ROWS, MAX_TOKENS = 8, 16, 1024  # rollouts that are kept; rows, and tokens of theirs, that are scored
-SUREST = 1e-6  # one minus the largest probability that rounding tells from 1
+KEPT, MAX_ROWS, MAX_TOKENS = 8, 16, 1024  # rollouts to keep; rows and tokens to score
+SUREST = 1e-6  # one minus the largest probability that rounding separates from 1
 
 
 class Move(NamedTuple):
-    """How far log-probabilities moved in the optimizer steps of a rollout, in nats.
+    """Change of log-probabilities in the optimizer steps of a rollout, in nats.
 
-    A token that the policy is sure of has a log-probability that hardly moves, however far its logit does, while that
-    of an unlikely word moves as far as its logit. So the two are compared in log-odds.
+    The log-probability of a near-certain token hardly moves, however far its logit does, while that of an unlikely
+    token moves as far as its logit. So both are compared in log-odds.
 
     Attributes:
-        number: of the rollout.
-        said: mean over the environment's tokens.
-        drawn: mean over the policy's.
-        size: root of the mean square over the policy's, in log-odds.
-        tokens: of the environment that were looked at.
+        number: Number of the rollout.
+        said: Mean change over environment tokens.
+        drawn: Mean change over policy tokens.
+        size: Root mean square change over policy tokens, in log-odds.
+        tokens: Number of scored environment tokens.
     """
 
     number: int
@@ -36,10 +36,10 @@ class Move(NamedTuple):
 
 
 class MoveWatch:
-    """Scores a few rows with all their tokens before the first optimizer step of a rollout and after its last one.
+    """Scores all tokens of a few rows before the first and after the last optimizer step of a rollout.
 
     Args:
-        module: the run.
+        module: Module of the run.
     """
 
     def __init__(self, module: RLLightningModule) -> None:
@@ -49,7 +49,7 @@ class MoveWatch:
         self.moves: list[Move] = []
 
     def before(self, rollout: Rollout) -> None:
-        """Scores some rows. Every rank calls it, one without such rows too."""
+        """Score a few rows before the update. A collective, also on ranks without such rows."""
         self._rows = None
         if TURNS not in rollout.token_extras:
             return
@@ -57,7 +57,7 @@ class MoveWatch:
         self._before = policy_outputs(self._module, rows).logprobs
 
     def after(self, number: int) -> Sequence[Move]:
-        """Scores them again, and returns the last moves. Every rank calls it."""
+        """Score the rows again and return the latest moves. A collective."""
         rows, self._rows = self._rows, None
         if rows is None:
             return self.moves
@@ -72,7 +72,7 @@ class MoveWatch:
 
 
 def log_odds(logprobs: Tensor) -> Tensor:
-    """Logarithms of p / (1 - p) from those of p; of what is surer than float32 can tell, the largest it can.
+    """Return log(p / (1 - p)) from log(p), with p clamped to the largest value that float32 separates from 1.
 
     Example:
         >>> log_odds(torch.tensor([0.5, 0.9]).log())
@@ -83,11 +83,11 @@ def log_odds(logprobs: Tensor) -> Tensor:
 
 
 def _rows_of(rollout: Rollout) -> Rollout:
-    """The first rows in which an environment speaks, from all over the rollout, with all of their tokens."""
+    """Return a few rows with environment tokens, spread over the rollout, with all tokens valid."""
     inside = torch.arange(rollout.width, device=rollout.groups.device) < rollout.response_lengths[:, None]
-    inside &= rollout.token_extras[TURNS] >= 0  # a context that is rewritten follows no token of the row
-    said = (inside & (rollout.token_extras[TURNS] == 0)).any(-1) & rollout.trained
-    rows = said.nonzero()[:, 0].tolist()
+    inside &= rollout.token_extras[TURNS] >= 0  # a rewritten context does not follow a token of the row
+    spoken = (inside & (rollout.token_extras[TURNS] == 0)).any(-1) & rollout.trained
+    rows = spoken.nonzero()[:, 0].tolist()
     rows = rows[:: max(len(rows) // MAX_ROWS, 1)][:MAX_ROWS]
     lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
     affordable = [row for place, row in enumerate(rows) if sum(lengths[one] for one in rows[: place + 1]) <= MAX_TOKENS]

@@ -119,8 +119,8 @@ def replay_of(conversations: Environments, name: str, talks: Sequence[Talk]) -> 
             with fork_generators(CPU), refuse_outside():
                 return _repeat(conversations, factory, talks)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
-        reason = f"could not be asked again: {type(error).__name__}: {error}"
-    return Replay(name, f"environment {name} {reason}: lightning_rl.testing.check_environment holds it again")
+        reason = f"could not be repeated: {type(error).__name__}: {error}"
+    return Replay(name, f"environment {name} {reason}: test it with lightning_rl.testing.check_environment")
 
 
 def _some(talks: Sequence[Talk], number: int) -> list[Talk]:

@@ -1,4 +1,4 @@
-"""Evidence: what the checks look at, and the stages of the run repeated on changed copies of a small slice."""
+"""Evidence that checks inspect, and stages of the run repeated on changed copies of a few rows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ SHOWN_A_VIEW = tuple(
 
 
 def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback]) -> Algorithm:
-    """The same in copies with a state of their own, without corrections that only look on and waiting for no rank."""
+    """Return an algorithm with copied state, without observing corrections and without collectives."""
     repeated = [copy_state(callback) for callback in callbacks if _follows_rows(callback)]
     return algorithm.replace(
         loss=copy_state(algorithm.loss),
@@ -53,7 +53,7 @@ def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback]) -> Algorit
 
 
 def _follows_rows(callback: RLCallback) -> bool:
-    """Whether anything that a correction contributes follows from the rows that it is shown."""
+    """Return True if a correction contributes values that depend only on its rows."""
     watches = any(CONTRIBUTIONS[method].when == "watch" for method in callback.contributes)
     return (
         callback.affects
@@ -63,71 +63,71 @@ def _follows_rows(callback: RLCallback) -> bool:
 
 
 class Contribution(NamedTuple):
-    """A correction with one of the methods that it offers, as a culprit and as a function."""
+    """A contribution of a correction, as a culprit and as a function."""
 
     callback: RLCallback
     method: str
 
     def __str__(self) -> str:
-        """How findings call it."""
+        """Return the name in findings."""
         return f"callback {self.callback.name}.{self.method}"
 
     def __call__(self, rows: Rollout) -> Any:
-        """What it contributes to some rows."""
+        """Return the contribution to a rollout."""
         return getattr(self.callback, self.method)(rows)
 
     @property
     def compares_prompts(self) -> bool:
-        """Whether the correction says that it compares the rows of several prompts."""
+        """True if the correction declares that it compares rows of several prompts."""
         return self.callback.batch_statistics or (self.callback.compares_rows and not self.callback.compares_groups)
 
 
 class TableStep(NamedTuple):
-    """One optimizer step on a slice, with a table of log-probabilities in the place of the policy."""
+    """An optimizer step on a few rows, with a table of log-probabilities instead of a policy."""
 
     parts: dict[str, Tensor]
     gradient: Tensor  # with respect to the table, [b, T]
-    total: float  # what was differentiated, over all microbatches
+    total: float  # loss, over all microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A finished rollout, and everything that a check needs to judge it without the model.
+    """A finished rollout, and everything that a check needs to inspect it without a model.
 
     Attributes:
-        algorithm: what is checked, without corrections that only look on.
-        facts: plain values of the run.
-        rollout: finished, on this rank.
-        groups: a few whole groups of it.
-        rows: a few trained rows of those, cut to the longest.
-        number: of the rollout.
-        outputs: what the policy says of ``rows`` now, before the first update; None where there is no policy.
-        reversed: the same with the rows in reverse order, where there is no ``plain``.
-        double_temperature: the same at twice the temperature; None without a critic.
-        batches: what the engine was asked for this rollout and returned, batch by batch.
-        calls: what the reward functions were given and returned.
-        rounds: the scored samples of each round of generation, before any filter.
-        replies: values of copies of the reward functions that were asked again.
-        draws: a few samples as the engine returned them, under the policy's own forward.
-        earlier: what is kept of earlier audited rollouts.
-        stream_prompts: what the training data has for a few samples at their places of the stream, by identity.
-        reward_prompts: the token ids of what the rewards see of a few prompts, by sample.
-        repeats: how often the rows of the training data are drawn; None where they are meant to return.
-        held_out: what trains of the validation set or of an evaluation; None without one.
-        text: a completion as the rewards see it, from its token ids; None if unknown.
-        plain: some of ``rows`` by a model's own plain forward.
-        token_gradients: of a few log-probabilities, by the run's own forward and by the model's plain one, and of their
-            scores, [N] each; nothing where they could not be taken.
-        reference_weights: a few weights of the reference at an earlier audit and now, [N] each, or nothing.
-        seams: what stands between some answers of conversations, beside what the template writes.
-        contexts: what some conversations begin with, and go on with once they are rewritten, beside the same.
-        told: what rewards are told of conversations.
-        words_logprob: mean log-probability of what environments say in a row of each group; None if unknown.
-        replays: conversations that were held again.
-        step: one optimizer step as it was made; None before the first.
-        numbers: that each correction keeps, by its name and theirs, for each rank.
-        edits: of fields of the rollout, by whatever way, with who made them.
-        moves: how far what environments say, and what the policy drew, moved in the steps of audited rollouts.
+        algorithm: Algorithm to check, without observing corrections.
+        facts: Plain values of the run.
+        rollout: Finished rollout of this rank.
+        groups: A few whole groups of it.
+        rows: A few trained rows of these groups, cut to the longest.
+        number: Number of the rollout.
+        outputs: Outputs of the policy on ``rows`` before the first update; None without a policy.
+        reversed: Outputs with the rows in reverse order, if there is no ``plain``.
+        double_temperature: Outputs at twice the temperature; None without a critic.
+        batches: Requests and completions of this rollout by batch.
+        calls: Calls of the reward functions.
+        rounds: Scored samples of each generation round, before filters.
+        replies: Results of repeated reward calls.
+        draws: A few sampled completions, scored by the policy.
+        earlier: Summaries of earlier audited rollouts.
+        stream_prompts: Prompts of the training data at the places of a few samples, by sample id.
+        reward_prompts: Token ids of prompts that the rewards got, by sample id.
+        repeats: Counts of repeated rows of the training data; None if repeats are intended.
+        held_out: Held-out prompts that were trained; None without a held-out set.
+        text: Function from token ids to the text that rewards get; None if unknown.
+        plain: Some ``rows`` scored by a model's plain forward.
+        token_gradients: Gradients of a few log-probabilities by the run's forward and by the model's plain one, and of
+            their scores, [N] each; empty if unavailable.
+        reference_weights: A few weights of the reference at an earlier audit and now, [N] each, or empty.
+        seams: Tokens between answers, with those of the chat template.
+        contexts: First or rewritten contexts of conversations, with those of the chat template.
+        told: Summaries of conversations as rewards see them.
+        words_logprob: Mean log-probability of environment tokens in a row of each group; None if unknown.
+        replays: Repeated conversations.
+        step: An optimizer step; None before the first.
+        numbers: Numeric attributes of the corrections, by name, for each rank.
+        edits: Findings of edited fields of the rollout.
+        moves: Change of environment and policy tokens in the steps of audited rollouts.
     """
 
     algorithm: Algorithm
@@ -165,7 +165,7 @@ class Evidence:
 
     @property
     def names(self) -> dict[str, str]:
-        """How findings call the parts of the run."""
+        """Names of the parts of the run in findings."""
         loss = self.algorithm.loss
         return {
             "estimator": self.algorithm.advantages.name,
@@ -175,23 +175,23 @@ class Evidence:
         }
 
     def contributions(self, *methods: str) -> list[Contribution]:
-        """Every correction with each of the methods that it offers."""
+        """Return all contributions of the given methods."""
         corrections = self.algorithm.corrections
         return [Contribution(callback, method) for method in methods for callback in corrections.contributors(method)]
 
     def signal(self, rollout: Rollout) -> tuple[Rollout, Tensor]:
-        """Another rollout of this run with its signal, on this rank alone, and its shaped reward."""
+        """Return a rollout with its signal, computed on this rank only, and its shaped rewards."""
         raw = rollout.replace(advantages=None, returns=None)
         rollout, rewards, _ = estimate_signal(raw, self.algorithm.advantages, self.algorithm.corrections)
         return rollout, rewards.shaped
 
     def advantages_of(self, rollout: Rollout) -> Tensor:
-        """The advantages that the signal stage makes of another rollout, [B, T]."""
+        """Return the advantages of a rollout by the signal stage, [B, T]."""
         return self.signal(rollout)[0].require("advantages")
 
     @cached_property
     def rewards_of_run(self) -> Tensor | None:
-        """The shaped rewards that :attr:`groups` had in the run, [B, T]; None if they depend on rows of other ranks."""
+        """Shaped rewards of :attr:`groups` in the run, [B, T]; None if they depend on other ranks."""
         if not any(one.compares_prompts for one in self.contributions("reward_bonus", *TOKEN_REWARDS)):
             return self.signal(self.groups)[1]
         if self.facts.ranks > 1:
@@ -201,25 +201,25 @@ class Evidence:
 
     @cached_property
     def advantages(self) -> Tensor:
-        """The advantages that the signal stage makes of :attr:`groups`, [B, T]."""
+        """Advantages of :attr:`groups` by the signal stage, [B, T]."""
         return self.advantages_of(self.groups)
 
     @property
     def logprobs(self) -> Tensor:
-        """The policy's log-probabilities of ``rows``, or those of the rollout where there is no policy, [b, T]."""
+        """Log-probabilities of ``rows`` by the policy, or the old ones without a policy, [b, T]."""
         if self.outputs is not None:
             return self.outputs.logprobs
         return torch.where(self.rows.valid_tokens, self.rows.require("old_logprobs"), 0.0)
 
     @property
     def on_policy(self) -> Rollout:
-        """:attr:`rows` as if every policy were the current one."""
+        """:attr:`rows` with the current log-probabilities as those of every policy."""
         now = self.logprobs.detach()
         fields = ("old_logprobs", "rollout_logprobs")
         return self.rows.replace(**{name: now for name in fields if getattr(self.rows, name) is not None})
 
     def drift_outputs(self, drift: float) -> Outputs:
-        """What a policy that moved by up to ``drift`` nats, in a fixed pattern, says of :attr:`rows`: a leaf."""
+        """Return outputs of a policy that moved by up to ``drift`` nats in a fixed pattern; leaf tensors."""
         moved = self.logprobs + drift * pattern_of(self.rows).to(self.logprobs.dtype)
         table = torch.where(self.rows.valid_tokens, moved, 0.0).detach().requires_grad_()
         if self.outputs is not None:
@@ -228,13 +228,13 @@ class Evidence:
         return Outputs(table, torch.full_like(table, 0.5), None if values is None else values.nan_to_num())
 
     def view(self, rows: Rollout | None = None, drift: float = 0.3, *, entropy_gradient: bool = False) -> LossView:
-        """What losses and corrections see of :attr:`rows`, or of a changed copy, once the policy has moved."""
+        """Return the view of :attr:`rows`, or of a changed copy, after the policy has moved."""
         outputs = self.drift_outputs(drift)
         outputs = outputs._replace(entropy=outputs.entropy.detach().requires_grad_(entropy_gradient))
         return loss_view(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
 
     def prepare(self, view: LossView) -> LossView:
-        """The view with what the loss finds out from a whole step, which here is the view itself."""
+        """Return the view with the result of ``loss.prepare``, with this view as the whole step."""
         loss = self.algorithm.loss
         if not loss.prepares:
             return view
@@ -244,7 +244,7 @@ class Evidence:
 
     @cached_property
     def whole_step(self) -> TableStep:
-        """The update stage on :attr:`rows` in one microbatch, once the policy has moved."""
+        """Update stage on :attr:`rows` in one microbatch, after the policy has moved."""
         return self.table_step()
 
     def table_step(
@@ -254,7 +254,7 @@ class Evidence:
         partition: Sequence[Sequence[int]] | None = None,
         corrections: Corrections | None = None,
     ) -> TableStep:
-        """The update stage on :attr:`rows` or a changed copy, without a model; in one microbatch, or cut into some."""
+        """Run the update stage on :attr:`rows` or a changed copy without a model, in one or several microbatches."""
         rollout, outputs, totals = self.rows if rows is None else rows, self.drift_outputs(0.3), list[float]()
         cut = [range(len(rollout))] if partition is None else partition
         plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in cut]], packed=self.facts.packing)
@@ -272,9 +272,9 @@ class Evidence:
 
 
 def recompute_step(evidence: Evidence, step: StepEvidence) -> RecomputedStep | None:
-    """A live optimizer step once more, in one piece and with the rows of all ranks in every denominator.
+    """Recompute an optimizer step in one piece, with the rows of all ranks in every denominator.
 
-    None for a step without rows on this rank, or a loss that needs the other ranks' tokens.
+    None for a step without rows on this rank, or a loss that needs the tokens of other ranks.
     """
     algorithm = evidence.algorithm
     if not len(step.rows) or (algorithm.loss.prepares and len(step.masks) > 1):
@@ -295,6 +295,6 @@ def recompute_step(evidence: Evidence, step: StepEvidence) -> RecomputedStep | N
 
 
 def pattern_of(rows: Rollout) -> Tensor:
-    """Numbers in [-1, 1] that depend on sample and position alone, shape [b, T]."""
+    """Return numbers in [-1, 1] that depend only on sample and position, [b, T]."""
     position = torch.arange(rows.width, device=rows.groups.device)
     return torch.sin(1.0 + 3.0 * rows.sample_ids[:, None] + 5.0 * position)

@@ -1,4 +1,4 @@
-"""Facts: plain values of a run that checks compare with, and that a saved finding carries."""
+"""Plain values of a run that checks use and that saved evidence contains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,34 +7,34 @@ import torch
 
 from lightning_rl.module import RLLightningModule
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens; coarser types below
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens
 COARSE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a run was told.
+    """Options of a run.
 
     Attributes:
-        temperature: of sampling and of every log-probability.
-        tolerance: nats by which two ways to compute a log-probability may differ on average.
-        group_size: samples of each prompt.
-        groups: groups of a rollout on this rank; 0 if unknown.
-        minibatches: optimizer steps of a pass over a rollout.
-        ranks: whose rows differ.
-        max_new_tokens: bound of a response's length.
-        max_turns: answers of a conversation; 0 without an environment.
-        max_turn_tokens: bound of a turn's length.
-        max_length: bound of prompt and conversation together.
-        max_staleness: how many rollouts old a token's weights may be.
-        max_grad_norm: what the gradient norm is clipped to; infinity for no clipping.
-        eos_ids: ids that end a response.
-        stop_strings: whether strings may end a response too.
-        packing: whether microbatches are free of padding.
-        engine: name of the engine's class.
-        reward_weights: what each reward function is multiplied with, by name.
-        seed: of the run; None if unknown.
-        environments: names of what samples talk to; none for answers that nobody answers.
+        temperature: Temperature of sampling and of all log-probabilities.
+        tolerance: Mean difference in nats allowed between two computations of a log-probability.
+        group_size: Number of samples per prompt.
+        groups: Number of groups of a rollout on this rank; 0 if unknown.
+        minibatches: Optimizer steps per pass over a rollout.
+        ranks: Number of data-parallel ranks.
+        max_new_tokens: Maximum length of a response.
+        max_turns: Maximum number of answers in a conversation; 0 without an environment.
+        max_turn_tokens: Maximum length of a turn.
+        max_length: Maximum length of prompt and conversation together.
+        max_staleness: Maximum age of a token's weights, in rollouts.
+        max_grad_norm: Gradient norm to clip to; infinity for no clipping.
+        eos_ids: Ids that end a response.
+        stop_strings: True if strings may end a response.
+        packing: True if microbatches have no padding.
+        engine: Name of the engine's class.
+        reward_weights: Weights of the reward functions, by name.
+        seed: Seed of the run; None if unknown.
+        environments: Names of the environments; empty for single-turn runs.
     """
 
     temperature: float = 1.0
@@ -59,7 +59,7 @@ class RunFacts:
 
     @staticmethod
     def of(module: RLLightningModule) -> "RunFacts":
-        """Those of a module that is being fitted."""
+        """Return the facts of a module during a fit."""
         sampling, limit = module.run.sampling, module.max_grad_norm
         limits = None if (talks := module.sampler.environments) is None else talks.limits
         mixed = str(module.trainer.precision) not in ("32-true", "64-true")

@@ -1,4 +1,4 @@
-"""Forwards: what the models say of a few rows, by the run's own way and by a model's plain one."""
+"""Forward passes of the models on a few rows, by the run's own path and by a model's plain one."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -19,23 +19,23 @@ from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
-SILENT_ROWS, SILENT = 4, 8  # rows and parameters that are tried, where a backward pass reached none
+SILENT_ROWS, SILENT = 4, 8  # rows and parameters to try if no backward pass reached a parameter
 SMALL, FEW_PARAMETERS, END_TOKENS, GRADIENT_TOKENS = 2**16, 3, 8, 2048
-"""Elements and number of the parameters whose gradients are compared; tokens at each end of a response; all tokens."""
-FLOOR = -1e9  # log-probability of what cannot be drawn: 0 * -inf is not 0
+"""Size and number of the compared parameters; tokens at each end of a response; limit of all tokens."""
+FLOOR = -1e9  # log-probability of masked tokens, since 0 * -inf is NaN
 
 
 class PlainForward(NamedTuple):
-    """A stretch of one response by a model's own forward: without packing, the slow way.
+    """Scores of a slice of a response by a model's own forward, without packing.
 
     Attributes:
         of: ``"policy"`` or ``"reference"``.
-        row: number in :attr:`Evidence.rows`.
-        begin: first position of the stretch.
-        logprobs: at the run's temperature, float64, [N].
-        at_one: at temperature 1.
-        at_square: divided by the temperature twice.
-        entropy: at the run's temperature.
+        row: Index in :attr:`Evidence.rows`.
+        begin: First position of the slice.
+        logprobs: Log-probabilities at the run's temperature, float64, [N].
+        at_one: Log-probabilities at temperature 1.
+        at_square: Log-probabilities divided by the temperature twice.
+        entropy: Entropy at the run's temperature.
     """
 
     of: str
@@ -49,16 +49,16 @@ class PlainForward(NamedTuple):
 
 @torch.no_grad()
 def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = False, heat: float = 1.0) -> Outputs:
-    """What the policy says of some rows, in one microbatch. Every rank calls it, one without rows too.
+    """Return the outputs of the policy on rows, in one microbatch. A collective, also on ranks without rows.
 
     Args:
-        module: the run.
-        rows: a few.
-        reverse: put the rows into the microbatch the other way round.
-        heat: what the temperature is multiplied with.
+        module: Module of the run.
+        rows: A few rows.
+        reverse: True to reverse the order of rows in the microbatch.
+        heat: Factor of the temperature.
     """
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
-    rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # masks may be what is wrong
+    rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
     order = list(range(len(rows)))[:: -1 if reverse else 1]
     microbatch = plan_of_rows(rows.to("cpu"), [[order]], packed=module.packing).to(rows.groups.device).step(0)[0]
     policy, temperature = module.required_policy, module.required_policy.temperature
@@ -81,7 +81,7 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
 
 @torch.no_grad()
 def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str]:
-    """Names of parameters that no backward pass of a step reached, though what was trained depends on them."""
+    """Return the names of parameters without a backward pass on which trained outputs depend."""
     names = [name for name, one in step.parameters.items() if not one.passes and one.gradient is None]
     if not names or step.recomputed is None:
         return []
@@ -100,7 +100,7 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
     policy = module.required_policy
     modes = [(part, part.training) for part in policy.modules()]
 
-    def say(moved: Mapping[str, Tensor]) -> Tensor:
+    def outputs_with(moved: Mapping[str, Tensor]) -> Tensor:
         outputs = functional_call(policy, dict(moved), (layout,))._asdict()
         return torch.cat([outputs[name].double().flatten() for name, here in trained.items() if here])
 
@@ -108,19 +108,18 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
     policy.eval()
     try:
         with module.trainer.precision_plugin.forward_context():
-            return list(dependencies(policy, few, say))
+            return list(dependencies(policy, few, outputs_with))
     finally:
         for part, training in modes:
             part.training = training
 
 
 def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, ...]:
-    """The gradient of a few log-probabilities by the run's own forward and by the model's plain one, and that of their
-    scores before the softmax, by whose size rounding goes: [N] float64 each.
+    """Return gradients of log-probabilities by the run's forward, by the model's plain one, and of their scores.
 
-    That of a sum with alternating signs over both ends of two responses, with respect to the last small parameters that
-    train, of which it has copies: nothing that hangs on the run's own parameters is called. None where nobody forwards
-    plainly, nothing small trains, or the rows are too long to be differentiated beside the run.
+    Each is [N] float64, of a sum with alternating signs over both ends of two responses, with respect to copies of the
+    last small trained parameters. Rounding scales with the gradient of the scores before the softmax. Empty if there is
+    no plain forward, no small trained parameter, or if the rows are too long.
     """
     rows = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
     policy, temperature = module.required_policy, module.sampling.temperature
@@ -162,22 +161,22 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
 
     gradients = list[Tensor]()
     with torch.enable_grad(), module.trainer.precision_plugin.forward_context():
-        for say in (by_the_run, plainly):
+        for forward in (by_the_run, plainly):
             leaves = {name: weight.detach().clone().requires_grad_() for name, weight in trained}
-            for total in say(leaves):
+            for total in forward(leaves):
                 parts = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, materialize_grads=True)
                 gradients.append(torch.cat([part.double().flatten().cpu() for part in parts]))
     return tuple(gradients)
 
 
 class _Context(NamedTuple):
-    """What a model reads at once of a row.
+    """Tokens of a row that a model reads in one sequence.
 
     Attributes:
-        row: of which it is.
-        ids: its tokens.
-        read: number of those at its begin that nothing predicts: the prompt, or the first one of a rewritten context.
-        columns: where in the response the others are.
+        row: Index of the row.
+        ids: Token ids.
+        read: Number of leading tokens without a prediction: the prompt, or the first token of a rewritten context.
+        columns: Positions of the other tokens in the response.
     """
 
     row: int
@@ -187,7 +186,7 @@ class _Context(NamedTuple):
 
 
 def _contexts(rows: Rollout) -> list[_Context]:
-    """Prompt and response of each row behind each other; what follows where a context is rewritten, on its own."""
+    """Return prompt with response of each row, and each rewritten context separately."""
     found = list[_Context]()
     turns = rows.token_extras[TURNS].tolist() if TURNS in rows.token_extras else None
     for row, (prompt, length) in enumerate(
@@ -205,7 +204,7 @@ def _contexts(rows: Rollout) -> list[_Context]:
 
 
 def reference_weights(module: RLLightningModule) -> Tensor:
-    """A few weights of every frozen parameter of the reference, as far as this rank holds them, [N] float64."""
+    """Return a few local weights of every frozen parameter of the reference, [N] float64."""
     if module.run.reference is None:
         return torch.zeros(0)
     frozen = [weight.detach() for weight in module.run.reference.model.parameters() if not weight.requires_grad]
@@ -216,15 +215,15 @@ def reference_weights(module: RLLightningModule) -> Tensor:
 
 
 def forwards_plainly(module: RLLightningModule) -> bool:
-    """Whether the policy's forward is a model's own one and the weights are all here."""
+    """Return True if the policy's forward is that of its model and this rank holds all weights."""
     return not module.parallel.sharded and not module.run.corrections.contributors("forward_context")
 
 
 @torch.no_grad()
 def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForward]:
-    """A few rows by the own forwards of policy and reference.
+    """Return scores of a few rows by the own forwards of policy and reference.
 
-    None where a rank holds only a part of the weights, or a correction has its context around every forward.
+    Empty if weights are sharded, or if a correction wraps every forward in a context.
     """
     if not forwards_plainly(module) or not len(rows):
         return []
@@ -238,10 +237,10 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
 
 
 def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:
-    contexts = {one.row: one for one in _contexts(rows)[::-1]}  # of a row its first one,
-    contexts |= {one.row: one for one in _contexts(rows) if one.row % 2}  # or its last one: both ends are looked at
+    contexts = {one.row: one for one in _contexts(rows)[::-1]}  # the first one of each row
+    contexts |= {one.row: one for one in _contexts(rows) if one.row % 2}  # or the last one, to check both ends
     few = [contexts[row] for row in range(len(rows))]
-    with adapters_off(model) if name == "reference" else nullcontext():  # those of a policy that is its own reference
+    with adapters_off(model) if name == "reference" else nullcontext():  # the policy may be its own reference
         padded = nn.utils.rnn.pad_sequence([one.ids for one in few], batch_first=True)
         logits = model(input_ids=padded, use_cache=False).logits
     stretches = []

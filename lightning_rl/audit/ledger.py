@@ -1,10 +1,9 @@
-"""Signal ledger: how much of what was sampled reaches the gradient, and who took the rest.
+"""Signal ledger: share of the sampled data that reaches the gradient, and the stages that remove the rest.
 
-A waterfall from "sampled" to "used", in sequences, tokens and gradient weight: groups that are filtered, samples that
-are aborted, excluded, without a reward or without an advantage, then what masks, weights and the clip of the loss take
-in the updates. Each sequence and token is charged once, to the first stage that takes it, so that what was sampled is
-what was used plus what each stage took. Before the update every token weighs the same; in it a token weighs the size of
-its advantage times its weights.
+It is a waterfall from "sampled" to "used" in sequences, tokens and gradient weight. Stages are group filters, aborts,
+exclusions, missing rewards and zero advantages, then masks, weights and the clipping of the loss in the updates. Each
+sequence and token is charged once, to the first stage that removes it. Before the update all tokens weigh the same; in
+it a token weighs the size of its advantage times its weights.
 """
 
 from collections.abc import Sequence
@@ -35,19 +34,19 @@ from lightning_rl.utils.trainer import show_line
 
 UNITS = ("sequences", "tokens", "weight")
 SAMPLED, USED = "sampled", "used"
-MIN_SHARE = 0.05  # per cent
+MIN_SHARE = 0.05  # percent
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a rollout holds over all ranks.
+    """Totals of a rollout over all ranks.
 
     Attributes:
-        sequences: sampled.
-        tokens: sampled.
-        valid: tokens that train.
-        carrying: valid tokens with an advantage.
-        advantage: sum of the sizes of their advantages.
+        sequences: Number of sampled sequences.
+        tokens: Number of sampled tokens.
+        valid: Number of trained tokens.
+        carrying: Number of valid tokens with an advantage.
+        advantage: Sum of the absolute advantages.
     """
 
     sequences: float = 1.0
@@ -58,17 +57,17 @@ class Totals:
 
 
 class SignalLedger(RLCallback):
-    """Keeps the ledger of every rollout.
+    """Logs the ledger of every rollout.
 
-    Logs ``ledger/<unit>/<stage>``, the share of the sampled sequences, tokens or weight that a stage took, and
-    ``ledger/<unit>/used``, what is left; ``ledger/weight/used`` is the effective batch. With several passes over a
-    rollout, shares of the update are means over the passes.
+    Logs ``ledger/<unit>/<stage>``, the share of the sampled sequences, tokens or weight that a stage removed, and
+    ``ledger/<unit>/used``, the remaining share; ``ledger/weight/used`` is the effective batch. With several passes over
+    a rollout, shares of the update are means over the passes.
 
     Args:
-        every_n_rollouts: how often rank 0 shows the table, when a rollout's last optimizer step is made.
+        every_n_rollouts: Number of rollouts between tables on rank 0, shown after the rollout's last optimizer step.
 
     Raises:
-        ValueError: if ``every_n_rollouts`` is below 1.
+        ValueError: If ``every_n_rollouts`` is below 1.
     """
 
     name = "ledger"
@@ -181,7 +180,7 @@ class SignalLedger(RLCallback):
 
 
 def table(number: int, stages: list[str], figures: dict[str, float]) -> str:
-    """The ledger of a rollout as text, a line for each stage that took something."""
+    """Return the ledger of a rollout as text, with a line for each stage that removed something."""
     width = max(len(stage) for stage in (*stages, f"rollout {number}"))
     counts = [f"{figures[f'ledger/{unit}/{SAMPLED}']:>11.0f}" for unit in UNITS[:2]]
     lines = [
@@ -199,5 +198,5 @@ def table(number: int, stages: list[str], figures: dict[str, float]) -> str:
 
 
 def _share(share: Tensor, population: Tensor) -> Stat:
-    """A share whose mean over populations is exact; its deviation and maximum mean nothing."""
+    """Return a share whose mean over populations is exact; its deviation and maximum are meaningless."""
     return Stat(torch.stack([population, share, torch.zeros_like(share), share]).double())

@@ -1,4 +1,4 @@
-"""Rows: what reaches the loggers and Lightning, beside what it should be over the steps since the last row."""
+"""Comparison of logged rows with the metrics expected over the steps since the previous row."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from lightning_rl.module import RLLightningModule
 
 
 class RowLogger(Logger):
-    """A logger beside those of the run, which are given the same rows, that keeps the last one."""
+    """A logger that stores the latest row that the run's loggers get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,13 +33,13 @@ class RowLogger(Logger):
     @property
     @override
     def name(self) -> str:
-        """Of no folder: nothing is written."""
+        """Name of the logger; it writes no files."""
         return "signal_audit"
 
     @property
     @override
     def version(self) -> int:
-        """There is one."""
+        """Version of the logger."""
         return 0
 
     @override
@@ -48,14 +48,14 @@ class RowLogger(Logger):
 
     @override
     def log_hyperparams(self, params: Any, *arguments: Any, **keywords: Any) -> None:
-        """Keeps none."""
+        """Ignore hyperparameters."""
 
 
 class RowWatch:
-    """Keeps what the next row should be, and sees what it is.
+    """Computes the expected next row and captures the logged one.
 
     Args:
-        module: the run; while it writes a row its Trainer has one more logger, unless it has none.
+        module: Module of the run; its Trainer gets an additional logger while a row is written, if it has loggers.
     """
 
     def __init__(self, module: RLLightningModule) -> None:
@@ -67,13 +67,13 @@ class RowWatch:
         self.missing: tuple[str, ...] = ()
 
     def open(self) -> None:
-        """Stands beside the run's loggers: the core is about to write a row, if it writes one."""
+        """Add the logger before the core may write a row."""
         if self._module.trainer.loggers and self._logger not in self._module.trainer.loggers:
             self._module.trainer.loggers.append(self._logger)
             self._opened = True
 
     def close(self) -> None:
-        """Leaves them alone: whoever looks through the loggers of a Trainer finds those of the run."""
+        """Remove the logger, so that other code finds only the loggers of the run."""
         if self._logger in self._module.trainer.loggers:
             self._module.trainer.loggers.remove(self._logger)
 
@@ -84,13 +84,13 @@ class RowWatch:
         step: StepEvidence,
         measured: Mapping[str, Stat],
     ) -> dict[str, Stat]:
-        """What the metrics of a rollout and of one of its steps should be; counts towards the next row.
+        """Return the expected metrics of a rollout and one of its steps, and add them to the next row.
 
         Args:
-            trace: of the step.
-            evidence: of the rollout.
-            step: what is known of the trace.
-            measured: what callbacks say of the rollout, and what is known from before it was finished.
+            trace: Trace of the step.
+            evidence: Evidence of the rollout.
+            step: Evidence of the step.
+            measured: Statistics of callbacks on the rollout, and those from before it was finished.
         """
         algorithm, outputs = evidence.algorithm, step.outputs
         self._handed |= {name for name, parts in trace.logged.items() if _has_figure(parts[-1])}
@@ -110,7 +110,7 @@ class RowWatch:
     def end_step(
         self, step_index: int, *, seen: bool
     ) -> tuple[dict[str, dict[str, float]], dict[str, tuple[Tensor, str]]]:
-        """What was logged with an optimizer step, and what should have been; nothing without a row."""
+        """Return the row of an optimizer step as logged and as expected; empty if none was logged."""
         self._complete, self.missing = self._complete and seen, ()
         trainer: Any = self._module.trainer
         every = rows_every(trainer.log_every_n_steps, self._module.steps_per_rollout)
@@ -142,13 +142,13 @@ class RowWatch:
 
 
 def _has_figure(moments: Tensor) -> bool:
-    """Whether a statistic has a population of finite numbers, and so a figure in the row."""
+    """Return True if a statistic has a finite value and so appears in the row."""
     count, mean = moments[:2].tolist()
     return count > 0 and math.isfinite(mean)
 
 
 def _numbers(trace: StepTrace, step: StepEvidence) -> dict[str, Stat]:
-    """Single numbers of a step: the norm before clipping, and the rate of the first parameter."""
+    """Return scalars of a step: the norm before clipping, and the learning rate of the first parameter."""
     numbers = {} if trace.norm is None else {"optim/grad_norm": float(trace.norm)}
     first = next(iter(step.parameters.values()), None)
     if first is not None and first.held:

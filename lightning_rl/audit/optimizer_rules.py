@@ -1,4 +1,4 @@
-"""Optimizers: the move that a known rule makes of a few entries of a parameter, in float64."""
+"""Updates of a few entries of parameters by known optimizer rules, in float64."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ from lightning_rl.corrections import ParameterTrace
 
 
 class Move(NamedTuple):
-    """How far entries should move, and by how much they may miss it through rounding, [N] float64 each."""
+    """Expected change of entries, and its tolerance for rounding, [N] float64 each."""
 
     by: Tensor
     slack: Tensor
 
 
 def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
-    """What the rule of an optimizer makes of the gradient and state of a parameter; None for a rule not known here.
+    """Return the update of a parameter from its gradient and state; None for an unknown rule.
 
     Source: Kingma and Ba 2015, algorithm 1 (Adam); Loshchilov and Hutter 2019, algorithm 2 (AdamW); SGD with momentum
     as PyTorch defines it.
 
     Args:
-        optimizer: name of its class.
-        parameter: with its values before the step.
+        optimizer: Name of the optimizer's class.
+        parameter: Trace with the values before the step.
     """
     rules = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd}
     before, after, gradient, options = parameter.before, parameter.after, parameter.gradient, parameter.options
@@ -48,7 +48,7 @@ def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
 
 
 def moves_by_rule(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> dict[str, Move]:
-    """The moves of all parameters whose rule is known, by name; those that share every option are computed together."""
+    """Return the updates of parameters with a known rule by name; those with equal options are batched."""
     alike = dict[object, dict[str, ParameterTrace]]()
     for name, one in parameters.items():
         steps = tuple(float(value) for key, value in one.state.items() if key == "step")
@@ -76,7 +76,7 @@ def _kind(item: tuple[str, Tensor]) -> tuple[str, torch.dtype]:
 
 
 def _joint(parameters: Sequence[ParameterTrace]) -> ParameterTrace:
-    """Parameters with the same options as one."""
+    """Return parameters with equal options as one."""
 
     def join(parts: list[Tensor | None]) -> Tensor | None:
         known = [part for part in parts if part is not None]
@@ -94,7 +94,7 @@ def _joint(parameters: Sequence[ParameterTrace]) -> ParameterTrace:
 
 
 def rounding_of(dtype: torch.dtype, size: Tensor) -> Tensor:
-    """Of a weight that is written back, in its own precision, float64 included."""
+    """Return the rounding error of weights written back in their own precision."""
     return 2.0 * torch.finfo(dtype).eps * size
 
 

@@ -20,7 +20,7 @@ _installed = list[bool]()
 
 
 class OutsideError(Exception):
-    """User code left the process, so it is not called again."""
+    """User code accessed something outside of the process, so it is not called again."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def refuse_outside() -> Iterator[None]:
     finally:
         _thread.reached = None
         if reached:
-            raise OutsideError(f"it would reach out of its process ({reached[0]})")
+            raise OutsideError(f"it accesses something outside of its process ({reached[0]})")
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -49,4 +49,4 @@ def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     writes = event == "open" and bool((arguments[2] or 0) & WRITING) and arguments[0] != os.devnull
     if writes or event.startswith(REACHING):
         reached.append(event)
-        raise PermissionError(f"{event} while the audit asks again")
+        raise PermissionError(f"{event} in a repeated call of the audit")

@@ -1,4 +1,4 @@
-"""Prompts: what the training data has at the places of a rollout, what the rewards see of it, and what is held out."""
+"""Prompts of the training data at the places of a rollout, prompts that rewards get, and held-out prompts."""
 
 import math
 from collections import Counter
@@ -20,21 +20,21 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 
 MAX_HELD_OUT, MAX_GROUPS = 4096, 4
-MAX_ROWS = 2048  # of the training data that are read
-STREAM_ROWS = 256  # of a stream, which its own connection has read before
+MAX_ROWS = 2048  # of the training data to read
+STREAM_ROWS = 256  # of a stream to read
 
 
 class HeldOut(NamedTuple):
-    """What trains of the validation set.
+    """Held-out prompts of one set that were trained.
 
     Attributes:
-        number: of its prompts, each counted once.
-        trained: how many of them have trained so far.
-        longest: tokens of the longest of those in this rollout.
-        samples: of this rollout that answer them.
-        shared: how many of them the training data has.
-        chance: that so many are shared where rows of one source fell to either side by lot.
-        name: of the evaluation; empty for the validation prompts of the data module.
+        number: Number of distinct prompts in the set.
+        trained: Number of them trained so far.
+        longest: Number of tokens of the longest one in this rollout.
+        samples: Ids of the samples of this rollout that answer them.
+        shared: Number of them in the training data.
+        chance: Probability of at least this overlap if rows of one source were split at random.
+        name: Name of the evaluation; empty for the validation set of the data module.
     """
 
     number: int
@@ -47,15 +47,14 @@ class HeldOut(NamedTuple):
 
 
 class Repeats(NamedTuple):
-    """How often the rows of the training data are drawn.
+    """Counts of repeated rows of the training data.
 
     Attributes:
-        shared: groups of this rollout that several ranks have.
-        again: rows that were drawn more often in this pass over the data than it has them, over all ranks.
-        own_order: whether nobody has replaced the data module's own order, which draws no row twice.
-        nats: how much likelier all rollouts so far are for a source that has stopped to move than for rows that are
-            drawn by lot, as a logarithm.
-        samples: of this rank with rows that were drawn again, or that another rank has too.
+        shared: Number of groups of this rollout on several ranks.
+        again: Number of rows drawn more often in this pass than the data contains them, over all ranks.
+        own_order: True if the data module's own order is used, which draws no row twice.
+        nats: Log of the likelihood ratio of a stopped source to random draws, over all rollouts so far.
+        samples: Ids of samples of this rank whose rows were drawn again, or are on another rank too.
     """
 
     shared: int
@@ -66,10 +65,10 @@ class Repeats(NamedTuple):
 
 
 class PromptWatch:
-    """Looks up the prompts of a run's rollouts again, where the data has a length.
+    """Looks up the prompts of rollouts in data that has a length.
 
     Args:
-        module: the run.
+        module: Module of the run.
     """
 
     def __init__(self, module: RLLightningModule) -> None:
@@ -81,7 +80,7 @@ class PromptWatch:
         self._places = set[int]()
 
     def of_stream(self, rollout: Rollout) -> dict[int, Ids]:
-        """The token ids that the training data has for a few samples of a rollout, by identity."""
+        """Return the token ids of the training data for a few samples of a rollout, by sample id."""
         if self._data.pass_length is None:
             return {}
         groups = rollout.groups[rollout.real].unique().tolist()[:MAX_GROUPS]
@@ -90,7 +89,7 @@ class PromptWatch:
         return {sample: prompts[group].token_ids for sample, group in rows if group in prompts}
 
     def of_rewards(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
-        """The token ids of what the rewards see of a few prompts, by sample."""
+        """Return the token ids of the prompts that rewards get for a few samples, by sample id."""
         contents = dict[int, Any]()
         for call, ids in zip(calls, samples, strict=True):
             stride = max(len(ids) // MAX_GROUPS, 1)
@@ -108,15 +107,15 @@ class PromptWatch:
     def held_out(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
     ) -> HeldOut | None:
-        """What a rollout trains of the validation set or of the evaluation that shares most with the training data;
-        None without any, or where they are the training set on purpose.
+        """Return the trained held-out prompts of the set that shares most with the training data.
 
-        Rows of environments are told by all that they hold: what a conversation begins with is not the data's.
+        None without held-out sets, or if they are intentionally the training set. Rows of environments are identified
+        by prompt and columns, since conversations may begin differently.
 
         Args:
-            rollout: of this rank.
-            calls: of rewards.
-            samples: that each of them was about.
+            rollout: Rollout of this rank.
+            calls: Reward calls.
+            samples: Sample ids of each call.
         """
         own = _rows_of(calls, samples) if self._talks else dict(_prompts_of(rollout))
         sets = [self._held_out_of(name, prompts, own) for name, prompts in self._held_out_prompts().items()]
@@ -143,7 +142,7 @@ class PromptWatch:
         )
 
     def _held_out_prompts(self) -> dict[str, frozenset[Ids]]:
-        """The token ids of every set that is held out, by name."""
+        """Return the identities of every held-out set by name."""
         if self._held_out is None:
             first = slice(MAX_HELD_OUT)
             known = self._identities if self._talks else self._rows
@@ -164,17 +163,17 @@ class PromptWatch:
         return self._held_out
 
     def _row_identity(self, prompt: Prompt) -> Ids:
-        """What a row is told by."""
+        """Return the identity of a row."""
         return _identity(prompt.content, prompt.columns) if self._talks else prompt.token_ids
 
     @cached_property
     def _identities(self) -> Counter[Ids]:
-        """The same rows by all that they hold."""
+        """Number of rows by prompt and columns."""
         return Counter(_identity(row.content, row.columns) for row in self._read())
 
     @property
     def _rows(self) -> Counter[Ids]:
-        """Rows of the training data, of a large one some, of a stream the first ones, each with its number."""
+        """Number of rows of the training data by prompt; a subset of large data, the first rows of a stream."""
         if self._data_rows is None:
             self._data_rows = Counter(
                 row.token_ids if isinstance(row, Prompt) else self._encode(row.content) for row in self._read()
@@ -188,7 +187,7 @@ class PromptWatch:
         return prompts.prompts(range(0, len(prompts), -(-len(prompts) // MAX_ROWS)))
 
     def _watch(self, *, talks: bool) -> CursorWatch:
-        """What counts the rows that are drawn: by their prompts, or for environments by all that they hold."""
+        """Return the counter of drawn rows: by prompt, or for environments by prompt and columns."""
         if self._cursor is None:
             rows = self._identities if talks else self._rows
             self._cursor = CursorWatch(rows, self._data.pass_length or rows.total(), self._data.prompts_per_rollout)
@@ -197,15 +196,15 @@ class PromptWatch:
     def repeats(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
     ) -> Repeats | None:
-        """Which rows of the data a rollout has once too often, over all ranks; None where they are meant to return. A
-        collective.
+        """Return counts of repeated rows over all ranks; None if repeats are intended. A collective.
 
-        What a conversation begins with is its environment's to say, so its row is told by what rewards see of it.
+        An environment may change the beginning of a conversation, so its rows are identified by the columns of reward
+        calls.
 
         Args:
-            rollout: of this rank.
-            calls: of rewards.
-            samples: that each of them was about.
+            rollout: Rollout of this rank.
+            calls: Reward calls.
+            samples: Sample ids of each call.
         """
         talks = bool(self._module.environments)
         rows = _rows_of(calls, samples) if talks else dict(_prompts_of(rollout))
@@ -228,13 +227,13 @@ class PromptWatch:
 
 
 def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:
-    """Every real sample with its prompt."""
+    """Return the real samples with their prompts."""
     columns = (rollout.sample_ids.tolist(), rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist())
     return [(sample, tuple(ids[:length])) for sample, ids, length in zip(*columns, strict=True) if sample >= 0]
 
 
 def _rows_of(calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
-    """The row of the data that rewards see of each sample."""
+    """Return the data row of each sample as rewards see it."""
     return {
         sample: _identity(call.prompts[place], {name: values[place] for name, values in call.columns.items()})
         for call, ids in zip(calls, samples, strict=True)
@@ -243,13 +242,13 @@ def _rows_of(calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> d
 
 
 def _identity(content: Any, columns: Mapping[str, Any]) -> Ids:
-    """A row of the data, prompt and columns, in a few numbers; a column that it lacks is None to rewards."""
+    """Return a digest of prompt and columns of a row; absent columns equal None, as in reward calls."""
     held = [(name, columns[name]) for name in sorted(columns.keys() - REWARD_COLUMNS) if columns[name] is not None]
     return tuple(blake2b(repr((content, held)).encode("utf-8", "replace"), digest_size=16).digest())
 
 
 def _chance_of_overlap(shared: int, held_out: int, rows: Counter[Ids]) -> float:
-    """A bound of the chance that so many of all equal pairs lie across two sets that were dealt by lot (Chernoff)."""
+    """Return a bound of the probability that a random split separates this many pairs of equal rows (Chernoff)."""
     number, within = rows.total(), sum(count > 1 for count in rows.values())
     every, cards = shared + within, number + held_out
     expected, part = 2 * number * held_out / (cards * (cards - 1)), shared / max(every, 1)
@@ -265,5 +264,5 @@ def _first_prompts(data: PromptDataModule) -> Sequence[Prompt]:
 
 
 def _is_on_purpose(data: PromptDataModule) -> bool:
-    """Whether the validation set is the training set itself."""
+    """Return True if there is no validation set or it is the training set itself."""
     return data.validation is None or data.validation.fingerprint == data.fingerprint

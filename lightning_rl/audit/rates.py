@@ -1,4 +1,4 @@
-"""Rates: how the optimizers of a run step, by their own counts, their learning rates, and where the weights go."""
+"""Number of steps, learning rates and directions of a run's optimizers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from lightning_rl.corrections import ParameterTrace, StepTrace
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.naming import name_of
 
-UPHILL = 0.1  # cosine of move and gradient from which on a move climbs: chance leaves less
-APART = 1e-5  # nats, from which on two forwards differ
+UPHILL = 0.1  # cosine of move and gradient above which a move is uphill
+APART = 1e-5  # nats by which two forwards differ
 PRIVATE = ("differentiable", "fused", "foreach", "capturable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stepping:
-    """How an optimizer has stepped, as far as its own rule does not say.
+    """State of an optimizer that its update rule does not cover.
 
     Attributes:
-        rule: name of the optimizer of PyTorch whose rule must hold; empty for one that is not known.
-        steps: how many steps it took in one optimizer step, by its own count, if not one.
-        uphill: whether the weights moved with the gradient in every step that was looked at: in the first one of a run,
-            before which nothing has an average, or in three.
-        idle: in how many audited rollouts in a row, this one included, no parameter group had a rate above 0.
-        idle_parameters: names of those whose rate was 0 as long, while others of the same model had one.
-        rate_setter: who set these rates to 0; empty if nobody was seen.
+        rule: Name of the PyTorch optimizer whose rule applies; empty if unknown.
+        steps: Number of steps that it counts in one optimizer step.
+        uphill: True if the weights moved along the gradient in every audited step: in the first one of a run, where
+            there is no momentum, or in three.
+        idle: Number of successive audited rollouts, this one included, without a learning rate above 0.
+        idle_parameters: Names of parameters with a rate of 0 for as long, while others of the same model had one.
+        rate_setter: Culprit that set these rates to 0; empty if unknown.
     """
 
     rule: str = ""
@@ -40,9 +40,9 @@ class Stepping:
 
 
 def rule_of(optimizer: Optimizer) -> str:
-    """Name of the optimizer of PyTorch whose rule an optimizer says to follow: its own, or that of its parent.
+    """Return the name of the PyTorch optimizer whose rule an optimizer follows: its class or its base class.
 
-    A subclass with an option of its own has a rule of its own: then the name is empty.
+    Empty for a subclass with additional options, since its rule may differ.
     """
     known = (
         one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim") and one is not Optimizer
@@ -53,13 +53,13 @@ def rule_of(optimizer: Optimizer) -> str:
     try:
         parent: Any = kind
         own = parent([torch.zeros(1, requires_grad=True)]).defaults.keys()
-    except (TypeError, ValueError):  # one with an argument that has no default
+    except (TypeError, ValueError):  # a required argument
         return ""
     return kind.__name__ if optimizer.defaults.keys() <= own | set(PRIVATE) else ""
 
 
 def scheduler_name(module: RLLightningModule) -> str:
-    """The scheduler of a run as a culprit, with the functions that it calls and who built it; empty without one."""
+    """Return the scheduler of a run as a culprit, with its functions and builder; empty without one."""
     scheduler: Any = module.lr_schedulers()
     if scheduler is None:
         return ""
@@ -71,11 +71,11 @@ def scheduler_name(module: RLLightningModule) -> str:
 
 
 class StepRates:
-    """Remembers from audit to audit which parameters train, at which rates, and where they go.
+    """Tracks trained parameters, learning rates and directions of steps from audit to audit.
 
     Args:
-        module: the run; parameters of its policy that need a gradient now have to need one later.
-        idled: who set all rates to 0 in a hook, if somebody did.
+        module: Module of the run; trainable parameters must stay trainable.
+        idled: Function that returns the hook that set all rates to 0, or an empty string.
     """
 
     def __init__(self, module: RLLightningModule, idled: Callable[[], str]) -> None:
@@ -87,11 +87,11 @@ class StepRates:
         self._counts: dict[int, float] = {}
 
     def begin_step(self) -> None:
-        """An optimizer step that is looked at begins."""
+        """Begin an audited optimizer step."""
         self._counts = _counts(self._module.trainer.optimizers)
 
     def note(self, trace: StepTrace) -> Stepping:
-        """What is known after a step that was looked at."""
+        """Return the state of the optimizers after an audited step."""
         self._note_rates(trace)
         self._note_direction(trace.parameters)
         optimizers = self._module.trainer.optimizers
@@ -134,7 +134,7 @@ class StepRates:
             self._uphill += float(move @ gradient) > UPHILL * size
 
     def _own_steps(self, optimizers: list[Optimizer]) -> int:
-        """The number of steps by the optimizers' own counts; 1 where they do not count."""
+        """Return the number of steps by the optimizers' own counts; 1 if they do not count."""
         grown = [after - self._counts.get(key, 0.0) for key, after in _counts(optimizers).items()]
         return int(max(grown, default=1.0)) if max(grown, default=1.0) > 1 else 1
 
@@ -146,25 +146,25 @@ class StepRates:
         return "" if meant else scheduler_name(self._module)
 
     def names_without_gradient(self) -> list[str]:
-        """Names of parameters that needed a gradient and do no more."""
+        """Return the names of parameters that no longer require a gradient."""
         needing = {name for name, parameter in self._policy.named_parameters() if parameter.requires_grad}
         return [name for name in self._trained if name not in needing]
 
 
 def _parts_at_work(rates: Mapping[str, float]) -> set[str]:
-    """Which models, policy or critic, have a parameter with a rate above 0."""
+    """Return the models, policy or critic, with a rate above 0."""
     return {name.partition(".")[0] for name, rate in rates.items() if rate > 0}
 
 
 def _family(optimizers: list[Optimizer]) -> Iterator[Optimizer]:
-    """Optimizers, and those that they hold."""
+    """Yield optimizers and those that they wrap."""
     for optimizer in optimizers:
         yield optimizer
         yield from (part for part in vars(optimizer).values() if isinstance(part, Optimizer))
 
 
 def _counts(optimizers: list[Optimizer]) -> dict[int, float]:
-    """How often each parameter has stepped, by what the optimizers keep of it."""
+    """Return the step count of each parameter from the optimizers' state."""
     kept = dict[int, Any]()
     for optimizer in _family(optimizers):
         for parameter, state in optimizer.state.items():
@@ -179,12 +179,12 @@ def _counts(optimizers: list[Optimizer]) -> dict[int, float]:
 def dependencies(
     policy: nn.Module, names: Iterable[str], say: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> Iterator[str]:
-    """Which of some parameters change what a policy says, each moved a little on its own.
+    """Yield the names of parameters that change the outputs of a policy, each perturbed separately.
 
     Args:
-        policy: with the parameters.
-        names: of those that are moved.
-        say: a forward of the policy with some parameters in the place of its own.
+        policy: Policy.
+        names: Names of the parameters to perturb.
+        say: Forward pass with some parameters replaced.
     """
     parameters, plain = dict(policy.named_parameters()), None
     for name in names:

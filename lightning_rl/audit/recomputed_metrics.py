@@ -1,4 +1,4 @@
-"""Figures: what the metrics of a run should be, recomputed from its rollout and from what its models said in a step."""
+"""Metrics of a run, recomputed from its rollout and from the outputs of its models in a step."""
 
 import copy
 import math
@@ -26,11 +26,11 @@ REDUCTIONS: Mapping[str, StatReduction] = {
     "staleness/max": "max",
     "rollout": "max",
 }
-"""Which figure of its population a metric of the core is; the mean where nothing else is said."""
+"""Reduction of each metric of the core; by default the mean."""
 
 
 def population(values: Tensor, reduction: StatReduction = "mean") -> Stat:
-    """The statistic of some numbers by its definition, in float64."""
+    """Return the statistic of numbers by its definition, in float64."""
     exact = values.detach().double().flatten().cpu()
     count, mean = float(len(exact)), float(exact.mean()) if len(exact) else 0.0
     squares = float((exact - mean).square().sum())
@@ -39,7 +39,7 @@ def population(values: Tensor, reduction: StatReduction = "mean") -> Stat:
 
 
 def merge(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
-    """Joins statistics of disjoint populations; a name may be missing in some.
+    """Merge statistics of disjoint populations; a name may be missing in some.
 
     Source: the definitions of count, mean and sum of squares: the squares of both parts around zero add up.
     """
@@ -60,7 +60,7 @@ def _join(one: Stat, other: Stat) -> Stat:
 
 
 def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
-    """What each KL metric is the mean of, from untouched log-probabilities, at every token, float64."""
+    """Return the per-token values of each KL metric from unmodified log-probabilities, float64."""
     logprobs, values = logprobs.detach().double(), dict[str, Tensor]()
     if rows.ref_logprobs is not None:
         values["kl/ref"] = logprobs - rows.ref_logprobs.double()
@@ -72,7 +72,7 @@ def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
 
 
 def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict[str, Stat]:
-    """The metrics of the core of a finished rollout, each from the population that it is named after."""
+    """Return the core's metrics of a finished rollout."""
     real, rewarded, valid = rollout.real, rollout.rewarded, rollout.valid_tokens
     lengths, advantages = rollout.action_mask.sum(-1)[real], rollout.require("advantages")[valid]
     age = (number - rollout.policy_version)[valid]
@@ -99,9 +99,9 @@ def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict
 def sampling_figures(
     rounds: Sequence[tuple[Rollout, Sequence[RewardCall]]], rollout: Rollout, facts: RunFacts
 ) -> dict[str, Stat]:
-    """What the core counts before a rollout is finished, from the samples of each round and what rewards said of them.
+    """Return the core's counts before a rollout is finished, from the samples and reward calls of each round.
 
-    A row counts as failed if a function that has a weight gave it neither a number nor nothing.
+    A row counts as failed if a function with a weight returned a value that is neither finite nor None.
     """
     sampled, failed = [len(part) for part, _ in rounds], 0
     if not facts.group_size or not rounds or any(number % facts.group_size for number in sampled):
@@ -112,7 +112,7 @@ def sampling_figures(
         for call in calls:
             rows = {row for row, value in enumerate(call.values) if value is not None and not math.isfinite(value)}
             by_function[f"reward_failed/{call.name}"] = by_function.get(f"reward_failed/{call.name}", 0) + len(rows)
-            if len(call.values) == len(part) and facts.reward_weights.get(call.name):  # greedy answers are no rows
+            if len(call.values) == len(part) and facts.reward_weights.get(call.name):  # greedy answers are not rows
                 wrong |= rows
         failed += len(wrong)
     counts = {
@@ -126,7 +126,7 @@ def sampling_figures(
 
 
 def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
-    """What needs bonuses and token rewards; nothing if one of them comes from a callback that adapts itself."""
+    """Return metrics of bonuses and token rewards; empty if one of them comes from an adaptive callback."""
     corrections, rollout = algorithm.corrections, rollout.sanitize()
     giving = corrections.contributors("reward_bonus", *TOKEN_REWARDS)
     if any(callback.state_dict() for callback in giving):
@@ -146,7 +146,7 @@ def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
 
 
 def _idle_groups(rollout: Rollout, scores: Tensor) -> Tensor:
-    """For each group with a rewarded row whether all of its scores are equal, [G]."""
+    """Return for each group with a rewarded row True if all its scores are equal, [G]."""
     groups = rollout.groups[rollout.rewarded].unique()
     exact = scores.to(rollout.rewards.dtype)  # as the estimator sees them
     members = [exact[rollout.rewarded & (rollout.groups == group)] for group in groups]
@@ -156,9 +156,9 @@ def _idle_groups(rollout: Rollout, scores: Tensor) -> Tensor:
 def step_figures(
     rows: Rollout, logprobs: Tensor, entropy: Tensor, values: Tensor | None, parts: Mapping[str, Tensor]
 ) -> dict[str, Stat]:
-    """The metrics of the core of an optimizer step, from what the policy said of its rows."""
+    """Return the core's metrics of an optimizer step from the policy's outputs on its rows."""
     valid, exact = rows.valid_tokens, logprobs.double()
-    if rows.old_logprobs is None:  # without an old pass the old policy is the step's own
+    if rows.old_logprobs is None:  # without an old pass the old policy is the current one
         rows = rows.replace(old_logprobs=logprobs.detach())
     named = {"policy/entropy": entropy[valid]} | {name: one[valid] for name, one in kl_values(rows, exact).items()}
     ratio = (exact - rows.require("old_logprobs").double()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)[valid].exp()
@@ -170,7 +170,7 @@ def step_figures(
 
 
 def microbatch_figures(algorithm: Algorithm, views: Sequence[LossView]) -> dict[str, Stat]:
-    """What corrections and loss measure of each microbatch, asked once more."""
+    """Return the metrics of corrections and loss on each microbatch, merged."""
     parts = list[dict[str, Stat]]()
     for view in (view.sanitize() for view in views):
         with torch.no_grad():
@@ -180,7 +180,7 @@ def microbatch_figures(algorithm: Algorithm, views: Sequence[LossView]) -> dict[
 
 
 def callback_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[str, Stat]:
-    """What callbacks measure of a finished rollout, asked once more on copies. A collective."""
+    """Return the metrics of copied callbacks on a finished rollout. A collective."""
     corrections = Corrections([copy.copy(callback) for callback in callbacks])
     excluded = {
         f"{callback.name}/excluded": population(callback.exclude(rollout)[rollout.real])
@@ -190,7 +190,7 @@ def callback_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[
 
 
 def is_figure(figure: float, stat: Stat, scale: float = 0.0) -> bool:
-    """Whether a figure is that of a statistic, up to rounding of the largest number in it, or of ``scale``."""
+    """Return True if a number is the value of a statistic up to rounding of its largest number or ``scale``."""
     count, mean, squares, maximum = stat.moments.tolist()
     truth = stat.value()
     if math.isnan(truth):
@@ -201,6 +201,6 @@ def is_figure(figure: float, stat: Stat, scale: float = 0.0) -> bool:
 
 
 def figure_of(moments: Sequence[Tensor], reduction: StatReduction) -> tuple[float, float]:
-    """Population and figure of what was handed to the log in several parts."""
+    """Return population and value of a metric that was logged in several parts."""
     joint = merge({"": Stat(part.cpu(), reduction)} for part in moments)[""]
     return float(joint.moments[0]), reduce_moments(joint.moments.tolist(), reduction)

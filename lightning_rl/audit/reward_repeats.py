@@ -97,7 +97,7 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
             everything = _call(call.name, copy_apart(call.function), call.rows)[0] if moved else call.values
             remembers = _remembers(call, call.rows.select(few[:MAX_PAIRS]), fresh or call.function)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
-        return RewardReply(call.name, f"reward {call.name} could not be asked again: {type(error).__name__}: {error}")
+        return RewardReply(call.name, f"reward {call.name} could not be called again: {type(error).__name__}: {error}")
     known = [samples[row] for row in moved or few] if len(samples) == number else []
     repeats = all(same_value(everything[row], call.values[row]) for row in values)
     return RewardReply(call.name, "", moved, known, repeats, sorted(edited), remembers)
@@ -114,7 +114,7 @@ def _reason_to_skip(call: RewardCall) -> str:
     function: Any = call.function
     coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     cases = {
-        "its function is not at hand": function is None,
+        "its function is unavailable": function is None,
         f"reward {call.name} runs in processes": isinstance(function, SubprocessReward),
         f"reward {call.name} is a coroutine": coroutine,
         f"a call of reward {call.name} takes more than {MAX_SECONDS} s": call.seconds > MAX_SECONDS,
@@ -125,7 +125,7 @@ def _reason_to_skip(call: RewardCall) -> str:
         reason = f"reward {call.name} holds state that cannot be copied"
     if not reason and time.perf_counter() - begin > MAX_SECONDS:
         reason = f"a copy of reward {call.name} takes more than {MAX_SECONDS} s"
-    return f"{reason}: lightning_rl.testing.check_reward asks it" if reason else ""
+    return f"{reason}: test it with lightning_rl.testing.check_reward" if reason else ""
 
 
 def _remembers(call: RewardCall, rows: Rows, function: Any) -> bool | None:

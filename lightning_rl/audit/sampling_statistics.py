@@ -1,7 +1,6 @@
-"""Draws: a few samples as the engine returned them, under the policy's own forward, and what is kept of earlier ones.
+"""A few sampled completions scored by the policy's own forward, and summaries of earlier rollouts.
 
-They are chosen by their identity alone, before any filter and whatever they say: a choice that looks at lengths or
-rewards would make likely tokens likelier.
+They are chosen by id only, before any filter, since a choice by length or reward would bias the likelihood.
 """
 
 import math
@@ -18,29 +17,29 @@ from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, FinishReason
 
 Pair = tuple[Request, Completion]
-MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 24, 48  # that are scored; tokens of each of them
-BUDGET, ALL_BUDGET = 192, 2048  # sampled tokens and all tokens, beyond which there are no more draws
-SMALL_BUDGET = 64  # sampled tokens at audits at which not every check looks
-MAX_PROMPTS = 6  # of others
-CUT = 2.0  # nats above the entropy at which a surprise is cut, so that it is bounded
+MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 24, 48  # number of draws; scored tokens per draw
+BUDGET, ALL_BUDGET = 192, 2048  # maximum number of sampled tokens and of all tokens
+SMALL_BUDGET = 64  # sampled tokens in audits that do not run every check
+MAX_PROMPTS = 6  # other prompts to try
+CUT = 2.0  # nats above the entropy at which the surprise is cut
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
 GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
-LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # that an engine may ask of every sample
+LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # possible values of min_tokens
 
 
 class Draw(NamedTuple):
     """The first tokens of one sample under the weights that drew it.
 
     Attributes:
-        sample: identity of its request.
-        gap: mean distance of the engine's log-probabilities from the policy's, in nats; None without the engine's.
-        surprise: minus the log-probability of each token, cut at a bound, minus its expectation, [N] float64.
-        variance: of that surprise, by the whole distribution, [N].
-        reach: how far below and above 0 the surprise can be, [2, N].
-        greedy: logarithm of how much likelier the sample is for an engine that draws a part of them greedily.
-        unended: the same for engines that end none before each of :data:`LEAST_TOKENS`.
-        others: for samples of other prompts, the same distance under their prompts, or without the engine's
-            log-probabilities how many nats likelier the tokens are under them.
+        sample: Id of the sample.
+        gap: Mean distance of the engine's log-probabilities from the policy's, in nats; None without the engine's.
+        surprise: Negative log-probability of each token, cut at a bound, minus its expectation, [N] float64.
+        variance: Variance of the surprise under the distribution, [N].
+        reach: Largest distances of the surprise below and above 0, [2, N].
+        greedy: Log-likelihood ratio of an engine that draws some samples greedily.
+        unended: Log-likelihood ratios of engines that end no sample before each of :data:`LEAST_TOKENS`.
+        others: For samples of other prompts, the distance under their prompts, or without the engine's
+            log-probabilities the gain in log-likelihood under them.
     """
 
     sample: int
@@ -54,15 +53,15 @@ class Draw(NamedTuple):
 
 
 class Earlier(NamedTuple):
-    """What is kept of an earlier rollout.
+    """Summary of an earlier rollout.
 
     Attributes:
-        number: of it.
-        samples: identities of what was drawn.
-        responses: the tokens of as many samples.
-        moments: of its draws.
-        likelier: the logarithms of :func:`likelihood_ratios` of its draws.
-        seeds: of as many samples as there are responses.
+        number: Number of the rollout.
+        samples: Ids of its samples.
+        responses: Sampled tokens of these samples.
+        moments: Result of :func:`moments_of` its draws.
+        likelier: Result of :func:`likelihood_ratios` of its draws.
+        seeds: Seeds of their requests.
     """
 
     number: int
@@ -74,7 +73,7 @@ class Earlier(NamedTuple):
 
 
 def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
-    """What was drawn to train on, in the order of the requests: no greedy baselines, nothing aborted or empty."""
+    """Return requests and completions to train on in order: no greedy, aborted or empty ones."""
     return [
         (request, completion)
         for batch in batches
@@ -84,7 +83,7 @@ def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
 
 
 def turns_of(batches: Sequence[Sequence[Pair]]) -> dict[int, list[Pair]]:
-    """What the engine was asked and drew for each sample, turn by turn."""
+    """Return requests and completions of each sample, turn by turn."""
     turns: dict[int, list[Pair]] = {}
     for batch in batches:
         for request, completion in batch:
@@ -93,12 +92,12 @@ def turns_of(batches: Sequence[Sequence[Pair]]) -> dict[int, list[Pair]]:
 
 
 def response_of(turns: Sequence[Pair]) -> tuple[int, ...]:
-    """What was drawn for a sample in all its turns."""
+    """Return the sampled tokens of all turns."""
     return tuple(token for _, completion in turns for token in completion.token_ids)
 
 
 def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw]) -> Earlier:
-    """What is kept of a rollout."""
+    """Return the summary of a rollout."""
     pairs = trained_pairs(batches)[:KEPT_ROWS]
     samples = turns_of([pairs])
     return Earlier(
@@ -112,7 +111,7 @@ def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[D
 
 
 def moments_of(draws: Sequence[Draw]) -> tuple[float, ...]:
-    """Number of tokens, sums of surprise and variance, and the largest reach below and above."""
+    """Return the number of tokens, sums of surprise and variance, and the largest reach below and above."""
     if not draws:
         return 0.0, 0.0, 0.0, 0.0, 0.0
     surprise, variance = torch.cat([draw.surprise for draw in draws]), torch.cat([draw.variance for draw in draws])
@@ -121,9 +120,7 @@ def moments_of(draws: Sequence[Draw]) -> tuple[float, ...]:
 
 
 def likelihood_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
-    """How much likelier all draws are for an engine that draws a part greedily, and for each least number of tokens:
-    logarithms.
-    """
+    """Return the log-likelihood ratios of partly greedy engines and of each minimum length, over all draws."""
     return tuple(sum(parts) for parts in zip(*((draw.greedy, *draw.unended) for draw in draws), strict=True)) or (
         0.0,
     ) * (1 + len(LEAST_TOKENS))
@@ -138,17 +135,17 @@ def score_draws(
     *,
     budget: int = BUDGET,
 ) -> list[Draw]:
-    """A few fresh samples by the policy's own forward; none where a rank has only a part of the weights.
+    """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded.
 
     Args:
-        module: the run.
-        batches: what the engine was asked and returned.
-        number: of the rollout, the version of fresh tokens.
-        tolerance: nats of a mean distance from which on other prompts are tried.
-        budget: sampled tokens, beyond which no further sample is scored.
+        module: Module of the run.
+        batches: Requests and completions.
+        number: Number of the rollout, the version of fresh tokens.
+        tolerance: Mean distance in nats above which other prompts are tried.
+        budget: Maximum number of sampled tokens.
     """
     fresh = [pair for pair in trained_pairs(batches) if _is_fresh(pair, number, module.run.sampling.filters)]
-    fresh.sort(key=lambda pair: pair[0].seed)  # by chance, and not by anything that was drawn
+    fresh.sort(key=lambda pair: pair[0].seed)  # random, independent of the completions
     few = fresh[: affordable_draws(fresh, budget)]
     if not few or not forwards_plainly(module):
         return []
@@ -159,7 +156,7 @@ def score_draws(
 
 
 def affordable_draws(pairs: Sequence[Pair], budget: int) -> int:
-    """How many of the first samples can be scored."""
+    """Return the number of leading samples within the budget."""
     sampled = all_tokens = 0
     for number, (request, completion) in enumerate(pairs[:MAX_DRAWS]):
         if number >= MIN_DRAWS and (sampled >= budget or all_tokens >= ALL_BUDGET):
@@ -169,14 +166,14 @@ def affordable_draws(pairs: Sequence[Pair], budget: int) -> int:
     return min(len(pairs), MAX_DRAWS)
 
 
-def _is_fresh(pair: Pair, number: int, filters: bool) -> bool:  # noqa: FBT001  one of the run's facts
+def _is_fresh(pair: Pair, number: int, filters: bool) -> bool:  # noqa: FBT001
     completion = pair[1]
     known = not filters or SAMPLING_MASK in completion.token_extras
     return known and set(completion.versions or (completion.version,)) == {number}
 
 
 def _scores(model: nn.Module, pairs: Sequence[Pair]) -> list[Tensor]:
-    """Scores of the vocabulary before the first tokens of each sample, at the temperature of its request."""
+    """Return the log-probabilities over the vocabulary at the first tokens of each sample, at its temperature."""
     device = next(model.parameters()).device
     ids = [
         torch.tensor([*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]], device=device)
@@ -215,10 +212,9 @@ def _draw(request: Request, completion: Completion, scores: Tensor, ends: Sequen
 
 
 def _greedy_ratio(own: Tensor, scores: Tensor, tolerance: float) -> float:
-    """How much likelier a sample is for an engine that draws :data:`GREEDY_SHARE` of them greedily: a logarithm.
+    """Return the log-likelihood ratio of an engine that draws :data:`GREEDY_SHARE` of the samples greedily.
 
-    Which one of several likeliest tokens such an engine takes is left to chance: they are those that rounding cannot
-    tell apart, as equal logits are, so that where all tokens are alike no sample is likelier for it.
+    Tokens within rounding of the largest logit count as equally likely choices of such an engine.
     """
     least = scores.amax(-1) - tolerance
     if (own < least).any():
@@ -229,7 +225,7 @@ def _greedy_ratio(own: Tensor, scores: Tensor, tolerance: float) -> float:
 
 
 def _unended_ratios(completion: Completion, scores: Tensor, ends: Sequence[int], tolerance: float) -> tuple[float, ...]:
-    """How much likelier a sample is for engines that end none before so many tokens: logarithms."""
+    """Return the log-likelihood ratios of engines that end no sample before each minimum length."""
     going_on = -torch.log1p(-scores[:, list(ends)].exp().sum(-1) * math.exp(-tolerance))
     ended = [place for place, token in enumerate(completion.token_ids[: len(scores)]) if token in ends]
     first = ended[0] if ended else len(scores)
@@ -247,7 +243,7 @@ def _gap(completion: Completion, own: Tensor) -> float | None:
 
 
 def _with_others(model: nn.Module, draw: Draw, pair: Pair, fresh: Sequence[Pair], tolerance: float) -> Draw:
-    """The same with what its tokens are under the prompts of other samples, where its own does not explain them."""
+    """Return the draw with the scores of its tokens under other prompts, if its own does not explain them."""
     if draw.gap is not None and draw.gap <= tolerance:
         return draw
     asked, completion = pair

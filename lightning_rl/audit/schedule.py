@@ -1,4 +1,4 @@
-"""Turns: at which audits of a run each check looks, so that audits stay cheap and a fault that lasts is found soon."""
+"""Schedule of checks over the audits of a run, so that audits stay cheap and persistent faults are found early."""
 
 from collections.abc import Sequence
 
@@ -12,21 +12,21 @@ REPEATED = (
     *("declared_ratio", "joint_ratio", "contributions_fit", "loss_fits", "knob_liveness", "metric_populations"),
     *("pure_contributions", "reward_conservation", "token_returns", "raw_kl", "token_gradients", "silent_environments"),
 )
-"""Checks that repeat a stage of the run on changed copies: what they judge is the same code in every rollout."""
+"""Checks that repeat a stage of the run on changed copies, so the same code in every rollout."""
 
 ROTATION = 3
 
 
 def is_full(number: int) -> bool:
-    """Whether every check looks at the audit of a number, counted from 1: at 1, 2, 4, 8, ..."""
+    """Return True if an audit, counted from 1, runs every check: at 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0
 
 
 def takes_turn(check: Check, number: int) -> bool:
-    """Whether a check looks at the audit of a number, counted from 1.
+    """Return True if a check runs at an audit, counted from 1.
 
-    Those that repeat stages look at the audits 1, 2, 4, 8, ... and in between at every third, in rotation; the others,
-    which look at what happened in this rollout alone, always.
+    Checks that repeat stages run at the audits 1, 2, 4, 8, ... and at every third one in rotation. Checks of what
+    happened in this rollout always run.
 
     Example:
         >>> from lightning_rl.audit.checks import CHECKS
@@ -37,5 +37,5 @@ def takes_turn(check: Check, number: int) -> bool:
 
 
 def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:
-    """The checks of the rollout, or of its steps, whose turn the audit of a number is."""
+    """Return the checks of the rollout, or of its steps, that run at an audit."""
     return [check for check in checks if check.of_step is of_step and takes_turn(check, number)]

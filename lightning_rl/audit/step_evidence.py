@@ -1,4 +1,4 @@
-"""StepResult: what the checks look at of one optimizer step, from its trace."""
+"""Evidence of one optimizer step, from its trace."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from lightning_rl.signal.reductions import Reduction
 
 
 class RecomputedStep(NamedTuple):
-    """An optimizer step once more, in one piece and from the finished rollout.
+    """An optimizer step recomputed in one piece from the finished rollout.
 
     Attributes:
-        gradient: with respect to the log-probabilities, [b, T].
-        further: with respect to ``entropy`` and ``current_values``, as far as something trains them.
-        parts: of the loss.
+        gradient: Gradient of the log-probabilities, [b, T].
+        further: Gradients of ``entropy`` and ``current_values``, if they are trained.
+        parts: Parts of the loss.
     """
 
     gradient: Tensor
@@ -33,34 +33,34 @@ class RecomputedStep(NamedTuple):
 
 @dataclass(kw_only=True)
 class StepEvidence:
-    """What was seen of one optimizer step.
+    """Evidence of one optimizer step.
 
     Attributes:
-        number: of the step in its rollout.
-        rows: that this rank trained on in this step, from the finished rollout.
-        outputs: what the policy said of them.
-        gradient: of the loss with respect to their log-probabilities, [b, T].
-        further: the same with respect to ``entropy`` and ``current_values``, as far as they were trained.
-        planned: identities of the rows that the plan has for this step.
-        passes: identities of the rows of every step so far that was seen, by number of the step.
+        number: Number of the step in its rollout.
+        rows: Rows of this rank in this step, from the finished rollout.
+        outputs: Outputs of the policy on the rows.
+        gradient: Gradient of the loss with respect to the log-probabilities, [b, T].
+        further: Gradients with respect to ``entropy`` and ``current_values``, if they are trained.
+        planned: Sample ids that the plan contains for this step.
+        passes: Sample ids of every step so far, by number of the step.
         masks: ``valid_tokens``, ``trained`` and ``groups`` of the rows of each rank in this step.
-        rank: of these rows in ``masks``.
-        weights: of the rows' tokens by the run's reduction with its sums over ranks, [b, T]; None if unknown.
-        recomputed: the step once more in one piece; None if unknown.
-        norm: of the gradient that the optimizer got; None on several devices.
-        parameters: by name; none on several devices.
-        optimizer: name of its class; empty on several devices.
-        blamed: who changed, or could have changed, ``gradients``, ``weights``, ``optimizer``, ``metrics`` or the
-            ``backward``, ``plan`` from outside of the core, as culprits.
-        stepping: how the optimizer steps.
-        silent: names of parameters that no backward pass reached, though what the policy says depends on them.
-        frozen: names of parameters that were trained when the fit began, and now need no gradient.
-        scheduler_steps: how often the scheduler stepped; None without one.
-        logged: moments by metric, of the rollout, the step and its microbatches.
-        figures: what the metrics should be, of this rollout and step: moments and name of the reduction.
-        row: what reached the loggers and Lightning, by place and metric.
-        row_figures: what that should be; empty if nothing was logged, or if it spans what was not audited.
-        missing: metrics that were handed to the log and are not in the row.
+        rank: Rank of these rows in ``masks``.
+        weights: Weights of the tokens by the run's reduction with its sums over ranks, [b, T]; None if unknown.
+        recomputed: The step recomputed in one piece; None if unknown.
+        norm: Norm of the gradient that the optimizer got; None on several devices.
+        parameters: Traces by name; empty on several devices.
+        optimizer: Name of the optimizer's class; empty on several devices.
+        blamed: Culprits outside of the core that changed, or could have changed, ``gradients``, ``weights``,
+            ``optimizer``, ``metrics``, ``backward`` or ``plan``.
+        stepping: State of the optimizer.
+        silent: Names of parameters without a backward pass on which the policy's outputs depend.
+        frozen: Names of parameters that no longer require a gradient.
+        scheduler_steps: Number of scheduler steps; None without a scheduler.
+        logged: Moments by metric, of the rollout, the step and its microbatches.
+        figures: Expected metrics of this rollout and step: moments and name of the reduction.
+        row: Values in the loggers and in Lightning, by place and metric.
+        row_figures: Expected values; empty if nothing was logged, or if the row spans steps that were not audited.
+        missing: Metrics that were logged and are not in the row.
     """
 
     rows: Rollout
@@ -92,7 +92,7 @@ class StepEvidence:
     def of(
         trace: StepTrace, rollout: Rollout, reduction: Reduction, collectives: Collectives, rank: int
     ) -> "StepEvidence":
-        """That of a traced step on a finished rollout. A collective."""
+        """Return the evidence of a traced step on a finished rollout. A collective."""
         microbatches = [microbatch for microbatch in trace.microbatches if microbatch.view.real.any()]
         views = [microbatch.view for microbatch in microbatches]
         ids = torch.cat([view.sample_ids for view in views]) if views else rollout.sample_ids[:0]
@@ -130,7 +130,7 @@ class StepEvidence:
         )
 
     def weights_over_ranks(self, reduction: Reduction) -> Tensor:
-        """The weights of this rank's tokens, from a reduction of the rows of all ranks at once, shape [b, T]."""
+        """Return the weights of this rank's tokens by a reduction over the rows of all ranks, [b, T]."""
         width = max(valid.shape[1] for valid, _, _ in self.masks)
         valid = [pad(valid, (0, width - valid.shape[1])) for valid, _, _ in self.masks]
         trained, groups = (torch.cat([masks[place] for masks in self.masks]) for place in (1, 2))

@@ -1,4 +1,4 @@
-"""Subsample: the few groups and rows of a rollout on which stages are repeated; others at every audit."""
+"""Selection of the few groups and rows on which stages are repeated; it differs between audits."""
 
 import torch
 
@@ -8,7 +8,7 @@ MAX_GROUPS, MAX_ROWS = 4, 6
 
 
 def some_groups(rollout: Rollout, turn: int) -> Rollout:
-    """A few whole groups, with different rewards first; ``turn`` says which of them."""
+    """Return a few whole groups, those with different rewards first."""
     ids, index = torch.unique(rollout.groups, return_inverse=True)
     scores = torch.where(rollout.rewarded, rollout.rewards.double(), torch.nan)
     zeros = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
@@ -20,7 +20,7 @@ def some_groups(rollout: Rollout, turn: int) -> Rollout:
 
 
 def some_rows(groups: Rollout, turn: int) -> Rollout:
-    """A few rows that train, the longest and the shortest among them, cut to the longest."""
+    """Return a few trained rows, with the longest and the shortest, cut to the longest."""
     lengths, ids = groups.response_lengths.tolist(), groups.sample_ids.tolist()
     rows = (groups.trained & groups.valid_tokens.any(-1)).nonzero()[:, 0].tolist()
     rows.sort(key=lambda row: order_of(ids[row], turn))
@@ -31,7 +31,7 @@ def some_rows(groups: Rollout, turn: int) -> Rollout:
 
 
 def order_of(number: int, turn: int) -> int:
-    """A number that puts identities into an order that has nothing to do with what they say, another at each turn."""
+    """Return a sort key of an id that is independent of its content and differs between turns."""
     return (number * 0x9E3779B1 + turn * 0x85EBCA6B) % 2**32
 
 

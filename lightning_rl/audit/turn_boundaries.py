@@ -1,8 +1,8 @@
-"""Seams: what stands between two answers, and what a context begins with, beside what the chat template writes there.
+"""Tokens between two answers and at the beginning of contexts, compared with those of the chat template.
 
-The template is asked anew, in another way than conversations ask it: two conversations that differ in an answer alone
-end alike, and what follows the answer is in that end, from the first token on that closes an answer. So whatever goes
-wrong between messages and tokens shows, one token of blanks included.
+Two conversations that differ only in an answer are rendered. Their common end contains the tokens after the answer,
+from the token that closes it. This is independent of the rendering in the run, so it detects any difference between
+messages and tokens, such as a single space.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,21 +18,21 @@ from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import FinishReason
 
-MAX_SEAMS = 16  # of an audit
+MAX_SEAMS = 16  # per audit
 MAX_CONTEXTS = 8
-OTHER = "another answer, of other words!"  # in the place of the mark
+OTHER = "another answer, of other words!"  # replaces the mark
 
 
 class Seam(NamedTuple):
-    """What stands between two answers of a conversation, in token ids.
+    """Tokens between two answers of a conversation.
 
     Attributes:
-        sample: identity.
-        turn: of the first of the two.
-        drawn: the token that closed the answer; -1 if none did.
-        written: behind the answer.
-        template: what the template writes from the token on that closes an answer; nothing if it does not tell.
-        opens: whether that token opens the next message too, so that it follows another one that closed the answer.
+        sample: Id of the sample.
+        turn: Turn of the first answer.
+        drawn: Sampled token that closed the answer; -1 if there is none.
+        written: Token ids after the answer.
+        template: Token ids of the template from the closing token on; empty if unknown.
+        opens: True if that token opens the next message too, so it follows another one that closed the answer.
     """
 
     sample: int
@@ -44,13 +44,13 @@ class Seam(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the policy read before the first answer of a conversation, or after its context was rewritten, in token ids.
+    """Tokens that the policy read before the first answer, or after its context was rewritten.
 
     Attributes:
-        sample: identity.
-        turn: that it was read in.
-        read: by the policy.
-        template: what the template writes for the messages and the tools; nothing if it refuses them.
+        sample: Id of the sample.
+        turn: Turn that read the context.
+        read: Token ids that the policy read.
+        template: Token ids of the template for the messages and tools; empty if it raises.
     """
 
     sample: int
@@ -60,12 +60,12 @@ class Context(NamedTuple):
 
 
 def contexts_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Context]:
-    """With what some of a rollout's conversations in messages begin, and go on; others in every rollout.
+    """Return the contexts of a few conversations in messages, which differ between rollouts.
 
     Args:
-        module: the run.
-        talks: its conversations.
-        number: of the rollout.
+        module: Module of the run.
+        talks: Conversations of the rollout.
+        number: Number of the rollout.
     """
     found, bridge, conversations = list[Context](), _bridge_of(module), module.sampler.environments
     if bridge is None or conversations is None:
@@ -91,12 +91,12 @@ def _context_ids(bridge: Bridge, messages: Sequence[Message], schemas: Sequence[
 
 
 def seams_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Seam]:
-    """Some of the seams of a rollout's conversations in messages; of others in every rollout.
+    """Return the seams of a few conversations in messages, which differ between rollouts.
 
     Args:
-        module: the run.
-        talks: its conversations.
-        number: of the rollout.
+        module: Module of the run.
+        talks: Conversations of the rollout.
+        number: Number of the rollout.
     """
     found, bridge = list[Seam](), _bridge_of(module)
     if bridge is None:
@@ -110,11 +110,11 @@ def seams_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> l
 
 
 def early_ends(module: RLLightningModule, talks: Sequence[Talk]) -> list[int]:
-    """Samples whose conversation ended for want of room where an answer had room behind what the environment said.
+    """Return ids of samples that ended at a length limit although another answer would have fitted.
 
     Args:
-        module: the run.
-        talks: its conversations.
+        module: Module of the run.
+        talks: Conversations of the rollout.
     """
     conversations, bridge, found = module.sampler.environments, _bridge_of(module), list[int]()
     if conversations is None:
@@ -126,11 +126,11 @@ def early_ends(module: RLLightningModule, talks: Sequence[Talk]) -> list[int]:
             or talk.finish is not FinishReason.LENGTH
             or talk.turns[-1][1].finish is not FinishReason.STOP
         ):
-            continue  # the environment would have gone on
+            continue  # the environment would have continued
         request, completion = talk.turns[-1]
         left = whole - sum(len(drawn.token_ids) for _, drawn in talk.turns)
         if talk.is_rewritten:
-            left = 0  # how long the context would be that found no room is not known
+            left = 0  # the length of the context that did not fit is unknown
         if left > 0 and length is not None and len(found) < MAX_SEAMS:
             new = talk.messages[talk.places[-1] + 1 :] if talk.places else ()
             said = () if bridge is None else behind_an_answer(bridge, new)
@@ -140,7 +140,7 @@ def early_ends(module: RLLightningModule, talks: Sequence[Talk]) -> list[int]:
 
 
 def _bridge_of(module: RLLightningModule) -> Bridge | None:
-    """The template of a run's conversations; None if none of them can be in messages."""
+    """Return the chat template of the conversations; None if none of them uses messages."""
     conversations = module.sampler.environments
     if conversations is None or conversations.tokenizer is None:
         return None
@@ -155,7 +155,7 @@ def _seams_of_talk(talk: Talk, bridge: Bridge) -> Iterator[Seam]:
     ):
         end, drawn = len(request.prefix_ids) + len(completion.token_ids), completion.token_ids
         if any(message.get(REWRITTEN) for message in talk.messages[one + 1 : other]):
-            continue  # what is read from there on continues nothing
+            continue  # a rewritten context does not continue the previous tokens
         template = behind_an_answer(bridge, talk.messages[one + 1 : other])
         yield Seam(
             sample=talk.sample,
@@ -168,19 +168,18 @@ def _seams_of_talk(talk: Talk, bridge: Bridge) -> Iterator[Seam]:
 
 
 def behind_an_answer(bridge: Bridge, messages: Sequence[Message]) -> tuple[int, ...]:
-    """What the chat template writes from the token on that closes an answer, over messages that follow it; nothing if
-    it does not tell.
+    """Return the token ids of the template from the closing token of an answer on; empty if unknown.
 
     Args:
-        bridge: whose template it is.
-        messages: of users or tools.
+        bridge: Bridge with the template.
+        messages: Messages of users or tools after the answer.
     """
     if not messages:
         return ()
     for talk, new in dummies(messages):
         try:
             one, other = (_ids(bridge, _with(mark, [*talk, *new])) for mark in (MARK, OTHER))
-        except Exception:  # noqa: BLE001  a template may raise anything, and then takes another conversation
+        except Exception:  # noqa: BLE001  a template may raise anything; try another conversation
             continue
         if one != other:
             end = _common_end(one, other)
@@ -190,7 +189,7 @@ def behind_an_answer(bridge: Bridge, messages: Sequence[Message]) -> tuple[int, 
 
 
 def _with(words: str, value: Any, mark: str = MARK) -> Any:
-    """Nested values with other words in the place of the mark."""
+    """Return nested values with the mark replaced by other words."""
     if isinstance(value, str):
         return value.replace(mark, words)
     if isinstance(value, Mapping):
@@ -199,8 +198,9 @@ def _with(words: str, value: Any, mark: str = MARK) -> Any:
 
 
 def _ids(bridge: Bridge, messages: Sequence[Any], **options: Any) -> list[int]:
-    """A conversation as ids, in which no text of a message is a control token: where transformers cannot write one as
-    plain text, it is left out, since no row may hold it.
+    """Return the token ids of a conversation without control tokens in message texts.
+
+    Without support in transformers, control tokens are removed from the texts, since no row may contain them.
     """
     safe = {"sanitize_control_tokens": True} if SANITIZES else {}
     talk = list(messages)
@@ -219,7 +219,7 @@ def _ids(bridge: Bridge, messages: Sequence[Any], **options: Any) -> list[int]:
 
 
 def _common_end(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """The longest end of two lists that is the same."""
+    """Return the longest common end of two lists."""
     alike = 0
     while alike < min(len(one), len(other)) and one[-1 - alike] == other[-1 - alike]:
         alike += 1

@@ -1,4 +1,4 @@
-"""Hooks: what each hook of a callback or a module changes of gradients, weights, optimizer and metrics."""
+"""Changes of gradients, weights, optimizer and metrics by hooks of callbacks and of the module."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,17 +14,17 @@ from lightning_rl.corrections.overrides import STEP_HOOKS, is_own, name_of_callb
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.finding import Finding
 
-ENTRIES = 16  # of each tensor; a norm stands for the others
-OF_MODULE = STEP_HOOKS[1:]  # in the first one the core makes a rollout
+ENTRIES = 16  # of each tensor; a norm covers the others
+OF_MODULE = STEP_HOOKS[1:]  # the core generates the rollout in the first one
 BETWEEN_STEPS = tuple(
     name for name in dir(Callback) if name.startswith("on_") and name not in STEP_HOOKS and name != "on_exception"
 )
 LASTS = ("weights", "optimizer")
-"""What nobody changes from one optimizer step to the next."""
+"""Parts of the state that stay the same between optimizer steps."""
 RATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end")
 TUNED, FROZEN = "optimizer's numbers", "trained parameters"
 Snapshot = dict[str, Tensor]
-"""By what it is of, such as ``"weights"``, and for tensors by name behind a space: some numbers that tell a change."""
+"""Some numbers of each part, such as ``"weights"``, or ``"weights of <name>"`` for tensors."""
 
 
 def hooks_by_action(
@@ -33,7 +33,7 @@ def hooks_by_action(
     hooks: Sequence[str] = STEP_HOOKS,
     of_module: Sequence[str] = OF_MODULE,
 ) -> dict[str, str]:
-    """Every hook that somebody overrides: the culprit by the action of the Trainer's profiler."""
+    """Return the culprit of every overridden hook by action of the Trainer's profiler."""
     culprits = dict[str, str]()
     for callback in callbacks:
         for hook in hooks:
@@ -48,17 +48,17 @@ def hooks_by_action(
 
 
 class StateWatch:
-    """Compares the state of a run before and after each hook that is not the library's.
+    """Compares the state of a run before and after each hook of user code.
 
     Args:
-        module: the run.
-        callbacks: whose hooks are looked at.
+        module: Module of the run.
+        callbacks: Callbacks to watch.
 
     Attributes:
-        setting: the hooks that could set a learning rate: culprits by action.
-        between: the hooks that run between optimizer steps: culprits by action.
-        blamed: who changed gradients, weights, the optimizer, metrics or the plan in this rollout, by what it was.
-        idled: who set every learning rate to 0, in whichever rollout; empty for nobody.
+        setting: Culprits of hooks that could set a learning rate, by action.
+        between: Culprits of hooks that run between optimizer steps, by action.
+        blamed: Culprits that changed gradients, weights, the optimizer, metrics or the plan in this rollout.
+        idled: Culprit that set every learning rate to 0, in any rollout; empty if none did.
     """
 
     def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
@@ -78,57 +78,57 @@ class StateWatch:
         self.active = False
 
     def begin(self, *, active: bool) -> None:
-        """A rollout is next, which is looked at or not; its hooks may run before it is asked for."""
-        frozen = {what: culprit for what, culprit in self.blamed.items() if what == FROZEN}  # which lasts
+        """Begin a rollout, whose hooks may run before it is requested."""
+        frozen = {what: culprit for what, culprit in self.blamed.items() if what == FROZEN}  # freezing persists
         self.active, self._edits, self.blamed = active, [], frozen
 
     def before_rates(self) -> None:
-        """Code begins that could set a learning rate."""
+        """Record the learning rates before code that could set them."""
         self._rates = _rates(self._module)
 
     def after_rates(self, culprit: str) -> None:
-        """It is over."""
+        """Compare the learning rates after code that could set them."""
         rates = _rates(self._module)
         if rates != self._rates:
             self.idled = "" if any(rate > 0 for rate in rates) else culprit
 
     def enter(self) -> None:
-        """A hook begins."""
+        """Record the state before a hook."""
         self._before = dict(_snapshot(self._module)) if self.active else None
 
     def leave(self, culprit: str) -> None:
-        """A hook is over: what it changed is its own."""
+        """Compare the state after a hook, which is the culprit of changes."""
         if self._before is None:
             return
         places, self._before = _changes(self._before, dict(_snapshot(self._module))), None
         for what, name in places.items():
             self.blamed.setdefault("optimizer" if what == TUNED else what, culprit)
-            if what != TUNED:  # a schedule of one's own is nobody's fault
+            if what != TUNED:  # users may schedule learning rates
                 self._note(culprit, f"{what} as they were before it", "others", name, "leave it to the core")
 
     def keep_state(self) -> None:
-        """An optimizer step is over: what lasts stays as it is until the next one."""
-        if not self._module.parallel.sharded:  # or parts are gathered meanwhile
+        """Record weights and optimizer after a step, since they stay the same until the next one."""
+        if not self._module.parallel.sharded:  # gathering would change local parts
             self._kept, self._movers = self._lasting(), {}
 
     def forget_state(self) -> None:
-        """An optimizer step is next, which changes them."""
+        """Discard the record before an optimizer step, which changes them."""
         self._kept = None
 
     def note_mover(self, culprit: str) -> None:
-        """A hook between steps is over. What it changed may be put back by another, so it is remembered alone."""
+        """Record the changes of a hook between steps without a finding, since another hook may revert them."""
         if self._before is not None:
             changed = _changes(self._before, dict(_snapshot(self._module)))
             self._movers |= {what: culprit for what in changed if what in LASTS}
         self._before = None
 
     def compare_state(self, during: str) -> None:
-        """Compares with what was left by the last step, and takes what is found for the truth."""
-        if self._kept is None:  # no audited rollout is before or behind
+        """Compare with the state after the last step; a reported change becomes the new reference."""
+        if self._kept is None:  # no audited rollout before or after
             return
         before, self._kept = self._kept, self._lasting()
         for what, name in _changes(before, self._kept).items():
-            if what in self.blamed:  # by a hook of the step
+            if what in self.blamed:  # reported for a hook of the step
                 continue
             culprit = self._movers.get(what, during)
             self.blamed[what] = culprit
@@ -139,26 +139,26 @@ class StateWatch:
         return {key: value for key, value in _snapshot(self._module) if key.partition(" of ")[0] in LASTS}
 
     def _note(self, culprit: str, expected: str, observed: str, name: str, cure: str) -> None:
-        example = f", of {name} for one" if name else ""
-        meant = "or say that it is meant: SignalAudit(deliberate=...)"
+        example = f", such as {name}" if name else ""
+        declare = "or declare it: SignalAudit(deliberate=...)"
         self._edits.append(
             Finding(
                 check="quiet_hooks",
                 culprit=culprit,
                 expected=expected,
                 observed=f"{observed}{example}",
-                cure=f"{cure}, {meant}",
+                cure=f"{cure}, {declare}",
             )
         )
 
     def take(self) -> list[Finding]:
-        """Edits since the last time."""
+        """Return and clear the recorded edits."""
         edits, self._edits = self._edits, []
         return edits
 
 
 def _changes(before: Snapshot, after: Snapshot) -> dict[str, str]:
-    """What differs, and of which name first."""
+    """Return what differs, with the name of the first difference."""
     places = dict[str, str]()
     for key in {**before, **after}:
         if key not in before or key not in after or not bitwise_equal(before[key], after[key]):
@@ -172,7 +172,7 @@ def _rates(module: RLLightningModule) -> list[float]:
 
 
 def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
-    """What a hook could change, in a few numbers each."""
+    """Yield a few numbers of each part of the state that a hook could change."""
     parameters = dict(module.required_policy.named_parameters())
     gradients = {name: local(weight.grad) for name, weight in parameters.items() if weight.grad is not None}
     yield from _few("weights", {name: local(weight.detach()) for name, weight in parameters.items()})
@@ -207,7 +207,7 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return the part of a tensor on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -222,13 +222,13 @@ def _few(what: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
-    dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]  # float64 cannot become less
+    dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]  # float64 must not be narrowed
     norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    return torch.stack([norm.double().to(tensors[0].device) for norm in norms])  # steps are counted on the CPU
+    return torch.stack([norm.double().to(tensors[0].device) for norm in norms])  # step counts are on the CPU
 
 
 def gradient_hooks(policy: nn.Module) -> list[str]:
-    """Functions that somebody hung to the gradients of parameters, as culprits."""
+    """Return hooks on the gradients of parameters, as culprits."""
     return [
         f"the gradient hook {_label(hook)} of parameter {name}"
         for name, parameter in policy.named_parameters()
@@ -238,7 +238,7 @@ def gradient_hooks(policy: nn.Module) -> list[str]:
 
 
 def optimizer_hooks(optimizer: Any) -> list[str]:
-    """Functions that somebody hung into the optimizer's step, as culprits."""
+    """Return hooks on the optimizer's step, as culprits."""
     return [
         f"optimizer {type(optimizer).__name__}, its hook {_label(hook)}"
         for place in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -247,7 +247,7 @@ def optimizer_hooks(optimizer: Any) -> list[str]:
 
 
 def suspects(module: RLLightningModule, callbacks: Iterable[Callback]) -> dict[str, str]:
-    """Who could have changed what a step is made of, where nobody was seen: culprits by what it is."""
+    """Return code that could have changed parts of a step without being observed, by part, as culprits."""
     overriding, kind = hooks_by_action([one for one in callbacks if not is_own(one)], module), type(module)
     backward = [culprit for culprit in overriding.values() if culprit.endswith(".on_before_backward")]
     own = {

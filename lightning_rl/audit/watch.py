@@ -1,4 +1,4 @@
-"""Watch: whose hook edits the fields of a finished rollout, by whatever way they are written."""
+"""Detection of hooks that edit the fields of a finished rollout."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,18 +16,18 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.finding import Finding
 
-SOMEBODY = "a stage of the run, or whoever else writes to it"
+UNKNOWN = "a stage of the run, or other code that writes to it"
 
 
 class HookProfiler:
-    """The run's own profiler, and somebody who looks before and after some actions.
+    """Wraps the run's profiler to compare fields before and after some actions.
 
     Args:
-        profiler: of the run; everything is handed on to it.
-        culprits: of the actions that are looked at.
-        look: called before, and with the culprit after, unless the action raised.
-        state: looks at the same time, at what is not a field.
-        after_step: called once a training step is over.
+        profiler: Profiler of the run.
+        culprits: Culprits of the watched actions.
+        look: Function called before each action, and with the culprit after it, unless the action raised.
+        state: Watch of the state besides the fields.
+        after_step: Function called after each training step.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class HookProfiler:
         self.after_step = after_step
 
     def __getattr__(self, name: str) -> Any:
-        """What the run's own has."""
+        """Return attributes of the wrapped profiler."""
         return getattr(self.profiler, name)
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
-        """Within the run's own, looked at on either side."""
+        """Profile an action with comparisons before and after."""
         if action_name in self.culprits:
             self.look()
         if action_name in self.state.actions or action_name in self.state.between:
@@ -69,15 +69,15 @@ class HookProfiler:
 
 
 class FieldWatch:
-    """Compares the fields of a finished rollout before and after every hook of a callback that could edit them.
+    """Compares the fields of a finished rollout before and after every hook that could edit them.
 
-    Lightning runs each hook as an action of the Trainer's profiler, and the corrections tell of each contribution, so
-    nothing of a callback has to be touched.
+    Lightning runs each hook as an action of the Trainer's profiler, and the corrections report each contribution, so
+    callbacks are not modified.
 
     Args:
-        module: the run; the profiler of its Trainer is another until :meth:`release`.
-        callbacks: whose hooks are looked at.
-        after_step: called once a training step is over, whoever is next.
+        module: Module of the run; the profiler of its Trainer is replaced until :meth:`release`.
+        callbacks: Callbacks to watch.
+        after_step: Function called after each training step.
     """
 
     def __init__(
@@ -95,23 +95,23 @@ class FieldWatch:
         module.run.corrections.after_each = self._after_contribution
 
     def release(self) -> None:
-        """Puts everything back."""
+        """Restore the profiler and the corrections."""
         if self._trainer.profiler is self._profiler:
             self._trainer.profiler = self._profiler.profiler
         self._module.run.corrections.before_each = self._module.run.corrections.after_each = None
 
     def arm(self) -> None:
-        """Takes the next finished rollout as the truth, as soon as a callback observes it."""
+        """Watch the next finished rollout from the first callback that observes it."""
         self.end()
         self._armed, self.edited, self._edits = True, False, []
 
     def begin(self, rollout: Rollout) -> None:
-        """Takes the fields of a rollout as they are for the truth, if it has none."""
+        """Store the fields of a rollout as the reference, unless there is one."""
         if not self._raw:
             self._finished, self._raw = rollout, {name: tensor.clone() for name, tensor in rollout.tensors()}
 
     def end(self) -> None:
-        """Looks no more until it is armed again."""
+        """Stop watching until armed again."""
         self._armed, self._finished, self._raw = False, None, {}
 
     def _before_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
@@ -128,8 +128,8 @@ class FieldWatch:
         if rollout is self._finished:
             self.look(f"callback {callback.name}.{method}", rollout)
 
-    def look(self, culprit: str = SOMEBODY, rollout: Rollout | None = None) -> None:
-        """Compares, and notes what differs together with who did it; what was noted once becomes the truth."""
+    def look(self, culprit: str = UNKNOWN, rollout: Rollout | None = None) -> None:
+        """Record fields that differ, with the culprit; a reported change becomes the new reference."""
         current = self._module.run.current
         if rollout is None and current is not None:
             rollout = current.rollout
@@ -156,6 +156,6 @@ class FieldWatch:
         self.edited = self.edited or bool(self._edits)
 
     def take(self) -> list[Finding]:
-        """Edits since the last time."""
+        """Return and clear the recorded edits."""
         edits, self._edits = self._edits, []
         return [*edits, *self.state.take()]

@@ -1,4 +1,4 @@
-"""What audits write lies in a folder of the test."""
+"""Directory for files that audits write in tests."""
 
 from pathlib import Path
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def folder_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs without ``default_root_dir`` write here."""
+    """Change to a temporary directory, where runs without ``default_root_dir`` write."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The audit: silent on clean runs, right on faults, and no part of what it watches."""
+"""Audit: no findings on clean runs, findings on faults, and no changes of the run."""
 
 import re
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_it_looks_every_so_many_rollouts_at_the_checks_it_was_given(tmp_path: Pa
 
 
 class Methods(RLCallback):
-    """Looks whether anything of a run stands in the place of a method while it is audited."""
+    """Records methods of a run that are replaced during the audit."""
 
     name = "methods"
 
@@ -114,7 +114,7 @@ def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is
 
 
 class EditInObserve(RLCallback):
-    """Edits the finished rollout while it looks at it, past the version counters."""
+    """Edits the finished rollout in ``observe`` without a new tensor version."""
 
     name = "edit_in_observe"
 

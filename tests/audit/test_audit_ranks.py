@@ -1,4 +1,4 @@
-"""The audit on two ranks: silent on clean runs, and what one rank finds stops all of them."""
+"""Audit on two ranks: no findings on clean runs, and a finding on one rank stops all."""
 
 import sys
 import warnings
@@ -20,7 +20,7 @@ from lightning_rl.distributed import Collectives
 
 
 class DetachedOnOneRank(DetachedKL):
-    """Trains nothing on the second rank."""
+    """A loss term that is detached on the second rank."""
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
@@ -28,12 +28,12 @@ class DetachedOnOneRank(DetachedKL):
 
 
 def sum_of_this_rank(self: Collectives, values: Tensor) -> Tensor:
-    """A sum over all ranks that is one of this rank alone."""
+    """Return the sum of this rank instead of that over all ranks."""
     return values
 
 
 def audited(folder: Path, strategy: str, kind: str) -> None:
-    """A run of two rollouts, of which every rank writes down what the audit said."""
+    """Run two rollouts; every rank writes the findings of its audit to a file."""
     torch.set_num_threads(1)
     corrections: list[RLCallback] = [NoEOSMask(), OPSM(1e-3), RewardNormalization("group", "none")]
     if kind == "adaptive":

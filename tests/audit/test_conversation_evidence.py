@@ -1,4 +1,4 @@
-"""Talks: the limits of requests, and what rewards are told of conversations."""
+"""Conversations: limits of requests, and summaries of reward calls."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ FACTS = RunFacts(max_turns=3, max_turn_tokens=4, max_new_tokens=10, max_length=2
 
 
 def asked(*turns: tuple[int, int, int]) -> list[tuple[Request, Completion]]:
-    """Turns of a conversation: tokens of the prefix, tokens that may be drawn, tokens that were."""
+    """Return turns from the number of prefix tokens, the token limit and the number of sampled tokens."""
     return [
         (
             Request(
@@ -46,7 +46,7 @@ def limits(*turns: tuple[int, int, int], **facts: Any) -> list[str]:
 @pytest.mark.parametrize(
     "turns",
     [
-        [(3, 4, 4), (9, 4, 4), (15, 2, 2)],  # the turn, the turn, what is left of ten
+        [(3, 4, 4), (9, 4, 4), (15, 2, 2)],  # the turn, the turn, the rest of ten
         [(3, 4, 1), (18, 2, 2)],  # the context
         [(3, 4, 4)],
     ],
@@ -60,7 +60,7 @@ def test_a_turn_that_may_draw_what_is_left_is_silent(turns: Any) -> None:
     [
         ([(3, 10, 4)], "requests for what is left"),  # no limit of a turn
         ([(3, 4, 4), (9, 4, 4), (15, 4, 2)], "requests for what is left"),  # the whole budget again
-        ([(3, 4, 4), (12, 1, 1)], "requests for what is left"),  # the environment's words counted as the policy's
+        ([(3, 4, 4), (12, 1, 1)], "requests for what is left"),  # environment tokens counted as sampled ones
         ([(3, 4, 1), (18, 4, 2)], "requests for what is left"),  # beyond the context
         ([(3, 4, 1), (5, 4, 1), (7, 4, 1), (9, 4, 1)], "at most 3 turns"),
     ],
@@ -91,7 +91,7 @@ def told(*stories: Told) -> list[str]:
 def test_rewards_are_told_every_answer_and_judge_the_last_one() -> None:
     assert (
         told(Told(1, 2, 2, judges_last=True), Told(2, 2, 3, judges_last=True), Told(3, 2, -1, judges_last=True)) == []
-    )  # prompts may hold answers
+    )  # prompts may contain answers
     assert told(Told(1, 2, 1, judges_last=True)) == ["a message of the policy for each of its turns"]
     assert told(Told(1, 2, -1, judges_last=False)) == ["the token ids of the last answer as a completion"]
 
@@ -125,7 +125,7 @@ def test_calls_of_an_answer_that_was_cut_off_are_found(finish: str, calls: list[
 def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
     evidence = evidence_of()
     drawn = evidence.rollout.action_mask.clone()
-    drawn[0, 1] = False  # a word of the environment
+    drawn[0, 1] = False  # an environment token
     rollout = evidence.rollout.replace(action_mask=drawn, valid_tokens=drawn)
     stray = replace(evidence, rollout=rollout)
     assert [finding.culprit for finding in CHECKS["versions"](stray)] == ["stage draw"]
@@ -134,7 +134,7 @@ def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
 
 
 class OverTime(Estimator):
-    """Discounts by the place of a token, of the policy's or of all."""
+    """Discounts by the position among valid tokens or among all tokens."""
 
     def __init__(self, *, drawn: bool) -> None:
         self.drawn = drawn
@@ -147,7 +147,7 @@ class OverTime(Estimator):
 
 
 def with_words(evidence: Evidence, estimator: Estimator) -> Evidence:
-    """Responses whose third token is the environment's."""
+    """Return responses whose third token is an environment token."""
     rollout = evidence.rollout
     drawn = rollout.action_mask.clone()
     drawn[:, 2] = False
@@ -162,7 +162,7 @@ def test_words_of_an_environment_are_no_time_steps(drawn: bool, found: list[str]
     evidence = with_words(evidence_of(), OverTime(drawn=drawn))
     assert [finding.culprit for finding in CHECKS["silent_environments"](evidence)] == found
     whole = replace(evidence_of(), algorithm=evidence.algorithm)
-    assert CHECKS["silent_environments"](whole) == []  # nobody speaks
+    assert CHECKS["silent_environments"](whole) == []  # no environment tokens
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])

@@ -1,4 +1,4 @@
-"""Conversations in the audit: each invariant of theirs, where it holds and where something breaks it."""
+"""Invariants of conversations, on valid and on faulty evidence."""
 
 import warnings
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ TALK: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", TALK)
 def test_a_conversation_is_held_against_the_requests_of_its_turns(case: str) -> None:
-    """A row of prompt 2, drawn 5, the tool's 6 and drawn 7, with one thing wrong."""
+    """A row of prompt 2, sampled 5, environment token 6 and sampled 7, with one fault."""
     given = {"ids": [5, 6, 7], "actions": [True, False, True], "drawn": ((5,), (7,)), "prefix": (2, 5, 6), **TALK[case]}
     rollout = Rollout.of_samples(
         [[2]], [given["ids"]], groups=[0], actions=[given["actions"]], versions=given.get("versions")
@@ -92,7 +92,7 @@ def test_every_turn_has_the_seed_of_its_run_rollout_sample_and_number() -> None:
 
 
 class ByTurns(Estimator):
-    """The score of a row beside the mean of its group, in which a row counts once for each of its turns."""
+    """The score of a row minus the mean of its group, which counts a row once per turn."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -102,14 +102,14 @@ class ByTurns(Estimator):
 
 
 def with_turns(evidence: Evidence) -> Evidence:
-    """Every token of a row a turn of its own."""
+    """Return a rollout in which every token is a turn."""
     rows = evidence.rollout
     turns = torch.where(rows.action_mask, torch.arange(1, rows.width + 1), 0)
     rows = rows.replace(token_extras={TURNS: turns, TURN_REWARDS: torch.zeros(turns.shape)})
     return replace(evidence, rollout=rows, groups=rows, rows=rows)
 
 
-@pytest.mark.parametrize(("estimator", "observed"), [("grpo", []), (ByTurns(), ["others where turns are joined"])])
+@pytest.mark.parametrize(("estimator", "observed"), [("grpo", []), (ByTurns(), ["others with joined turns"])])
 def test_statistics_count_a_sample_once_whatever_its_turns(estimator: Any, observed: list[str]) -> None:
     evidence = with_turns(evidence_of())
     evidence = replace(evidence, algorithm=evidence.algorithm.replace(advantages=resolve_advantages(estimator)))
@@ -117,11 +117,11 @@ def test_statistics_count_a_sample_once_whatever_its_turns(estimator: Any, obser
 
 
 def test_statistics_that_count_the_rows_of_a_sample_are_found() -> None:
-    """The first sample has a second row: an estimator that takes both for samples shifts the mean of their group."""
+    """The first sample has a second row, which shifts the group mean of an estimator that counts rows."""
     evidence = with_turns(evidence_of())
     rows = evidence.rollout.replace(sample_ids=torch.tensor([0, 0, 2, 3, 4, 5, 6, 7, 8]))
     (found,) = CHECKS["sample_weights"](replace(evidence, rollout=rows, groups=rows, rows=rows))
-    assert found.observed == "others where a sample has one row" and found.culprit == "estimator GRPO"
+    assert found.observed == "others with one row per sample" and found.culprit == "estimator GRPO"
 
 
 TOKENIZER = tokenizer_of("qwen2.5")
@@ -130,7 +130,7 @@ CALL = Action(text="", tool_calls=[ToolCall(name="look", arguments={})])
 
 
 class Says(Environment):
-    """Answers twice with a text."""
+    """An environment that replies twice with a text."""
 
     def __init__(self, text: str) -> None:
         self.text, self.turn = text, 0
@@ -142,12 +142,12 @@ class Says(Environment):
 
 
 def see_text(_: Any) -> Any:
-    """The parser of answers that were cut off, which reads a call in them too."""
+    """Return a parser that also reads tool calls in truncated answers."""
     return look
 
 
 def look(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
-    """Reads a call in every answer."""
+    """Parse a tool call from every answer."""
     return CALL
 
 
@@ -177,7 +177,7 @@ def close_never(bridge: Bridge, drawn: Sequence[int], said: Sequence[Any]) -> tu
 
 
 def render_plainly(bridge: Bridge, drawn: Sequence[int], said: Sequence[Any]) -> tuple[int, ...]:
-    """What the template writes, in which control tokens in a text are control tokens."""
+    """Render a conversation with the template, with control tokens in its texts."""
     text = f"<|im_end|>\n<|im_start|>user\n{said[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     return tuple(ids[1:] if drawn[-1] in bridge.ends else ids)

@@ -1,4 +1,4 @@
-"""Copies share no state: repeating a loss, an estimator or a correction leaves no trace in the run."""
+"""Copies share no state: repeated losses, estimators and corrections do not change the run."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ CALLS = [0]
 
 
 def count_call() -> int:
-    """Counts in a global list how often it was called."""
+    """Count calls in a global list."""
     CALLS[0] += 1
     return CALLS[0]
 
@@ -71,7 +71,7 @@ def test_what_a_function_keeps_in_its_closure_and_in_globals_is_its_own() -> Non
 
 
 class Following(DrGRPO):
-    """Keeps more than the fields of a dataclass with slots."""
+    """A dataclass with slots and additional attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_what_cannot_be_copied_is_copied_one_level_deep() -> None:
 
 
 class Forgetful(RLCallback):
-    """Gives a bonus that falls with every call, from a table that it edits and from numbers that it draws."""
+    """A bonus that falls with every call, from an edited table and random numbers."""
 
     name = "forgetful"
 
@@ -107,7 +107,7 @@ class Forgetful(RLCallback):
 
 
 def drifting() -> Callable[[LossView], Tensor]:
-    """A loss that weighs less with every call."""
+    """Return a loss with a weight that falls with every call."""
     calls = [0]
 
     def loss(view: LossView) -> Tensor:
@@ -121,19 +121,19 @@ SEEN = list[int]()
 
 
 def noisy_judge(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-    """A judge of moods: it draws from the global generator and grows stricter from call to call."""
+    """Return random scores from the global generator that fall with every call."""
     SEEN.append(len(completion_ids))
     return [len(ids) % 3 + random.random() - 0.1 * len(SEEN) for ids in completion_ids]
 
 
 class SeededJudge:
-    """A judge with a generator of its own and a memory of every completion."""
+    """A judge with a seeded generator and a record of all completions."""
 
     def __init__(self) -> None:
         self.random, self.seen = random.Random(1), set[tuple[int, ...]]()
 
     def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-        """More for what is new, and a little noise."""
+        """Return higher scores for new completions, with noise."""
         del prompts, completions
         novel = [tuple(ids) not in self.seen for ids in completion_ids]
         self.seen |= {tuple(ids) for ids in completion_ids}
@@ -148,7 +148,7 @@ def test_rewards_losses_and_corrections_with_a_state_train_the_same_with_and_wit
             rewards={"noisy": noisy_judge, "seeded": SeededJudge()}, loss=drifting(), minibatches_per_rollout=2
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the audit does find what they do
+            warnings.simplefilter("ignore")  # the audit finds their effects
             fit(module, callbacks=[Forgetful(), *audits], default_root_dir=tmp_path)
         weights.append({**weights_of(module), "calls": torch.tensor(SEEN)})
     assert weights[0].keys() == weights[1].keys()

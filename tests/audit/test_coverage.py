@@ -1,4 +1,4 @@
-"""The coverage of metrics: what is said of it is true of every name that a run logs."""
+"""Coverage of metrics holds for every name that a run logs."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ from lightning_rl.callbacks import (
 
 
 class Rows(Logger):
-    """Keeps every row."""
+    """A logger that stores every row."""
 
     name, version = "rows", 0  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
@@ -119,7 +119,7 @@ def test_rows_over_rollouts_that_were_not_looked_at_are_skipped_aloud() -> None:
     audit = SignalAudit(2, "raise", checks=["logged_metrics"])
     fit(tiny_module(), callbacks=[audit], logger=Rows(), log_every_n_steps=4)
     assert audit.skipped == {
-        "logged_metrics": "no row was logged with this step, or it spans ranks or steps that were not looked at"
+        "logged_metrics": "no row was logged with this step, or it spans ranks or steps that were not audited"
     }
 
 

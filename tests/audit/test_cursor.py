@@ -1,4 +1,4 @@
-"""A source that has stopped is told from rows that are drawn by lot, by a likelihood ratio."""
+"""A likelihood ratio separates a stopped source from random draws."""
 
 import math
 import random
@@ -16,7 +16,7 @@ def rows(number: int, copies: int = 1) -> Counter[tuple[int, ...]]:
 
 
 def test_a_rollout_that_comes_again_counts_row_by_row() -> None:
-    """Each of four rows of sixteen is 0.9 * 16 times as likely; two sources are compared, each with half the weight."""
+    """Each of four rows of sixteen is 0.9 * 16 times as likely; two sources are compared, with half the weight each."""
     watch = CursorWatch(rows(16), 16, 4)
     assert watch.draw({place: (place,) for place in range(4)}) == set() and watch.nats == 0
     assert watch.draw({4 + place: (place,) for place in range(4)}) == {4, 5, 6, 7}
@@ -36,7 +36,7 @@ def test_few_rows_in_another_order_count_as_a_set() -> None:
 
 
 def test_what_returns_with_the_next_pass_still_counts() -> None:
-    """After a pass of four rows, the next one may have each of sixteen rows once more; these had theirs."""
+    """After a pass of four rows, the next one may contain each of sixteen rows again, but these are used up."""
     watch = CursorWatch(rows(16), 16, 4)
     for rollout in range(4):
         watch.draw({4 * rollout + place: (place,) for place in range(4)})

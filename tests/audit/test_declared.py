@@ -1,4 +1,4 @@
-"""What a correction says of itself so that what it means to do is no finding: rewards it scales, rows it chooses."""
+"""Declarations of corrections that prevent findings, such as scaled rewards and selected rows."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from lightning_rl.corrections import Corrections
 
 
 def evidence_with(callback: RLCallback, *, cut_off: bool = True) -> Evidence:
-    """Four groups of four, some of whose rows were cut off."""
+    """Return evidence of four groups of four with some truncated rows."""
     rollout = ragged_rollout(16, group_size=4).sanitize()
     if not cut_off:
         rollout = rollout.replace(finish=torch.zeros_like(rollout.finish))
@@ -47,7 +47,7 @@ def test_a_term_may_leave_out_every_row_if_it_says_so() -> None:
 
 
 def evidence_with_fields(correction: PositiveNLL) -> Evidence:
-    """Evidence whose rows have what the correction provides."""
+    """Return evidence whose rows have the fields that the correction provides."""
     evidence = evidence_with(correction)
     rollout = Corrections([correction]).provide(evidence.rollout)
     return replace(evidence, rollout=rollout, groups=rollout, rows=some_rows(rollout, 0))

@@ -1,4 +1,4 @@
-"""Moves: what environments say is told from what the policy drew by its turn, and shows when it trains."""
+"""Drift of environment tokens: separated from sampled tokens by turn, and found if they train."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning"
 
 
 def talks(*turns: Sequence[int], prompt: int = 1) -> Rollout:
-    """Rows by the turn of each of their tokens: 0 for the environment's, below 0 for a context that is rewritten."""
+    """Return rows by the turn of each token: 0 for environment tokens, below 0 for a rewritten context."""
     width = max(map(len, turns))
     rollout = Rollout.of_samples(
         [[2] * prompt for _ in turns],
@@ -45,7 +45,7 @@ def test_rows_in_which_an_environment_speaks_are_scored_whole() -> None:
     rows = _rows_of(rollout)
     assert (
         rows.sample_ids.tolist() == rollout.sample_ids[[1, 3]].tolist()
-    )  # the others hear nothing that continues them
+    )  # the others have no environment tokens that continue them
     assert rows.valid_tokens.sum(-1).tolist() == [3, 5]
     mixed = _rows_of(talks((1, 0, 2, -2, -2, 3)))
     assert mixed.valid_tokens[0].tolist() == [True, True, True, False, False, True]
@@ -64,13 +64,13 @@ def test_few_rows_are_scored_from_all_over_the_rollout(prompt: int, number: int)
 
 
 class Scores:
-    """The log-probabilities that a policy says, one after the other."""
+    """Log-probabilities of a policy in successive calls."""
 
     def __init__(self, *said: Tensor) -> None:
         self.said = list(said)
 
     def __call__(self, _: Any, rows: Rollout) -> Any:
-        """The next ones."""
+        """Return the next ones."""
         return SimpleNamespace(logprobs=self.said.pop(0)[:, : rows.width])
 
 
@@ -98,7 +98,7 @@ def test_the_last_rollouts_are_kept_and_those_without_an_environment_are_none(mo
         watch.before(talks((1, 0, 2)))
         watch.after(number)
     assert [move.number for move in watch.moves] == list(range(2, KEPT + 2))
-    watch.before(evidence_of().rollout)  # no score is left that it could ask for
+    watch.before(evidence_of().rollout)  # no further score is requested
     assert watch.after(KEPT + 2) == watch.moves
 
 
@@ -119,10 +119,10 @@ def evidence_from(*of_rollouts: Move) -> Evidence:
     [
         (0.24, 0.0, 1.0, False),
         (0.26, 0.0, 1.0, True),
-        (0.26, 0.1, 1.0, False),  # the policy's own tokens got likelier too
-        (0.26, -0.5, 1.0, True),  # what the policy unlearns excuses nothing
+        (0.26, 0.1, 1.0, False),  # sampled tokens got likelier too
+        (0.26, -0.5, 1.0, True),  # falling sampled tokens are no excuse
         (-3.0, 0.0, 1.0, False),
-        (0.1, 0.0, 0.001, False),  # a policy that is sure of all that it draws; words drift with the rest
+        (0.1, 0.0, 0.001, False),  # a near-certain policy; environment tokens drift too
         (0.2, 0.0, 0.001, True),
     ],
 )
@@ -134,14 +134,16 @@ def test_what_rises_by_a_nat_and_a_quarter_of_what_the_policy_moves_is_found(
     assert [finding.culprit.startswith("stage update") for finding in findings] == ([True] if found else [])
     assert check(evidence_from(*[move] * (LEAST_MOVES - 1))) == []
     skipped = check.judge(evidence_from(move)).skipped["environment_moves"]
-    assert skipped == "1 rollouts of 6 with words of environments were looked at"
-    assert check(replace(evidence_of(), environment_drift=[move] * LEAST_MOVES)) == [], "nobody speaks in this rollout"
+    assert skipped == "1 of 6 rollouts with environment tokens were audited"
+    assert check(replace(evidence_of(), environment_drift=[move] * LEAST_MOVES)) == [], (
+        "no environment tokens in this rollout"
+    )
 
 
 class RewardAlone(Estimator):
-    """The score of a row, which is never negative, without a baseline: whatever trains gets likelier.
+    """The score of a row, which is not negative, without a baseline, so all trained tokens get likelier.
 
-    With one, a leak pushes what an environment says up in the good rows of a group and as much down in the others.
+    With a baseline, leaked environment tokens rise in good rows of a group and fall as much in the others.
     """
 
     @override

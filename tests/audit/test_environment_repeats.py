@@ -1,4 +1,4 @@
-"""Replays: conversations that are held again say who mixes them up."""
+"""Replays of conversations find mixed-up samples."""
 
 import sys
 import threading
@@ -34,7 +34,7 @@ def environments(factory: Callable[[], Any], **options: Any) -> Environments:
 
 
 def draw(requests: Sequence[Request]) -> list[Completion]:
-    """Words by sample and turn."""
+    """Return token ids by sample and turn."""
     return [
         Completion(
             token_ids=(
@@ -50,7 +50,7 @@ def draw(requests: Sequence[Request]) -> list[Completion]:
 
 
 def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
-    """Conversations as a run has them, two about each prompt."""
+    """Return conversations of a run, two per prompt."""
     prompts = [
         Prompt(place, (3, 4), [{"role": "user", "content": f"say {place} ?"}], {"place": place})
         for place in (sample // 2 for sample in range(samples))
@@ -79,7 +79,7 @@ def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
 def replay(
     factory: Callable[[], Any], change: Callable[[list[Talk]], list[Talk]] = list, **options: Any
 ) -> Replay | str:
-    """Return the replay of conversations with an environment, or the reason for which there is none."""
+    """Return the replay of conversations with an environment, or the reason why there is none."""
     made = environments(factory, **options)
     said = replay_of(made, "environment", change(talks_with(made)))
     return said.reason or said
@@ -96,7 +96,7 @@ class Shared(Partner):
 
 
 class Remembering(Partner):
-    """Pays for words that nobody has said."""
+    """Rewards answers that are new over all conversations."""
 
     heard: ClassVar[set[str]] = set()
 
@@ -119,7 +119,7 @@ class Unseeded(Partner):
 
 
 class Scored(Partner):
-    """Says what a conversation is worth when a limit ends it."""
+    """Returns a final reward when a limit ends the conversation."""
 
     @override
     def reward(self) -> float | None:
@@ -127,26 +127,26 @@ class Scored(Partner):
 
 
 class Echo:
-    """Speaks in token ids."""
+    """An environment in token ids."""
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        """Begins with the row's prompt."""
+        """Return the row's prompt."""
         del row, seed
         self.turn = 0
         return ()
 
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-        """Repeats an answer, three times."""
+        """Repeat an answer, three times."""
         del finish
         self.turn += 1
         return TokenStep(token_ids=token_ids, reward=0.25, done=self.turn == 3)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class Writing(Partner):
-    """Keeps a log."""
+    """Writes a log file."""
 
     @override
     def step(self, answer: Action) -> StepResult:
@@ -155,7 +155,7 @@ class Writing(Partner):
 
 
 class Once(Partner):
-    """Is not to be talked to twice."""
+    """Is declared as not replayable."""
 
     replayable = False
 
@@ -232,7 +232,9 @@ def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeyp
     talks = talks_with(made)
     Path("log").write_text("of the run")
     reason = replay_of(made, "environment", talks).reason
-    assert "reach out of its process (open)" in reason and reason.endswith("check_environment holds it again")
+    assert "accesses something outside of its process (open)" in reason and reason.endswith(
+        "test it with lightning_rl.testing.check_environment"
+    )
     assert Path("log").read_text() == "of the run"
     Path("log").write_text("is open again")
     assert "is not replayable" in str(replay(Once))
@@ -245,7 +247,7 @@ def partner_beside(lock: object) -> Partner:
 
 
 class Exiting(Partner):
-    """Ends the program at an answer that the run has not seen."""
+    """Exits at an answer that is not from the run."""
 
     @override
     def step(self, answer: Action) -> StepResult:
@@ -253,7 +255,7 @@ class Exiting(Partner):
 
 
 def test_an_environment_that_ends_the_program_is_skipped_with_the_reason() -> None:
-    assert "could not be asked again: SystemExit: 3" in str(replay(Exiting))
+    assert "could not be repeated: SystemExit: 3" in str(replay(Exiting))
 
 
 def test_what_a_factory_keeps_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +274,7 @@ def judge(*replays: Replay) -> list[str]:
 def test_who_is_named() -> None:
     assert judge(Replay("Shop", samples=[1, 2])) == []
     assert judge(Replay("Shop", samples=[1, 2], moving="rewards")) == [
-        "environment Shop: other rewards when it is held again"
+        "environment Shop: other rewards when it is repeated"
     ]
     (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
     assert found.startswith("stage draw") and found.endswith("others in 2 of 2: messages, reward")

@@ -1,4 +1,6 @@
-"""Filters that refill: a legal one gives no alarm, and one that minds padding, places or other prompts is named."""
+"""Group filters that refill: valid ones give no finding; those that depend on padding, place or other prompts are
+found.
+"""
 
 import warnings
 from typing import Any
@@ -18,12 +20,12 @@ from lightning_rl.rewards import RewardCall
 
 
 def whole_groups(rollout: Rollout, rows: Tensor) -> Tensor:
-    """Rows of the groups of which every row is among some, [B]."""
+    """Return the rows of groups that are completely selected, [B]."""
     return ~torch.isin(rollout.groups, rollout.groups[~rows])
 
 
 class ByMean(RLCallback):
-    """A legal filter: prompts whose own answers are not too good."""
+    """A valid filter of prompts whose mean reward is not too high."""
 
     name, max_rounds = "by_mean", 4
 
@@ -34,7 +36,7 @@ class ByMean(RLCallback):
 
 
 class ByWidth(RLCallback):
-    """Prompts whose answers fill what they are padded to."""
+    """A filter of prompts whose answers fill the padded width."""
 
     name, max_rounds = "by_width", 4
 
@@ -45,7 +47,7 @@ class ByWidth(RLCallback):
 
 
 class ByPairs(RLCallback):
-    """Prompts with different rewards, if groups were pairs of neighbours."""
+    """A filter of prompts with different rewards that assumes groups of two neighbors."""
 
     name, max_rounds = "by_pairs", 4
 
@@ -56,7 +58,7 @@ class ByPairs(RLCallback):
 
 
 class ByOthers(RLCallback):
-    """Prompts that are as good as the average of all, without saying that it compares."""
+    """A filter of prompts at least as good as the average, without declaring the comparison."""
 
     name, max_rounds = "by_others", 4
 
@@ -87,7 +89,7 @@ def test_a_filter_that_minds_more_than_its_own_prompt_is_named(callback: RLCallb
 
 
 def test_equal_answers_of_two_rounds_belong_to_the_round_of_their_call() -> None:
-    """Two rounds of two samples and a greedy answer each, which all say the same."""
+    """Two rounds of two samples and a greedy answer each, with equal tokens."""
 
     def batch(first: int) -> list[tuple[Request, Completion]]:
         sampling = SamplingParams(eos_token_ids=())

@@ -1,4 +1,4 @@
-"""The ledger: what was sampled is what was used plus what each stage took, however the work is cut."""
+"""Ledger: the sampled data equals the used data plus that of each stage, for every partition."""
 
 import logging
 from functools import partial
@@ -39,7 +39,7 @@ UNITS = ("sequences", "tokens", "weight")
 
 
 def kept(seen: Rollout, odds: int) -> Tensor:
-    """A decision about rows that depends on nothing but the sample."""
+    """Return a decision about rows that depends only on the sample id."""
     return (seen.sample_ids * 7919 + odds) % 5 != 0
 
 
@@ -49,7 +49,7 @@ def kept_tokens(seen: Rollout, odds: int) -> Tensor:
 
 
 def everyone(odds: int = 0) -> list[RLCallback]:
-    """A callback for each way of taking something, two of some."""
+    """Return a callback for each stage, two for some."""
     return [
         callback_of("filter", keep_groups=lambda seen: (seen.groups + odds) % 4 != 3),
         callback_of("out", exclude=lambda seen: ~kept(seen, odds)),
@@ -64,7 +64,7 @@ def everyone(odds: int = 0) -> list[RLCallback]:
 
 
 def sampled_rollout(seed: int = 0, rows: int = 24) -> Rollout:
-    """Scored samples as a round of the draw gives them, a few of them aborted or without a reward."""
+    """Return scored samples of a round, some of them aborted or without a reward."""
     whole = ragged_rollout(rows, seed=seed).replace(advantages=None, returns=None)
     place = torch.arange(rows)
     finish = torch.where(place % 11 == 5, FinishReason.ABORT, whole.finish.long()).to(torch.uint8)
@@ -73,7 +73,7 @@ def sampled_rollout(seed: int = 0, rows: int = 24) -> Rollout:
 
 
 def finished_rollout(sampled: Rollout, callbacks: list[RLCallback]) -> Rollout:
-    """The stages from the draw to the signal."""
+    """Run the stages from sampling to the signal."""
     corrections = Corrections(callbacks)
     own = sampled.replace(rewarded=sampled.rewarded & corrections.reward_mask(sampled))
     own = own.select(corrections.keep_groups(own))
@@ -83,14 +83,14 @@ def finished_rollout(sampled: Rollout, callbacks: list[RLCallback]) -> Rollout:
 def figures(
     sampled: list[Rollout], callbacks: list[RLCallback], *, cuts: int = 1, passes: int = 1, drift: float = 0.4
 ) -> dict[str, float]:
-    """What the ledger logs if each rank draws a rollout and trains on it in ``cuts`` microbatches."""
+    """Return the metrics of the ledger if each rank samples a rollout and trains in ``cuts`` microbatches."""
     ranks = ThreadedRanks(len(sampled))
 
     def logged(part: Rollout) -> list[dict[str, Any]]:
         ledger, module = SignalLedger(), tiny_module()
         module.run.corrections = Corrections([*callbacks, ledger])
         ledger.collectives = ranks
-        ledger.on_fit_start(cast(Trainer, None), module)  # it asks nothing of a Trainer
+        ledger.on_fit_start(cast(Trainer, None), module)  # it does not use the Trainer
         ledger.observe_rewards(part, [])
         rollout = finished_rollout(part, callbacks)
         ledger.observe(rollout)
@@ -131,7 +131,7 @@ def test_each_row_and_token_is_charged_to_the_first_that_takes_it() -> None:
     )
     callbacks = [
         callback_of("filter", keep_groups=lambda seen: seen.groups != 0),  # rows 0 and 1
-        NoEOSMask(),  # row 7, which leaves row 6 alone in its group
+        NoEOSMask(),  # row 7, so row 6 is the only one of its group
         callback_of("first_row", sequence_mask=lambda view: view.sample_ids != 108),
         callback_of("first_token", token_mask=lambda view: torch.tensor([False, True]).expand_as(view.valid_tokens)),
         callback_of("weight", token_weight=lambda view: torch.full_like(view.old_logprobs, 0.75)),

@@ -1,4 +1,4 @@
-"""What is legal gives no alarm, or can be declared in one line."""
+"""Valid configurations give no finding, or are declared in one line."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ def alarms(*callbacks: RLCallback, deliberate: Sequence[str] = (), rollouts: int
 
 
 def batch_whitening(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Standardised over the whole batch, on purpose."""
+    """Whiten over the whole batch, on purpose."""
     kept = scores[rewarded]
     return torch.where(rewarded, (scores - kept.mean()) / (kept.std() + 1e-6), 0.0)
 
@@ -71,7 +71,7 @@ class Pull(RLCallback):
 
 
 class GrowsOnceObserved(Pull):
-    """The coefficient moves when a step is observed."""
+    """Adapts its coefficient when a step is observed."""
 
     @override
     def observe_step(self, trace: Any) -> None:
@@ -79,7 +79,7 @@ class GrowsOnceObserved(Pull):
 
 
 class GrowsInTheStep(Pull):
-    """The coefficient moves once the gradients are there."""
+    """Adapts its coefficient after the backward pass."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -87,7 +87,7 @@ class GrowsInTheStep(Pull):
 
 
 class GrowsBehindTheStep(Pull):
-    """The coefficient moves when the step is over."""
+    """Adapts its coefficient after the step."""
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -1,4 +1,4 @@
-"""Numbers that a correction keeps: those of another rank may make no other contribution."""
+"""Numbers of a correction on another rank must not change its contribution."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from lightning_rl.audit.copies import numbers_of
 
 
 class Adapted(RLCallback):
-    """A weight that adapts, beside a number that is only looked at."""
+    """A weight with an adaptive number, and another number that is only logged."""
 
     name = "adapted"
 

@@ -1,4 +1,4 @@
-"""Importance ratios: a weight carries the one that it declares, and no policy counts twice."""
+"""Importance ratios: a weight contains its declared ratio, and no policy counts twice."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ from lightning_rl.losses import (
 
 
 def step_of(loss: PolicyLoss, *callbacks: RLCallback) -> Evidence:
-    """Evidence of an update on rows with both signs of advantages."""
+    """Return evidence of an update on rows with advantages of both signs."""
     evidence = evidence_of(*callbacks)
     rows = evidence.rows
     signs = torch.where(rows.sample_ids % 2 == 0, 1.0, -1.0)[:, None]

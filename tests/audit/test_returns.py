@@ -1,4 +1,4 @@
-"""Returns and advantages of single tokens, against their definition."""
+"""Returns and advantages of tokens, against their definition."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from lightning_rl.signal.masked import whiten
 
 
 def trained_by(estimator: Estimator) -> Evidence:
-    """Evidence of a rollout whose signal an estimator has made, with values of a critic."""
+    """Return evidence of a rollout with the signal of an estimator and values of a critic."""
     evidence = evidence_of()
     rollout = evidence.rollout
     values = torch.where(
@@ -64,7 +64,7 @@ def test_the_definition_over_turns_by_hand() -> None:
 
 @dataclass(frozen=True)
 class Bootstrapped(GAE):
-    """Adds the last value once more behind the end."""
+    """Adds the last value after the end."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -88,7 +88,7 @@ class WhitenedByRow(GAE):
 
 @dataclass(frozen=True)
 class FirstTurnTwice(GAEOverTurns):
-    """Takes the tokens of the second turn for more of the first."""
+    """Counts the tokens of the second turn as those of the first."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -98,7 +98,7 @@ class FirstTurnTwice(GAEOverTurns):
 
 @dataclass(frozen=True)
 class Doubled(GAE):
-    """Twice the advantages."""
+    """Doubles the advantages."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:

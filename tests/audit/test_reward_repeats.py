@@ -1,4 +1,6 @@
-"""Reward functions asked again on copies: memory and order are found, noise is not, and nothing happens to them."""
+"""Repeated reward calls on copies: memory and dependence on order are found, noise is not, and the functions do not
+change.
+"""
 
 import multiprocessing
 import random
@@ -32,20 +34,20 @@ def lengths(ids: Any) -> list[float]:
 
 
 class Judge:
-    """A reward with a state."""
+    """A reward with state."""
 
     def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-        """What it says of each row."""
+        """Return the value of each row."""
         del completions
         return self.score(prompts, completion_ids)
 
     def score(self, prompts: Any, ids: Any) -> list[float]:
-        """Its values."""
+        """Return the values."""
         raise NotImplementedError
 
 
 class Late(Judge):
-    """The values of the call before."""
+    """Returns the values of the previous call."""
 
     def __init__(self) -> None:
         self.values = [0.0] * 6
@@ -57,7 +59,7 @@ class Late(Judge):
 
 
 class Scaled(Judge):
-    """Divided by the largest so far."""
+    """Divides by the largest value so far."""
 
     def __init__(self) -> None:
         self.largest = 1.0
@@ -70,7 +72,7 @@ class Scaled(Judge):
 
 
 class Centred(Scaled):
-    """Minus a mean that follows."""
+    """Subtracts a running mean."""
 
     @override
     def score(self, prompts: Any, ids: Any) -> list[float]:
@@ -80,7 +82,7 @@ class Centred(Scaled):
 
 
 class Remembered(Judge):
-    """The first value of a prompt for all of its completions."""
+    """Returns the first value of a prompt for all its completions."""
 
     def __init__(self) -> None:
         self.memo: dict[str, float] = {}
@@ -91,7 +93,7 @@ class Remembered(Judge):
 
 
 class Cached(Remembered):
-    """The value of a completion, computed once."""
+    """Caches the value of a completion."""
 
     @override
     def score(self, prompts: Any, ids: Any) -> list[float]:
@@ -99,7 +101,7 @@ class Cached(Remembered):
 
 
 class Moody(Judge):
-    """Noise of its own for each row, twice as much of it for long ones."""
+    """Adds noise to each row, twice as much for long ones."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
@@ -141,7 +143,7 @@ def marking(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) ->
 
 
 class ByLength(Remembered):
-    """The first value of a length for all answers of this length."""
+    """Returns the first value of a length for all answers of this length."""
 
     @override
     def score(self, prompts: Any, ids: Any) -> list[float]:
@@ -149,7 +151,7 @@ class ByLength(Remembered):
 
 
 class ByFirstToken(Remembered):
-    """The first value of an answer that begins like this one."""
+    """Returns the first value of answers with the same first token."""
 
     @override
     def score(self, prompts: Any, ids: Any) -> list[float]:
@@ -157,7 +159,7 @@ class ByFirstToken(Remembered):
 
 
 class Novelty(Cached):
-    """Rewards what was never seen, and says that it remembers."""
+    """Rewards new completions, and declares that it remembers."""
 
     remembers = True
 
@@ -169,13 +171,13 @@ class Novelty(Cached):
 
 
 def call_of(function: Any, prompts: Sequence[Any] = NAMES, **changes: Any) -> RewardCall:
-    """A call as a run makes it."""
+    """Return a call as in a run."""
     values = function(list(prompts), [""] * 6, completion_ids=IDS)
     return RewardCall("judge", IDS, values, 0.0, list(prompts), [""] * 6, {}, function)._replace(**changes)
 
 
 def checks_that_fail(*replies: RewardReply) -> list[str]:
-    """Names of the checks of replies with a finding."""
+    """Return the names of the checks with a finding."""
     evidence = replace(evidence_of(), replies=replies)
     return [name for name in ("reward_order", "reward_memory", "reward_inputs") if CHECKS[name](evidence)]
 
@@ -211,7 +213,7 @@ def test_memory_and_order_are_told_from_noise_and_curricula(function: Any, faili
 
 @pytest.mark.parametrize("longest", [range(16), [5]], ids=["all", "one"])
 def test_a_reward_beside_the_longest_of_its_call_is_found_whichever_rows_are_asked(longest: Any) -> None:
-    """Half of the rows are asked about together, and the longest ones may be among them."""
+    """Half of the rows are scored together, perhaps with the longest ones."""
     ids = [[2] * (8 if row in longest else 1 + row % 4) for row in range(15)] + [[3, 1]]
     values = beside_others(None, None, completion_ids=ids)
     call = RewardCall("judge", ids, values, 0.0, ["a"] * 16, [""] * 16, {}, beside_others)
@@ -241,7 +243,7 @@ def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: p
     locked, modelled, value = Cached(), Cached(), multiprocessing.Value("i")
     vars(locked)["lock"], vars(modelled)["model"] = threading.Lock(), torch.nn.Linear(1, 1)
     cases = {
-        "at hand": call._replace(function=None),
+        "unavailable": call._replace(function=None),
         "coroutine": call._replace(function=awaited),
         "runs in processes": call._replace(function=SubprocessReward(plain)),
         "a call of reward judge takes more than 0.1 s": call._replace(seconds=0.5),
@@ -249,7 +251,7 @@ def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: p
     asked = list(cases.items())
     state = "reward judge holds state that cannot be copied"
     asked += [(state, call._replace(function=each)) for each in (locked, modelled, lambda **_: [value.value] * 6)]
-    asked += [("it would reach out of its process (open)", call._replace(function=writing))]
+    asked += [("it accesses something outside of its process (open)", call._replace(function=writing))]
     for reason, other in asked:
         reply = ask_again(other, SAMPLES)
         assert reason in reply.reason and checks_that_fail(reply) == []

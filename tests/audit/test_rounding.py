@@ -1,4 +1,4 @@
-"""The tolerance of the checks: it follows from dtype and size, so that no scale of rewards gives a false alarm."""
+"""Tolerance of the checks follows from dtype and size, so no scale of rewards gives a finding."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ SIGNAL = ("reward_shift", "row_order", "group_isolation", "excluded_rows", "mask
 
 
 def evidence_of(rewards: Tensor, **options: Any) -> Evidence:
-    """Four groups of four with given rewards."""
+    """Return evidence of four groups of four with given rewards."""
     rollout = ragged_rollout(16, group_size=4).sanitize().replace(rewards=rewards, task_rewards={"task": rewards})
     algorithm = an_algorithm(**options)
     return Evidence(algorithm=algorithm, facts=RunFacts(), rollout=rollout, groups=rollout, rows=some_rows(rollout, 0))
@@ -52,7 +52,7 @@ def test_no_scale_of_rewards_gives_a_false_alarm(estimator: str) -> None:
 
 
 class MostOfTheMean(RowEstimator):
-    """Subtracts nine tenths of the mean, and says that it subtracts all."""
+    """Subtracts nine tenths of the mean, and declares that it subtracts all."""
 
     within_groups = shift_invariant = True
 

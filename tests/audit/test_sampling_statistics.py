@@ -1,4 +1,4 @@
-"""Samples as samples: what chance cannot explain is found, and what it can is not."""
+"""Statistical checks of samples report what chance cannot explain, and only that."""
 
 import math
 import random
@@ -40,7 +40,7 @@ SAMPLING = SamplingParams(eos_token_ids=())
 
 
 def pair(sample: int, tokens: Sequence[int], nats: float, *, prompt: int = 2, seed: int | None = None) -> Pair:
-    """A request with its completion, whose tokens are equally likely and have so many nats together."""
+    """Return a request and a completion with equally likely tokens of the given total in nats."""
     seed = 1000 + sample if seed is None else seed
     request = Request(prefix_ids=(prompt,), sample_id=sample, seed=seed, sampling=SAMPLING)
     logprobs = torch.full((len(tokens),), -nats / len(tokens))
@@ -60,7 +60,7 @@ def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, 
 
 
 def test_equal_seeds_are_found_in_a_group_in_a_rollout_and_over_rollouts() -> None:
-    """Seeds that are the place in the group give four rows of one prompt four seeds, and four prompts the same ones."""
+    """Seeds by place in the group are different within a prompt and equal across prompts."""
     found = ["stage draw, the seeds of the requests"]
     assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, seed=7) for row in range(2)))) == found
     places = [pair(row, [row], 1.0, prompt=row // 4, seed=row % 4) for row in range(16)]
@@ -69,11 +69,11 @@ def test_equal_seeds_are_found_in_a_group_in_a_rollout_and_over_rollouts() -> No
     earlier = Earlier(0, [], [], moments_of([]), seeds=[1000 + row for row in range(16)])
     assert culprits("seeds", fresh) == []
     assert culprits("seeds", replace(fresh, earlier=[earlier])) == found
-    assert culprits("seeds", replace(fresh, earlier=[earlier._replace(number=1)])) == []  # it was made again
+    assert culprits("seeds", replace(fresh, earlier=[earlier._replace(number=1)])) == []  # repeated
 
 
 def test_one_equal_seed_among_many_samples_is_chance() -> None:
-    """64 prompts of 64 samples have 129,024 pairs: one in 16,644 such rollouts has an equal pair, which is no proof."""
+    """64 prompts of 64 samples have 129,024 pairs: one in 16,644 such rollouts has an equal pair."""
     pairs = [
         pair(64 * g + row, [row], 1.0, prompt=g, seed=5 if g == row == 0 else 64 * g + row)
         for g in range(64)
@@ -97,13 +97,13 @@ def test_a_rollout_of_an_earlier_one_s_answers_is_found_whatever_the_prompts() -
     new = [pair(10 + row, tokens, 18.0, prompt=9) for row, tokens in enumerate([(5, 6, 7), (5, 8, 9)])]
     (finding,) = CHECKS["repeated_samples"](with_batch(*new, earlier=[earlier]))
     assert finding.culprit.startswith("engine") and "2 of 2 that repeat one of an earlier rollout" in finding.observed
-    short = [pair(10 + row, (5,), 0.1) for row in range(8)]  # an answer that everybody gives
+    short = [pair(10 + row, (5,), 0.1) for row in range(8)]  # a common answer
     earlier = earlier._replace(responses=[(5,)] * 4)
     assert culprits("repeated_samples", with_batch(*short, earlier=[earlier])) == []
 
 
 def surprises_of(probabilities: Tensor, assumed: Tensor, number: int, seed: int) -> list[Draw]:
-    """Draws of single tokens from one distribution, seen by another."""
+    """Return draws of single tokens from one distribution, scored by another."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.multinomial(probabilities, number, replacement=True, generator=generator)
     entropy = -(assumed * assumed.log()).sum()
@@ -126,7 +126,7 @@ def test_tokens_of_another_distribution_are_found_over_a_few_rollouts() -> None:
     ):
         evidence = replace(evidence_of(), draws=surprises_of(drawn_from, assumed, 800, seed=0))
         (finding,) = CHECKS["sample_likelihood"](evidence)
-        assert f" nats {word} than that" in finding.observed
+        assert f" nats {word}, over" in finding.observed
 
 
 def test_two_thousand_sound_rollouts_give_no_alarm() -> None:
@@ -152,10 +152,10 @@ def draw(gap: float | None, others: dict[int, float]) -> Draw:
     ("gap", "others", "found"),
     [
         (0.0, {}, False),
-        (1.5, {8: 1e-6, 9: 1.0}, True),  # what the engine said fits another prompt
-        (1.5, {8: 1.2}, False),  # it fits none: another fault, which weight_sync reports
+        (1.5, {8: 1e-6, 9: 1.0}, True),  # the engine's log-probabilities fit another prompt
+        (1.5, {8: 1.2}, False),  # they fit none, which weight_sync reports
         (None, {8: 30.0, 9: 2.0}, True),
-        (None, {8: 5.0}, False),  # one in e^5 sound samples
+        (None, {8: 5.0}, False),  # one in e^5 valid samples
     ],
 )
 def test_a_completion_of_another_request_is_found(gap: float | None, others: dict[int, float], found: bool) -> None:
@@ -187,7 +187,7 @@ def test_a_cursor_that_never_moves_is_found() -> None:
     [
         (None, False),
         (HeldOut(10, 0, 0, []), False),
-        (HeldOut(10, 1, 3, [4]), False),  # short prompts meet by accident
+        (HeldOut(10, 1, 3, [4]), False),  # short prompts may be equal by chance
         (HeldOut(10, 1, 40, [4]), True),
         (HeldOut(10, 10, 3, [4]), True),
         (HeldOut(10, 0, 0, [], shared=10), True),  # all of an evaluation, before any has trained
@@ -204,7 +204,7 @@ def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: b
     [
         (Repeats(0, 0, own_order=True, nats=0.0, samples=[]), []),
         (Repeats(0, 1, own_order=True, nats=0.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
-        (Repeats(0, 3, own_order=False, nats=5.0, samples=[4]), []),  # an order of one's own, which draws by lot
+        (Repeats(0, 3, own_order=False, nats=5.0, samples=[4]), []),  # a custom order with random draws
         (Repeats(0, 3, own_order=False, nats=30.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
         (Repeats(2, 0, own_order=True, nats=0.0, samples=[4]), ["stage draw, the prompts of each rank"]),
     ],
@@ -243,7 +243,7 @@ def test_rows_of_conversations_are_told_by_what_they_hold(environment: Any, kind
 
 @pytest.mark.parametrize(("place", "found"), [(3, ["the data, prompts of the validation set"]), (99, [])])
 def test_held_out_rows_of_conversations_are_told_by_what_they_hold(place: int, found: list[str]) -> None:
-    """All conversations begin alike and all prompts are equal; rows differ in a column, which the environment reads."""
+    """All conversations begin alike and all prompts are equal; rows differ in a column that the environment reads."""
     audit = SignalAudit(1, checks=["held_out_prompts"])
     rows = [{"prompt": [5, 6], "place": number} for number in range(16)]
     data = PromptDataModule(rows, 4, validation=[{"prompt": [5, 6], "place": place}])
@@ -254,7 +254,7 @@ def test_held_out_rows_of_conversations_are_told_by_what_they_hold(place: int, f
 
 
 class Stuck(PromptDataModule):
-    """Has the first prompts at every place."""
+    """Returns the first prompts at every place."""
 
     @override
     def at(self, places: Iterable[int]) -> list[Prompt]:
@@ -307,7 +307,7 @@ def rows_of(prompts: Sequence[Any]) -> Callable[[], Iterator[dict[str, Any]]]:
     ("name", "held_out", "said"),
     [
         ("other", [[2, 3], [3, 4], [4, 2], [3, 3]], []),
-        ("train", PAIRS, []),  # the training set itself is measured on purpose
+        ("train", PAIRS, []),  # the training set is the validation set on purpose
         ("leaked", PAIRS[3:9], ["held_out_prompts: the data, prompts of evaluation leaked"]),
         ("met", [PAIRS[3], [2, 2], [3, 3]], []),
     ],
@@ -339,7 +339,7 @@ class Unended(TransformersEngine):
 
 
 class PartlyGreedy(TransformersEngine):
-    """Draws every fourth sample greedily, and says of it what the policy says."""
+    """Draws every fourth sample greedily, with the log-probabilities of the policy."""
 
     @override
     def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
@@ -351,7 +351,7 @@ class PartlyGreedy(TransformersEngine):
 
 
 def leveled_policy() -> nn.Module:
-    """A model for which all tokens are equally likely, to the last bit."""
+    """Return a model with bitwise equal logits."""
     model = tiny_policy()
     nn.init.zeros_(model.lm_head.weight)
     return model
@@ -360,7 +360,7 @@ def leveled_policy() -> nn.Module:
 @pytest.mark.parametrize("size", [2, 4, 64])
 @pytest.mark.parametrize("noise", [0.0, 1e-7])
 def test_likeliest_tokens_that_are_equal_are_no_greedy_choice(size: int, noise: float) -> None:
-    """For a sound engine the likelihood ratio of a sample is 1 on average, also among equal logits (Ville 1939)."""
+    """For a correct engine the mean likelihood ratio is 1, also with equal logits (Ville 1939)."""
     scores = (noise * torch.linspace(-1, 1, size, dtype=torch.float64)).log_softmax(-1)[None]
     ratios = [_greedy_ratio(scores[:, token], scores, 1e-4) for token in range(size)]
     average = sum(math.exp(ratio + float(scores[0, token])) for token, ratio in enumerate(ratios))
@@ -380,8 +380,8 @@ def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
     ("engine", "said"),
     [
         (TransformersEngine, ""),
-        (Unended, "none that ends before"),
-        (PartlyGreedy, "too many of which every token is the likeliest"),
+        (Unended, "no sample that ends before"),
+        (PartlyGreedy, "too many samples in which every token is the likeliest"),
     ],
 )
 def test_six_rollouts_show_an_engine_that_ends_no_sample_early_or_draws_some_greedily(

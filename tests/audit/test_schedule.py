@@ -1,4 +1,4 @@
-"""Turns: no check waits long, and those that look at one rollout alone look at every one."""
+"""Schedule: no check waits long, and checks of one rollout run at every audit."""
 
 from lightning_rl.audit.checks import CHECKS
 from lightning_rl.audit.schedule import REPEATED, in_turn, takes_turn

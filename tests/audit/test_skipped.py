@@ -1,4 +1,4 @@
-"""What could not be checked is said and counted: it neither passes nor fails."""
+"""Skipped checks are logged and counted: they neither pass nor fail."""
 
 import logging
 from dataclasses import replace
@@ -19,7 +19,7 @@ from lightning_rl.policy import Outputs
 
 
 def evidence_of(**changes: Any) -> Evidence:
-    """A finished rollout of a run without an engine, a policy or a critic."""
+    """Return a finished rollout of a run without an engine, a policy or a critic."""
     rollout = ragged_rollout().sanitize().replace(**changes)
     return Evidence(
         algorithm=an_algorithm(), facts=RunFacts(), rollout=rollout, groups=rollout, rows=some_rows(rollout, 0)
@@ -45,7 +45,7 @@ def test_a_critic_on_rows_none_of_which_trains_is_skipped() -> None:
     assert nothing is not None and not len(nothing)
     evidence = replace(evidence, outputs=Outputs(nothing, nothing, nothing))
     verdict = CHECKS["on_policy_identity"].judge(evidence)
-    assert verdict == ([], {"on_policy_identity": "no row that was looked at trains"})
+    assert verdict == ([], {"on_policy_identity": "no checked row trains"})
 
 
 def test_skipped_checks_are_counted_logged_and_summed_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -55,7 +55,7 @@ def test_skipped_checks_are_counted_logged_and_summed_up(tmp_path: Path, caplog:
     assert audit.skipped == {"values_ignore_temperature": "there is no critic"}
     names, *rows = [line.split(",") for line in (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()]
     assert [row[names.index("signal_audit/skipped")] for row in rows] == ["1.0"] * 4
-    assert "values_ignore_temperature: skipped: there is no critic" in caplog.text
+    assert "values_ignore_temperature: there is no critic" in caplog.text
 
 
 def test_a_reference_without_weights_of_its_own_is_compared_all_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Contributions before the update: what they say follows the rows, whatever stands beside them."""
+"""Contributions before the update depend only on their rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -97,7 +97,7 @@ def test_what_follows_its_rows_passes(callback: RLCallback) -> None:
 
 
 def longest_first(rollout: Rollout) -> Tensor:
-    """1 for the first of the longest answers to each prompt: a tie is decided by the order, which is legal."""
+    """Return 1 for the first of the longest answers to each prompt; ties may depend on the order."""
     bonus = torch.zeros(len(rollout))
     for group in rollout.groups.unique():
         rows = (rollout.groups == group).nonzero()[:, 0]
@@ -113,7 +113,7 @@ def test_a_filter_that_splits_a_group_is_named() -> None:
 
 
 def test_a_reward_at_a_tie_is_no_finding() -> None:
-    """Rewards of 0.1 add up to other sums in other orders: the mean of a group is on either side of the bound."""
+    """Sums of 0.1 differ by order, so the mean of a group is on either side of the bound."""
     tenths = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.2, 0.1, 0.2, 0.3, 0.1])
     mean = callback_of(
         "mean", keep_groups=lambda rollout: group_mean(rollout) > float(torch.tensor([0.1, 0.2, 0.3]).mean())

@@ -301,7 +301,7 @@ def test_optimizers_with_a_known_rule_follow_it(optimizer: Any) -> None:
 def test_an_optimizer_without_a_known_rule_is_skipped() -> None:
     audit = SignalAudit(1, "raise", checks=["optimizer_rule"])
     fit(tiny_module(optimizer=partial(RMSprop, lr=1e-3)), callbacks=[audit], data=tiny_prompts(4, 4))
-    assert audit.skipped == {"optimizer_rule": "the rule of RMSprop with these options is not known here"}
+    assert audit.skipped == {"optimizer_rule": "the rule of RMSprop with these options is unknown"}
 
 
 def test_a_move_of_adamw_is_that_of_a_hand_computation() -> None:

@@ -1,4 +1,4 @@
-"""Figures of conversations, counted by hand and by the audit."""
+"""Metrics of conversations, counted by hand and by the audit."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ def talk(
     reward: float | None = None,
     name: str = "environment",
 ) -> Talk:
-    """A conversation from the lengths of prefix and answer of each turn; each answer but the last has two calls."""
+    """Return a conversation from prefix and answer lengths; each answer but the last has two calls."""
     sampling = SamplingParams(max_new_tokens=8, eos_token_ids=(9,))
     pairs = [
         (
@@ -41,7 +41,7 @@ def talk(
 
 
 def values(talks: list[Talk], **factories: Any) -> dict[str, tuple[float, float]]:
-    """Mean and population of each figure."""
+    """Return mean and population of each metric."""
     figures = talk_figures(talks, factories)
     return {name: (round(stat.value(), 6), float(stat.moments[0])) for name, stat in figures.items()}
 

@@ -1,4 +1,4 @@
-"""The gradient of the update's own forward comes from every token, by whatever way the run forwards."""
+"""Every token contributes to the gradient of the update's forward, for each kind of forward."""
 
 import warnings
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def test_a_gradient_from_every_token_gives_no_alarm(options: dict[str, Any], tmp
 
 @pytest.mark.parametrize("scores", [1.0, 100.0])
 def test_what_rounding_leaves_of_a_sure_token_is_no_finding(scores: float) -> None:
-    """Next to scores of the size 1 a gradient of 1e-4 is known to 2e-4, next to those of 100 to 2e-2."""
+    """The error of a gradient of 1e-4 is 2e-4 beside scores of size 1, and 2e-2 beside scores of 100."""
     plain, size = torch.tensor([1e-4, 0.0]), torch.tensor([scores, 0.0])
     near, far = (plain + torch.tensor([0.0, scores * part]) for part in (1.9e-4, 2.1e-4))
     fine = replace(evidence_of(), token_gradients=(near, plain, size))
@@ -92,7 +92,7 @@ def test_a_forward_that_loses_a_part_of_it_is_named(
 
 
 def test_hooks_of_the_parameters_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is called once for a microbatch, as without the audit: a hook may have a state."""
+    """Each is called once per microbatch, as without the audit, since a hook may have state."""
     numbers = list[int]()
     for callbacks in ([], [SignalAudit(1, checks=["token_gradients"])]):
         calls = list[int]()
@@ -113,4 +113,4 @@ def _policy_with_hooks(calls: list[int]) -> nn.Module:
 
 def test_rows_that_are_too_long_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_rl.audit.forwards.GRADIENT_TOKENS", 3)
-    assert "the rows that were looked at are long" in audit_of(tmp_path).skipped["token_gradients"]
+    assert "the checked rows are long" in audit_of(tmp_path).skipped["token_gradients"]

@@ -1,4 +1,4 @@
-"""Seams: what the template writes behind an answer is found in two ways, and every slip between two answers shows."""
+"""Tokens after an answer are computed in two ways, and every difference between two answers is found."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def test_both_ways_to_ask_a_template_agree_where_conversations_rely_on_it(name: 
     bridge = Bridge(tokenizer_of(name), close_of(name))
     needed = {"hostile": "user"}.get(kind, kind)
     if bridge.check(needed):
-        return  # refused at setup
+        return  # rejected at setup
     assert behind_an_answer(bridge, SAID[kind]) == bridge.tail(SAID[kind])
 
 
@@ -53,7 +53,7 @@ def test_an_answer_of_words_that_nobody_knows_is_told_from_another_one() -> None
 def test_control_tokens_that_cannot_be_plain_text_belong_into_no_row(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a bridge of theirs is another than the template's, with every version of transformers."""
+    """The tokens of such a bridge differ from the template's, with every version of transformers."""
     bridge = Bridge(tokenizer_of("qwen2.5"), close_of("qwen2.5"))
     monkeypatch.setattr(turn_boundaries, "SANITIZES", False)
     ids, controls = behind_an_answer(bridge, SAID[kind]), control_tokens(bridge.tokenizer)
@@ -72,7 +72,7 @@ def slips(*written: tuple[int, Sequence[int]], opens: bool = False) -> list[str]
 
 def test_what_the_template_writes_is_silent() -> None:
     assert slips((END, TEMPLATE[1:]), (-1, TEMPLATE), (8, TEMPLATE[1:])) == []
-    assert slips((END, TEMPLATE[1:]), (8, TEMPLATE), opens=True) == []  # the head of another speaker closed it
+    assert slips((END, TEMPLATE[1:]), (8, TEMPLATE), opens=True) == []  # closed by the header of another speaker
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_every_slip_shows(drawn: int, written: tuple[int, ...], slip: str) -> No
 def test_a_template_that_does_not_tell_is_skipped() -> None:
     evidence = replace(evidence_of(), seams=[Seam(5, 0, END, (1, 2), ())])
     assert CHECKS["written_replies"](evidence) == []
-    assert "does not tell" in CHECKS["written_replies"].judge(evidence).skipped["written_replies"]
+    assert "after an answer are unknown" in CHECKS["written_replies"].judge(evidence).skipped["written_replies"]
 
 
 def test_every_rollout_looks_at_other_conversations() -> None:

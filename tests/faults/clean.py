@@ -1,4 +1,4 @@
-"""Legal configurations, of which the audit must report nothing.
+"""Valid configurations, for which the audit must report nothing.
 
 ``python -m tests.faults.clean [--seeds N] [part of a name ...]`` lists alarms, and ends with
 ``configurations=N alarms=N``. The configurations were written without the checks in view.
@@ -88,7 +88,7 @@ RAGGED = {"max_new_tokens": 24, "eos_token_ids": [1, 5, 9]}
 
 @dataclass(frozen=True)
 class Configuration:
-    """A run in which nothing is wrong.
+    """A run without a fault.
 
     Attributes:
         name: Description.
@@ -109,11 +109,11 @@ class Configuration:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
 
-# Rewards of every size.
+# Rewards of any size.
 
 
 def fraction(scale: float, offset: float = 0.0) -> Callable[..., list[float]]:
-    """A reward of thirds and sevenths, times a scale."""
+    """Return thirds and sevenths, times a scale."""
 
     def fraction_of(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
         return [offset + scale * (sum(ids) % 7) / (3 + len(ids)) for ids in completion_ids]
@@ -122,46 +122,46 @@ def fraction(scale: float, offset: float = 0.0) -> Callable[..., list[float]]:
 
 
 def sparse(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float | None]:
-    """Often does not apply."""
+    """Return None for most rows."""
     return [None if len(ids) % 3 == 0 else len(ids) / 8 for ids in completion_ids]
 
 
 def constant(prompts: Any, completions: Any, **_: Any) -> list[float]:
-    """The same for everyone, so that there is nothing to learn."""
+    """Return equal rewards, so there is no signal."""
     return [0.1] * len(prompts)
 
 
 class Curriculum:
-    """Asks for more with every call: a reward with a state, which is meant."""
+    """A reward that gets stricter with every call, on purpose."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-        """Longer answers count, up to a length that grows."""
+        """Return the length up to a growing limit."""
         del prompts, completions
         self.calls += 1
         return [min(len(ids), 2 + self.calls) / 8 + len(ids) % 2 for ids in completion_ids]
 
 
 class NoisyJudge:
-    """A judge with a seeded mood of its own."""
+    """A judge with seeded noise."""
 
     def __init__(self) -> None:
         self.draw = torch.Generator().manual_seed(3)
 
     def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-        """The parity of the length, and a mood."""
+        """Return the parity of the length, with noise."""
         del prompts, completions
         mood = torch.randn(len(completion_ids), generator=self.draw) * 0.1
         return [len(ids) % 2 + float(noise) for ids, noise in zip(completion_ids, mood, strict=True)]
 
 
-# Parts of a user's own that are right.
+# Valid parts of a user.
 
 
 class KeptAverage(DrGRPO):
-    """Follows the mean score for a figure of its own."""
+    """Logs a running mean of the scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class KeptAverage(DrGRPO):
 
 
 class RoundedForValidation(Callback):
-    """Validates with weights in half precision, and trains on with those from before."""
+    """Validates with weights in half precision, and restores them."""
 
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -191,7 +191,7 @@ class RoundedForValidation(Callback):
 
 
 class WhitenedBatch(RowEstimator):
-    """Whitens the scores over the rewarded rows of the batch, on purpose and as it declares."""
+    """Whitens the scores over the rewarded rows of the batch, as declared."""
 
     within_groups = False
     shift_invariant = False
@@ -206,7 +206,7 @@ class WhitenedBatch(RowEstimator):
 
 
 def centred(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Scores beside the mean of their group, as a plain function."""
+    """Return scores minus the mean of their group."""
     advantages = torch.zeros_like(scores)
     for group in groups.unique():
         rows = (groups == group) & rewarded
@@ -216,13 +216,13 @@ def centred(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
 
 
 def own_surrogate(view: LossView) -> Tensor:
-    """The clipped surrogate as a plain function."""
+    """Return the clipped surrogate."""
     ratio, advantages = (view.logprobs - view.require("old_logprobs")).exp(), view.require("advantages")
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
 
 class FirstTokens(RLCallback):
-    """Measures the entropy of the first token of each response alone."""
+    """Measures the entropy of the first token of each response."""
 
     name = "first_tokens"
 
@@ -233,7 +233,7 @@ class FirstTokens(RLCallback):
 
 
 class UnsureTokens(RLCallback):
-    """Measures tokens that were unsure, and tokens with a good advantage, whose numbers differ from step to step."""
+    """Measures uncertain tokens and tokens with a positive advantage, whose number varies."""
 
     name = "unsure_tokens"
 
@@ -247,7 +247,7 @@ class UnsureTokens(RLCallback):
 
 
 class GoodRows(RLCallback):
-    """Measures the length of the rows that were rewarded with more than nothing."""
+    """Measures the length of rows with a positive reward."""
 
     name = "good_rows"
 
@@ -257,7 +257,7 @@ class GoodRows(RLCallback):
 
 
 class Difficulty(RLCallback):
-    """Provides how far the mean of a group is from the middle, and weighs its tokens by it."""
+    """Provides the distance of a group mean from the middle, and weighs tokens by it."""
 
     name = "difficulty"
     compares_rows = True
@@ -277,7 +277,7 @@ class Difficulty(RLCallback):
 
 
 class Concise(RLCallback):
-    """A small bonus for short answers, by their own length."""
+    """A small bonus for short answers."""
 
     name = "concise"
 
@@ -287,7 +287,7 @@ class Concise(RLCallback):
 
 
 class EndsAlone(RLCallback):
-    """Keeps the policy loss from tokens behind the fourth, by their own place."""
+    """Masks tokens after the fourth in the policy loss."""
 
     name = "ends_alone"
 
@@ -307,12 +307,12 @@ class LogitDecay(RLCallback):
 
 
 def nothing_to_learn() -> DynamicSampling:
-    """Drops every group, round after round."""
+    """Drop every group, in every round."""
     return DynamicSampling(1e6, max_rounds=2)
 
 
 class SignMomentum(Optimizer):
-    """An optimizer with a rule of its own: the sign of a running mean of gradients."""
+    """An optimizer that steps by the sign of a running mean of gradients."""
 
     def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -329,13 +329,13 @@ class SignMomentum(Optimizer):
 
 
 def critic_first(groups: list[dict[str, Any]]) -> Optimizer:
-    """A policy that waits while the critic learns."""
+    """Train only the critic at first."""
     rates = {"policy": 0.0, "critic": 0.02}
     return AdamW([{"params": group["params"], "lr": rates[group["name"]]} for group in groups], weight_decay=0.0)
 
 
 def policy_later(optimizer: Optimizer) -> LambdaLR:
-    """Lets the policy join after four steps."""
+    """Train the policy after four steps."""
     return LambdaLR(optimizer, [lambda step: float(step >= 4), lambda _step: 1.0])
 
 
@@ -345,20 +345,20 @@ def from_zero(optimizer: Optimizer) -> LambdaLR:
 
 
 def lora(**options: Any) -> Any:
-    """A policy with adapters."""
+    """Return a policy with adapters."""
     shape = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     return get_peft_model(tiny_policy(**options), shape)  # pyright: ignore[reportArgumentType]
 
 
 def partly_frozen() -> Any:
-    """A policy whose embeddings are frozen, as it says itself."""
+    """Return a policy with frozen embeddings."""
     model = tiny_policy()
     model.get_input_embeddings().requires_grad_(requires_grad=False)
     return model
 
 
 def preset(name: str, **options: Any) -> Configuration:
-    """A published recipe at four optimizer steps a rollout where it takes several."""
+    """Return a preset at four optimizer steps per rollout if it takes several."""
     recipe = presets.PRESETS[name](**options)
     steps = {} if name == "rloo" else STEPS
     given = {key: value for key, value in recipe.options.items() if key != "sampling"}
@@ -368,7 +368,7 @@ def preset(name: str, **options: Any) -> Configuration:
 
 
 def every_correction(name: str, precision: str) -> Configuration:
-    """A published recipe with every correction that goes with it."""
+    """Return a preset with all its corrections."""
     recipe, per_token = presets.PRESETS[name](), name in ("ppo", "reinforce_plus_plus")
 
     def corrections() -> list[RLCallback]:
@@ -386,12 +386,12 @@ def every_correction(name: str, precision: str) -> Configuration:
 
 
 def with_loss(name: str) -> Configuration:
-    """A loss by its name, with several steps."""
+    """Return a loss by name, with several steps."""
     return Configuration(f"loss {name}", {"loss": name, **({} if name == "reinforce" else MANY_STEPS)})
 
 
 def with_estimator(name: str) -> Configuration:
-    """An estimator by its name, on a fractional reward."""
+    """Return an estimator by name, with fractional rewards."""
     critic = {"critic": "shared"} if name == "gae" else {}
     return Configuration(
         f"estimator {name}, fractional reward", {"advantages": name, "rewards": fraction(1.0), **critic, **STEPS}
@@ -399,7 +399,7 @@ def with_estimator(name: str) -> Configuration:
 
 
 def at_scale(scale: float, estimator: str) -> Configuration:
-    """A fractional reward times a scale."""
+    """Return fractional rewards times a scale."""
     return Configuration(
         f"rewards of {scale:g}, {estimator}", {"rewards": fraction(scale), "advantages": estimator, **STEPS}
     )
@@ -458,7 +458,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("signs of a running mean", {"optimizer": partial(SignMomentum, lr=1e-3), **STEPS}),
     Configuration("weight decay", {"optimizer": partial(AdamW, lr=0.01, weight_decay=0.1), **STEPS}),
     Configuration(
-        "a critic of its own", {"advantages": GAE(), "critic": partial(tiny_policy, 3)}, lambda: [ReferenceKL(0.1)]
+        "a separate critic", {"advantages": GAE(), "critic": partial(tiny_policy, 3)}, lambda: [ReferenceKL(0.1)]
     ),
     Configuration(
         "a critic without whitening",
@@ -479,7 +479,7 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         "dynamic sampling", {"rewards": parity_reward, **STEPS}, lambda: [DynamicSampling(), NoEOSMask("drop_tokens")]
     ),
     Configuration("dynamic sampling that drops everything", {}, lambda: [nothing_to_learn()]),
-    Configuration("nobody rewarded but who ended", RAGGED, lambda: [NoEOSMask(), OverlongPenalty(24, 8)]),
+    Configuration("only ended responses rewarded", RAGGED, lambda: [NoEOSMask(), OverlongPenalty(24, 8)]),
     Configuration("a deliberate whitening over the batch", {"advantages": WhitenedBatch(), "rewards": fraction(1.0)}),
     Configuration("a mean of the group, a deviation of the batch", {"advantages": Normalized(std="batch")}),
     Configuration("mean and deviation of the batch", {"advantages": Normalized(mean="batch", std="batch")}),

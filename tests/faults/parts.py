@@ -1,4 +1,4 @@
-"""Wrong parts, as a user could plug them in: callbacks, estimators, losses, rewards, optimizers, engines."""
+"""Faulty parts of a user: callbacks, estimators, losses, rewards, optimizers and engines."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ class InPlaceKL(ReferenceKL):
 
 
 class TokenwiseOPSM(OPSM):
-    """Rejects tokens where the rule rejects sequences."""
+    """Rejects tokens instead of sequences."""
 
     name = "tokenwise_opsm"
 
@@ -42,7 +42,7 @@ class TokenwiseOPSM(OPSM):
 
 
 class DetachedKL(ReferenceKL):
-    """A loss term that is logged and trains nothing."""
+    """A logged loss term without a gradient."""
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
@@ -50,7 +50,7 @@ class DetachedKL(ReferenceKL):
 
 
 class Twice(RLCallback):
-    """A weight with the current policy in it, on a loss that has its ratio already."""
+    """A weight with the current policy, in addition to the ratio of the loss."""
 
     name = "twice"
     reads_at_loss = ("rollout_logprobs",)
@@ -72,7 +72,7 @@ class Exploding(RLCallback):
 
 
 class PostRejection(OPSM):
-    """Measures what is left after its own rejection."""
+    """Measures the tokens left after its rejection."""
 
     name = "post_rejection"
 
@@ -87,7 +87,7 @@ class PostRejection(OPSM):
 
 
 class Unmasked(RLCallback):
-    """Takes its mean over padding too."""
+    """A mean over padding too."""
 
     name = "unmasked"
 
@@ -97,7 +97,7 @@ class Unmasked(RLCallback):
 
 
 class LogOutside(RLCallback):
-    """A legal loss term that is not a number outside of the valid tokens, where nobody looks."""
+    """A valid loss term that is NaN outside of the valid tokens."""
 
     name = "log_outside"
 
@@ -107,7 +107,7 @@ class LogOutside(RLCallback):
 
 
 class LateEdit(RLCallback):
-    """Keeps the finished rollout and edits it between optimizer steps, past the version counters."""
+    """Edits the finished rollout between optimizer steps without a new tensor version."""
 
     name = "late_edit"
 
@@ -121,7 +121,7 @@ class LateEdit(RLCallback):
 
 
 class Swapping(RLCallback):
-    """Puts another rollout in the place of the current one."""
+    """Replaces the current rollout."""
 
     name = "swapping"
 
@@ -152,7 +152,7 @@ class Repelling(ReferenceKL):
 
 
 class Rewarding(ReferenceKL):
-    """The same as a reward."""
+    """A reward of the wrong sign."""
 
     @override
     def token_reward(self, rollout: Rollout) -> Tensor:
@@ -168,7 +168,7 @@ class DeafPenalty(OverlongPenalty):
 
 
 class Random(RLCallback):
-    """Weights that are drawn."""
+    """Random weights."""
 
     name = "random"
 
@@ -178,17 +178,17 @@ class Random(RLCallback):
 
 
 def over_everyone(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Centres over rows that are not rewarded as well."""
+    """Center over rows that are not rewarded as well."""
     return torch.where(rewarded, scores - torch.stack([scores[groups == group].mean() for group in groups]), 0.0)
 
 
 def over_the_batch(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Centres over the batch where it should be the group."""
+    """Center over the batch instead of the group."""
     return torch.where(rewarded, scores - scores[rewarded].mean(), 0.0)
 
 
 def by_position(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Groups by four neighbours instead of by prompt."""
+    """Group by four neighbors instead of by prompt."""
     whole = scores[: len(scores) // 4 * 4].reshape(-1, 4)
     centred = (whole - whole.mean(-1, keepdim=True)).flatten()
     return torch.where(rewarded, torch.nn.functional.pad(centred, (0, len(scores) - len(centred))), 0.0)
@@ -203,7 +203,7 @@ class SpreadTooFar(Estimator):
 
 
 class OverPadding(Estimator):
-    """Subtracts a mean over padding as well."""
+    """Subtracts a mean over padding too."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -212,7 +212,7 @@ class OverPadding(Estimator):
 
 
 class FirstTokenAlone(Estimator):
-    """Forgets every token but the first."""
+    """Uses only the first token."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -221,7 +221,7 @@ class FirstTokenAlone(Estimator):
 
 
 def without_gradient(view: LossView) -> Tensor:
-    """A loss that trains nothing, because its ratio is detached."""
+    """Return a loss whose ratio is detached."""
     return (
         view.logprobs * 0
         + (-(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")).detach()
@@ -229,17 +229,17 @@ def without_gradient(view: LossView) -> Tensor:
 
 
 def wrong_way(view: LossView) -> Tensor:
-    """Unlearns what is good."""
+    """Return a loss of the wrong sign."""
     return (view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
 
 
 def by_row(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-    """Scores the place in the list."""
+    """Score the place in the list."""
     return [float(row % 2) for row in range(len(completions))]
 
 
 def without_some(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer that got half of the parameters."""
+    """Return an optimizer with half of the parameters."""
     return torch.optim.AdamW(groups[0]["params"][::2], lr=0.05)
 
 
@@ -257,7 +257,7 @@ class Doubled(torch.optim.lr_scheduler.LambdaLR):
 
 
 class Copying(TransformersEngine):
-    """Decodes with a copy of the policy into which some parameters are written; the others stay as they began."""
+    """Samples with a copy of the policy that gets only some parameters."""
 
     def __init__(self, takes: Callable[[str], bool]) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class Altering(TransformersEngine):
 
 
 def without_eos(completion: Completion) -> Completion:
-    """Drops the sampled end of a response."""
+    """Drop the sampled end of a response."""
     if len(completion.token_ids) < 2 or completion.token_ids[-1] != 1:
         return completion
     logprobs = None if completion.logprobs is None else completion.logprobs[:-1]
@@ -299,27 +299,27 @@ def without_eos(completion: Completion) -> Completion:
 
 
 def at_temperature_one(request: Request) -> Request:
-    """Forgets the temperature."""
+    """Ignore the temperature."""
     return with_sampling(request, temperature=1.0)
 
 
 def a_version_late(completion: Completion) -> Completion:
-    """Reads the version when the response is there."""
+    """Read the version after the response."""
     return dataclasses.replace(completion, version=completion.version + 1)
 
 
 def cut_off(completion: Completion) -> Completion:
-    """Calls every response cut off."""
+    """Set the finish reason of every response to length."""
     return dataclasses.replace(completion, finish=FinishReason.LENGTH)
 
 
 def only_in_rollouts(request: Request) -> Request:
-    """Forgets the temperature of samples that train; the module of the faults allows them eight tokens."""
+    """Ignore the temperature of trained samples; the runs allow them eight tokens."""
     return at_temperature_one(request) if request.sampling.max_new_tokens == 8 else request
 
 
 def another_prefix(request: Request) -> Request:
-    """Continues what a cache holds of another prompt, for some samples."""
+    """Continue the cached prefix of another prompt, for some samples."""
     if request.sample_id % 5 or request.sampling.max_new_tokens != 8:
         return request
     return dataclasses.replace(request, prefix_ids=(9, *request.prefix_ids[1:]))

@@ -1,4 +1,4 @@
-"""Wrong stages: functions that are put in the place of the library's own while a fault is tried."""
+"""Faulty replacements of stages of the library."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from lightning_rl.update import StepWeights
 
 
 def after(target: Any, name: str, change: Callable[..., Any]) -> Any:
-    """Replaces a function by one that changes its result: ``change(result, *arguments)``."""
+    """Patch a function by one that changes its result: ``change(result, *arguments)``."""
     original = getattr(target, name)
 
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -32,28 +32,28 @@ def after(target: Any, name: str, change: Callable[..., Any]) -> Any:
 
 
 def change_rows(change: Callable[[Rollout], Rollout]) -> Any:
-    """Changes the rows that sampling makes."""
+    """Change the rows of sampling."""
     return after(Sampler, "_lay_out", lambda rollout, *_: change(rollout))
 
 
 def rolled_ids(rollout: Rollout) -> Rollout:
-    """Gives every row the ids of the row before."""
+    """Give every row the ids of the previous row."""
     return rollout.replace(response_ids=rollout.response_ids.roll(1, 0))
 
 
 def finish_by_width(rollout: Rollout) -> Rollout:
-    """Takes the longest rows for cut off."""
+    """Set the finish reason of the longest rows to length."""
     longest = rollout.response_lengths == rollout.response_lengths.max()
     return rollout.replace(finish=longest.to(torch.uint8))
 
 
 def in_bfloat16(logprobs: Tensor, *_: Any) -> Tensor:
-    """Rounds log-probabilities."""
+    """Round log-probabilities."""
     return logprobs.bfloat16().to(logprobs.dtype)
 
 
 def exclude_nobody(rollout: Rollout, corrections: Corrections) -> Any:
-    """The stage that leaves rows out, without the corrections."""
+    """Exclude no row, ignoring the corrections."""
     trained = rollout.trained & rollout.real
     valid = rollout.action_mask & trained[:, None]
     return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), {}
@@ -63,13 +63,13 @@ FORWARD = PolicyModel.forward
 
 
 def callers(depth: int) -> list[str]:
-    """Modules on the stack."""
+    """Return the modules on the stack."""
     frames = itertools.islice(traceback.walk_stack(None), depth)
     return [frame.f_globals["__name__"] for frame, _ in frames]
 
 
 def old_forgets_temperature(self: PolicyModel, layout: Any) -> Any:
-    """Forgets the temperature in the pass before the update."""
+    """Ignore the temperature in the pass before the update."""
     if "lightning_rl.rollouts.logprob_passes" in callers(12):
         with patch.object(self, "temperature", 1.0):
             return FORWARD(self, layout)
@@ -77,13 +77,13 @@ def old_forgets_temperature(self: PolicyModel, layout: Any) -> Any:
 
 
 def all_forget_temperature(self: PolicyModel, layout: Any) -> Any:
-    """Forgets the temperature everywhere."""
+    """Ignore the temperature everywhere."""
     with patch.object(self, "temperature", 1.0):
         return FORWARD(self, layout)
 
 
 def per_microbatch(self: StepWeights, reduction: Any, microbatch: Any) -> Tensor:
-    """Denominators of the microbatch in the place of those of the step."""
+    """Use denominators of the microbatch instead of those of the step."""
     here = torch.zeros_like(self.rollout.trained)
     here[microbatch.index] = True
     rows, width = microbatch.layout.shape
@@ -93,51 +93,51 @@ def per_microbatch(self: StepWeights, reduction: Any, microbatch: Any) -> Tensor
 
 
 def renormalized(result: Tensor, per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
-    """Divides by what is kept, as if rejected tokens had never been there."""
+    """Divide by the number of kept tokens."""
     return result * valid.sum() / (valid & (factor != 0)).sum().clamp(min=1)
 
 
 def score_at_the_last_position(
     scores: Tensor, token_rewards: Tensor | None, valid: Tensor, _turn_rewards: Tensor | None = None
 ) -> Tensor:
-    """Loses the score wherever the last position is masked."""
+    """Lose the score if the last position is masked."""
     shaped = torch.zeros_like(valid, dtype=scores.dtype) if token_rewards is None else token_rewards * valid
     shaped[:, -1] = shaped[:, -1] + scores
     return shaped * valid
 
 
 def shaped_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
-    """Logs the penalty where the raw KL belongs."""
+    """Log the penalty instead of the raw KL."""
     if view.ref_logprobs is None:
         return stats
     return {**stats, "kl/ref": Stat.of(-0.05 * (view.logprobs - view.ref_logprobs) + 0.3, view.valid_tokens)}
 
 
 def unmasked_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
-    """Takes the mean over padding too."""
+    """Take the mean over padding too."""
     if view.ref_logprobs is None:
         return stats
     return {**stats, "kl/ref": Stat.of(view.logprobs - view.ref_logprobs)}
 
 
 def other_rows(result: Any, *_: Any) -> Any:
-    """Advantages of the row before."""
+    """Return the advantages of the previous row."""
     rollout = result.rollout
     return result._replace(rollout=rollout.replace(advantages=rollout.advantages.roll(1, 0)))
 
 
 def one_late(rollout: Rollout, *_: Any) -> Rollout:
-    """Log-probabilities of the token before."""
+    """Return the log-probabilities of the previous token."""
     return rollout.replace(old_logprobs=rollout.require("old_logprobs").roll(1, 1))
 
 
 def noisy(rollout: Rollout, *_: Any) -> Rollout:
-    """Log-probabilities that are slightly off."""
+    """Return noisy log-probabilities."""
     return rollout.replace(old_logprobs=rollout.require("old_logprobs") + 1e-3)
 
 
 def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
-    """Puts another backward into the accumulation of a step: ``change(backward, microbatches, policy)``."""
+    """Patch the backward pass in the accumulation of a step: ``change(backward, microbatches, policy)``."""
     original = RLLightningModule._accumulate  # noqa: SLF001
 
     def accumulate(self: RLLightningModule, step_index: Any, trace: Any, **options: Any) -> Any:
@@ -150,12 +150,12 @@ def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
 
 
 def mean_over_microbatches(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Divides a loss that is normalised already by the number of microbatches."""
+    """Divide a normalized loss by the number of microbatches."""
     return lambda loss: backward(loss / len(microbatches))
 
 
 def last_microbatch_alone(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Clears the gradient before every backward."""
+    """Clear the gradient before every backward pass."""
 
     def backward_alone(loss: Tensor) -> None:
         policy.zero_grad()
@@ -165,7 +165,7 @@ def last_microbatch_alone(backward: Any, microbatches: Any, policy: Any) -> Call
 
 
 def clipping_each_microbatch(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Clips what has been accumulated so far after every backward."""
+    """Clip the accumulated gradient after every backward pass."""
 
     def backward_clipped(loss: Tensor) -> None:
         backward(loss)
@@ -175,7 +175,7 @@ def clipping_each_microbatch(backward: Any, microbatches: Any, policy: Any) -> C
 
 
 def unclipped(norm: Tensor, parallel: Any, model: Any, limit: float) -> Tensor:
-    """Undoes the clipping."""
+    """Undo the clipping."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad *= max(float(norm) / limit, 1.0)
@@ -183,18 +183,18 @@ def unclipped(norm: Tensor, parallel: Any, model: Any, limit: float) -> Tensor:
 
 
 def ever_on_policy(view: LossView, *_: Any) -> LossView:
-    """Takes the current log-probabilities for those before the update."""
+    """Use the current log-probabilities as the old ones."""
     return view.replace(old_logprobs=view.logprobs.detach())
 
 
 def without_entropy_bonus(loss: Any, algorithm: Any, view: LossView, weights_of: Any) -> Any:
-    """Leaves the entropy bonus of 0.1 out of what is differentiated."""
+    """Leave the entropy bonus of 0.1 out of the loss."""
     entropy = torch.where(view.valid_tokens, view.entropy, 0.0)
     return loss._replace(total=loss.total + 0.1 * (entropy * weights_of(algorithm.reduction)).sum())
 
 
 def without_last_token(rollout: Rollout) -> Rollout:
-    """Takes the last token of every response out of its mask."""
+    """Remove the last token of every response from its mask."""
     place = torch.arange(rollout.width)
     mask = rollout.action_mask & (place < rollout.response_lengths[:, None] - 1)
     return rollout.replace(
@@ -203,19 +203,19 @@ def without_last_token(rollout: Rollout) -> Rollout:
 
 
 def without_first_group(result: Any, *_: Any) -> Any:
-    """Loses a group that was drawn and scored."""
+    """Lose a sampled and scored group."""
     rollout = result.rollout
     return result._replace(rollout=rollout.select(rollout.groups != rollout.groups[0]))
 
 
 def twice_the_temperature(self: PolicyModel, layout: Any) -> Any:
-    """Divides the logits by the temperature twice."""
+    """Divide the logits by the temperature twice."""
     with patch.object(self, "temperature", self.temperature**2):
         return FORWARD(self, layout)
 
 
 def divided_values(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
-    """Divides values as if they were logits."""
+    """Divide values by the temperature."""
     values = VALUES(self, states, layout)
     return None if values is None else values / self.temperature
 
@@ -224,7 +224,7 @@ VALUES = PolicyModel._values  # noqa: SLF001
 
 
 def deaf_to_dual_clip(self: ClippedSurrogate, view: LossView) -> Tensor:
-    """PPO's loss without the third bound."""
+    """Return PPO's loss without the third bound."""
     return SURROGATE(dataclasses.replace(self, dual_clip=None), view)
 
 
@@ -232,7 +232,7 @@ SURROGATE = ClippedSurrogate.__call__
 
 
 def one_sequence(lengths: tuple[int, ...]) -> Any:
-    """Takes packed sequences for one, where there are more than a check at setup looks at."""
+    """Read packed sequences as one, if there are more than the check at setup tests."""
     return RUNS(lengths) if len(lengths) <= 4 else ([(sum(lengths), 1)], [sum(lengths)])
 
 
@@ -240,5 +240,5 @@ RUNS = lightning_rl.policy.attention._runs  # noqa: SLF001
 
 
 def logging(name: str, stat: Callable[[Any], Stat]) -> Callable[..., dict[str, Stat]]:
-    """Logs something else under a name."""
+    """Log something else under a name."""
     return lambda stats, seen, *_: {**stats, name: stat(seen)} if name in stats else stats

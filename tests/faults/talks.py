@@ -1,4 +1,4 @@
-"""Wrong conversations: functions that are put in the place of the library's own, between two turns."""
+"""Faulty replacements of functions of the library between two turns."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from lightning_rl.signal.discounted_returns import gae
 
 
 def around(target: Any, name: str, change: Callable[..., Any]) -> Any:
-    """Replaces a function by one that is given the original: ``change(original, *arguments)``."""
+    """Patch a function by one that gets the original: ``change(original, *arguments)``."""
     original = getattr(target, name)
 
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -30,12 +30,12 @@ def around(target: Any, name: str, change: Callable[..., Any]) -> Any:
 
 
 def holes_of(rollout: Rollout) -> Tensor:
-    """Tokens of responses that the environment said, [B, T]."""
+    """Return the environment tokens of responses, [B, T]."""
     return (torch.arange(rollout.width) < rollout.response_lengths[:, None]) & ~rollout.action_mask
 
 
 def drawing(rollout: Rollout, mask: Tensor) -> Rollout:
-    """The rows with another mask of what was drawn, and a version wherever it says so."""
+    """Return the rows with another mask of sampled tokens and versions that match it."""
     newest = rollout.policy_version.amax(-1, keepdim=True)
     return rollout.replace(
         action_mask=mask,
@@ -45,53 +45,53 @@ def drawing(rollout: Rollout, mask: Tensor) -> Rollout:
 
 
 def behind_answers(rollout: Rollout) -> Tensor:
-    """The first token of the environment behind each answer, [B, T]."""
+    """Return the first environment token after each answer, [B, T]."""
     before = torch.nn.functional.pad(rollout.action_mask, (1, 0))[:, :-1]
     return holes_of(rollout) & before
 
 
 def before_answers(rollout: Rollout) -> Tensor:
-    """The last token of the environment before each answer, [B, T]."""
+    """Return the last environment token before each answer, [B, T]."""
     following = torch.nn.functional.pad(rollout.action_mask, (0, 1))[:, 1:]
     return holes_of(rollout) & following
 
 
 def training_closing(rollout: Rollout) -> Rollout:
-    """Trains what the environment puts behind an answer first: the newline, or the end of one that was cut off."""
+    """Train the first environment token after an answer: the newline, or the end of a truncated one."""
     return drawing(rollout, rollout.action_mask | behind_answers(rollout))
 
 
 def training_head(rollout: Rollout) -> Rollout:
-    """Trains the last token of the next answer's head."""
+    """Train the last token of the next answer's header."""
     return drawing(rollout, rollout.action_mask | before_answers(rollout))
 
 
 def training_all(rollout: Rollout) -> Rollout:
-    """Trains whatever stands in a response."""
+    """Train all tokens of a response."""
     return drawing(rollout, rollout.action_mask | holes_of(rollout))
 
 
 def shifted_mask(rollout: Rollout) -> Rollout:
-    """Shifts the mask to the right by one, within the response."""
+    """Shift the mask to the right by one, within the response."""
     inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
     return drawing(rollout, torch.nn.functional.pad(rollout.action_mask, (1, 0))[:, :-1] & inside)
 
 
 def short_mask(rollout: Rollout) -> Rollout:
-    """Loses a place of the mask at the first reply, so that what follows stands one too early."""
+    """Lose a place of the mask at the first reply, which shifts the rest."""
     early = torch.nn.functional.pad(rollout.action_mask, (0, 1))[:, 1:]
     return drawing(rollout, torch.where(holes_of(rollout).cumsum(-1) > 0, early, rollout.action_mask))
 
 
 def without_last_turn(rollout: Rollout) -> Rollout:
-    """Leaves the last turn out of the mask."""
+    """Remove the last turn from the mask."""
     turns = rollout.token_extras[TURNS]
     last = turns.amax(-1, keepdim=True)
     return drawing(rollout, rollout.action_mask & ((turns < last) | (last == 1)))
 
 
 def padded_inside(rollout: Rollout) -> Rollout:
-    """Pads what precedes the first reply by a token."""
+    """Pad before the first reply by a token."""
     holes, wide = holes_of(rollout), rollout.fit_width(rollout.width + 1)
     first = torch.where(holes.any(-1), holes.long().argmax(-1), rollout.width)[:, None]
     place = torch.arange(wide.width)[None]
@@ -105,35 +105,35 @@ def padded_inside(rollout: Rollout) -> Rollout:
 
 
 def filled_holes(rollout: Rollout) -> Rollout:
-    """Writes padding where the environment spoke."""
+    """Replace environment tokens by padding."""
     return rollout.replace(response_ids=torch.where(holes_of(rollout), 0, rollout.response_ids))
 
 
 def versions_everywhere(rollout: Rollout) -> Rollout:
-    """Gives the environment's tokens the version of the row's."""
+    """Give environment tokens the version of the row."""
     newest = rollout.policy_version.amax(-1, keepdim=True)
     return rollout.replace(policy_version=torch.where(holes_of(rollout), newest, rollout.policy_version))
 
 
 def one_turn_each(rollout: Rollout) -> Rollout:
-    """Numbers every turn 1."""
+    """Number every turn 1."""
     return rollout.replace(token_extras={**rollout.token_extras, TURNS: rollout.token_extras[TURNS].clamp(max=1)})
 
 
 def training_failed(rollout: Rollout) -> Rollout:
-    """Trains rows of environments that failed as any other."""
+    """Train rows of failed environments."""
     return rollout.replace(trained=rollout.real, rewarded=rollout.real)
 
 
 def counting_failed(result: Any, *_: Any) -> Any:
-    """Counts rows of environments that failed among those of their group, with what the reward makes of nothing."""
+    """Count rows of failed environments in their group."""
     rollout, *others = result
     failed = rollout.finish == FinishReason.FAILED
     return (rollout.replace(rewarded=rollout.rewarded | failed), *others)
 
 
 def shifted_logprobs(rollout: Rollout) -> Rollout:
-    """Puts log-probabilities side by side, without the environment's tokens between them."""
+    """Concatenate log-probabilities, without the environment tokens in between."""
     assert rollout.rollout_logprobs is not None
     together = torch.zeros_like(rollout.rollout_logprobs)
     for row, drawn in enumerate(rollout.action_mask):
@@ -142,7 +142,7 @@ def shifted_logprobs(rollout: Rollout) -> Rollout:
 
 
 def rewards_behind_turns(rollout: Rollout) -> Rollout:
-    """Puts the reward of a turn at the last token of the reply."""
+    """Put the reward of a turn at the last token of the reply."""
 
     def last_of_reply(row: int, drawn: Tensor) -> int:
         turns = rollout.token_extras[TURNS][row]
@@ -153,12 +153,12 @@ def rewards_behind_turns(rollout: Rollout) -> Rollout:
 
 
 def rewards_before_turns(rollout: Rollout) -> Rollout:
-    """Puts the reward of a turn at its first token."""
+    """Put the reward of a turn at its first token."""
     return moved_rewards(rollout, lambda _, drawn: int(drawn[0]))
 
 
 def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Rollout:
-    """The rewards of turns at places of one's own, from the row and the places of what the turn drew."""
+    """Return the rewards of turns at other places, from the row and the places of the turn's tokens."""
     turns, rewards = rollout.token_extras[TURNS], rollout.token_extras[TURN_REWARDS]
     moved = torch.zeros_like(rewards)
     for row, numbers in enumerate(turns):
@@ -170,7 +170,7 @@ def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Roll
 
 
 def last_turn_lost(original: Any, self: Any, drawn: Sequence[Any]) -> Rollout:
-    """Leaves the last turn of a conversation out of its row; its reward stays."""
+    """Leave the last turn of a conversation out of its row; its reward stays."""
     short = [
         dataclasses.replace(
             one,
@@ -189,14 +189,14 @@ def last_turn_lost(original: Any, self: Any, drawn: Sequence[Any]) -> Rollout:
 
 
 def retokenised(tokenizer: Any, ids: Sequence[int], close: Sequence[int]) -> tuple[int, ...]:
-    """An answer decoded, trimmed and encoded again; what ended it stays."""
+    """Decode, trim and encode an answer; its end stays."""
     end = tuple(ids[-1:]) if ids and ids[-1] in close else ()
     text = tokenizer.decode(list(ids), skip_special_tokens=True).strip()
     return (*tokenizer(text, add_special_tokens=False)["input_ids"], *end)
 
 
 def encoded_again(original: Any, self: Any, completion: Completion) -> None:
-    """Goes on with the text of an answer, encoded again."""
+    """Continue with the re-encoded text of an answer."""
     bridge = self._partner._bridge  # noqa: SLF001
     ids = retokenised(bridge.tokenizer, completion.token_ids, self.request.eos_token_ids)
     logprobs = completion.logprobs
@@ -208,23 +208,23 @@ def encoded_again(original: Any, self: Any, completion: Completion) -> None:
 
 
 def rendered_prefix(original: Any, self: Any, prefix: tuple[int, ...]) -> None:
-    """Asks for the next turn behind a prefix whose answers are encoded again; the row keeps what was drawn."""
+    """Request the next turn with re-encoded answers in the prefix; the row keeps the sampled ones."""
     bridge, close = self._partner._bridge, self._first.eos_token_ids  # noqa: SLF001
     original(self, prefix_with(self, lambda ids, _: retokenised(bridge.tokenizer, ids, close)) or prefix)
 
 
 def stripped_prefix(original: Any, self: Conversation, prefix: tuple[int, ...]) -> None:
-    """Asks behind a prefix in which answers but the latest have lost their first half, which a template drops."""
+    """Request with a prefix that lacks the first half of earlier answers."""
     original(self, prefix_with(self, lambda ids, latest: ids if latest else ids[len(ids) // 2 :]) or prefix)
 
 
 def prefix_without_ends(original: Any, self: Conversation, prefix: tuple[int, ...]) -> None:
-    """Asks behind a prefix that lacks the last token of every answer."""
+    """Request with a prefix that lacks the last token of every answer."""
     original(self, prefix_with(self, lambda ids, _: ids[:-1]) or prefix)
 
 
 def prefix_with(self: Conversation, change: Callable[[tuple[int, ...], bool], tuple[int, ...]]) -> tuple[int, ...]:
-    """The prefix of the next turn, with every answer changed."""
+    """Return the prefix of the next turn with changed answers."""
     turns = self._row.turns
     parts = [
         (*change(turn.completion.token_ids, number == len(turns) - 1), *turn.reply) for number, turn in enumerate(turns)
@@ -233,7 +233,7 @@ def prefix_with(self: Conversation, change: Callable[[tuple[int, ...], bool], tu
 
 
 def without_ends(original: Any, self: Conversation, completion: Completion) -> None:
-    """Strips the token that ended an answer before anything follows it, in row and prefix."""
+    """Strip the token that ended an answer, in row and prefix."""
     ids, logprobs = completion.token_ids, completion.logprobs
     if len(ids) > 1 and ids[-1] in self._first.eos_token_ids and logprobs is not None:
         completion = dataclasses.replace(completion, token_ids=ids[:-1], logprobs=logprobs[:-1])
@@ -241,7 +241,7 @@ def without_ends(original: Any, self: Conversation, completion: Completion) -> N
 
 
 def exchanged(original: Any, self: Conversation, turn: Turn, step: TokenStep) -> None:
-    """Gives every other sample what the sample before it was told."""
+    """Give every other sample the reply of the previous sample."""
     told, HEARD[:] = list(HEARD), [step.token_ids]
     if self._first.sample_id % 2 and told and told[0] and not step.done:
         step = dataclasses.replace(step, token_ids=told[0])
@@ -252,7 +252,7 @@ HEARD: list[Any] = []
 
 
 def a_turn_late(original: Any, self: Any, turn: Turn, step: TokenStep) -> None:
-    """Says what came back to the answer before."""
+    """Return the reply of the previous answer."""
     before, self.kept = getattr(self, "kept", None), step.token_ids
     if before and not step.done:
         step = dataclasses.replace(step, token_ids=before)
@@ -260,13 +260,13 @@ def a_turn_late(original: Any, self: Any, turn: Turn, step: TokenStep) -> None:
 
 
 def keeping_reply(original: Any, self: Any, turn: Turn, step: TokenStep) -> None:
-    """Remembers what the environment said, for :func:`appended_cut`."""
+    """Store the environment's reply for :func:`appended_cut`."""
     self.said = tuple(step.token_ids)
     original(self, turn, step)
 
 
 def appended_cut(original: Any, self: Any, finish: FinishReason) -> None:
-    """Appends the first tokens of what no answer can follow."""
+    """Append the first tokens of a final reply."""
     if finish == FinishReason.LENGTH and self._row.turns and not self._row.turns[-1].reply:
         last = dataclasses.replace(self._row.turns[-1], reply=self.said[:3])
         self._row = dataclasses.replace(self._row, turns=(*self._row.turns[:-1], last))
@@ -274,26 +274,26 @@ def appended_cut(original: Any, self: Any, finish: FinishReason) -> None:
 
 
 def stepping_twice(original: Any, self: Conversation, completion: Completion) -> None:
-    """Has the environment of every fourth sample answer twice, and takes what it says last."""
+    """Step the environment of every fourth sample twice, and use the second reply."""
     if self._first.sample_id % 4 == 0 and not self._row.turns:
         self._partner.step(completion.token_ids, completion.finish)
     original(self, completion)
 
 
 def last_reward_alone(original: Any, self: Conversation, *arguments: Any) -> None:
-    """Forgets what the turns before the last one earned."""
+    """Drop the rewards of earlier turns."""
     self._rewards = self._rewards[-1:]
     original(self, *arguments)
 
 
 def last_reward_twice(original: Any, self: Conversation, *arguments: Any) -> None:
-    """Counts what the last turn earned twice."""
+    """Count the reward of the last turn twice."""
     self._rewards = [*self._rewards, *self._rewards[-1:]]
     original(self, *arguments)
 
 
 def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, failure: Any = None) -> None:
-    """Takes an environment that failed for an answer that is worth nothing."""
+    """Give failed environments a reward of 0."""
     if finish == FinishReason.FAILED and self._row.turns:
         self._rewards = [0.0]
         finish, failure = FinishReason.STOP, None
@@ -301,31 +301,31 @@ def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, fail
 
 
 def other_seeds(original: Any, self: Conversation, error: BaseException) -> None:
-    """Begins anew with another seed."""
+    """Restart with another seed."""
     if not self._retries:
         self._first = dataclasses.replace(self._first, seed=self._first.seed ^ 1)
     original(self, error)
 
 
 def keeping_rewards(original: Any, self: Any) -> None:
-    """Begins anew with what the first try earned."""
+    """Restart with the rewards of the first try."""
     earned = list(getattr(self, "_rewards", ()))
     original(self)
     self._rewards = earned
 
 
 def turns_as_stop(original: Any, self: Conversation, finish: FinishReason) -> None:
-    """Calls it an end of its own when a conversation has had all its turns."""
+    """Set the finish reason stop at the limit of turns."""
     original(self, FinishReason.STOP if finish == FinishReason.TURNS else finish)
 
 
 def a_turn_more(original: Any, self: Conversation, environment: Any, first: Request, limits: Any, *rest: Any) -> None:
-    """Counts turns from the one after the first."""
+    """Allow one turn too many."""
     original(self, environment, first, dataclasses.replace(limits, turns=limits.turns + 1), *rest)
 
 
 def room_without_turns(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
-    """Forgets the limit of a turn."""
+    """Ignore the limit of a turn."""
     limits, self._limits = self._limits, dataclasses.replace(self._limits, turn_tokens=None)
     try:
         return original(self, prefix)
@@ -334,13 +334,13 @@ def room_without_turns(original: Any, self: Conversation, prefix: Sequence[int])
 
 
 def room_of_all_words(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
-    """Counts what the environment said against what the policy may draw."""
+    """Count environment tokens against the limit of sampled ones."""
     said = len(prefix) - len(self._row.prompt_ids) - self._drawn
     return min(original(self, prefix), self._first.sampling.max_new_tokens - self._drawn - said)
 
 
 def room_for_whole_budget(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
-    """Gives every turn the budget of the whole conversation."""
+    """Give every turn the budget of the whole conversation."""
     drawn, self._drawn = self._drawn, 0
     try:
         return original(self, prefix)
@@ -349,7 +349,7 @@ def room_for_whole_budget(original: Any, self: Conversation, prefix: Sequence[in
 
 
 def two_answers_exchanged(original: Any, exchange: Any, requests: Any, completions: Sequence[Completion]) -> None:
-    """Gives the last two of a round each other's answers, where both have as much room."""
+    """Exchange the last two answers of a round, if both have as much room."""
     given = [dataclasses.replace(one, sample_id=None) for one in completions]
     limits = [request.sampling.max_new_tokens for request in requests]
     if len(given) > 1 and requests[-1].turn and limits[-1] == limits[-2]:
@@ -358,7 +358,7 @@ def two_answers_exchanged(original: Any, exchange: Any, requests: Any, completio
 
 
 def row_of_the_sample_before(opening: Opening, *_: Any) -> Opening:
-    """Opens a conversation with the row of the one opened before."""
+    """Open a conversation with the row of the previous one."""
     before, ROW[:] = list(ROW), [opening.row]
     return opening._replace(row=before[0]) if before else opening
 
@@ -367,23 +367,23 @@ ROW: list[Any] = []
 
 
 def seeded_by_sample(opening: Opening, _: Any, __: Any, request: Request) -> Opening:
-    """Gives each sample of a prompt an environment of its own seed."""
+    """Give each sample of a prompt another seed of the environment."""
     return opening._replace(seed=request.seed)
 
 
 def cut_as_whole(original: Any, self: Any, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-    """Takes an answer that was cut off for a whole one, calls and all."""
+    """Parse truncated answers like whole ones."""
     return original(self, token_ids, FinishReason.STOP if finish == FinishReason.LENGTH else finish)
 
 
 def first_result_alone(original: Any, self: Any, answer: Any) -> Any:
-    """Keeps what the first of several calls returned."""
+    """Keep the result of the first of several calls."""
     step = original(self, answer)
     return dataclasses.replace(step, messages=step.messages[:1])
 
 
 def results_exchanged(original: Any, self: Any, answer: Any) -> Any:
-    """Says the results of calls under each other's names, in the order in which they came back."""
+    """Exchange the results of calls."""
     step = original(self, answer)
     return dataclasses.replace(step, messages=step.messages[::-1])
 
@@ -392,37 +392,37 @@ def results_exchanged(original: Any, self: Any, answer: Any) -> Any:
 
 
 def without_newline(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Begins the next message at once behind the token that closed an answer."""
+    """Begin the next message right after the closing token."""
     ids = original(self, drawn, messages)
     return ids[1:] if drawn and drawn[-1] in self.close else ids
 
 
 def never_closing(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Leaves an answer that was cut off open."""
+    """Leave a truncated answer open."""
     ids = original(self, drawn, messages)
     return ids if drawn and drawn[-1] in self.close else ids[1:]
 
 
 def always_closing(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Closes an answer that closed itself."""
+    """Close an answer that closed itself."""
     return original(self, (), messages)
 
 
 def one_by_one(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Renders messages one after the other, each with a head for the next answer."""
+    """Render messages one by one, each with a header for the next answer."""
     first = original(self, drawn, messages[:1])
     later = [original(self, (), [message]) for message in messages[1:]]
     return (*first, *(token for ids in later for token in ids))
 
 
 def two_words_each(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Cuts messages to two words."""
+    """Truncate messages to two words."""
     short = [{**message, "content": " ".join(message["content"].split()[:2])} for message in messages]
     return original(self, drawn, short)
 
 
 def never_sanitized(self: Any, messages: Any, **options: Any) -> list[int]:
-    """Encodes the text of a conversation as it is, control tokens of the environment among it."""
+    """Encode the texts of a conversation with control tokens of the environment."""
     text = str(self._render(messages, tokenize=False, **options))
     return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -431,29 +431,29 @@ def never_sanitized(self: Any, messages: Any, **options: Any) -> list[int]:
 
 
 def whole_rows(answers: Any, self: Any, samples: Any) -> list[list[int]]:
-    """Judges all that stands in a row, the environment's words among it."""
+    """Score whole rows, environment tokens included."""
     rows, lengths = samples.rows.response_ids.tolist(), samples.rows.response_lengths.tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def rewards_of_the_row_above(columns: Any, *_: Any) -> Any:
-    """Gives a reward what the environment gave the row above."""
+    """Give a reward the environment's reward of the previous row."""
     given = columns.get("environment_reward")
     return columns if given is None else {**columns, "environment_reward": [given[-1], *given[:-1]]}
 
 
 def without_last_message(columns: Any, *_: Any) -> Any:
-    """Leaves the last message out of the conversations that rewards see."""
+    """Remove the last message from the conversations that rewards get."""
     return {**columns, "conversation": [talk[:-1] for talk in columns.get("conversation", ())]} if columns else columns
 
 
 def over_holes(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any) -> Tensor:
-    """The library's GAE with a time step for every token that the environment said."""
+    """Return the library's GAE with a time step for every environment token."""
     behind = valid.flip(-1).long().cumsum(-1).flip(-1) > 0
     inside = behind & (valid.long().cumsum(-1) > 0)
     return torch.where(valid, gae(rewards, values, inside, **options), 0.0)
 
 
 def figures(change: Callable[[dict[str, list[float]]], dict[str, list[float]]]) -> Callable[..., Any]:
-    """Changes the figures of conversations that are logged."""
+    """Change the logged metrics of conversations."""
     return lambda found, *_: {**found, **change(found)}

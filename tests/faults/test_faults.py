@@ -8,7 +8,7 @@ from faults.fault import Fault
 from faults.tables import conversations, edits, hooks, logs, rewards, samples, stages, step
 
 TABLES = (stages, step, logs, samples, rewards, edits, hooks, conversations)
-PRECISE = ("weights in float64", "weights in bfloat16", "bf16-true", "nobody rewarded but who ended")
+PRECISE = ("weights in float64", "weights in bfloat16", "bf16-true", "only ended responses rewarded")
 
 
 def is_quick(name: str) -> bool:

@@ -34,6 +34,6 @@ MODULES = (
     step_checks,
 )
 CHECKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Check)}
-"""Every check by its name, in the order in which a rollout is made."""
+"""All checks by name, in the order of the stages of a rollout."""
 
 __all__ = ["CHECKS", "Check", "Verdict", "check", "judge", "run_checks"]

@@ -1,4 +1,4 @@
-"""Check: a small function from evidence to findings, with a name, what it means and what its findings share."""
+"""Checks: functions from evidence to findings, with a name, a description and default texts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -15,11 +15,11 @@ CheckFunction = Callable[[Evidence], Iterable[Finding | Skip]]
 
 
 class Verdict(NamedTuple):
-    """What one check or several say of the same evidence.
+    """Result of checks on the same evidence.
 
     Attributes:
-        findings: the violations.
-        skipped: by name of a check, why it could not look at all that it should have looked at.
+        findings: Violations.
+        skipped: Reason why a check was skipped, in whole or in part, by name.
     """
 
     findings: list[Finding]
@@ -31,12 +31,12 @@ class Check:
     """A named invariant.
 
     Attributes:
-        name: for ``checks=`` and in findings.
-        meaning: what must hold, and why.
-        function: looks for violations.
-        shared: what its findings say where they say nothing else.
-        of_step: whether it looks at an optimizer step, and not at the finished rollout.
-        of_rows: whether a finding without samples is about the first rows that were looked at.
+        name: Name for ``checks=`` and in findings.
+        meaning: Description of the invariant.
+        function: Function that yields violations.
+        shared: Default texts of its findings.
+        of_step: True if it inspects an optimizer step instead of the finished rollout.
+        of_rows: True if a finding without samples applies to the first checked rows.
     """
 
     name: str
@@ -47,46 +47,46 @@ class Check:
     of_rows: bool = True
 
     def __call__(self, evidence: Evidence) -> list[Finding]:
-        """The violations; what a stage of the run raises on a changed copy is one too."""
+        """Return the violations, including exceptions of stages on changed copies."""
         return self.judge(evidence).findings
 
     def judge(self, evidence: Evidence) -> Verdict:
-        """The violations, and why it could not look where it should have."""
+        """Return the violations, and the reasons for skipping."""
         if not evidence.edits and not len(evidence.rollout):
             return Verdict([], {self.name: "the rollout has no rows"})
         try:
-            said = list(self.function(evidence))
-        except Exception as raised:  # noqa: BLE001  user code ran on a copy of its rows: what it raises is the finding
+            results = list(self.function(evidence))
+        except Exception as raised:  # noqa: BLE001  an exception of user code on a changed copy is the finding
             finding = Finding(
                 check=self.name,
                 culprit=_raiser(raised),
-                expected="the stages of the run to take a changed copy of its rows",
+                expected="stages that accept a changed copy of the rows",
                 observed=f"{type(raised).__name__}: {raised}",
                 cure="carry every field to every row, padding included",
             )
             return Verdict([finding], {})
-        skips = dict.fromkeys(part.why for part in said if isinstance(part, Skip))
-        findings = [self._complete(part, evidence) for part in said if isinstance(part, Finding)]
+        skips = dict.fromkeys(part.why for part in results if isinstance(part, Skip))
+        findings = [self._complete(part, evidence) for part in results if isinstance(part, Finding)]
         return Verdict(findings, {self.name: ", and ".join(skips)} if skips else {})
 
     def _complete(self, finding: Finding, evidence: Evidence) -> Finding:
         if finding.check:
-            return finding  # made while the run was watched
-        said = {spec.name: getattr(finding, spec.name) or getattr(self.shared, spec.name) for spec in fields(Finding)}
-        said["culprit"] = finding.culprit or self.shared.culprit.format(**evidence.names)
-        if self.of_rows and not said["samples"]:
+            return finding  # completed by a watch
+        texts = {spec.name: getattr(finding, spec.name) or getattr(self.shared, spec.name) for spec in fields(Finding)}
+        texts["culprit"] = finding.culprit or self.shared.culprit.format(**evidence.names)
+        if self.of_rows and not texts["samples"]:
             rows = evidence.step.rows if self.of_step and evidence.step is not None else evidence.rows
-            said["samples"] = rows.sample_ids[:2].tolist()
-        return Finding(**said)
+            texts["samples"] = rows.sample_ids[:2].tolist()
+        return Finding(**texts)
 
 
 def run_checks(checks: Iterable[Check], evidence: Evidence) -> list[Finding]:
-    """The findings of some checks, on this rank alone: other ranks may look at more or fewer rows."""
+    """Return the findings of checks on this rank only, since other ranks may check more or fewer rows."""
     return judge(checks, evidence).findings
 
 
 def judge(checks: Iterable[Check], evidence: Evidence) -> Verdict:
-    """The findings of some checks, and those of them that could not look, with the reason."""
+    """Return the findings of checks, and the reasons of skipped ones."""
     findings, skipped = list[Finding](), dict[str, str]()
     for check in checks:
         verdict = check.judge(evidence)
@@ -96,7 +96,7 @@ def judge(checks: Iterable[Check], evidence: Evidence) -> Verdict:
 
 
 def _raiser(raised: BaseException) -> str:
-    """Whose code was running, or whose contribution was refused: the innermost part of the algorithm on the way."""
+    """Return the innermost part of the algorithm in the traceback, as a culprit."""
     culprit, trace = "a stage of the run", raised.__traceback__
     while trace is not None:
         known, method = trace.tb_frame.f_locals, trace.tb_frame.f_code.co_name
@@ -124,18 +124,17 @@ def check(
     of_step: bool = False,
     of_rows: bool = True,
 ) -> Callable[[CheckFunction], Check]:
-    """Makes a check of a function, whose name is its name and whose docstring says what the invariant means.
+    """Make a :class:`Check` of a function; its name becomes the check's, its docstring the description.
 
-    The function yields a :class:`~lightning_rl.audit.audit_error.Skip` wherever it cannot look: it never returns early
-    without a word.
+    The function yields a :class:`~lightning_rl.audit.audit_error.Skip` if it cannot check something.
 
     Args:
-        cure: what to do about it.
-        culprit: who caused it; ``{estimator}``, ``{loss}``, ``{reduction}`` and ``{engine}`` stand for their names.
-        expected: what the invariant demands.
-        observed: what was there instead.
-        of_step: whether it looks at an optimizer step.
-        of_rows: whether a finding without samples is about the first rows that were looked at.
+        cure: Advice.
+        culprit: Cause; ``{estimator}``, ``{loss}``, ``{reduction}`` and ``{engine}`` are replaced by names.
+        expected: Expected value.
+        observed: Observed value.
+        of_step: True if it inspects an optimizer step.
+        of_rows: True if a finding without samples applies to the first checked rows.
     """
 
     def register(function: CheckFunction) -> Check:

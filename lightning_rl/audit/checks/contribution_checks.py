@@ -1,4 +1,4 @@
-"""Checks of what is plugged in: it returns what its place asks for, twice the same, and edits nothing."""
+"""Checks of contributions and losses: shape and type, repeatability, equality over ranks, no edits of arguments."""
 
 from collections.abc import Iterator
 
@@ -17,19 +17,17 @@ COMBINED = ("policy_factor", "loss_terms", "metrics")
 
 @check(
     expected="the same contribution to the same rows",
-    observed="another one when asked again",
-    cure="draw no random numbers, and let nothing but the argument and load_state_dict decide",
+    observed="another one in a repeated call",
+    cure="draw no random numbers, and depend only on the argument and on load_state_dict",
 )
 def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
-    """Every contribution has the shape and type that its place asks for, logs under its own name, and is the same when
-    it is asked twice.
-    """
+    """Contributions have the required shape and type, log under their own name and are repeatable."""
     early, late = evidence.groups.sanitize(), evidence.view().sanitize()
-    for method in (*SHOWN_A_ROLLOUT, *COMBINED):  # what the core makes of them, which refuses what does not fit
+    for method in (*SHOWN_A_ROLLOUT, *COMBINED):  # the core validates shape and type
         getattr(evidence.algorithm.corrections, method)(early if method in SHOWN_A_ROLLOUT else late)
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
         if contribution.method == "rollout_metrics" and not contribution.callback.affects:
-            continue  # it may measure what is not in the rollout, such as time
+            continue  # it may measure something else than the rollout, such as time
         shown = early if contribution.method in SHOWN_A_ROLLOUT else late
         first, second = (_tensors(contribution(shown)) for _ in range(2))
         if len(first) != len(second) or not all(map(bitwise_equal, first, second)):
@@ -45,12 +43,12 @@ def _tensors(contribution: object) -> list[Tensor]:
 
 
 @check(
-    expected="the same contribution with the numbers that it keeps on any rank",
-    observed="another one with those of another rank",
+    expected="the same contribution with the numbers that any rank stores",
+    observed="another one with the numbers of another rank",
     cure="adapt to statistics of all ranks: self.collectives.sum",
 )
 def contributions_agree(evidence: Evidence) -> Iterator[Finding]:
-    """What a correction keeps and computes with, such as a coefficient that adapts, is the same on all ranks."""
+    """Numbers that a correction stores and uses, such as an adaptive coefficient, are the same on all ranks."""
     early, late = evidence.groups.sanitize(), evidence.view().sanitize()
     for callback in evidence.algorithm.corrections.callbacks:
         numbers = [rank[callback.name] for rank in evidence.numbers if callback.name in rank]
@@ -66,13 +64,13 @@ def contributions_agree(evidence: Evidence) -> Iterator[Finding]:
                     return
 
 
-@check(culprit="loss {loss}", cure="return a new tensor [b, T]; masks and means are the core's")
+@check(culprit="loss {loss}", cure="return a new tensor [b, T]; the core applies masks and means")
 def loss_fits(evidence: Evidence) -> Iterator[Finding]:
-    """The policy loss is one number for each token, and the loss edits nothing that it is shown."""
+    """The policy loss returns one number per token and edits none of its arguments."""
     view = evidence.prepare(evidence.view().sanitize())
     edits, per_token = edits_of(evidence.algorithm.loss, view), evidence.algorithm.loss(view)
     if not isinstance(per_token, Tensor) or per_token.shape != view.valid_tokens.shape:
         observed = list(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
         yield Finding(expected=f"a value per token {list(view.valid_tokens.shape)}", observed=str(observed))
     if edits:
-        yield Finding(expected="a view that is as it was", observed=f"edits of {', '.join(edits)}")
+        yield Finding(expected="an unmodified view", observed=f"edits of {', '.join(edits)}")

@@ -1,4 +1,4 @@
-"""Checks of conversations: turns and their seeds, calls and rewards, and what must not train."""
+"""Checks of conversations: turns and their seeds, tool calls, rewards, and tokens that must not train."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,18 @@ from lightning_rl.utils.finding import Finding
 
 ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
 LEAST_MOVES = 6  # rollouts
-LEAST_NATS, SHARE = 1.0, 1 / 4  # for each word of an environment; of how far the policy's tokens moved
+LEAST_NATS, SHARE = 1.0, 1 / 4  # per environment token; share of the change of policy tokens
 
 
 @check(
     culprit="stage draw, the turns of its conversations",
-    cure="make the seed of a turn with turn_seed from that of the first one, and count turns from 0",
+    cure="derive the seed of a turn with turn_seed from the first one, and count turns from 0",
 )
 def turn_order(evidence: Evidence) -> Iterator[Finding]:
-    """The turns of a conversation are numbered from 0 on, and each is drawn with the seed of its (rollout, sample,
-    turn), so that no driver and no order of environments changes a token; that of the first turn is the one of an
-    answer that nobody answers.
+    """Turns of a conversation are numbered from 0, each drawn with the seed of its rollout, sample and turn.
+
+    So tokens do not depend on the driver or on the order of environments. The first turn has the seed of a single-turn
+    sample.
     """
     wrong, seed = defaultdict[str, list[int]](list), evidence.facts.seed
     for sample, turns in turns_of(evidence.batches).items():
@@ -52,12 +53,10 @@ def turn_order(evidence: Evidence) -> Iterator[Finding]:
 
 @check(
     culprit="stage draw, the rewards of turns",
-    cure="put the reward of a turn at its last drawn token, and add up what the environment gave",
+    cure="put the reward of a turn at its last sampled token, and add up the environment's rewards",
 )
 def turn_rewards(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Each turn's reward lies at the last token that was drawn in it, and the rewards of a row's turns add up to what
-    the rewards are told that its environment gave.
-    """
+    """The reward of each turn is at its last sampled token, and they add up to the environment's reward."""
     rollout = evidence.rollout
     if TURN_REWARDS not in rollout.token_extras:
         return
@@ -67,7 +66,7 @@ def turn_rewards(evidence: Evidence) -> Iterator[Finding | Skip]:
     astray = ((values != 0) & ~(last & rollout.action_mask)).any(-1)
     if astray.any():
         yield Finding(
-            expected="rewards at the last drawn token of a turn",
+            expected="rewards at the last sampled token of a turn",
             observed=f"others in {int(astray.sum())} rows",
             samples=rollout.sample_ids[astray][:4].tolist(),
         )
@@ -85,11 +84,11 @@ def turn_rewards(evidence: Evidence) -> Iterator[Finding | Skip]:
             samples=wrong[:4],
         )
     if not given:
-        yield Skip("no reward function was told what the environment gave")
+        yield Skip("no reward function gets the environment's reward")
 
 
 def _environment_rewards(evidence: Evidence) -> dict[int, float]:
-    """What rewards are told that the environment gave, by sample."""
+    """Return the environment's rewards in the columns of reward calls, by sample."""
     given: dict[int, float] = {}
     for call, samples in zip(evidence.calls, samples_of_calls(evidence.batches, evidence.calls), strict=True):
         values = call.columns.get(ENVIRONMENT_REWARD, ())
@@ -99,11 +98,11 @@ def _environment_rewards(evidence: Evidence) -> dict[int, float]:
 
 @check(
     culprit="stage draw, the tool calls of answers",
-    expected="no tool call of an answer that was cut off",
-    cure="parse nothing in an answer that ended for its length: half a call is no call",
+    expected="no tool call of a truncated answer",
+    cure="do not parse answers that ended at a length limit: a call may be incomplete",
 )
 def cut_calls(evidence: Evidence) -> Iterator[Finding]:
-    """No tool call is read in an answer that a limit of tokens cut off, so none is made."""
+    """No tool call is parsed from a truncated answer."""
     cut = [one.sample for one in evidence.told if one.calls_when_cut]
     if cut:
         yield Finding(observed=f"some in {len(cut)} conversations", samples=cut[:4])
@@ -112,89 +111,92 @@ def cut_calls(evidence: Evidence) -> Iterator[Finding]:
 @check(
     culprit="estimator {estimator}",
     expected="statistics over samples, each counted once",
-    cure="compare samples by their whole reward: neither turns nor further rows of a sample are samples",
+    cure="compare samples by their total reward, not turns or rows of a sample",
 )
 def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Statistics of a group count a sample once, whatever its turns or rows: with all of its tokens in one turn, and
-    without its further rows, a row has the same advantage, unless turns or tokens are the steps of the estimator.
+    """Statistics of a group count a sample once, regardless of its turns and rows.
+
+    The advantage of a row is the same with all tokens in one turn and without further rows of its sample, unless the
+    steps of the estimator are turns or tokens.
     """
     groups, estimator = evidence.groups, evidence.algorithm.advantages
     if TURNS not in groups.token_extras:
         return
     if estimator.per_token:
-        yield Skip("the estimator's steps are turns or tokens")
+        yield Skip("the steps of the estimator are turns or tokens")
         return
     turns = groups.token_extras[TURNS]
     one = groups.replace(token_extras={**groups.token_extras, TURNS: (turns > 0).to(turns.dtype)})
     changed = differences(evidence.advantages_of(one), evidence.advantages, groups.sample_ids)
-    yield from (replace(finding, observed="others where turns are joined") for finding in changed)
+    yield from (replace(finding, observed="others with joined turns") for finding in changed)
     ids = groups.sample_ids.tolist()
     first = torch.tensor([place for place, sample in enumerate(ids) if sample not in ids[:place]], dtype=torch.int64)
     if len(first) < len(ids):
         alone, kept = evidence.advantages_of(groups.select(first)), evidence.advantages[first]
         changed = differences(alone, kept, groups.sample_ids[first])
-        yield from (replace(finding, observed="others where a sample has one row") for finding in changed)
+        yield from (replace(finding, observed="others with one row per sample") for finding in changed)
 
 
 @check(
-    culprit="stage update, or whoever else trains what environments say",
-    expected="words of environments that get no likelier by themselves",
-    cure="train the tokens of action_mask alone, in every loss and every forward",
+    culprit="stage update, or other code that trains environment tokens",
+    expected="environment tokens that get no likelier than policy tokens",
+    cure="train only the tokens of action_mask, in every loss and every forward",
     of_step=True,
 )
 def environment_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What environments say is read and not trained: over the last audited rollouts the updates do not make it
-    likelier, beyond what the policy draws, by a nat and by a quarter of how far the log-odds of that move.
+    """Environment tokens do not train: over the latest audited rollouts the updates do not make them likelier.
+
+    The bound, relative to policy tokens, is one nat and a quarter of the change of their log-odds.
     """
     if TURNS not in evidence.rollout.token_extras:
         return
     moves = evidence.moves
     if len(moves) < LEAST_MOVES:
-        yield Skip(f"{len(moves)} rollouts of {LEAST_MOVES} with words of environments were looked at")
+        yield Skip(f"{len(moves)} of {LEAST_MOVES} rollouts with environment tokens were audited")
         return
     risen, size = sum(move.said - max(move.drawn, 0.0) for move in moves), sum(move.size for move in moves)
     if risen > max(LEAST_NATS, SHARE * size):
         yield Finding(
-            observed=f"{risen:.3g} nats more for each of their tokens in {len(moves)} rollouts, in which tokens of the "
-            f"policy moved by {size:.3g} in log-odds"
+            observed=f"{risen:.3g} nats more per token in {len(moves)} rollouts, in which policy tokens "
+            f"moved by {size:.3g} in log-odds"
         )
 
 
 @check(
-    culprit="stage draw, what a bridge writes between two turns of a conversation",
-    cure="put what the template writes around the messages behind the answer, whole, and its closing token once",
+    culprit="stage draw, the tokens of the bridge between two turns",
+    cure="append all tokens that the template writes after the answer, with one closing token",
 )
 def written_replies(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What stands between two answers is, token by token, what the chat template writes around the messages that the
-    conversation has there: the answer is closed once, and no blank, word or result of a tool is lost, added or another.
+    """Tokens between two answers are those of the chat template for the messages in between.
+
+    The answer is closed once, and no space, word or tool result is lost, added or changed.
     """
     silent = [seam for seam in evidence.seams if not seam.template]
     if silent:
-        yield Skip("the chat template does not tell what it writes behind an answer")
+        yield Skip("the tokens of the chat template after an answer are unknown")
     wrong = defaultdict[str, list[Seam]](list)
     for seam in evidence.seams:
         if seam.template and seam.written not in _forms_of(seam):
             wrong[_slip_of(seam)].append(seam)
     for observed, seams in wrong.items():
         yield Finding(
-            expected=f"{list(_forms_of(seams[0])[0][:24])} behind the answer of turn {seams[0].turn}",
-            observed=f"{observed} behind {len(seams)} of {len(evidence.seams)} answers: {list(seams[0].written[:24])}",
+            expected=f"{list(_forms_of(seams[0])[0][:24])} after the answer of turn {seams[0].turn}",
+            observed=f"{observed} after {len(seams)} of {len(evidence.seams)} answers: {list(seams[0].written[:24])}",
             samples=[seam.sample for seam in seams][:4],
         )
 
 
 @check(
-    culprit="stage draw, what a conversation begins with",
-    cure="render the messages and the schemas of the tools by the template, whole, and no word of theirs as a control "
-    "token",
+    culprit="stage draw, the beginning of a conversation",
+    cure="render all messages and tool schemas with the template, without control tokens from their texts",
 )
 def written_prompts(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What the policy reads before its first answer, and where a context is rewritten, is token by token what the chat
-    template writes for the messages that the conversation has there and for the tools of its environment: no message,
-    schema or head of an answer is lost, and no word became a control token.
+    """First and rewritten contexts are those of the chat template for their messages and tools.
+
+    No message, schema or header of an answer is lost, and no word becomes a control token.
     """
     if any(not context.template for context in evidence.contexts):
-        yield Skip("the chat template refuses what some conversations begin with")
+        yield Skip("the chat template raises for some contexts")
     wrong = [one for one in evidence.contexts if one.template and one.read != one.template]
     if wrong:
         first = wrong[0]
@@ -205,13 +207,13 @@ def written_prompts(evidence: Evidence) -> Iterator[Finding | Skip]:
             expected=f"{list(first.template[place : place + 16])} at token {place} of {len(first.template)} in turn "
             f"{first.turn}",
             observed=f"{list(first.read[place : place + 16])} of {len(first.read)}; {len(wrong)} of "
-            f"{len(evidence.contexts)} contexts are others",
+            f"{len(evidence.contexts)} contexts differ",
             samples=[one.sample for one in wrong][:4],
         )
 
 
 def _forms_of(seam: Seam) -> list[tuple[int, ...]]:
-    """What may stand behind an answer; where the head of a speaker closes it, the right one may follow a wrong one."""
+    """Return the valid tokens after an answer; a header that closes it may follow another closing token."""
     whole, rest = seam.template, seam.template[1:]
     if seam.drawn < 0:
         return [whole]
@@ -229,12 +231,13 @@ def _slip_of(seam: Seam) -> str:
 
 @check(
     culprit="stage draw, the request of a conversation's turn",
-    cure="ask for what is left of max_new_tokens, of max_turn_tokens and of the context, and for max_turns at most",
+    cure="request the rest of max_new_tokens, max_turn_tokens and the context, and at most max_turns",
 )
 def turn_limits(evidence: Evidence) -> Iterator[Finding]:
-    """A turn may draw what is left of the tokens of its conversation, at most what a turn may draw and what fits into
-    the context; words of the environment count for the context alone. No conversation has more turns than it may, and
-    none ends for want of room while there is some.
+    """A turn may draw the remaining tokens of its conversation, up to the limits of a turn and of the context.
+
+    Environment tokens count for the context only. No conversation exceeds its number of turns, or ends for its length
+    while another answer fits.
     """
     facts, wrong = evidence.facts, defaultdict[str, list[int]](list)
     if not facts.max_turns:
@@ -251,7 +254,7 @@ def turn_limits(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _rooms(turns: Sequence[Pair], facts: RunFacts) -> Iterator[tuple[Pair, int]]:
-    """Each turn with how many tokens it may draw."""
+    """Yield each turn with the number of tokens that it may draw."""
     left = facts.max_new_tokens
     for request, completion in turns:
         yield (request, completion), min(left, facts.max_turn_tokens, facts.max_length - len(request.prefix_ids))
@@ -259,13 +262,11 @@ def _rooms(turns: Sequence[Pair], facts: RunFacts) -> Iterator[tuple[Pair, int]]
 
 
 @check(
-    culprit="stage draw, what a reward is told of a conversation",
-    cure="show rewards every message of the conversation, and the tokens of its last answer",
+    culprit="stage draw, the conversation that rewards get",
+    cure="pass every message of the conversation and the tokens of its last answer to rewards",
 )
 def told_rewards(evidence: Evidence) -> Iterator[Finding]:
-    """Rewards judge a conversation by the tokens of its last answer alone, in which no word of the environment looks
-    like an answer, and are shown every answer of it.
-    """
+    """Rewards score the tokens of the last answer, without environment tokens, and get every answer as a message."""
     cases = {
         "the token ids of the last answer as a completion": [
             one.sample for one in evidence.told if not one.judges_last
@@ -280,13 +281,13 @@ def told_rewards(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    cure="make an environment for each conversation, with no state but its own and what is random from the seed "
-    "of reset; where it is meant: replayable = False",
+    cure="create one environment per conversation without shared state, with random numbers from the seed of reset; "
+    "if intended: replayable = False",
 )
 def environment_replays(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Messages of an environment follow from row, seed and answers alone.
+    """Messages of an environment depend only on row, seed and answers.
 
-    Conversations that are held again are the recorded ones, alone and beside others in another order.
+    Repeated conversations equal the recorded ones, alone and interleaved with others.
     """
     for replay in evidence.replays:
         if replay.reason:
@@ -294,34 +295,34 @@ def environment_replays(evidence: Evidence) -> Iterator[Finding | Skip]:
         elif replay.moving:
             yield Finding(
                 culprit=f"environment {replay.environment}",
-                expected="the same conversation for a row, a seed and answers, whichever others there are",
-                observed=f"other {replay.moving} when it is held again",
+                expected="the same conversation for a row, a seed and answers, independent of others",
+                observed=f"other {replay.moving} when it is repeated",
                 samples=replay.samples[:4],
             )
         elif replay.others:
             kinds = dict.fromkeys(what for _, what in replay.others)
             yield Finding(
                 culprit="stage draw, the turns of conversations and their calls of tools, rows and seeds",
-                expected=f"the conversation that {replay.environment} holds with this row, seed and answers",
+                expected=f"the conversation of {replay.environment} for this row, seed and answers",
                 observed=f"others in {len(replay.others)} of {len(replay.samples)}: {', '.join(kinds)}",
-                cure="give every environment the row and the seed of its own sample, each answer once and at its turn, "
-                "and every result of a tool to the call that asked for it",
+                cure="pass to every environment the row and seed of its sample, each answer once and in order, and "
+                "join each tool result to its call",
                 samples=[sample for sample, _ in replay.others][:4],
             )
 
 
 @check(
     culprit="metric env/logprob",
-    cure="score the tokens of the response that the policy did not draw, under the policy of this rollout",
+    cure="score the tokens that the policy did not sample, with the policy of this rollout",
     of_step=True,
 )
 def environment_logprob(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """``env/logprob`` is what the policy makes of the words of environments, and of no token that it drew itself."""
+    """``env/logprob`` is the mean log-probability of environment tokens and of no sampled token."""
     step, truth = evidence.step, evidence.words_logprob
     if step is None or "env/logprob" not in step.logged:
         return
     if truth is None:
-        yield Skip("environments say nothing in the rows that are scored, or too much")
+        yield Skip("the scored rows have no environment tokens, or too many")
         return
     count, logged = figure_of(step.logged["env/logprob"], "mean")
     if count and abs(logged - truth) > evidence.facts.tolerance:
@@ -330,19 +331,17 @@ def environment_logprob(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 @check(
     culprit="estimator {estimator}",
-    expected="the same advantages at what the policy drew, however long the environment speaks",
-    observed="others where the environment's words are left out",
-    cure="step over valid tokens alone: they, and no others, are time steps and share rewards",
+    expected="the same advantages at sampled tokens, however many tokens the environment adds",
+    observed="others without the environment tokens",
+    cure="use only valid tokens as time steps and for rewards",
 )
 def silent_environments(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What an environment says is no time step and earns nothing: without its words between them, what the policy drew
-    has the same advantages.
-    """
+    """Environment tokens are no time steps: advantages of sampled tokens are the same without them."""
     groups = evidence.groups
     if TURNS not in groups.token_extras or not bool((groups.token_extras[TURNS] > 0).any()):
         return
     if evidence.contributions("reward_bonus", *TOKEN_REWARDS):
-        yield Skip("corrections that reward rows may look at what environments say")
+        yield Skip("corrections that give rewards may read environment tokens")
         return
     order = (~groups.action_mask).to(torch.int8).argsort(dim=-1, stable=True)
     alone = groups.map(lambda tensor, axes, _: _along(tensor, order) if axes == TOKEN else tensor)
@@ -354,5 +353,5 @@ def silent_environments(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _along(tensor: Tensor, order: Tensor) -> Tensor:
-    """A tensor [B, T, ...] with the tokens of each row in another order."""
+    """Return a tensor [B, T, ...] with the tokens of each row in another order."""
     return tensor[torch.arange(len(order), device=order.device)[:, None], order]

@@ -1,8 +1,7 @@
-r"""Checks of samples as samples: drawn anew, from the distribution that training assumes, for their own prompts.
+r"""Statistical checks of samples: independent, from the assumed distribution, and for their own prompts.
 
-What chance could have done is no finding: each of these checks bounds the probability that a sound engine shows what
-was seen, and reports it below :data:`CHANCE`. Over 10,000 audited rollouts a false alarm of one of them has a
-probability of at most :math:`10^{-5}`.
+Each check bounds the probability of its observation under a correct engine, and reports it below :data:`CHANCE`. Over
+10,000 audited rollouts a false alarm of one of them has a probability of at most :math:`10^{-5}`.
 """
 
 import math
@@ -25,30 +24,30 @@ from lightning_rl.audit.sampling_statistics import (
 from lightning_rl.rollout import TURNS
 from lightning_rl.utils.finding import Finding
 
-CHANCE = 1e-9  # of a false alarm, at each look
+CHANCE = 1e-9  # of a false alarm in each check
 NATS = -math.log(CHANCE)
 SEEDS = 2.0**31
-CHANCE_OF_DATA, SEVERAL = 1e-6, 3  # of two sets, which are compared once in a run; prompts that they share
-LONG = 16  # tokens of a prompt that no two rows of different data share by accident
+CHANCE_OF_DATA, SEVERAL = 1e-6, 3  # for sets that are compared once per run; minimum number of shared prompts
+LONG = 16  # tokens of a prompt that does not repeat by chance
 
-NOTHING = "nothing that the engine returned for this rollout is known"
+NOTHING = "the engine returned no completions for this rollout"
 
 
 @check(
     culprit="stage draw, the seeds of the requests",
-    expected="a seed of its own for every sample",
-    cure="make the seed of a request from run, rollout and sample id",
+    expected="a different seed for every sample",
+    cure="derive the seed of a request from run, rollout and sample id",
 )
 def seeds(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """All samples are drawn with different seeds, within a rollout and over them: no more are equal than by chance."""
+    """Samples are drawn with different seeds, within and across rollouts, up to chance."""
     seeds = [(request.seed, request.sample_id) for request, _ in trained_pairs(evidence.batches)]
     if not seeds:
         yield Skip(NOTHING)
     earlier = {seed for rollout in evidence.earlier if rollout.number != evidence.number for seed in rollout.seeds}
     within, again = _repeats(seeds), [sample for seed, sample in seeds if seed in earlier]
     cases = (
-        ("that another sample of the rollout has too", within, math.comb(len(seeds), 2)),
-        ("that a sample of an earlier rollout had", again, len(seeds) * len(earlier)),
+        ("shared with another sample of the rollout", within, math.comb(len(seeds), 2)),
+        ("shared with a sample of an earlier rollout", again, len(seeds) * len(earlier)),
     )
     for whose, equal, pairs in cases:
         if _poisson_tail(pairs / SEEDS, len(equal)) < CHANCE:
@@ -57,23 +56,21 @@ def seeds(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _repeats(group: Sequence[tuple[int, int]]) -> list[int]:
-    """Samples whose seed an earlier one has."""
+    """Return the samples with the seed of an earlier one."""
     known = set[int]()
     return [sample for seed, sample in group if seed in known or known.add(seed)]
 
 
 def _poisson_tail(mean: float, number: int) -> float:
-    """A bound of the probability of ``number`` or more events where ``mean`` are expected (Markov, Chernoff)."""
+    """Return a bound of the probability of ``number`` or more events if ``mean`` are expected (Markov, Chernoff)."""
     if number <= mean or mean <= 0:
         return 1.0
     return min(mean / number, math.exp(number - mean - number * math.log(number / mean)))
 
 
-@check(culprit="engine {engine}", cure="give every request a random stream of its own, and cache no completion")
+@check(culprit="engine {engine}", cure="give every request its own random stream, and cache no completion")
 def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """No sample is another one of its prompt, or of an earlier rollout, once more, unless its probability makes a
-    repetition likely.
-    """
+    """No sample repeats another one of its prompt or of an earlier rollout, unless a repeat is likely."""
     rows = [
         (turns[0][0].prefix_ids, sample, response_of(turns), torch.cat(scores))
         for sample, turns in turns_of([trained_pairs(evidence.batches)]).items()
@@ -97,18 +94,18 @@ def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
         surprising = surprising_repeats(repeats, len(rows))
         if surprising:
             yield Finding(
-                expected=f"samples drawn anew: by chance this happens once in {1 / CHANCE:.0e} rollouts",
+                expected=f"independent samples: by chance this happens once in {1 / CHANCE:.0e} rollouts",
                 observed=f"{len(surprising)} of {len(rows)} that repeat one {kind}, token by token",
                 samples=surprising[:4],
             )
 
 
 def surprising_repeats(repeats: Sequence[tuple[float, int]], rows: int) -> list[int]:
-    """The repeated samples, if chance explains them with a probability of less than :data:`CHANCE`.
+    """Return the repeated samples if the probability of the repeats is below :data:`CHANCE`.
 
-    A row repeats one of m candidates, each no likelier than itself, with a probability of at most m p. That k given
-    rows do so has at most the product of these, that any k of n do so at most binomial(n, k) times as much, and that it
-    happens for any k at most n times as much again.
+    A row repeats one of m candidates, each no likelier than itself, with a probability of at most m p. The probability
+    that k given rows repeat is at most the product, that any k of n rows repeat at most binomial(n, k) times as much,
+    and for any k at most n times as much again.
     """
     nats, best = 0.0, 0
     for count, (surprise, _) in enumerate(sorted(repeats, reverse=True), start=1):
@@ -122,63 +119,61 @@ def surprising_repeats(repeats: Sequence[tuple[float, int]], rows: int) -> list[
 @check(
     culprit="engine {engine}",
     expected="tokens as surprising on average as the policy's entropy before them",
-    cure="look for a filter (top_k, top_p), a penalty or another temperature that the engine applies by itself",
+    cure="look for a filter (top_k, top_p), a penalty or another temperature among the engine's defaults",
 )
 def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Over a few rollouts, sampled tokens are as surprising as the policy's entropy says: neither likelier, as under a
-    hidden filter or a lower temperature, nor less likely, as under a higher one or for another prompt.
+    """Over several rollouts, the mean surprise of sampled tokens equals the policy's entropy.
+
+    A hidden filter or a lower temperature makes tokens likelier; a higher one or another prompt makes them less likely.
     """
     if not evidence.draws:
-        yield Skip("no fresh sample could be scored by the policy's own forward")
+        yield Skip("no fresh sample could be scored by the policy's plain forward")
         return
     recent = [*(rollout.moments for rollout in evidence.earlier), moments_of(evidence.draws)]
     tokens, surprise, variance = (sum(part[place] for part in recent) for place in range(3))
     reach = max(part[3] for part in recent)
-    rounding = tokens * evidence.facts.tolerance  # by which the engine's distribution may be another one on average
+    rounding = tokens * evidence.facts.tolerance  # allowed difference of the engine's distribution
     excess = max(abs(surprise) - rounding, 0.0)
     if excess**2 > NATS * (2 * variance + 2 / 3 * reach * excess):  # Freedman 1975, for sums of martingale differences
         likelier = "likelier" if surprise < 0 else "less likely"
         yield Finding(
-            observed=f"tokens that are {abs(surprise) / tokens:.3g} nats {likelier} than that, over {tokens:.0f}",
+            observed=f"tokens {abs(surprise) / tokens:.3g} nats {likelier}, over {tokens:.0f} tokens",
             samples=[draw.sample for draw in evidence.draws],
         )
 
 
 @check(
     culprit="engine {engine}",
-    expected="samples that are drawn from the policy's own probabilities, every one and to the end",
-    cure="look for samples that are drawn greedily, and for min_tokens or another rule that keeps samples from ending",
+    expected="samples drawn from the policy's probabilities, each until its end",
+    cure="look for greedy samples, and for min_tokens or another rule that suppresses the end",
 )
 def sample_process(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Over a few rollouts, samples are not likelier by far for an engine that draws some of them greedily, or ends none
-    before so many tokens, than for the policy.
+    """Over several rollouts, samples are not much likelier under a partly greedy engine or a minimum length.
 
-    A likelihood ratio exceeds a bound with a probability of at most one over it (Ville 1939).
+    A likelihood ratio exceeds a bound with a probability of at most its reciprocal (Ville 1939).
     """
     if not evidence.draws:
-        yield Skip("no fresh sample could be scored by the policy's own forward")
+        yield Skip("no fresh sample could be scored by the policy's plain forward")
         return
     recent = [*(rollout.likelier for rollout in evidence.earlier), likelihood_ratios(evidence.draws)]
     greedy, *unended = (sum(parts) for parts in zip(*recent, strict=True))
     bound, samples = NATS + math.log(1 + len(LEAST_TOKENS)), [draw.sample for draw in evidence.draws]
     if greedy > bound:
-        yield Finding(observed="too many of which every token is the likeliest", samples=samples)
+        yield Finding(observed="too many samples in which every token is the likeliest", samples=samples)
     elif max(unended) > bound:
         least = LEAST_TOKENS[unended.index(max(unended))]
-        yield Finding(observed=f"none that ends before {least} tokens", samples=samples)
+        yield Finding(observed=f"no sample that ends before {least} tokens", samples=samples)
 
 
 @check(
     culprit="engine {engine}",
-    expected="an answer to the prompt of its own request",
+    expected="an answer to the prompt of its request",
     cure="return completions in the order of their requests, or join them by sample id",
 )
 def request_order(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A completion answers the prompt of its request: what the engine said of its tokens, or their likelihood, does not
-    fit another prompt of the batch instead.
-    """
+    """A completion answers the prompt of its request: its log-probabilities do not fit another prompt better."""
     if not evidence.draws:
-        yield Skip("no fresh sample could be scored by the policy's own forward")
+        yield Skip("no fresh sample could be scored by the policy's plain forward")
         return
     tolerance = evidence.facts.tolerance
     others = [(draw.sample, _other_request(draw.gap, draw.others, tolerance)) for draw in evidence.draws]
@@ -189,7 +184,7 @@ def request_order(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _other_request(gap: float | None, others: Mapping[int, float], tolerance: float) -> int | None:
-    """The sample to whose prompt a completion belongs; None if its own prompt will do."""
+    """Return the sample whose prompt a completion fits; None if its own prompt fits."""
     if not others:
         return None
     if gap is not None:
@@ -200,12 +195,10 @@ def _other_request(gap: float | None, others: Mapping[int, float], tolerance: fl
 
 
 @check(
-    cure="ask for the whole prompt of the row, encoded once, and edit no prompt afterwards",
+    cure="request the whole prompt of the row, encoded once, and edit no prompt afterwards",
 )
 def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The engine is asked the prompt that the training data has at this place of the stream, whole, which is what the
-    rewards see and what trains.
-    """
+    """The prompt of a request equals those of the training data at its place, of the rewards and of the row."""
     turns = turns_of([trained_pairs(evidence.batches)])
     asked = {sample: pairs[0][0].prefix_ids for sample, pairs in turns.items()}
     if not asked:
@@ -220,15 +213,15 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     }
     requests = "stage draw, the prompts of the requests"
     sources: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = [
-        ("stage draw, the prompts of its rows", "the prompt that the engine was asked in the row that trains", trained),
+        ("stage draw, the prompts of its rows", "the prompt of the request in the trained row", trained),
         (requests, "the prompt of the training data at its place of the stream", evidence.stream_prompts),
         (
             f"{requests}, or a reward that edits them",
-            "the whole prompt that the rewards see",
+            "the whole prompt that the rewards get",
             evidence.reward_prompts,
         ),
     ]
-    if TURNS in rollout.token_extras:  # an environment may begin otherwise than the row of the data
+    if TURNS in rollout.token_extras:  # an environment may change the beginning
         del sources[1:]
     for culprit, expected, prompts in sources:
         wrong = [sample for sample, ids in asked.items() if sample in prompts and prompts[sample] != ids]
@@ -241,12 +234,14 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 @check(
     culprit="stage draw, the cursor of the prompts",
-    expected="samples that no earlier rollout has had",
-    cure="move the cursor with every prompt that is taken, and save it with the run",
+    expected="samples that are in no earlier rollout",
+    cure="advance the cursor with every prompt, and save it with the run",
 )
 def prompt_cursor(evidence: Evidence) -> Iterator[Finding]:
-    """The stream of prompts moves: no sample of a rollout has the identity of one of an earlier rollout, a pass over
-    the data has no row more often than the data, and no prompt is on two ranks.
+    """The stream of prompts advances.
+
+    No sample id repeats one of an earlier rollout, no pass contains a row more often than the data, and no prompt is on
+    two ranks.
     """
     ids, repeats = set(evidence.rollout.sample_ids.tolist()), evidence.repeats
     for rollout in evidence.earlier:
@@ -257,27 +252,28 @@ def prompt_cursor(evidence: Evidence) -> Iterator[Finding]:
     if repeats is not None and repeats.shared:
         yield Finding(
             culprit="stage draw, the prompts of each rank",
-            expected="a share of its own on every rank",
-            observed=f"{repeats.shared} prompts that several ranks have",
+            expected="different prompts on every rank",
+            observed=f"{repeats.shared} prompts on several ranks",
             samples=repeats.samples,
-            cure="deal the prompts of a rollout out to the ranks",
+            cure="split the prompts of a rollout over the ranks",
         )
     elif repeats is not None and repeats.again and (repeats.own_order or repeats.nats > NATS):
         yield Finding(
-            expected="no row of the data more often in a pass than the data has it",
-            observed=f"{repeats.again} rows that were drawn before in this pass",
+            expected="no row more often in a pass than in the data",
+            observed=f"{repeats.again} rows that this pass has drawn before",
             samples=repeats.samples,
         )
 
 
 @check(
     culprit="the data, prompts of the validation set",
-    expected="prompts that no validation measures",
+    expected="prompts outside of every validation set",
     cure="leave the rows of the validation set out of the training data",
 )
 def held_out_prompts(evidence: Evidence) -> Iterator[Finding]:
-    """No prompt of the validation set or of an evaluation trains: one of at least 16 tokens; of shorter ones more than
-    chance puts into both, or the whole set.
+    """No prompt of the validation set or of an evaluation trains.
+
+    Reported are prompts of at least 16 tokens, and shorter ones if the overlap exceeds chance or covers the whole set.
     """
     held = evidence.held_out
     if held is None:

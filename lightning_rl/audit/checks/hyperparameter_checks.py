@@ -1,4 +1,4 @@
-"""Knob liveness: every number that a loss, an estimator or a correction was given has to change something."""
+"""Check that every number passed to a loss, an estimator or a correction changes its result."""
 
 import copy
 import inspect
@@ -18,17 +18,15 @@ from lightning_rl.rollout import TOKEN, FinishReason, Rollout, RolloutT
 from lightning_rl.utils.finding import Finding
 
 DRIFTS = (0.5, 3.0, -3.0, -0.5, 0.02)
-MIN_TOKENS = 3  # that a row needs for a discount to matter
+MIN_TOKENS = 3  # in a row, for a discount to matter
 BENDING = [name for name, entry in CONTRIBUTIONS.items() if entry.affects or entry.returns == "tensors"]
 Measure = Callable[[Any, Any], list[Tensor]]
-"""What a loss, an estimator or a correction makes of a witness."""
+"""Function from a part of the algorithm and a test input to its results."""
 
 
-@check(observed="the same result for every value", cure="use it where the formula has it, or drop it")
+@check(observed="the same result for every value", cure="use it in the formula, or remove it")
 def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
-    """Every number that the constructor of the loss, the estimator or a correction was given in the place of a default
-    changes what they return for some witness: none is read and then ignored.
-    """
+    """Every number passed to the constructor of the loss, the estimator or a correction changes some result."""
     algorithm, rows = evidence.algorithm, evidence.rows
     if len(rows) < MIN_TOKENS or int(rows.valid_tokens.sum(-1).max()) < MIN_TOKENS:
         return
@@ -39,26 +37,26 @@ def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
     views, groups = list(_views(evidence)), evidence.groups.sanitize()
     noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
     ends = torch.where(groups.sample_ids % 2 == 0, FinishReason.LENGTH, groups.finish).to(groups.finish.dtype)
-    rewarded = groups.trained & groups.valid_tokens.any(-1)  # as if all of these, and some had been cut off
+    rewarded = groups.trained & groups.valid_tokens.any(-1)  # reward all rows and truncate some
     groups = groups.replace(rewards=groups.rewards.nan_to_num() + noise, rewarded=rewarded, finish=ends)
-    groups = _variation(groups, 1.0)  # and all rewards and policies differed
+    groups = _variation(groups, 1.0)  # different rewards and policies
     dead = [("estimator {estimator}", name) for name in _dead_in_estimator(evidence, groups)]
     if not algorithm.loss.prepares:
         dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, losses, views)] + dead
     for callback in algorithm.corrections.callbacks:
-        if not callback.state_dict():  # what adapts itself may rest for a while
+        if not callback.state_dict():  # adaptive ones may be inactive for a while
             names = _dead_knobs(callback, _contributions, [groups, *views])
             dead += [(f"callback {callback.name}", name) for name in names]
     for culprit, name in dead:
         yield Finding(
             culprit=culprit.format(**evidence.names),
             expected=f"{name} to change something",
-            cure=f"use self.{name} where the formula has it, or drop it",
+            cure=f"use self.{name} in the formula, or remove it",
         )
 
 
 def knobs_of(thing: object) -> list[str]:
-    """Names of the numbers that a constructor was given, other than its defaults, and that lie under the same name."""
+    """Return the names of numeric constructor arguments that differ from their default and are attributes."""
     slots = {name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())}
     held = slots.union(getattr(thing, "__dict__", {}))
     declared = set(dir(RLCallback)) if isinstance(thing, RLCallback) else set[str]()
@@ -71,9 +69,9 @@ def knobs_of(thing: object) -> list[str]:
 
 
 def _variants(thing: Any, name: str) -> Iterator[Any]:
-    """Copies with another number under a name, as far as the constructor's checks let them pass."""
+    """Yield copies with another value of an attribute."""
     value = getattr(thing, name)
-    below = () if isinstance(value, int) else (value - 10,)  # a count has none
+    below = () if isinstance(value, int) else (value - 10,)  # counts are not negative
     for other in (value * 2 + 1, value / 2, 1.0, 0.05, 0.0, value + 10, *below, value * 16 + 1):
         number = int(other) if isinstance(value, int) and math.isfinite(other) else other
         if number != value:
@@ -89,7 +87,7 @@ def _dead_knobs(thing: Any, measure: Measure, witnesses: Sequence[Any]) -> list[
     def differs(variant: Any, witness: Any, before: list[Tensor]) -> bool:
         try:
             after = measure(variant, witness)
-        except (ValueError, ZeroDivisionError, OverflowError):  # a number that its constructor would have refused
+        except (ValueError, ZeroDivisionError, OverflowError):  # the constructor would reject the number
             return True
         return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
 
@@ -113,7 +111,7 @@ def _tensors_of(contribution: Any, rows: Rollout) -> list[Tensor]:
 
 
 def _views(evidence: Evidence) -> Iterator[LossView]:
-    """Views in which every two policies differ and rows are good and bad in turn."""
+    """Yield views with different policies and alternating good and bad rows."""
     rows = torch.arange(len(evidence.rows), device=evidence.rows.groups.device)
     for drift in DRIFTS:
         view = evidence.view(drift=drift).sanitize()
@@ -127,7 +125,7 @@ def _views(evidence: Evidence) -> Iterator[LossView]:
 
 
 def _variation(rollout: RolloutT, drift: float) -> RolloutT:
-    """A copy whose float fields differ, each by a pattern of its own over rows and tokens."""
+    """Return a copy whose float fields differ, each by a different pattern over rows and tokens."""
     number, rows = iter(range(100)), torch.arange(len(rollout), device=rollout.groups.device)[:, None]
 
     def move(tensor: Tensor, axes: str, _pad: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of what models say of tokens: against their own plain forward, against the engine, against each other."""
+"""Checks of log-probabilities and values: against a plain forward, the engine and each other."""
 
 from collections.abc import Iterator
 
@@ -14,13 +14,14 @@ from lightning_rl.utils.finding import Finding
 BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
 REFERENCE = "stage score, the reference"
-FAR = 2.0  # a gradient is a difference of what tolerances in nats are for
+FAR = 2.0  # a gradient is a difference of values with a tolerance in nats
 
 
-@check(cure="index and temperature of every source of log-probabilities have to be the same")
+@check(cure="use the same index and temperature for every source of log-probabilities")
 def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Log-probabilities of the policy before the update, of the update itself and of the reference are those of the
-    model's own plain forward, for the right token and at the temperature of the sampling.
+    """Log-probabilities of old policy, current policy and reference equal those of the model's plain forward.
+
+    They belong to the right token, at the sampling temperature.
     """
     rows, outputs = evidence.rows, evidence.outputs
     yield from _unknown(evidence)
@@ -34,15 +35,15 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _unknown(evidence: Evidence) -> Iterator[Skip]:
-    """Why there is nothing to compare with what the policy says."""
+    """Yield the reason why there is nothing to compare with."""
     if evidence.outputs is None or not len(evidence.rows):
         yield Skip(NO_ROWS if evidence.outputs is not None else "there is no policy")
     elif not evidence.plain:
-        yield Skip("the policy is split over ranks, or a correction has its context around every forward")
+        yield Skip("the policy is sharded, or a correction wraps every forward in a context")
 
 
 def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str) -> Iterator[Finding]:
-    """The first row of a field that is not what a model's own forward says, with a guess at what went wrong."""
+    """Yield a finding for the first row that differs from the plain forward, with a likely cause."""
     facts = evidence.facts
     for plain in evidence.plain:
         if field is None or plain.of != model:
@@ -54,8 +55,8 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
         guesses = {
             ": they belong to the next position": torch.roll(plain.logprobs, -1),
             ": they belong to the position before": torch.roll(plain.logprobs, 1),
-            ": they were taken at temperature 1": plain.at_one,
-            ": they were divided by the temperature twice": plain.at_square,
+            ": they are at temperature 1": plain.at_one,
+            ": they are divided by the temperature twice": plain.at_square,
         }
         near = [guess for guess, other in guesses.items() if _mean_gap(ours, other, valid) <= facts.tolerance]
         worst = torch.where(valid, (ours - plain.logprobs).abs(), 0.0).argmax()
@@ -70,7 +71,7 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
 
 
 def _stretch(evidence: Evidence, plain: PlainForward, field: Tensor) -> tuple[Tensor, Tensor]:
-    """Which tokens of a plain forward are valid, and what a field says of them, [N] each."""
+    """Return the valid tokens of a plain forward and the values of a field there, [N] each."""
     places = slice(plain.begin, plain.begin + len(plain.logprobs))
     return evidence.rows.valid_tokens[plain.row, places], field[plain.row, places].double()
 
@@ -85,9 +86,7 @@ def _mean_gap(ours: Tensor, theirs: Tensor, valid: Tensor) -> float:
     cure="take entropy and log-probability from the same logits, divided by the temperature once",
 )
 def entropy(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The entropy that is logged and trained is that of the model's own plain forward, before each token and at the
-    temperature of the sampling.
-    """
+    """The logged and trained entropy equals that of the model's plain forward at the sampling temperature."""
     yield from _unknown(evidence)
     for plain in evidence.plain:
         if evidence.outputs is None or plain.of != "policy":
@@ -105,59 +104,61 @@ def entropy(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 @check(
     culprit="stage update, the policy's forward under a gradient",
-    expected="the gradient of the model's own plain forward, from every token",
+    expected="the gradient of the model's plain forward, from every token",
     cure="detach nothing between the model and its log-probabilities, and round nothing there",
 )
 def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A gradient of the update's own forward comes from every token, the last one included: with respect to a few small
-    parameters that of the log-probabilities at both ends of responses is the one of the model's own plain forward.
+    """Every token contributes to the gradient of the update's forward, also the last one.
+
+    The gradient of log-probabilities at both ends of responses with respect to a few small parameters equals that of
+    the model's plain forward.
     """
     if len(evidence.token_gradients) < 3:
-        yield Skip("nothing small trains, the rows that were looked at are long, or nobody forwards plainly")
+        yield Skip("no small parameter trains, the checked rows are long, or there is no plain forward")
         return
     (ours, plain, scores), tolerance = evidence.token_gradients, evidence.facts.tolerance
     away, size = float((ours - plain).norm()), float(plain.norm())
-    if away > tolerance * (FAR * size + float(scores.norm()) / 10):  # of a sure token little is left of its score's
-        yield Finding(observed=f"another one, {away / size if size else 1.0:.3g} of its size away")
+    if away > tolerance * (
+        FAR * size + float(scores.norm()) / 10
+    ):  # little of the score's gradient remains at near-certain tokens
+        yield Finding(observed=f"a gradient that differs by {away / size if size else 1.0:.3g} of its norm")
 
 
-@check(culprit="engine {engine}", cure="look at load_weights, the prefix cache and the temperature of the engine")
+@check(culprit="engine {engine}", cure="check load_weights, the prefix cache and the temperature of the engine")
 def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The engine's log-probabilities are those of the weights that the policy had when it drew: it moved with them, and
-    it samples at the temperature that training assumes.
-    """
+    """The engine's log-probabilities are those of the policy's weights at the draw and at the same temperature."""
     rows, tolerance = evidence.rows, evidence.facts.tolerance
     if rows.rollout_logprobs is None or evidence.outputs is None:
         yield Skip("the engine returns no log-probabilities" if evidence.outputs is not None else "there is no policy")
         return
     fresh = rows.valid_tokens & (rows.policy_version == evidence.number)
     if not fresh.any():
-        yield Skip("no token that was looked at comes from this rollout's weights")
+        yield Skip("no checked token comes from this rollout's weights")
     gap = torch.where(fresh, (rows.rollout_logprobs - evidence.outputs.logprobs).double().abs(), 0.0)
     per_row = gap.sum(-1) / fresh.sum(-1).clamp(min=1)
     mean = float(gap.sum() / fresh.sum().clamp(min=1))
     if mean > tolerance or bool((per_row > 5 * tolerance).any()):
         worst = int(per_row.argmax())
         yield Finding(
-            expected=f"log-probabilities within {tolerance:.2g} nats of the policy's own",
-            observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row: it holds other "
+            expected=f"log-probabilities within {tolerance:.2g} nats of the policy's",
+            observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row: other "
             "weights, a stale cache, or another temperature",
             samples=[int(rows.sample_ids[worst])],
             positions=[int(gap[worst].argmax())],
         )
 
 
-@check(culprit=BEFORE, cure="the old pass needs the update's microbatches, precision, temperature and no dropout")
+@check(
+    culprit=BEFORE, cure="use microbatches, precision and temperature of the update in the old pass, without dropout"
+)
 def on_policy_identity(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Before the first step of a rollout nothing has moved: the ratio of current to old policy is 1 everywhere, and the
-    critic says what it said.
-    """
+    """Before the first step of a rollout the ratio of current to old policy is 1, and the values are unchanged."""
     rows, outputs, bound = evidence.rows, evidence.outputs, evidence.facts.tolerance / 10
     if not len(rows):
         yield Skip(NO_ROWS)
         return
     if outputs is None or (rows.old_logprobs is None and rows.values is None):
-        yield Skip("there is no policy" if outputs is None else "nobody reads an old policy, so none is scored")
+        yield Skip("there is no policy" if outputs is None else "no part of the algorithm reads an old policy")
         return
     pairs = [
         ("a ratio of 1", "a log-ratio", rows.old_logprobs, outputs.logprobs),
@@ -180,25 +181,25 @@ def on_policy_identity(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 @check(
     culprit="the reference, whose weights moved",
-    cure="build it as a copy of its own, which no optimizer holds and no sync writes to",
+    cure="build it as a separate copy that no optimizer holds and no sync writes to",
     of_rows=False,
 )
 def reference_stays(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The reference is frozen: its weights are what they were at an earlier audit, to the last bit."""
+    """The weights of the reference are bitwise those of an earlier audit."""
     if not sum(map(len, evidence.reference_weights)):
-        yield Skip("there is no reference with weights of its own")
+        yield Skip("there is no reference with separate weights")
     if len(evidence.reference_weights) == 2 and not torch.equal(*evidence.reference_weights):
         then, now = map(len, evidence.reference_weights)
-        yield Finding(expected=f"the same weights, of which {then} were remembered" if then == now else "as many")
+        yield Finding(expected=f"the same weights, {then} of which were recorded" if then == now else "as many")
 
 
 @check(
     culprit="stage score and update, the value head",
     expected="one value at every temperature",
-    cure="divide logits by the temperature, and nothing else",
+    cure="divide only logits by the temperature",
 )
 def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The critic's values do not move with the temperature, by which logits are divided and values are not."""
+    """The critic's values do not depend on the temperature, which divides only logits."""
     if evidence.outputs is None or evidence.outputs.values is None or evidence.double_temperature is None:
         yield Skip("there is no critic")
         return
@@ -215,12 +216,12 @@ def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding | Skip]:
 @check(
     culprit=UPDATE,
     expected="the same log-probabilities in every microbatch",
-    cure="keep the sequences of a microbatch apart: boundaries and positions begin anew with each",
+    cure="separate the sequences of a microbatch: restart boundaries and positions with each",
 )
 def packing(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A row has the same log-probabilities whichever rows it is packed with, and padded instead of packed."""
+    """Log-probabilities of a row do not depend on the rows that it is packed with, nor on padding."""
     if evidence.outputs is None or evidence.reversed is None:
-        if not evidence.plain:  # else logprob_alignment has compared with rows that are alone
+        if not evidence.plain:  # else logprob_alignment compares with single rows
             yield Skip(NO_ROWS)
         return
     rows, ours, theirs = evidence.rows, evidence.outputs.logprobs, evidence.reversed.logprobs

@@ -1,4 +1,4 @@
-"""Checks of the loss: the update stage is repeated on a few rows, with a table of log-probabilities for a policy."""
+"""Checks of the loss: the update stage repeated on a few rows, with a table of log-probabilities as policy."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ MASKS = tuple(name for name in POLICY_LOSS_FACTORS if CONTRIBUTIONS[name].combin
 
 
 def step_changes(evidence: Evidence, other: TableStep) -> Iterator[Finding]:
-    """A finding if another step on the same rows has not the same loss and gradient."""
+    """Yield a finding if another step on the same rows has another loss or gradient."""
     ours = evidence.whole_step
     names = [
         name
@@ -38,7 +38,7 @@ def step_changes(evidence: Evidence, other: TableStep) -> Iterator[Finding]:
 
 
 def _owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
-    """Who computes the parts of a loss that differ."""
+    """Return the code that computes the differing parts of a loss, as a culprit."""
     loss, reduction = (evidence.names[part] for part in ("loss", "reduction"))
     if len(parts) > 1 and len(parts) == all_parts:
         return f"reduction {reduction}, or stage update"
@@ -51,14 +51,14 @@ def _owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
 
 
 @check(
-    expected="one loss and gradient for every cut into microbatches",
+    expected="one loss and gradient for every partition into microbatches",
     cure="take denominators over the whole optimizer step, before the first backward",
 )
 def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Loss and gradient are the same for every cut into microbatches, with padding microbatches among them."""
+    """Loss and gradient do not depend on the partition into microbatches, padding microbatches included."""
     number = len(evidence.rows)
     if number < 2:
-        yield Skip(f"{number} rows that were looked at train, which nobody can cut")
+        yield Skip(f"only {number} checked rows train")
     else:
         uneven = [[0], list(range(number - 1, 0, -1)), []]
         yield from step_changes(evidence, evidence.table_step(partition=uneven))
@@ -69,7 +69,7 @@ def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
     cure="count `valid_tokens`, never columns",
 )
 def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """More padding behind the responses changes neither loss nor gradient."""
+    """Additional padding after the responses does not change loss and gradient."""
     if not len(evidence.rows):
         yield Skip(NO_ROWS)
     wider = evidence.rows.fit_width(evidence.rows.width + 3)
@@ -78,16 +78,18 @@ def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 @check(
     culprit="reduction {reduction}",
-    expected="a rejected token to stay in the denominator",
-    observed="weights of kept tokens that depend on what is rejected",
+    expected="rejected tokens in the denominator",
+    observed="weights of kept tokens that depend on rejected ones",
     cure="masks multiply the loss; only `exclude` and `keep_groups` change a denominator",
 )
 def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Weights of tokens are those of the reduction's definition over all valid tokens, rejected ones included."""
+    """Weights of tokens follow the reduction's definition over all valid tokens, rejected ones included."""
     rows, reduction = evidence.rows, evidence.algorithm.reduction
     expected = _weights_by_definition(evidence, reduction)
     if expected is None:
-        yield Skip(f"the reduction {evidence.names['reduction']} is not the library's, so its definition is unknown")
+        yield Skip(
+            f"the reduction {evidence.names['reduction']} is not part of the library, so its definition is unknown"
+        )
     else:
         weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)
         yield from differences(weights, expected, rows.sample_ids)
@@ -107,7 +109,7 @@ def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor | None:
-    """The weights of a reduction that the library knows, in float64, without a sum over ranks."""
+    """Return the weights of a known reduction on this rank, in float64; None for others."""
     rows, valid = evidence.rows, evidence.rows.valid_tokens.double()
     trained = rows.trained.double().sum().clamp(min=1)
     if reduction is token_mean:
@@ -127,19 +129,19 @@ def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor |
     cure="select by valid_tokens before exp and before any sum",
 )
 def loss_masked_values(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What stands at a token that is not valid, NaN and infinity too, reaches neither the loss nor its gradient."""
+    """Values at tokens that are not valid, such as NaN, reach neither the loss nor its gradient."""
     if not len(evidence.rows):
         yield Skip(NO_ROWS)
     yield from step_changes(evidence, evidence.table_step(poison(evidence.rows)))
 
 
 @check(
-    expected="one decision for all tokens of a response that is judged as a whole",
+    expected="one decision for all tokens of a response that is masked as a whole",
     observed="tokens of one response that are kept and rejected",
     cure="implement sequence_mask, which has no token axis, instead of token_mask",
 )
 def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
-    """A mask that depends on the whole response decides the same for all of its tokens."""
+    """A mask that depends on the whole response is the same for all its tokens."""
     view = evidence.view().sanitize()
     position = torch.arange(view.width, device=view.groups.device)
     both_signs = torch.sin(1.0 + 2.0 * view.sample_ids[:, None] + 3.0 * position).to(view.logprobs.dtype)
@@ -160,7 +162,7 @@ def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _moves_with_others(token_mask: Contribution, view: LossView, row: int, token: int) -> bool:
-    """Whether the decision about a token changes when only the other tokens of its response do."""
+    """Return True if the mask of a token changes when only other tokens of its response change."""
     here = token_mask(view)[row, token]
     for shift in (3.0, -3.0):
         moved = torch.zeros_like(view.logprobs.detach())

@@ -1,4 +1,4 @@
-"""Checks of what a loss teaches: gradients that live, in the right direction, every term and every ratio once."""
+"""Checks of the gradients of a loss: present, in the right direction, with every term and every ratio once."""
 
 from collections.abc import Iterator
 
@@ -12,14 +12,14 @@ from lightning_rl.corrections import TOKEN_REWARDS, LossView
 from lightning_rl.rollout import FinishReason, Rollout
 from lightning_rl.utils.finding import Finding
 
-DEAD, MANY = 0.1, 4  # share of other tokens without a gradient, if so many of a kind have none
+DEAD, MANY = 0.1, 4  # maximum share of other tokens without a gradient; tokens of a kind for it to apply
 
 
-@check(observed="none: it trains nothing", cure="compute it from view.logprobs without detach() or no_grad")
+@check(observed="none, so it trains nothing", cure="compute it from view.logprobs without detach() or no_grad")
 def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Every term of the loss reaches the policy at every trained token, its end included: it has a gradient, and the
-    logged term is what was differentiated; one that declares ``chooses_rows`` has to in the rows that it chose. So does
-    the value loss reach the critic.
+    """Every loss term has a gradient at every trained token, also the last, and the value loss reaches the critic.
+
+    The logged term is the differentiated one. A term that declares ``chooses_rows`` needs a gradient only in its rows.
     """
     if not len(evidence.rows):
         yield Skip(NO_ROWS)
@@ -33,25 +33,24 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
             trained = trained & (gradient != 0).any(-1, keepdim=True)
         yield from _dead_places(gradient, view, trained, str(term), "a term with a gradient")
     yield from _dead_value_loss(evidence)
-    loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # where no clip holds it back
+    loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # without clipping
     trained = view.valid_tokens & (view.require("advantages") != 0)
     if loss.prepares or not trained.any():
-        yield Skip("the loss chooses its tokens" if loss.prepares else "no row that was looked at has an advantage")
+        yield Skip("the loss selects its tokens" if loss.prepares else "no checked row has an advantage")
         return
     gradient = torch.where(trained, gradient_of(loss(view), view.logprobs), 0.0)
     yield from _dead_places(gradient, view, trained, f"loss {evidence.names['loss']}", "a loss with a gradient")
 
 
 def _dead_places(gradient: Tensor, view: LossView, trained: Tensor, culprit: str, expected: str) -> Iterator[Finding]:
-    """A finding if a gradient is 0 everywhere, or at all tokens of a kind: the first, the last, the end of a response.
+    """Yield a finding if a gradient is 0 everywhere, or at all tokens of a kind: first, last or end of a response.
 
     Args:
-        gradient: of what is judged, [b, T].
-        view: of the rows.
-        trained: where there should be one.
-        culprit: who computed it.
-        expected: what there should be. One that picks its tokens is legal, so a kind counts only where hardly any
-            other token is without a gradient.
+        gradient: Gradient, [b, T].
+        view: View of the rows.
+        trained: Tokens that need a gradient.
+        culprit: Culprit.
+        expected: Expected value. A loss may select tokens, so a kind counts only if few other tokens lack a gradient.
     """
     dead = trained & (gradient == 0)
     if not dead.any():
@@ -74,7 +73,7 @@ def _dead_places(gradient: Tensor, view: LossView, trained: Tensor, culprit: str
 
 
 def _kinds(trained: Tensor, view: LossView) -> dict[str, Tensor]:
-    """The tokens that are likely to be forgotten together, [b, T] each."""
+    """Return groups of tokens that tend to be left out together, [b, T] each."""
     order = trained.cumsum(-1)
     first, last = trained & (order == 1), trained & (order == order[:, -1:])
     stopped = (view.finish == FinishReason.STOP)[:, None]
@@ -82,7 +81,7 @@ def _kinds(trained: Tensor, view: LossView) -> dict[str, Tensor]:
 
 
 def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
-    """A finding if the value loss trains no critic where the critic misses its target."""
+    """Yield a finding if the value loss has no gradient although the critic misses its target."""
     view = evidence.view().sanitize()
     if view.current_values is None or view.values is None or view.returns is None:
         return
@@ -95,20 +94,18 @@ def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
 @check(
     culprit="loss {loss}",
     expected="a gradient of the sign of minus the advantage at a ratio of 1",
-    observed="the opposite sign: it unlearns what is good",
-    cure="minimise minus advantage times ratio",
+    observed="the opposite sign, so it unlearns good responses",
+    cure="minimize minus advantage times ratio",
 )
 def loss_direction(evidence: Evidence) -> Iterator[Finding]:
-    """Before anything has moved, a likelier token with a good advantage never makes the policy loss larger, nor one
-    with a bad advantage smaller.
-    """
+    """At a ratio of 1 the policy loss pushes no token against the sign of its advantage."""
     view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitize())
     if not len(view):
         return
     valid, advantages = view.valid_tokens, view.require("advantages")
     per_token = torch.where(valid, evidence.algorithm.loss(view), 0.0)
     gradient = gradient_of(per_token, view.logprobs).double()
-    agrees = (valid * advantages).sum(-1, keepdim=True) * advantages > 0  # a loss may act on the whole row
+    agrees = (valid * advantages).sum(-1, keepdim=True) * advantages > 0  # a loss may use the whole row
     places = valid & agrees & (gradient * advantages.double().sign() > 1e-6)
     if places.any():
         yield Finding(
@@ -118,9 +115,7 @@ def loss_direction(evidence: Evidence) -> Iterator[Finding]:
 
 @check(cure="add every term once, times its own coefficient")
 def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
-    """The loss that is differentiated is the policy loss plus each term times its coefficient: none is left out, none
-    counts twice.
-    """
+    """The differentiated loss is the policy loss plus each term times its coefficient, once."""
     algorithm, rows = evidence.algorithm, evidence.rows
     if not len(rows):
         return
@@ -141,11 +136,11 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    expected="a weight without the current policy, because the loss carries its ratio already",
+    expected="a weight without the current policy, since the loss contains its ratio already",
     cure="weigh with old/rollout (TruncatedIS), or use a loss without a ratio (reinforce)",
 )
 def ratio_counts_once(evidence: Evidence) -> Iterator[Finding]:
-    """Near a ratio of 1, loss times weights carries the current policy's probability at most once."""
+    """Near a ratio of 1, loss times weights contains the current policy's probability at most once."""
     loss, view, step = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize(), 0.01
     valid = view.valid_tokens & (view.require("advantages") != 0)
     if loss.prepares or not valid.any():
@@ -160,7 +155,7 @@ def ratio_counts_once(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _power(before: Tensor, after: Tensor, valid: Tensor, step: float) -> float:
-    """The power of the current probability in something: how fast it grows with the current log-probability."""
+    """Return the exponent of the current probability in a value: its log growth per nat of log-probability."""
     safe = valid & (before.abs() > 1e-12) & (after.abs() > 1e-12)
     if not safe.any():
         return 0.0
@@ -169,13 +164,14 @@ def _power(before: Tensor, after: Tensor, valid: Tensor, step: float) -> float:
 
 
 @check(
-    expected="a force towards the policy it compares with",
+    expected="a force towards the policy that it compares with",
     observed="one away from it",
     cure="add a positive coefficient times the distance to the loss, or subtract it from the reward",
 )
 def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
-    """What is 0 where all policies agree, a distance, draws the current policy back and not away: as a loss its slope
-    rises with the log-probability, as a reward it punishes tokens that got likelier.
+    """A distance, which is 0 if all policies agree, pulls the current policy back.
+
+    As a loss its slope rises with the log-probability; as a reward it penalizes tokens that got likelier.
     """
     for contribution in evidence.contributions("loss_term", *TOKEN_REWARDS):
         if contribution.callback.trains_entropy:
@@ -189,7 +185,7 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _agreement(evidence: Evidence) -> Rollout:
-    """:attr:`Evidence.rows` as if every policy said the same of them."""
+    """Return :attr:`Evidence.rows` with the same log-probabilities for every policy."""
     now, rows = evidence.logprobs.detach(), evidence.on_policy
     same = {
         name: now if tensor.shape == now.shape and tensor.is_floating_point() else tensor
@@ -199,7 +195,7 @@ def _agreement(evidence: Evidence) -> Rollout:
 
 
 def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float | None:
-    """The mean slope of a loss term once all log-probabilities rose; None if it is no distance."""
+    """Return the mean slope of a loss term after all log-probabilities rose; None if it is no distance."""
     view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
     leaf = (view.logprobs.detach() + drift).requires_grad_()
     term = loss_term(view.replace(logprobs=torch.where(view.valid_tokens, leaf, 0.0)))
@@ -210,7 +206,7 @@ def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float |
 
 
 def _reward(evidence: Evidence, token_reward: Contribution, drift: float) -> float | None:
-    """The sum of token rewards where the policy before the update was likelier; None if it is no distance."""
+    """Return the sum of token rewards if the old policy was likelier; None if it is no distance."""
     rows = _agreement(evidence).sanitize()
     if rows.old_logprobs is None:
         return None

@@ -1,4 +1,4 @@
-"""Checks of what is logged: raw KL from untouched inputs, populations before rejection, sizes of weights."""
+"""Checks of metrics: KL from unmodified inputs, populations before rejection, effective sample sizes."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,13 +14,13 @@ from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.utils.finding import Finding
 
 MIN_ESS = 0.02
-ALONE_ROWS = 3  # microbatches of one row each, beside that of all others
-FEW_TOKENS, ALONE = 8, 1.5  # so few tokens cannot fall below the floor: then it is the number that counts
+ALONE_ROWS = 3  # number of microbatches with a single row
+FEW_TOKENS, ALONE = 8, 1.5  # for few tokens the effective number counts, not the share
 
 
-@check(cure="measure from untouched log-probabilities and valid_tokens, never from a shaped reward")
+@check(cure="measure from unmodified log-probabilities and valid_tokens, never from a shaped reward")
 def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The KL metrics are those of the untouched log-probabilities, over the valid tokens and nothing else."""
+    """KL metrics are computed from unmodified log-probabilities over the valid tokens."""
     view = evidence.view(drift=1.0).sanitize()
     stats, number = algorithm.policy_metrics(view), int(view.valid_tokens.sum())
     if not number:
@@ -33,11 +33,11 @@ def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
             yield Finding(culprit=f"metric {name}", expected=expected, observed=observed)
 
 
-@check(cure="Stat.of(values, view.valid_tokens), never a mask that the correction has narrowed, nor a mean of its own")
+@check(cure="Stat.of(values, view.valid_tokens), neither a mask narrowed by the correction nor a precomputed mean")
 def metric_populations(evidence: Evidence) -> Iterator[Finding]:
-    """A correction measures what was there before it rejected anything, and no masked value; a subset of tokens that it
-    does not reject is its own business. Joined over microbatches, what it or the loss measures is the same however rows
-    are cut into them and in whichever order.
+    """Metrics of corrections cover the tokens before rejection and no masked values; custom subsets are allowed.
+
+    Merged over microbatches, metrics of corrections and loss do not depend on the partition or order of rows.
     """
     yield from _moving_with_cuts(evidence)
     view, poisoned_view = evidence.view().sanitize(), evidence.view(poison(evidence.rows))
@@ -51,7 +51,7 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
             if count not in whole and (count in kept or count > max(whole))
         ]
         problems += [
-            (name, f"a value that moves with {POISON_TEXT}")
+            (name, f"a value that changes with {POISON_TEXT}")
             for name, moments in others.items()
             if not torch.allclose(plain[name], moments, rtol=1e-6, atol=1e-9, equal_nan=True)
         ]
@@ -62,7 +62,7 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _moving_with_cuts(evidence: Evidence) -> Iterator[Finding]:
-    """A finding for each metric that depends on the cut into microbatches, or on the order of rows."""
+    """Yield a finding for metrics that depend on the partition into microbatches or on the order of rows."""
     view = evidence.prepare(evidence.view().sanitize())
     rows = range(len(view))
     single = [[row] for row in rows[:ALONE_ROWS]]
@@ -70,23 +70,23 @@ def _moving_with_cuts(evidence: Evidence) -> Iterator[Finding]:
     for culprit, measure in _measures(evidence):
         whole = measure(view)
         for name, (cut, stat) in _first_changes(measure, view, whole, cuts).items():
-            expected = f"{name} = {whole[name].value():.6g}, however rows are cut into microbatches"
-            how = "with single rows" if len(cut) > 1 else "in the reverse order"
-            yield Finding(culprit=culprit, expected=expected, observed=f"{stat.value():.6g} {how}")
+            expected = f"{name} = {whole[name].value():.6g}, for every partition into microbatches"
+            partition = "with single rows" if len(cut) > 1 else "in the reverse order"
+            yield Finding(culprit=culprit, expected=expected, observed=f"{stat.value():.6g} {partition}")
             return
     groups = evidence.groups
     turned = groups.select(torch.arange(len(groups) - 1, -1, -1, device=groups.groups.device))
     for contribution in evidence.contributions("rollout_metrics"):
         whole, others = contribution(groups), contribution(turned)
         for name in [name for name, stat in whole.items() if name not in others or not _alike(stat, others[name])][:1]:
-            yield Finding(culprit=str(contribution), expected=f"{name} whatever the order of rows")
+            yield Finding(culprit=str(contribution), expected=f"{name} independent of the order of rows")
 
 
 Measure = Callable[[LossView], Mapping[str, Stat]]
 
 
 def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
-    """Who measures something of a microbatch, as a culprit, and how."""
+    """Yield the functions that measure a microbatch, with their culprits."""
     for contribution in evidence.contributions("metrics"):
         yield str(contribution), contribution
     yield f"loss {evidence.names['loss']}", evidence.algorithm.loss.metrics
@@ -95,7 +95,7 @@ def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
 def _first_changes(
     measure: Measure, view: LossView, whole: Mapping[str, Stat], cuts: list[list[list[int]]]
 ) -> dict[str, tuple[list[list[int]], Stat]]:
-    """The metrics that another cut changes, with the first such cut and what they are then."""
+    """Return the metrics that another partition changes, with the first such partition and the new value."""
     changes = dict[str, tuple[list[list[int]], Stat]]()
     for cut in cuts if whole else []:
         joint = merge(measure(_microbatch(view, part)) for part in cut if part)
@@ -111,12 +111,12 @@ def _microbatch(view: LossView, rows: list[int]) -> LossView:
 
 
 def _alike(one: Stat, other: Stat) -> bool:
-    """Whether two statistics have one figure, up to rounding."""
+    """Return True if two statistics have the same value up to rounding."""
     return is_figure(other.value(), Stat(one.moments.cpu(), one.reduction))
 
 
 def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView) -> set[int]:
-    """How many tokens and rows the masks of a callback keep, each alone."""
+    """Return the number of tokens and rows that each mask of a callback keeps."""
     numbers = set[int]()
     for contribution in evidence.contributions("sequence_mask", "token_mask"):
         if contribution.callback is callback:
@@ -129,10 +129,10 @@ def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView)
 
 @check(
     expected=f"weights >= 0 with an effective share of samples above {MIN_ESS}",
-    cure="bound the weights, or find out why engine and trainer are so far apart",
+    cure="bound the weights, or find out why engine and trainer differ",
 )
 def weights_keep_samples(evidence: Evidence) -> Iterator[Finding]:
-    """Importance weights leave an effective share of the tokens that is worth training on, and are never negative."""
+    """Importance weights are not negative and leave a sufficient effective share of tokens."""
     view = evidence.view(drift=0.0).sanitize()
     for contribution in evidence.contributions("token_weight"):
         weight = contribution(view)[view.valid_tokens].double()

@@ -1,11 +1,11 @@
-"""Checks of importance ratios: a weight carries the one that it declares, and no policy counts more than once."""
+"""Checks of importance ratios: a weight contains its declared ratio, and no policy counts twice."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import Skip, gradient_of
+from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.corrections import LossView
@@ -13,8 +13,8 @@ from lightning_rl.utils.finding import Finding
 
 FIELDS = {"current": "logprobs", "old": "old_logprobs", "rollout": "rollout_logprobs"}
 STEP = 0.01  # nats
-SMALL_STEP = 1e-4  # that leaves the ratio of a whole response within the narrowest clip range, 3e-4 of GSPO
-NONE, ONE = 0.25, 0.75  # powers below which a policy plays no part, and above which it counts
+SMALL_STEP = 1e-4  # keeps the ratio of a response within the narrowest clip range, 3e-4 of GSPO
+NONE, ONE = 0.25, 0.75  # exponents below which a policy does not count, and above which it does
 MAX_POWER = 1.5
 
 Powers = dict[str, float]
@@ -22,15 +22,16 @@ Powers = dict[str, float]
 
 @check(
     cure="declare the ratio that the weight computes, as ratio = (numerator, denominator), so that no policy counts "
-    "twice beside another weight or the loss"
+    "twice with another weight or the loss"
 )
 def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A weight rises with the policy in the numerator of its declared ratio and falls with that in the denominator,
-    where all policies agree; one that declares none carries none.
+    """A weight rises with the numerator of its declared ratio and falls with the denominator.
+
+    A weight without a declared ratio contains none.
     """
     view = _agreeing(evidence)
     if view is None:
-        yield Skip("no row that was looked at trains")
+        yield Skip(NO_ROWS)
         return
     for weight in evidence.contributions("token_weight"):
         powers = powers_of(weight, view)
@@ -55,12 +56,10 @@ def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     cure="leave the ratio out of the loss or of the weight",
 )
 def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Near a ratio of 1 the gradient of a token's loss, times all weights, grows with the token's own current
-    probability at most as that probability itself.
-    """
+    """Near a ratio of 1 the gradient of a token's loss times all weights is at most linear in its probability."""
     loss, view = evidence.algorithm.loss, _agreeing(evidence)
     if loss.prepares or view is None:
-        yield Skip("the loss looks at the whole step" if loss.prepares else "no row that was looked at trains")
+        yield Skip("the loss reads the whole step" if loss.prepares else NO_ROWS)
         return
     own = _own_power(lambda view: gradient_of(torch.where(view.valid_tokens, loss(view), 0.0), view.logprobs), view)
     weights = {str(weight): _own_power(weight, view) for weight in evidence.contributions("token_weight")}
@@ -72,14 +71,14 @@ def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _agreeing(evidence: Evidence) -> LossView | None:
-    """The view of a step in which all policies agree."""
+    """Return the view of a step in which all policies agree."""
     view = evidence.view(evidence.on_policy, drift=0.0).sanitize()
     counts = view.valid_tokens & (view.require("advantages") != 0)
     return view if counts.any() else None
 
 
 def powers_of(weight: Callable[[LossView], Tensor], view: LossView) -> Powers:
-    """The power of each policy's probability in a weight: how its logarithm grows with a log-probability."""
+    """Return the exponent of each policy's probability in a weight: its log growth per nat."""
     valid, powers = view.valid_tokens, Powers()
     for policy, field in FIELDS.items():
         if getattr(view, field) is not None:
@@ -89,7 +88,7 @@ def powers_of(weight: Callable[[LossView], Tensor], view: LossView) -> Powers:
 
 
 def _own_power(function: Callable[[LossView], Tensor], view: LossView) -> float:
-    """The power of a token's own current probability in what a function says of it."""
+    """Return the exponent of a token's current probability in the result of a function."""
     valid = view.valid_tokens & (view.require("advantages") != 0)
     first = valid & (valid.cumsum(-1) == 1)
     return _growth(function(view), function(_move(view, "logprobs", SMALL_STEP * first)), first, SMALL_STEP)
@@ -101,7 +100,7 @@ def _move(view: LossView, field: str, step: Tensor) -> LossView:
 
 
 def _growth(before: Tensor, after: Tensor, places: Tensor, step: float) -> float:
-    """The median growth of the logarithm of a size, in steps of so many nats."""
+    """Return the median growth of the log of an absolute value, per step in nats."""
     one, other = before.detach().double().abs(), after.detach().double().abs()
     safe = places & (one > 1e-12) & (other > 1e-12)
     if not safe.any():

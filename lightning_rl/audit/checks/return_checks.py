@@ -1,4 +1,4 @@
-"""Checks of returns: what a critic learns and what it is compared with, computed once more, slowly and in float64."""
+"""Checks of returns and advantages, recomputed by their definition in float64."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,11 +15,11 @@ from lightning_rl.utils.finding import Finding
 
 ESTIMATOR = "estimator {estimator}"
 OF_OTHER_RANKS = "a reward depends on the rows of other ranks"
-FIT = 1e-3  # of their spread, by which whitened advantages may be off a straight line
+FIT = 1e-3  # maximum distance of whitened advantages from a line, relative to their spread
 
 
 def steps_of(valid: Tensor, turns: Tensor) -> list[list[list[int]]]:
-    """The time steps of each row, each the places of its valid tokens: those that one turn drew."""
+    """Return the time steps of each row as lists of the valid tokens of each turn."""
     rows = []
     for places, numbers in zip(valid.cpu(), turns.cpu().tolist(), strict=True):
         steps: dict[int, list[int]] = {}
@@ -32,11 +32,11 @@ def steps_of(valid: Tensor, turns: Tensor) -> list[list[list[int]]]:
 def step_advantages(
     rewards: Tensor, values: Tensor, steps: list[list[list[int]]], gamma: float, lam: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages along the steps of each row, and the value of each step, at all of its tokens.
+    """Return generalized advantages along the steps of each row, and the value of each step, at all its tokens.
 
-    A step has the rewards of all of its tokens and the value of the first. Both [B, T] float64.
+    A step has the rewards of all its tokens and the value of the first. Both are [B, T] float64.
 
-    Source: Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 14, with a value of 0 behind the last step.
+    Source: Schulman et al. 2015, arXiv:1506.02438, eq. 11 to 14, with a value of 0 after the last step.
     """
     advantages, at_steps = torch.zeros(2, *rewards.shape, dtype=torch.float64).unbind()
     for row, places in enumerate(steps):
@@ -52,16 +52,14 @@ def step_advantages(
 
 @check(
     culprit=ESTIMATOR,
-    expected="returns that end with the reward of the last token, and no value of what comes behind it",
-    cure="bootstrap nothing past the end: a response that is over has no next value",
+    expected="returns that end with the reward of the last token, without a value after it",
+    cure="do not bootstrap past the end: a finished response has no next value",
 )
 def returns_end_with_the_reward(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The return of a row's last valid token is its shaped reward, or that of its whole turn if turns are the steps:
-    nothing is bootstrapped past the end.
-    """
+    """Nothing is bootstrapped past the end: the last return is the shaped reward of its token, or of its turn."""
     rollout, returns = evidence.groups, evidence.groups.returns
     if returns is None:
-        yield Skip("no critic learns returns")
+        yield Skip("there are no returns, since there is no critic")
         return
     if (shaped := evidence.rewards_of_run) is None:
         yield Skip(OF_OTHER_RANKS)
@@ -80,16 +78,17 @@ def returns_end_with_the_reward(evidence: Evidence) -> Iterator[Finding | Skip]:
 @check(
     culprit=ESTIMATOR,
     expected="the advantages of the definition, whitened once if at all",
-    cure="go backwards over the valid tokens alone, with the value of the next one, whitened over the whole batch",
+    cure="iterate backwards over the valid tokens with the value of the next one, and whiten over the whole batch",
 )
 def token_returns(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Advantages and returns of GAE, over tokens or turns, and of REINFORCE++ that train are those of the definition,
-    over the steps of each row, shifted and scaled alike for all rows if they are whitened.
+    """Advantages and returns of GAE, over tokens or turns, and of REINFORCE++ are those of the definition.
+
+    Whitening shifts and scales them equally for all rows.
     """
     estimator, rollout = evidence.algorithm.advantages, evidence.groups
     trained = rollout.advantages
     if not isinstance(estimator, GAE | GAEOverTurns | ReinforcePlusPlus) or trained is None:
-        yield Skip("the estimator has no definition that is known here")
+        yield Skip("the definition of the estimator is unknown")
         return
     if (shaped := evidence.rewards_of_run) is None:
         yield Skip(OF_OTHER_RANKS)
@@ -110,13 +109,13 @@ def token_returns(evidence: Evidence) -> Iterator[Finding | Skip]:
     if not isinstance(estimator, ReinforcePlusPlus) and not estimator.whitened:
         yield from differences(trained, raw, rollout.sample_ids, observed="others", atol=atol)
     elif int(counted.sum()) > 2 and (gap := _bend(raw[counted], trained[counted].double(), atol)) > FIT:
-        yield Finding(observed=f"advantages that are off by {gap:.2g} of their spread")
+        yield Finding(observed=f"advantages that differ by {gap:.2g} of their spread")
     elif evidence.facts.ranks == 1:
         yield from _scale_findings(evidence, critic=critic)
 
 
 def _steps(evidence: Evidence) -> list[list[list[int]]]:
-    """The time steps of the estimator: turns if it counts those, else single tokens."""
+    """Return the time steps of the estimator: turns or tokens."""
     valid, turns = evidence.groups.valid_tokens, evidence.groups.token_extras.get(TURNS)
     tokens = torch.arange(valid.shape[1]).expand(valid.shape)
     if not isinstance(evidence.algorithm.advantages, GAEOverTurns):
@@ -125,7 +124,7 @@ def _steps(evidence: Evidence) -> list[list[list[int]]]:
 
 
 def _decays(estimator: Estimator, steps: list[list[list[int]]]) -> tuple[list[float], list[float]]:
-    """The decay of each row, for the advantages and for what the critic learns."""
+    """Return the decay of each row, for the advantages and for the critic's returns."""
     lam: float | TraceDecay = getattr(estimator, "lam", 1.0)
     critic: float | TraceDecay | None = getattr(estimator, "lam_critic", None)
     number = torch.tensor([len(row) for row in steps], dtype=torch.int64)
@@ -137,8 +136,9 @@ def _decays(estimator: Estimator, steps: list[list[list[int]]]) -> tuple[list[fl
 
 
 def _bend(raw: Tensor, trained: Tensor, atol: float) -> float:
-    """How far one population is from any straight line of positive slope of the other, in deviations of the first,
-    beyond what the other is uncertain by.
+    """Return the largest distance of a population from a line of positive slope in the other, in deviations.
+
+    The uncertainty of the other is subtracted.
     """
     x, y = raw - raw.mean(), trained - trained.mean()
     if float(x.abs().max()) <= 1e-6 * (1.0 + float(raw.abs().max())) or float(y.abs().max()) == 0:
@@ -149,7 +149,7 @@ def _bend(raw: Tensor, trained: Tensor, atol: float) -> float:
 
 
 def _scale_findings(evidence: Evidence, *, critic: bool) -> Iterator[Finding]:
-    """Whitened advantages of a whole rollout without a mean of 0 and a deviation of 1."""
+    """Yield a finding if whitened advantages of a rollout lack a mean of 0 and a deviation of 1."""
     rollout = evidence.rollout
     counted = rollout.valid_tokens if critic else rollout.valid_tokens & rollout.rewarded[:, None]
     values = rollout.require("advantages")[counted].double()

@@ -1,4 +1,4 @@
-"""Checks of rewards: each row has the values of its own completion, with any other rows in its batch."""
+"""Checks of rewards: each row has the values of its completion, independent of other rows."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,14 +17,12 @@ from lightning_rl.utils.finding import Finding
 
 MAX_ROWS = 8
 Batches = Sequence[Sequence[tuple[Request, Completion]]]
-"""What the engine was asked and answered, batch by batch."""
+"""Requests and completions by batch."""
 
 
-@check(cure="call with all rows, in their order, and join by sample id")
+@check(cure="call with all rows in order, and join by sample id")
 def reward_rows(evidence: Evidence) -> Iterator[Finding]:
-    """The reward of every row is the weighted sum of what the functions said of its own completion: none is joined by
-    position or handed to a neighbour.
-    """
+    """The reward of every row is the weighted sum of the values of its completion, joined by sample id."""
     known = samples_of_calls(evidence.batches, evidence.calls)
     mixed_up = [
         (call, wrong)
@@ -48,14 +46,14 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
     if wrong and not mixed_up:
         yield Finding(
             culprit="stage draw, the rewards of its rows",
-            expected="the weighted sum of what the functions said",
+            expected="the weighted sum of the functions' values",
             observed=f"something else in {len(wrong)} rows",
             samples=wrong[:4],
         )
 
 
 def _weighted_sums(evidence: Evidence) -> dict[int, float]:
-    """The weighted sum of all functions for each sample of which every call is known; NaN where one failed."""
+    """Return the weighted sum of all functions by sample if every call is known; NaN if one failed."""
     weights, functions = evidence.facts.reward_weights, len({call.name for call in evidence.calls})
     totals, counts = defaultdict[int, float](float), Counter[int]()
     for call, samples in zip(evidence.calls, samples_of_calls(evidence.batches, evidence.calls), strict=True):
@@ -66,7 +64,7 @@ def _weighted_sums(evidence: Evidence) -> dict[int, float]:
 
 
 def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-    """What the engine drew at once, in parts of the size of a call: samples with their token ids."""
+    """Yield the completions of each batch in slices of the size of a call: samples with token ids."""
     for batch in batches:
         sampled = [(request.sample_id, tuple(completion.token_ids)) for request, completion in last_turns(batch)]
         if len(sampled) >= size:
@@ -75,7 +73,7 @@ def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int,
 
 
 def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[int]) -> list[int]:
-    """Samples whose function was given another row's completion."""
+    """Return the samples whose call contains the completion of another row."""
     asked, text = [tuple(ids) for ids in call.completion_ids], evidence.text
     if samples and text is not None:
         rows = zip(samples[:MAX_ROWS], asked, call.prompts, call.completions, strict=False)
@@ -86,14 +84,15 @@ def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[i
     return []
 
 
-@check(expected="the same value for a completion in every batch", cure="score each row by itself")
+@check(expected="the same value for a completion in every batch", cure="score each row independently")
 def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The reward of a completion depends on neither the order of the rows nor on its neighbours: a copy of the function
-    is asked again, where it is deterministic and quick.
+    """The reward of a completion does not depend on the other rows of a call or their order.
+
+    A copy of the function is called again if it is deterministic and quick.
     """
     for reply in evidence.replies:
         if reply.reason or not reply.repeats:
-            yield Skip(reply.reason or f"reward {reply.name} does not repeat itself")
+            yield Skip(reply.reason or f"reward {reply.name} is not repeatable")
         elif reply.rows:
             yield Finding(
                 culprit=f"reward {reply.name}",
@@ -105,27 +104,28 @@ def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
 @check(
     expected="the same value for a completion after every other call",
     observed="other values after a call about other rows",
-    cure="keep nothing from call to call but what depends on no row, or say that it is meant: reward.remembers = True",
+    cure="keep no state that depends on rows between calls, or declare it: reward.remembers = True",
 )
 def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The reward of a completion does not depend on the rows of earlier calls: two copies of the function that were
-    asked about different rows first give it the same value.
+    """The reward of a completion does not depend on the rows of earlier calls.
+
+    Two copies of the function with different earlier calls return the same value.
     """
     for reply in evidence.replies:
         if reply.reason:
             yield Skip(reply.reason)
         elif reply.remembers is None:
-            yield Skip(f"reward {reply.name} does not repeat itself, or remembers on purpose")
+            yield Skip(f"reward {reply.name} is not repeatable, or remembers on purpose")
         elif reply.remembers:
             yield Finding(culprit=f"reward {reply.name}", samples=reply.samples[:4])
 
 
 @check(
-    expected="arguments as they were",
-    cure="work on copies: it scores something else than what was sampled",
+    expected="unmodified arguments",
+    cure="edit copies: the edits change what is scored",
 )
 def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A reward edits none of its arguments."""
+    """A reward does not edit its arguments."""
     for reply in evidence.replies:
         if reply.reason:
             yield Skip(reply.reason)
@@ -135,10 +135,10 @@ def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def samples_of_calls(batches: Batches, calls: Sequence[RewardCall]) -> list[list[int]]:
-    """The samples that each call was about, in its order; empty if it was about something else.
+    """Return the samples of each reward call in order; empty if the call is about something else.
 
-    A function is called in the order in which the engine answered: answers that are equal, token by token, belong to
-    the first of the batches that no earlier call of the function was about.
+    Functions are called in the order of the engine's batches. Equal completions belong to the first batch without an
+    earlier call of the function.
     """
     begins, samples = defaultdict[str, tuple[int, int]](lambda: (0, 0)), list[list[int]]()
     last = [last_turns(batch) for batch in batches]
@@ -156,14 +156,14 @@ def samples_of_calls(batches: Batches, calls: Sequence[RewardCall]) -> list[list
 
 
 def last_turns(batch: Sequence[tuple[Request, Completion]]) -> list[tuple[Request, Completion]]:
-    """The last turn of each sample, which is what rewards see, in the order in which the samples were asked for."""
+    """Return the last turn of each sample, which rewards score, in the order of the requests."""
     return [turns[-1] for turns in turns_of([batch]).values()]
 
 
 def _place_of(
     drawn: Sequence[Sequence[tuple[int, ...]]], asked: Sequence[tuple[int, ...]], begin: tuple[int, int]
 ) -> tuple[int, int] | None:
-    """The first batch and row from ``begin`` on where the engine drew what was asked about."""
+    """Return the first batch and row from ``begin`` on whose completions are those of a call."""
     for batch, answers in enumerate(drawn):
         for first in (0, len(answers) - len(asked)):
             if first >= 0 and (batch, first) >= begin and answers[first : first + len(asked)] == asked:
@@ -172,7 +172,7 @@ def _place_of(
 
 
 def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
-    """The rows whose values are others when the function is asked for ``rows`` alone, in that order, here and now."""
+    """Return the rows whose values differ when the function is called with ``rows`` only, in that order."""
     if call.function is None:
         return []
     values = call_alone(call.name, call.function, call.rows.select(rows)).values

@@ -1,4 +1,4 @@
-"""Checks of what was sampled: ids, ends, versions, samples, masks."""
+"""Checks of sampled data: ids, ends, versions, samples and masks."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,13 +19,11 @@ DRAW = "stage draw"
 Array = NDArray[Any]
 
 
-@check(
-    culprit=DRAW, cure="join completions and rows by sample id, and write what an environment says behind the answer"
-)
+@check(culprit=DRAW, cure="join completions and rows by sample id, and append environment tokens after the answer")
 def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
-    """The tokens, log-probabilities, versions and finish reasons that train are those that the engine returned, row by
-    row and turn by turn; each turn continues the row as it stands, or from where its context was rewritten, and what
-    the engine did not draw does not train.
+    """Tokens, log-probabilities, versions and finish reasons are those that the engine returned, turn by turn.
+
+    Each turn continues the row or its rewritten context, and tokens that the engine did not sample do not train.
     """
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
     samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
@@ -61,7 +59,7 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
 
 
 class _Tokens(NamedTuple):
-    """What of a rollout is held against what the engine drew, as arrays: a row of them is quickly read."""
+    """Fields of a rollout as arrays, for quick access by row."""
 
     prompts: Array
     responses: Array
@@ -72,7 +70,7 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
-        """Those of a rollout on the CPU."""
+        """Return the fields of a rollout on the CPU."""
         turns = rollout.token_extras.get(TURNS)
         return cls(
             rollout.prompt_ids.numpy(),
@@ -84,13 +82,13 @@ class _Tokens(NamedTuple):
         )
 
     def wrong(self, row: int, turns: Sequence[Pair]) -> str:
-        """What of a row is not as the engine drew it, turn by turn; empty if all is."""
+        """Return the first field of a row that differs from the engine's turns; empty if none does."""
         prompt, length = self.prompt_lengths[row], self.lengths[row]
         ids = self.prompts[row, :prompt].tolist() + self.responses[row, :length].tolist()
         actions = self.actions[row].tolist()
         drawn = [False] * (prompt + len(actions))
         numbers = None if self.turns is None else self.turns[row, :length].tolist()
-        context, end = 0, prompt  # where what the policy read in this turn begins, and where it ends
+        context, end = 0, prompt  # begin and end of the tokens of this turn
         for number, (request, completion) in enumerate(turns, 1):
             if numbers is not None and number > 1 and end - prompt < length and numbers[end - prompt] == 1 - number:
                 context = end
@@ -102,7 +100,7 @@ class _Tokens(NamedTuple):
             trains = len(ids) >= end and all(actions[begin - prompt : end - prompt])
             if trains and ids[begin:end] != list(completion.token_ids):
                 return "token ids"
-            if numbers is not None and any(said != number for said in numbers[begin - prompt : end - prompt]):
+            if numbers is not None and any(other != number for other in numbers[begin - prompt : end - prompt]):
                 return "turn of each token"
         if actions != drawn[prompt:]:
             return "sampled tokens as actions"
@@ -110,7 +108,7 @@ class _Tokens(NamedTuple):
 
 
 def _versions_of(turns: Sequence[Pair]) -> list[int]:
-    """Of every token that was drawn for a sample, the weights that drew it."""
+    """Return the weight version of every sampled token of a sample."""
     return [
         version
         for _, completion in turns
@@ -119,7 +117,7 @@ def _versions_of(turns: Sequence[Pair]) -> list[int]:
 
 
 def _may_end(row: FinishReason, last: FinishReason, *, talks: bool) -> bool:
-    """Whether a row may end like that if its last turn did so; a limit or the environment may end a conversation."""
+    """Return True if a row may have a finish reason after its last turn's; limits may end a conversation."""
     limits = () if last is FinishReason.ABORT else (FinishReason.LENGTH, FinishReason.TURNS)
     return row == last or (talks and row in (*limits, FinishReason.FAILED))
 
@@ -128,9 +126,7 @@ def _may_end(row: FinishReason, last: FinishReason, *, talks: bool) -> bool:
     culprit="engine {engine}", cure="take the finish reason from the engine, and keep the sampled EOS in the response"
 )
 def ends(evidence: Evidence) -> Iterator[Finding]:
-    """A response, or turn of one, that stopped ends with an EOS id or stop string and holds no EOS before; one that was
-    cut off has all the tokens that were allowed.
-    """
+    """Stopped responses and turns end with their only EOS id or a stop string; truncated ones have full length."""
     rollout, facts = evidence.rollout, evidence.facts
     lengths, real, talks = rollout.response_lengths, rollout.real, TURNS in rollout.token_extras
     position = torch.arange(rollout.width, device=lengths.device)
@@ -145,19 +141,20 @@ def ends(evidence: Evidence) -> Iterator[Finding]:
     cases = {
         "no EOS before the end of a response": (is_eos & inside).any(-1),
         "an EOS at the end of a response that stopped": stopped & ~last & (not facts.stop_strings),
-        "no EOS at the end of a response that was cut off": cut_off & last & (not talks),
-        "all allowed tokens in a response that was cut off": cut_off & (lengths < facts.max_new_tokens) & (not talks),
+        "no EOS at the end of a truncated response": cut_off & last & (not talks),
+        "all allowed tokens in a truncated response": cut_off & (lengths < facts.max_new_tokens) & (not talks),
     }
     for expected, rows in cases.items():
         if rows.any():
             samples = rollout.sample_ids[rows][:4].tolist()
-            yield Finding(expected=expected, observed=f"{int(rows.sum())} rows without", samples=samples)
+            yield Finding(expected=expected, observed=f"violations in {int(rows.sum())} rows", samples=samples)
 
 
 @check(culprit="engine {engine}", cure="pin the version before a request is sent")
 def versions(evidence: Evidence) -> Iterator[Finding]:
-    """Every token was drawn with the weights of this rollout's sync, or with earlier ones within the bound of staleness
-    and none after newer ones; nothing else carries a version.
+    """Sampled tokens have the weight version of this rollout or an earlier one within the bound of staleness.
+
+    Versions do not decrease along a response; other tokens have no version.
     """
     rollout, bound = evidence.rollout, evidence.facts.max_staleness
     actions, age = rollout.action_mask, evidence.number - rollout.policy_version
@@ -170,9 +167,7 @@ def versions(evidence: Evidence) -> Iterator[Finding]:
         versions = sorted(set(rollout.policy_version[wrong | back].tolist()))
         legal = " to ".join(map(str, sorted({max(evidence.number - bound, 0), evidence.number})))
         yield Finding(
-            culprit=""
-            if bool((wrong | back).any())
-            else DRAW,  # an engine says nothing of tokens that it has not drawn
+            culprit="" if bool((wrong | back).any()) else DRAW,  # engines set no versions at other tokens
             expected=f"version {legal} at every sampled token",
             observed=f"{versions or 'versions at tokens that were not sampled'}",
             samples=rollout.sample_ids[places.any(-1)][:4].tolist(),
@@ -186,9 +181,7 @@ def versions(evidence: Evidence) -> Iterator[Finding]:
     cure="keep all fields of a row together: select and concatenate whole rollouts",
 )
 def sample_conservation(evidence: Evidence) -> Iterator[Finding]:
-    """Every sample is there once, in a whole group, and belongs to the prompt that its identity names; no group is lost
-    but those that a correction filters.
-    """
+    """Every sample occurs once, in a whole group and in that of its id; groups are lost only to filters."""
     rollout, size, wanted = evidence.rollout, evidence.facts.group_size, evidence.facts.groups
     ids, groups = rollout.sample_ids[rollout.real], rollout.groups[rollout.real]
     counts, filters = torch.unique(groups, return_counts=True)[1], evidence.contributions("keep_groups")
@@ -203,9 +196,9 @@ def sample_conservation(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(expected=expected, samples=ids[:4].tolist())
 
 
-@check(cure="derive each mask from the one before")
+@check(cure="derive each mask from the previous one")
 def masks(evidence: Evidence) -> Iterator[Finding]:
-    """``trained``: the real rows that nobody excludes; ``valid_tokens``: their sampled tokens; ``rewarded``: a part."""
+    """``trained``: real rows without excluded ones; ``valid_tokens``: their sampled tokens; ``rewarded``: a subset."""
     rollout = evidence.rollout
     excluded, allowed = torch.zeros_like(rollout.trained), rollout.trained.clone()
     for contribution in evidence.contributions("exclude"):
@@ -217,10 +210,10 @@ def masks(evidence: Evidence) -> Iterator[Finding]:
     cases = [
         ("trained", "no row that a correction excludes", rollout.trained & excluded),
         ("trained", "every row that no correction excludes", left & ~rollout.trained),
-        ("trained", "no row that the engine or the environment gave up", rollout.failures & rollout.trained),
+        ("trained", "no row that the engine aborted or the environment failed", rollout.failures & rollout.trained),
         ("valid_tokens", "the sampled tokens of trained rows", (rollout.valid_tokens != sampled).any(-1)),
         ("rewarded", "only rows that every reward mask keeps", rollout.rewarded & ~allowed),
-        ("rewarded", "no row that the engine or the environment gave up", rollout.failures & rollout.rewarded),
+        ("rewarded", "no row that the engine aborted or the environment failed", rollout.failures & rollout.rewarded),
     ]
     for mask, expected, rows in cases:
         if rows.any():
@@ -232,7 +225,7 @@ def masks(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-@check(expected="finite numbers", observed="NaN or infinity", cure="look at whoever provides this field")
+@check(expected="finite numbers", observed="NaN or infinity", cure="check the code that provides this field")
 def finite(evidence: Evidence) -> Iterator[Finding]:
     """Every number at a valid token is finite."""
     rollout, valid = evidence.rollout, evidence.rollout.valid_tokens

@@ -1,4 +1,4 @@
-"""Checks of rewards and advantages: the signal stage is repeated on changed copies of a few whole groups."""
+"""Checks of rewards and advantages: the signal stage repeated on changed copies of a few whole groups."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,20 +22,20 @@ POISON_TEXT = "NaN, infinity and a million at masked tokens"
 
 
 def looks_within_groups(evidence: Evidence) -> bool:
-    """Whether estimator and rewards of corrections look at one group at a time."""
+    """Return True if estimator and rewards of corrections use one group at a time."""
     rewards = evidence.contributions(*REWARDS)
     return evidence.algorithm.advantages.within_groups and not any(one.compares_prompts for one in rewards)
 
 
 def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:
-    """The fields that a function edits of what it is shown."""
+    """Return the fields of its argument that a function edits."""
     before = {name: tensor.detach().clone() for name, tensor in shown.tensors()}
     function(shown)
     return [name for name, tensor in shown.tensors() if not bitwise_equal(tensor.detach(), before[name])]
 
 
 def poison(rollout: Rollout) -> Rollout:
-    """A copy with each of :data:`POISONS` in turn at the tokens that are not valid, of every float field."""
+    """Return a copy with :data:`POISONS` at the tokens that are not valid, in every float field."""
     valid = rollout.valid_tokens
     place = torch.arange(valid.numel(), device=valid.device).reshape(valid.shape) % len(POISONS)
 
@@ -51,20 +51,20 @@ def poison(rollout: Rollout) -> Rollout:
 def advantage_changes(
     evidence: Evidence, changed: Rollout, rows: Tensor | None = None, order: Tensor | None = None
 ) -> Iterator[Finding]:
-    """A finding if a changed copy of the groups has other advantages.
+    """Yield a finding if a changed copy of the groups has other advantages.
 
     Args:
-        evidence: with the groups.
-        changed: their copy.
-        rows: of the groups that count, [B] bool; None for all.
-        order: places of the copy's rows in the groups, [B]; None for their own.
+        evidence: Evidence with the groups.
+        changed: Changed copy.
+        rows: Rows of the groups to compare, [B] bool; by default all.
+        order: Indices of the copy's rows in the groups, [B]; by default the same order.
     """
     plain, ours = evidence.groups, evidence.advantages
     order = torch.arange(len(plain), device=plain.groups.device) if order is None else order
     change = Change("", changed, order)
     try:
         theirs = evidence.advantages_of(changed)[order.argsort(), : plain.width]
-    except ValueError as refused:  # what must not count was not finite, and somebody read it
+    except ValueError as refused:  # a part of the algorithm reads invalid values
         culprit, samples = _culprit_of(evidence, change), plain.sample_ids[:4].tolist()
         yield Finding(culprit=culprit, observed=str(refused), samples=samples)
         return
@@ -72,15 +72,15 @@ def advantage_changes(
     pair = torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0)
     atol = signal_rounding(plain, changed.select(order.argsort()), ours)
     for finding in differences(*pair, plain.sample_ids, atol=atol):
-        observed = f"advantages that moved by up to {float((ours - theirs).abs().max()):.3g}"
+        observed = f"advantages that change by up to {float((ours - theirs).abs().max()):.3g}"
         yield replace(finding, culprit=_culprit_of(evidence, change), observed=observed)
 
 
 def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Tensor:
-    """By how much the advantages of each row may differ for rounding alone, [B, 1].
+    """Return the tolerance for rounding of the advantages of each row, [B, 1].
 
-    An advantage is a difference of rewards over a deviation: what rounding leaves of the largest reward is multiplied
-    by the largest advantage of its group over the group's spread.
+    An advantage is a difference of rewards over a deviation, so the rounding of the largest reward is multiplied by the
+    largest advantage of its group over the group's spread.
     """
     same = plain.groups[:, None] == plain.groups[None]
     both = torch.stack([plain.rewards, changed.rewards]).double()
@@ -97,7 +97,7 @@ def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Ten
 
 
 def _culprit_of(evidence: Evidence, change: Change) -> str:
-    """Who made the signal differ: a correction whose own part differs, or the estimator."""
+    """Return the correction whose contribution changed, else the estimator, as a culprit."""
     plain = evidence.groups.sanitize()
     clean = change._replace(rollout=change.rollout.sanitize())
     for contribution in evidence.contributions(*REWARDS):
@@ -112,18 +112,18 @@ def _culprit_of(evidence: Evidence, change: Change) -> str:
     cure="select by valid_tokens before any arithmetic: torch.where(mask, x, 0), not x * mask",
 )
 def masked_values(evidence: Evidence) -> Iterator[Finding]:
-    """What stands at a token that is not valid, NaN and infinity too, reaches no advantage."""
+    """Values at tokens that are not valid, such as NaN, reach no advantage."""
     yield from advantage_changes(evidence, poison(evidence.groups))
 
 
 @check(
-    expected="advantages without a trace of rows outside `rewarded`",
-    cure="take means and deviations over `rewarded` rows alone",
+    expected="advantages that do not depend on rows outside `rewarded`",
+    cure="compute means and deviations over `rewarded` rows only",
 )
 def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
-    """The reward of a row that is not rewarded (cut off, failed, excluded) moves nobody else's advantage."""
+    """The reward of a row that is not rewarded (truncated, failed, excluded) changes no advantage of other rows."""
     rollout = evidence.groups
-    if bool(rollout.rewarded.all()) and len(rollout):  # nobody is left out here: leave out one row of each group
+    if bool(rollout.rewarded.all()) and len(rollout):  # no row is left out here: leave out one row of each group
         first = torch.zeros_like(rollout.rewarded)
         for group in rollout.groups.unique():
             first[(rollout.groups == group).nonzero()[0, 0]] = True
@@ -141,26 +141,26 @@ def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
             yield replace(
                 finding,
                 culprit=ESTIMATOR.format(**evidence.names),
-                expected="the advantages that there would be without the rows outside `rewarded`",
-                cure="count `rewarded` rows alone in every mean and deviation",
+                expected="the advantages without the rows outside `rewarded`",
+                cure="count only `rewarded` rows in every mean and deviation",
             )
 
 
 @check(
     expected="the same advantages with three more positions of padding",
-    cure="count `valid_tokens`, never columns, and take the last valid token for the end",
+    cure="count `valid_tokens`, never columns, and use the last valid token as the end",
 )
 def padding_width(evidence: Evidence) -> Iterator[Finding]:
-    """More padding behind the responses changes no advantage."""
+    """Additional padding after the responses changes no advantage."""
     yield from advantage_changes(evidence, evidence.groups.fit_width(evidence.groups.width + 3))
 
 
 @check(
-    expected="advantages that depend on their own group alone",
+    expected="advantages that depend only on their own group",
     cure="group by `groups`, never by position or a fixed group size",
 )
 def group_isolation(evidence: Evidence) -> Iterator[Finding]:
-    """Rewards of one prompt's samples move no advantage of another prompt."""
+    """Rewards of one prompt's samples change no advantage of another prompt."""
     rollout = evidence.groups
     if looks_within_groups(evidence) and len(rollout.groups.unique()) > 1:
         first = rollout.groups == rollout.groups[0]
@@ -169,22 +169,27 @@ def group_isolation(evidence: Evidence) -> Iterator[Finding]:
         yield from advantage_changes(evidence, rollout.replace(rewards=rewards), first)
 
 
-@check(expected="advantages that do not see a constant added to a group", cure="subtract the mean of the whole group")
+@check(
+    expected="advantages that do not depend on a constant added to a group", cure="subtract the mean of the whole group"
+)
 def reward_shift(evidence: Evidence) -> Iterator[Finding]:
-    """A constant added to all rewards of a group changes no advantage, where the estimator subtracts a mean and no
-    bonus declares ``scales_rewards``.
+    """A constant added to all rewards of a group changes no advantage.
+
+    This applies if the estimator subtracts a mean and no bonus declares ``scales_rewards``.
     """
     rollout, algorithm = evidence.groups, evidence.algorithm
     scaled = any(callback.scales_rewards for callback in algorithm.corrections.callbacks)
     if algorithm.advantages.shift_invariant and looks_within_groups(evidence) and not scaled:
-        size = rollout.rewards[rollout.rewarded].abs().max() if rollout.rewarded.any() else 0.0  # rewards of any scale
+        size = (
+            rollout.rewards[rollout.rewarded].abs().max() if rollout.rewarded.any() else 0.0
+        )  # relative to the scale of rewards
         shift = (1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)) * (size or 1.0)
         yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
 
 
 @check(expected="the same advantages for rows in another order", cure="join by sample_ids and groups")
 def row_order(evidence: Evidence) -> Iterator[Finding]:
-    """Rows in another order have the same advantages: nothing is joined by position."""
+    """Advantages of rows do not depend on their order."""
     rollout = evidence.groups
     order = torch.sin(1.0 + 7.0 * torch.arange(len(rollout), device=rollout.groups.device)).argsort()
     yield from advantage_changes(evidence, rollout.select(order), order=order)
@@ -192,7 +197,7 @@ def row_order(evidence: Evidence) -> Iterator[Finding]:
 
 @check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
 def advantage_support(evidence: Evidence) -> Iterator[Finding]:
-    """Advantages are 0 outside the valid tokens; one scalar for a row is the same at all of its valid tokens."""
+    """Advantages are 0 outside the valid tokens; those of an estimator per row are constant over a row."""
     rollout, advantages = evidence.rollout, evidence.rollout.require("advantages")
     valid, nowhere = rollout.valid_tokens, torch.zeros_like(advantages)
     yield from differences(
@@ -215,7 +220,7 @@ def advantage_support(evidence: Evidence) -> Iterator[Finding]:
 
 @check(expected="the same values before and after", cure="return a new tensor (x * y, not x *= y)")
 def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
-    """A contribution edits nothing that it is shown, by whatever way: its argument is compared before and after."""
+    """A contribution does not edit its argument."""
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
         shown = (evidence.groups if contribution.method in SHOWN_A_ROLLOUT else evidence.view()).sanitize()
         if edits := edits_of(contribution, shown):
@@ -228,9 +233,9 @@ def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
     cure="return new tensors from every contribution, and keep no reference to edit later",
 )
 def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The advantages that train are what the signal stage makes of the untouched raw fields, on one rank."""
+    """The trained advantages are those of the signal stage on the unmodified fields, on one rank."""
     if not looks_within_groups(evidence):
-        yield Skip("estimator or corrections compare prompts, of which only a few are looked at")
+        yield Skip("estimator or corrections compare prompts, of which only a few are checked")
         return
     trained = evidence.groups.require("advantages")
     for finding in differences(trained, evidence.advantages, evidence.groups.sample_ids):
@@ -238,7 +243,7 @@ def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding | 
 
 
 def _culprit_of_others(evidence: Evidence) -> str:
-    """Who made the signal depend on what else is in the rollout: a correction, the estimator, or nobody of them."""
+    """Return the correction or the estimator that depends on the rest of the rollout, as a culprit."""
     rollout, groups = evidence.rollout.sanitize(), evidence.groups.sanitize()
     places = (groups.sample_ids[:, None] == rollout.sample_ids).int().argmax(-1)
     for contribution in evidence.contributions(*REWARDS):
@@ -247,18 +252,16 @@ def _culprit_of_others(evidence: Evidence) -> str:
             return str(contribution)
     whole = evidence.advantages_of(evidence.rollout)[places, : groups.width]
     unlike = next(differences(whole, evidence.advantages, groups.sample_ids), None)
-    return "stage signal, or whoever edited its result" if unlike is None else ESTIMATOR.format(**evidence.names)
+    return "stage signal, or code that edited its result" if unlike is None else ESTIMATOR.format(**evidence.names)
 
 
 @check(
     culprit="stage signal, the shaped reward",
     expected="shaped rewards that add up to the score and the token rewards of their row",
-    cure="place the score at the last valid token, and build the shaped reward out of place",
+    cure="put the score at the last valid token, and build the shaped reward out of place",
 )
 def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
-    """Over the valid tokens of a row the shaped reward adds up to its score and its token rewards: nothing is lost at a
-    masked token, nothing counts twice.
-    """
+    """Over the valid tokens of a row the shaped rewards add up to its score and its token rewards."""
     rollout, shaped = evidence.groups.sanitize(), evidence.signal(evidence.groups)[1].double()
     scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
     tokens = torch.zeros_like(shaped)

@@ -1,4 +1,4 @@
-"""Checks of the stages between engine and update: a contribution follows the rows, wherever they stand."""
+"""Checks of the stages between engine and update: contributions depend on the rows, not on their place."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,19 +19,19 @@ from lightning_rl.utils.finding import Finding
 
 METRICS, FILTER = "rollout_metrics", "keep_groups"
 WIDER = 3  # positions of padding
-JITTER = 1e-3  # by which rewards are kept apart, so that nothing is decided by a tie
-FILTERED_GROUPS = 6  # that a filter is asked about
+JITTER = 1e-3  # difference of rewards that avoids ties
+FILTERED_GROUPS = 6  # groups per call of a filter
 MAX_COLLECTIVES = 100  # of one contribution
-PROVIDING_GROUPS = 2  # that fields are provided for again, perhaps by a model
+PROVIDING_GROUPS = 2  # groups per call of provide, which may run a model
 
 
 class Change(NamedTuple):
-    """A changed copy of some rows on which nobody may say anything else of a row.
+    """A changed copy of rows on which contributions to each row must stay the same.
 
     Attributes:
-        expected: what must hold on it.
-        rollout: the copy.
-        rows: places of its rows in the original.
+        expected: Expected value in findings.
+        rollout: Changed copy.
+        rows: Indices of its rows in the original.
     """
 
     expected: str
@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
 
 def say(contribution: Contribution, rollout: Rollout) -> dict[str, Tensor]:
-    """What a contribution makes of some rows: tensors by name, those of statistics as their moments."""
+    """Return the contribution to rows as tensors by name; statistics as their moments."""
     return _by_name(contribution, contribution(rollout))
 
 
@@ -51,7 +51,7 @@ def _by_name(contribution: Contribution, said: Any) -> dict[str, Tensor]:
 
 
 def changes(rollout: Rollout) -> list[Change]:
-    """Another order of groups and rows, and more padding behind prompts and responses."""
+    """Return copies with other orders of groups and rows, and with additional padding."""
     device = rollout.groups.device
     everything = torch.arange(len(rollout), device=device)
     interleaved = (10.0 * torch.sin(1.0 + 7.0 * everything)).argsort()
@@ -65,7 +65,7 @@ def changes(rollout: Rollout) -> list[Change]:
 
 
 def parts(rollout: Rollout, *, number: int | None = None) -> list[Change]:
-    """The groups in so many parts, in turn; by default each by itself."""
+    """Return the groups in ``number`` parts, by default one group per part."""
     groups = rollout.groups.unique()
     number = len(groups) if number is None else min(number, len(groups))
     masks = [torch.isin(rollout.groups, groups[part::number]) for part in range(number)]
@@ -78,19 +78,19 @@ def _widen(tensor: Tensor, pad: float) -> Tensor:
 
 
 def _apart(rollout: Rollout) -> Rollout:
-    """A copy in which no two rewards are the same, by a pattern that goes with the samples."""
+    """Return a copy in which all rewards differ, by a pattern over samples."""
     jitter = JITTER * torch.sin(1.0 + 3.0 * rollout.sample_ids).to(rollout.rewards.dtype)
     return rollout.replace(rewards=rollout.rewards + jitter * rollout.rewards.abs().max().clamp(min=1.0))
 
 
 def _with_equal_groups(rollout: Rollout) -> Rollout:
-    """A copy in which some groups have one reward for all of their rows, and no two of the others the same."""
+    """Return a copy in which some groups have equal rewards, and all other rewards differ."""
     within = torch.sin(1.0 + 3.0 * rollout.sample_ids) * (torch.sin(2.0 + 5.0 * rollout.groups) > 0)
     return rollout.replace(rewards=(torch.cos(rollout.groups.double()) + within).to(rollout.rewards.dtype))
 
 
 def _rows_of(evidence: Evidence, contribution: Contribution) -> Rollout:
-    """A few groups as a contribution is shown them: a filter sees those that it drops as well."""
+    """Return a few groups as the contribution gets them; filters get the dropped groups too."""
     if contribution.method != FILTER or not evidence.rounds:
         return evidence.groups.sanitize()
     rollout = evidence.rounds[0]
@@ -101,7 +101,7 @@ def _rows_of(evidence: Evidence, contribution: Contribution) -> Rollout:
 
 
 def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
-    """The changed copies on which a contribution has to say the same; far more padding for a filter."""
+    """Return the changed copies for a contribution; filters get additional padding."""
     further = list[Change]()
     if contribution.method == FILTER:
         wide = rollout.fit_width(2 * rollout.width + WIDER)
@@ -115,7 +115,7 @@ class _UnknownValuesError(Exception):
 
 
 class _Rank(Collectives):
-    """Collectives of one of several ranks in one process: returns what was gathered before, then stops."""
+    """Collectives of one of several ranks in one process: return recorded values, then stop."""
 
     def __init__(self, ranks: int, gathered: Sequence[list[Tensor]]) -> None:
         super().__init__()
@@ -136,10 +136,10 @@ class _Rank(Collectives):
 
 
 def _contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) -> list[Any]:
-    """Returns the contribution on each rank's rows, repeated until the values of every collective are known.
+    """Return the contribution on each rank's rows, repeated until the values of every collective are known.
 
     Raises:
-        RuntimeError: if ranks differ in their collectives, which would hang a run.
+        RuntimeError: If ranks differ in their collectives, which would hang a run.
     """
     gathered = list[list[Tensor]]()
     for _ in range(MAX_COLLECTIVES):
@@ -160,19 +160,19 @@ def _contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) ->
 
 
 def _tied_rows(rollout: Rollout) -> Tensor:
-    """Rows whose length another row of their group has as well, so that a tie may be decided by the order, [B]."""
+    """Return the rows with the length of another row of their group, whose ties may depend on the order, [B]."""
     same = (rollout.groups[:, None] == rollout.groups) & (rollout.response_lengths[:, None] == rollout.response_lengths)
     return same.sum(-1) > 1
 
 
 def moved_rows(contribution: Contribution, rollout: Rollout, change: Change, said: Any = None) -> Tensor:
-    """The rows of which a contribution says something else on a changed copy, [b] bool, in the order of the copy.
+    """Return the rows of a changed copy with another contribution, [b] bool, in the order of the copy.
 
     Args:
-        contribution: the one.
-        rollout: the original.
-        change: the copy.
-        said: what it contributed to the copy; None to ask it.
+        contribution: Contribution.
+        rollout: Original.
+        change: Changed copy.
+        said: Contribution to the copy; by default it is computed.
     """
     theirs = say(contribution, change.rollout) if said is None else _by_name(contribution, said)
     moved = torch.zeros_like(change.rows, dtype=torch.bool)
@@ -196,15 +196,15 @@ def _close(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def repeats_itself(contribution: Contribution, rollout: Rollout) -> bool:
-    """Whether a contribution says the same of the same rows twice; :func:`contributions_fit` reports the others."""
+    """Return True if two calls give the same contribution; :func:`contributions_fit` reports others."""
     first, second = say(contribution, rollout), say(contribution, rollout)
     return first.keys() == second.keys() and all(bitwise_equal(first[name], second[name]) for name in first)
 
 
 def strays(contribution: Contribution, rollout: Rollout, change: Change) -> Tensor:
-    """The rows of which a contribution really says something else on a changed copy: ties apart, [b] bool."""
+    """Return the rows of a changed copy with another contribution that is not due to ties, [b] bool."""
     moved = moved_rows(contribution, rollout, change)
-    if contribution.method == FILTER:  # which often asks for ties: groups without a difference in their rewards
+    if contribution.method == FILTER:  # filters often depend on ties: groups with equal rewards
         other = change._replace(rollout=_with_equal_groups(change.rollout))
         return moved | moved_rows(contribution, _with_equal_groups(rollout), other)
     if not moved.any() or contribution.method == METRICS:
@@ -214,15 +214,18 @@ def strays(contribution: Contribution, rollout: Rollout, change: Change) -> Tens
     return moved & ~_tied_rows(rollout)[change.rows] if len(change.rows) == len(rollout) else moved
 
 
-@check(observed="something else", cure="join by sample_ids and groups, count valid tokens, and mind no row's place")
+@check(
+    observed="something else", cure="join by sample_ids and groups, count valid tokens, and ignore the place of rows"
+)
 def contribution_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What a correction says of a row before the update is the same for rows in another order and with more padding,
-    and a filter decides about whole groups: nothing is joined by position.
+    """Contributions before the update do not depend on the order of rows or on padding.
+
+    A filter decides about whole groups.
     """
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
         rollout = _rows_of(evidence, contribution)
         if not repeats_itself(contribution, rollout):
-            yield Skip(f"{contribution} does not repeat itself")
+            yield Skip(f"{contribution} is not repeatable")
             continue
         if contribution.method == FILTER and len(split := _split_groups(contribution(rollout), rollout)):
             expected = "one decision for all samples of a prompt"
@@ -242,19 +245,20 @@ def _split_groups(kept: Tensor, rollout: Rollout) -> list[int]:
 
 
 @check(
-    expected="the same for a prompt's samples, whatever other prompts are in the rollout",
+    expected="the same for a prompt's samples, independent of other prompts in the rollout",
     observed="something else without them",
-    cure="look at one group at a time, or say that prompts are compared: batch_statistics = True",
+    cure="use one group at a time, or declare that prompts are compared: batch_statistics = True",
 )
 def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What a correction says of a row before the update depends on the rows of its own prompt alone, so it is the same
-    however rows are split over ranks, unless it declares ``batch_statistics``.
+    """Contributions to a row before the update depend only on the rows of its prompt.
+
+    So they do not depend on the split over ranks, unless the correction declares ``batch_statistics``.
     """
     if len(evidence.groups.groups.unique()) < 2:
-        yield Skip("only one prompt was looked at")
+        yield Skip("only one prompt was checked")
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
         rollout = _rows_of(evidence, contribution)
-        metrics = contribution.method == METRICS  # which are made of all rows
+        metrics = contribution.method == METRICS  # computed over all rows
         if metrics or contribution.compares_prompts or not repeats_itself(contribution, rollout):
             continue
         for change in parts(rollout):
@@ -265,18 +269,19 @@ def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    expected="the same, however the rows are split over ranks",
+    expected="the same for every split of the rows over ranks",
     observed="something else on two ranks",
-    cure="take sums over ranks by self.collectives, and return Stat.of(values, mask), which merges, no mean of a mean",
+    cure="sum over ranks with self.collectives, and return Stat.of(values, mask) instead of a mean of means",
 )
 def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What a correction makes of prompts that it compares, and what it measures, is the same however the rows are split
-    over ranks. One number of a rank, ``Stat.single``, has to be on several ranks alone.
+    """Metrics, and contributions that compare prompts, do not depend on the split of rows over ranks.
+
+    ``Stat.single``, one number per rank, is checked only in runs on several ranks.
     """
     rollout = evidence.groups.sanitize()
     split = parts(rollout, number=2)
     if len(split) < 2:
-        yield Skip("only one prompt was looked at")
+        yield Skip("only one prompt was checked")
         return
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
         metrics = contribution.method == METRICS
@@ -297,7 +302,7 @@ def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
 def _rank_dependent_names(
     whole: Mapping[str, Stat], shares: Sequence[Mapping[str, Stat]], *, several: bool
 ) -> list[str]:
-    """Returns the names of the statistics that differ once the ranks have merged theirs."""
+    """Return the names of the statistics that differ after merging those of the ranks."""
     names = list[str]()
     for name, stat in whole.items():
         merged = merge_moments(torch.stack([share[name].moments for share in shares]))
@@ -308,17 +313,15 @@ def _rank_dependent_names(
 
 
 @check(
-    expected="the fields that this correction provided for these rows",
-    observed="others for the same rows in another order and without the others",
+    expected="the fields that this correction provides for these rows",
+    observed="others for the same rows in another order and without other rows",
     cure="provide by row: join by sample_ids, count valid tokens, draw no random numbers",
 )
 def provided_fields(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Fields that a correction provides belong to their rows: a few groups in another order and with more padding get
-    the ones that train.
-    """
+    """Fields that a correction provides depend on their rows, not on order, padding or other rows."""
     providers = evidence.contributions("provide")
     if providers and evidence.outputs is not None and not evidence.plain:
-        yield Skip("models are split over ranks, so that a few rows of one rank cannot be asked about")
+        yield Skip("models are sharded, so one rank cannot score a few rows")
         return
     for contribution in providers:
         few = torch.isin(evidence.groups.groups, evidence.groups.groups.unique()[:PROVIDING_GROUPS])
@@ -336,7 +339,7 @@ def provided_fields(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _unlike(ours: Tensor | None, theirs: Tensor, order: Tensor, wider: Rollout, tolerance: float) -> Tensor:
-    """Rows of which a provided tensor is another one than was recorded, [b] bool."""
+    """Return the rows of which a provided tensor differs from the recorded one, [b] bool."""
     if ours is None:
         return torch.zeros_like(order, dtype=torch.bool)
     mine, other = ours[order].double(), theirs.double()

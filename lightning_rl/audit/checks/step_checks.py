@@ -1,4 +1,4 @@
-"""Checks of one optimizer step as it was made: rows, forward, gradients, parameters, and what was logged of it."""
+"""Checks of one optimizer step: rows, forward, gradients, parameters and logged metrics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,38 +14,37 @@ from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.corrections import ParameterTrace, Stat
 from lightning_rl.utils.finding import Finding
 
-UNSEEN = "no optimizer step was seen: it had no valid token, its gradient was not finite, or a scaler hides it"
-ONE_DEVICE = "parameters are followed on a single device alone"
-REPRESENTABLE = 100.0  # a step has to be so many units in the last place for a parameter to have to move
-FEW, MANY = 0.02, 0.25  # share of all entries, and of those of one parameter, that may be off without a word
-NAMED = 3  # metrics that a row lacks
-IDLE_ROLLOUTS = 2  # in a row, at a rate of 0
+UNSEEN = "no optimizer step was traced: it had no valid token, its gradient was not finite, or a scaler is used"
+ONE_DEVICE = "parameters are traced on a single device only"
+REPRESENTABLE = 100.0  # units in the last place from which on an update has to move a parameter
+FEW, MANY = 0.02, 0.25  # tolerated share of wrong entries, of all and of one parameter
+NAMED = 3  # missing metrics per finding
+IDLE_ROLLOUTS = 2  # successive rollouts at a rate of 0
 
 
 @check(cure="", of_step=True)
 def raw_fields(evidence: Evidence) -> Sequence[Finding]:
-    """No field of the finished rollout changes until its last optimizer step, by whatever way it is written."""
+    """No field of the finished rollout changes until its last optimizer step."""
     return [edit for edit in evidence.edits if edit.check == "raw_fields"]
 
 
 @check(cure="", of_step=True)
 def quiet_hooks(evidence: Evidence) -> Sequence[Finding]:
-    """A hook of a callback or of a module changes no gradient, no weight, no state of the optimizer, no metric, and
-    freezes nothing; the learning rate is its own business. Where a rank holds all weights, nobody else changes them or
-    that state between one step and the next: what validation or a save has changed is put back.
+    """Hooks of callbacks and modules change no gradient, weight, optimizer state or metric, and freeze nothing.
+
+    They may set the learning rate. If a rank holds all weights, these and the optimizer state also stay the same
+    between steps, so validation and saving must restore their changes.
     """
     return [edit for edit in evidence.edits if edit.check == "quiet_hooks"]
 
 
 @check(
     culprit="stage update, the microbatches of the step",
-    cure="run every microbatch of the plan once, and let the plan hold every trained row once in each pass",
+    cure="run every microbatch of the plan once, with every trained row once in each pass",
     of_step=True,
 )
 def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The rows of a step are those that the plan has for it, and those of all steps of a pass are the trained rows of
-    the rollout, each once: no microbatch is left out or comes twice.
-    """
+    """The rows of a step are those of the plan, and a pass contains each trained row once."""
     step, rollout = evidence.step, evidence.rollout
     if step is None or step.planned is None:
         yield Skip(UNSEEN)
@@ -57,10 +56,10 @@ def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
     size, number = evidence.facts.minibatches, step.number + 1
     steps = range(number - size, number)
     if number % size or not all(each in step.passes for each in steps):
-        return  # a pass is judged with its last step
+        return  # checked with the last step of a pass
     ours = sorted(sample for each in steps for sample in step.passes[each].tolist())
     theirs = sorted(rollout.sample_ids[rollout.trained & rollout.valid_tokens.any(-1)].tolist())
-    idle = set(rollout.sample_ids.tolist()) - set(theirs)  # nothing of them counts
+    idle = set(rollout.sample_ids.tolist()) - set(theirs)  # rows without a valid token
     ours = [sample for sample in ours if sample not in idle]
     if ours != theirs:
         yield _row_change(ours, theirs, "every trained row once in a pass", step.blamed.get("plan", "stage plan"))
@@ -69,7 +68,7 @@ def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
 def _row_change(ours: list[int], theirs: list[int], expected: str, culprit: str = "") -> Finding:
     missing = [sample for sample in theirs if sample not in ours]
     others = [sample for sample in ours if ours.count(sample) != theirs.count(sample)]
-    observed = f"{len(ours)} rows in the place of {len(theirs)}, {len(missing)} of them missing"
+    observed = f"{len(ours)} rows instead of {len(theirs)}, {len(missing)} of which are missing"
     return Finding(culprit=culprit, expected=expected, observed=observed, samples=[*missing, *others][:4])
 
 
@@ -79,9 +78,7 @@ def _row_change(ours: list[int], theirs: list[int], expected: str, culprit: str 
     of_step=True,
 )
 def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """In the first step of a rollout the update's own forward says of every token what was scored before it, and so
-    does the critic.
-    """
+    """In the first step of a rollout the update's forward returns the scored log-probabilities and values."""
     step, bound = evidence.step, evidence.facts.tolerance / 10
     if step is None or step.number:
         yield from [Skip(UNSEEN)] if step is None else []
@@ -114,13 +111,11 @@ def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
 @check(
     culprit="reduction {reduction}, or the sums over ranks",
     expected="denominators over the rows of all ranks",
-    cure="take every sum of a reduction through global_sum, and every row once",
+    cure="compute every sum of a reduction with global_sum, and count every row once",
     of_step=True,
 )
 def rank_denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The weight of a token in a step is that of a reduction over the rows of all ranks at once, however they are split
-    over ranks and microbatches.
-    """
+    """The weight of a token is that of a reduction over the rows of all ranks, for every split."""
     step = evidence.step
     if step is None or step.weights is None or not len(step.rows):
         yield Skip(UNSEEN if step is None else "this rank had no rows in the step")
@@ -132,13 +127,11 @@ def rank_denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
 @check(
     culprit="stage update, the accumulation of microbatches",
     expected="the gradient of the whole step in one piece",
-    cure="add up the microbatches' shares as they are, from the old log-probabilities of the rollout",
+    cure="add up the microbatches unscaled, with the old log-probabilities of the rollout",
     of_step=True,
 )
 def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The gradient that each log-probability, entropy and value of a step got is that of the whole step in one piece,
-    computed from the finished rollout: nothing is scaled, left out, or recomputed between optimizer steps.
-    """
+    """The gradients of log-probabilities, entropy and values are those of the step recomputed in one piece."""
     step = evidence.step
     if step is None or step.recomputed is None:
         yield Skip(UNSEEN if step is None else "this rank had no rows, or the loss needs those of other ranks")
@@ -151,7 +144,7 @@ def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
         ours, theirs = (torch.where(valid, part.double(), 0.0) for part in (gradient, expected))
         factor = float((ours * theirs).sum() / theirs.square().sum().clamp(min=1e-300))
         rows = int((ours - theirs).abs().amax(-1).gt(1e-4 * scale).sum())
-        observed = f"another one of the {what} in {rows} of {len(ours)} rows, {factor:.3g} times as large on the whole"
+        observed = f"another one of the {what} in {rows} of {len(ours)} rows, {factor:.3g} times as large overall"
         atol, rtol = rounding(gradient.dtype, scale, 1024), rounding(gradient.dtype, 1.0, 4096)
         yield from differences(
             ours,
@@ -165,7 +158,7 @@ def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _backward_culprit(evidence: Evidence, step: StepEvidence, what: str, ours: Tensor, theirs: Tensor) -> str:
-    """Who is to blame for a gradient of a step: the backward that somebody has, or whose part it is."""
+    """Return the code that changed a gradient of a step, as a culprit."""
     if "backward" in step.blamed:
         return step.blamed["backward"]
     if what == "current_values":
@@ -180,12 +173,13 @@ def _backward_culprit(evidence: Evidence, step: StepEvidence, what: str, ours: T
 
 @check(
     culprit="stage update, clipping and accumulation",
-    cure="accumulate first, then clip once, and clear gradients after the optimizer step alone",
+    cure="accumulate first, then clip once, and clear gradients only after the optimizer step",
     of_step=True,
 )
 def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The optimizer gets the sum over all backward passes of the step, in the precision of the parameters, clipped once
-    and as a whole to the bound; a parameter with a sum has a gradient.
+    """The optimizer gets the sum over all backward passes in the precision of the parameters, clipped once.
+
+    Every parameter with a sum has a gradient.
     """
     step, limit = evidence.step, evidence.facts.max_grad_norm
     if step is None or step.norm is None or not step.parameters:
@@ -194,12 +188,15 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     culprit = step.blamed.get("gradients") or (_stepper(step) if _edited_within(step) else "")
     lost = [name for name, one in step.parameters.items() if one.gradient is None and bool((one.summed != 0).any())]
     if lost:
-        expected, observed = f"a gradient of {lost[0]}", f"none, nor of {len(lost) - 1} others, though they had some"
+        expected, observed = (
+            f"a gradient of {lost[0]}",
+            f"none, nor of {len(lost) - 1} others, although backward passes computed them",
+        )
         yield Finding(culprit=culprit, expected=expected, observed=observed)
     if step.silent:
         yield Finding(
-            culprit=f"policy, its parameter {step.silent[0]}, which something in its forward cuts off",
-            expected=f"a gradient of {step.silent[0]}, on which what is trained depends",
+            culprit=f"policy, its parameter {step.silent[0]}, which its forward detaches",
+            expected=f"a gradient of {step.silent[0]}, on which trained outputs depend",
             observed=f"none, nor of {len(step.silent) - 1} others",
         )
     followed = {name: one for name, one in step.parameters.items() if one.gradient is not None}
@@ -216,7 +213,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     away = (gradient - factor * summed).abs() > abs(factor) * rounding(coarsest, slack, passes + 4) + 1e-30
     misses = dict(zip(followed, away.split([len(one.summed) for one in followed.values()]), strict=True))
     if (where := _place_of(misses)) is not None:
-        observed = f"another one at {int(away.sum())} of {len(away)} entries, {where} for one"
+        observed = f"another one at {int(away.sum())} of {len(away)} entries, such as of {where}"
         yield Finding(culprit=culprit, expected="the sum over all microbatches, times one factor", observed=observed)
     elif step.norm > limit * 1.01:
         yield Finding(culprit=culprit, expected=f"a gradient norm of at most {limit:g}", observed=f"{step.norm:.4g}")
@@ -226,7 +223,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _edited_within(step: StepEvidence) -> bool:
-    """Whether the gradients that the optimizer used are others than those that it was called with."""
+    """Return True if the optimizer used other gradients than at its call."""
     for one in step.parameters.values():
         before, after = one.clipped, one.gradient
         if before is None or after is None:
@@ -242,7 +239,7 @@ def _join(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
 
 
 def _place_of(misses: Mapping[str, Tensor]) -> str | None:
-    """The parameter that is furthest off, if many entries of it are, or some of all; None for nobody."""
+    """Return the parameter with most wrong entries, if they are many of it or some of all; else None."""
     if not any(map(len, misses.values())):
         return None
     everywhere = float(torch.cat(list(misses.values())).double().mean())
@@ -257,9 +254,7 @@ def _place_of(misses: Mapping[str, Tensor]) -> str | None:
     cure="give the optimizer every parameter that trains, and step the scheduler once per optimizer step", of_step=True
 )
 def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Every parameter that got a gradient moves, none is frozen on the way, and the scheduler steps once for an
-    optimizer step.
-    """
+    """Every parameter with a gradient moves, none gets frozen, and the scheduler steps once per optimizer step."""
     step = evidence.step
     if step is None:
         yield Skip(UNSEEN)
@@ -271,18 +266,18 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(
             culprit=f"{_stepper(step)}, parameter {stuck[0]}",
             expected="every trained parameter to move",
-            observed=stuck[0] + (f" and {len(stuck) - 1} others" if len(stuck) > 1 else "") + " stood still",
+            observed=stuck[0] + (f" and {len(stuck) - 1} others" if len(stuck) > 1 else "") + " did not move",
         )
     if step.stepping.uphill:
         yield Finding(
             culprit=_stepper(step),
             expected="weights that move against the gradient of the loss",
-            observed="weights that moved with it in every step that was looked at: it climbs",
+            observed="weights that moved along it in every audited step",
         )
     if step.frozen:
         yield Finding(
-            culprit=step.blamed.get("trained parameters", f"parameter {step.frozen[0]}, frozen by somebody"),
-            expected="every parameter to train that did when the fit began",
+            culprit=step.blamed.get("trained parameters", f"parameter {step.frozen[0]}, frozen during the fit"),
+            expected="every parameter to stay trainable",
             observed=f"{step.frozen[0]} and {len(step.frozen) - 1} others without a gradient",
         )
     if step.scheduler_steps not in (None, 1):
@@ -296,7 +291,7 @@ def _moves(parameter: ParameterTrace) -> bool:
 
 
 def _is_stuck(parameter: ParameterTrace) -> bool:
-    """Whether a parameter stands still though its gradient and learning rate would move it in its precision."""
+    """Return True if a parameter did not move although the update is representable in its precision."""
     gradient, before = parameter.gradient, parameter.before
     if gradient is None or before is None or before.dtype not in (torch.float32, torch.float64) or _moves(parameter):
         return False
@@ -307,12 +302,13 @@ def _is_stuck(parameter: ParameterTrace) -> bool:
 
 
 @check(
-    cure="step once for each optimizer step, at the rate that is logged, in a precision that can hold the step",
+    cure="step once per optimizer step, at the logged rate, in a precision that can represent the step",
     of_step=True,
 )
 def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Every parameter moves by what the optimizer's own rule makes of its gradient and state, computed in float64: no
-    step is taken twice, left out, at another rate, at a rate of 0 for ever, or lost in the precision of the weights.
+    """Every parameter moves by the optimizer's rule on its gradient and state, computed in float64.
+
+    No step is repeated, skipped, at another rate or at a rate of 0, or lost in the precision of the weights.
     """
     step = evidence.step
     if step is None or not step.parameters:
@@ -324,7 +320,7 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(
             culprit=stepping.rate_setter or culprit,
             expected="a learning rate above 0",
-            observed=f"0 for {few[0] if few else 'every parameter'} in the last rollouts that were looked at",
+            observed=f"0 for {few[0] if few else 'every parameter'} in the latest audited rollouts",
         )
     if stepping.steps > 1:
         expected, observed = "one step of the optimizer at a time", f"{stepping.steps} by its own count"
@@ -332,12 +328,12 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
     held = {name: one for name, one in step.parameters.items() if one.held}
     known = moves_by_rule(stepping.rule or step.optimizer, held)
     if any(one.gradient is not None and name not in known for name, one in held.items()):
-        yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is not known here")
+        yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is unknown")
     yield from _rule_findings(step, known, culprit)
 
 
 def _stepper(step: StepEvidence) -> str:
-    """Who is to blame where weights do not move as they should."""
+    """Return the code that changed the update of the weights, as a culprit."""
     edits = [step.blamed[what] for what in ("weights", "optimizer", "hooked gradients") if what in step.blamed]
     return edits[0] if edits else f"optimizer {step.optimizer}"
 
@@ -357,8 +353,8 @@ def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) 
         dtype = str(earlier[0].dtype).removeprefix("torch.")
         yield Finding(
             culprit=culprit,
-            expected=f"weights that can hold a step of {float(move[wanted].abs().median()):.2g}",
-            observed=f"{int(lost.sum())} of {int(wanted.sum())} entries that stood still: it is lost in {dtype}",
+            expected=f"weights that can represent a step of {float(move[wanted].abs().median()):.2g}",
+            observed=f"{int(lost.sum())} of {int(wanted.sum())} entries did not move: the step is lost in {dtype}",
         )
         return
     away = (ours - move).abs() > slack
@@ -368,17 +364,14 @@ def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) 
         yield Finding(
             culprit=culprit,
             expected="the move of the rule from gradient, state and rate",
-            observed=f"{factor:.3g} times as much on the whole, another one at {int(away.sum())} of {len(away)} entries"
-            f", {where} for one",
+            observed=f"{factor:.3g} times as much overall, another one at {int(away.sum())} of {len(away)} entries"
+            f", such as of {where}",
         )
 
 
-@check(cure="measure untouched values over the population that the metric is named after", of_step=True)
+@check(cure="measure unmodified values over the population that the metric is named after", of_step=True)
 def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """What is logged is what it says: recomputed from the finished rollout and from what the policy said in the step,
-    over valid tokens, rewarded rows or real rows, in what is handed to the log and in what reaches loggers and
-    Lightning.
-    """
+    """Logged metrics and rows equal those recomputed from the rollout and the policy's outputs in the step."""
     step = evidence.step
     if step is None:
         yield Skip(UNSEEN)
@@ -398,10 +391,10 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
                 samples=samples,
             )
     for name in step.missing[:NAMED]:
-        expected, observed = f"{name} in the row, as it was handed to the log", "a row without it"
+        expected, observed = f"{name} in the row, since it was logged", "a row without it"
         yield Finding(culprit=culprit or f"metric {name}", expected=expected, observed=observed, samples=samples)
     if not step.row_figures:
-        yield Skip("no row was logged with this step, or it spans ranks or steps that were not looked at")
+        yield Skip("no row was logged with this step, or it spans ranks or steps that were not audited")
     for name, stat in _stats(step.row_figures).items():
         for place, row in step.row.items():
             if name in row and name not in wrong and not is_figure(row[name], stat, largest):
@@ -414,10 +407,10 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _largest_logprob(step: StepEvidence) -> float:
-    """The size of the largest log-probability that a metric of the step is made of, of whichever policy."""
+    """Return the largest absolute log-probability of any policy in the step."""
     rows = step.rows
     policies = (step.outputs.logprobs, rows.rollout_logprobs, rows.old_logprobs, rows.ref_logprobs)
-    sizes = [said[rows.valid_tokens].abs() for said in policies if said is not None]
+    sizes = [one[rows.valid_tokens].abs() for one in policies if one is not None]
     return float(torch.cat(sizes).nan_to_num(0.0).max()) if rows.valid_tokens.any() else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Conversations gone wrong: tokens, masks and rewards lost between turns, and environments that mix samples up."""
+"""Faults in conversations: tokens, masks and rewards lost between turns, and environments that mix up samples."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -60,19 +60,19 @@ SEEDS = "seed|draw|conversation|turn"
 
 
 class OnePartner(Partner):
-    """Is one object for all conversations, to save the start of it."""
+    """One object for all conversations."""
 
     made: ClassVar[list["OnePartner"]] = []
 
     def __new__(cls, **_: Any) -> "OnePartner":
-        """The one that there is."""
+        """Return the single object."""
         if not cls.made:
             cls.made.append(super().__new__(cls))
         return cls.made[0]
 
 
 class KeptPartner(Partner):
-    """Pays for words that no conversation has heard before, in a set that all share."""
+    """Rewards new words, from a set shared by all conversations."""
 
     heard: ClassVar[set[str]] = set()
 
@@ -85,7 +85,7 @@ class KeptPartner(Partner):
 
 
 class DicedPartner(Partner):
-    """Has another colour in mind for each sample of a prompt, whatever seed it gets."""
+    """Uses another color for each sample of a prompt, ignoring the seed."""
 
     opened: ClassVar[Any] = itertools.count()
 
@@ -97,7 +97,7 @@ class DicedPartner(Partner):
 
 
 class ImpatientPartner(Partner):
-    """Pays less to who comes late in a round, by how many have been answered since the first turn."""
+    """Pays less to later answers in a round, by the number of answers since the first turn."""
 
     answered: ClassVar[Any] = itertools.count()
 
@@ -111,7 +111,7 @@ class ImpatientPartner(Partner):
 
 
 class PerTurn(Estimator):
-    """Centres over the turns of a group, so that conversations with many of them count more."""
+    """Centers over the turns of a group, so conversations with many turns count more."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -125,7 +125,7 @@ class PerTurn(Estimator):
 
 
 class ByTurns(Estimator):
-    """Centres among conversations of a group with as many turns, which the policy itself decides on."""
+    """Centers among conversations of a group with the same number of turns."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -138,7 +138,7 @@ class ByTurns(Estimator):
 
 
 class OverHoles(Estimator):
-    """Steps over every token of a response, the environment's among them."""
+    """Steps over every token of a response, environment tokens included."""
 
     reads = ("values",)
     per_token: ClassVar[bool] = True
@@ -152,7 +152,7 @@ class OverHoles(Estimator):
 
 
 class RewardOnHoles(Estimator):
-    """Spreads a reward over all of a response, and loses what falls on the environment's tokens."""
+    """Spreads a reward over the whole response, and loses the share of environment tokens."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:
@@ -167,58 +167,58 @@ class RewardOnHoles(Estimator):
 
 
 def forgetful(request: Request) -> Request:
-    """Continues the last eight tokens alone, as a cache does that has lost what was before."""
+    """Continue only the last eight tokens, like a truncated cache."""
     return replace(request, prefix_ids=request.prefix_ids[-8:]) if request.turn else request
 
 
 def hotter_later(request: Request) -> Request:
-    """Draws later turns at another temperature."""
+    """Sample later turns at another temperature."""
     return replace(request, sampling=replace(request.sampling, temperature=0.5)) if request.turn else request
 
 
 def over_the_drawn(rollout: Rollout, policy: Any, plan_of: Any) -> Stat:
-    """Takes the log-probability of what the policy drew for that of what environments say."""
+    """Use the log-probability of sampled tokens as that of environment tokens."""
     return Stat.of(rollout.require("rollout_logprobs"), rollout.valid_tokens)
 
 
 def logged(name: str, value: Any) -> Any:
-    """Logs another figure of conversations: from all figures by name to its values."""
+    """Change a metric of conversations: a function from all metrics by name to its values."""
     change = figures(lambda found: {name: value(found)} if found.get("env/turns") else {})
     return after(lightning_rl.rollouts.sample, "metrics_of", change)
 
 
 def first_environment(self: Environments, prompt: Any) -> str:
-    """Takes the first environment for every row."""
+    """Use the first environment for every row."""
     return next(iter(self.factories))
 
 
 def chat(name: str, culprit: str, *, options: Mapping[str, Any] | None = None, **given: Any) -> Fault:
-    """A fault in conversations with a partner."""
+    """Return a fault in conversations with a partner."""
     return Fault(name, culprit, options={**CHAT, **(options or {})}, data=given.pop("data", chat_prompts), **given)
 
 
 def tools(name: str, culprit: str, *patches: Any, **options: Any) -> Fault:
-    """A fault in conversations with a tool."""
+    """Return a fault in conversations with a tool."""
     return Fault(name, culprit, options={**TOOLS, **options}, data=chat_prompts, patches=patches)
 
 
 def rows(name: str, change: Any, culprit: str = DRAW, **given: Any) -> Fault:
-    """A fault in rows that were drawn."""
+    """Return a fault in sampled rows."""
     return chat(name, culprit, patches=[change_rows(change)], **given)
 
 
 def said(name: str, method: str, change: Any, culprit: str = DRAW, **given: Any) -> Fault:
-    """A fault between the turns of a conversation."""
+    """Return a fault between the turns of a conversation."""
     return chat(name, culprit, patches=[around(Conversation, method, change)], **given)
 
 
 def bridged(name: str, change: Any, **given: Any) -> Fault:
-    """A fault in what stands between two answers."""
+    """Return a fault in the tokens between two answers."""
     return chat(name, BETWEEN, patches=[around(Bridge, "after", change)], **given)
 
 
 def partner(kind: type[Partner]) -> Fault:
-    """A fault of a user's environment."""
+    """Return a fault of a user's environment."""
     what = (kind.__doc__ or "").split(",")[0].split(".")[0]
     return chat(
         f"a partner that {what[0].lower()}{what[1:]}",
@@ -247,7 +247,7 @@ FAULTS: tuple[Fault, ...] = (
     said("a prefix without the token that ended an answer", "_ask", talks.prefix_without_ends, ASKED),
     said("the token that ended an answer stripped", "receive", talks.without_ends),
     bridged("a newline missing behind a closing token", talks.without_newline),
-    bridged("a cut answer that nobody closes", talks.never_closing),
+    bridged("a truncated answer that is not closed", talks.never_closing),
     bridged("an answer that is closed twice", talks.always_closing),
     bridged("what an environment says cut to two words", talks.two_words_each),
     chat(
@@ -323,7 +323,7 @@ FAULTS: tuple[Fault, ...] = (
     said(
         "a second try that keeps what the first one earned", "_forget", talks.keeping_rewards, f"{DRAW}|reward", **AGAIN
     ),
-    # Who talks to whom.
+    # Assignment of environments.
     said("two conversations told each other's words", "_take", talks.exchanged),
     said("a reply that comes a turn late", "_take", talks.a_turn_late, options={"max_turns": 4}),
     said("an environment asked twice", "receive", talks.stepping_twice),
@@ -338,7 +338,7 @@ FAULTS: tuple[Fault, ...] = (
         patches=[after(Environments, "open", talks.row_of_the_sample_before)],
     ),
     chat(
-        "an environment of its own seed for each sample of a prompt",
+        "another seed of the environment for each sample of a prompt",
         SEEDS,
         patches=[after(Environments, "open", talks.seeded_by_sample)],
     ),

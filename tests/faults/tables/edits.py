@@ -1,4 +1,4 @@
-"""Edits of tensors that leave no version: through ``.data``, ``.numpy()``, ``from_numpy``, ``set_``, storages."""
+"""Edits of tensors without a new version: through ``.data``, ``.numpy()``, ``from_numpy``, ``set_`` and storages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ PPO = {"advantages": GAE(), "critic": "shared"}
 
 
 class ShapedInPlace(ReferenceKL):
-    """Shapes the penalty in the reference's log-probabilities themselves: ``k *= -kl_coef`` on an alias of them."""
+    """Shapes the penalty in an alias of the reference's log-probabilities: ``k *= -kl_coef``."""
 
     @override
     def token_reward(self, rollout: Rollout) -> Tensor:
@@ -30,7 +30,7 @@ class ShapedInPlace(ReferenceKL):
 
 
 class NumpyMask(RLCallback):
-    """Clips rewards in an array that is the tensor's own memory, while it says who is rewarded."""
+    """Clips rewards in a NumPy array that shares memory, in ``reward_mask``."""
 
     name = "numpy_mask"
 
@@ -54,7 +54,7 @@ class DataBonus(RLCallback):
 
 
 class NumpyExclude(RLCallback):
-    """Shortens action masks through an array, where it should leave rows out."""
+    """Shortens action masks through an array instead of excluding rows."""
 
     name = "numpy_exclude"
 
@@ -77,7 +77,7 @@ class ClippingMetric(RLCallback):
 
 
 class SortingObserver(RLCallback):
-    """Sorts an array of advantages to print the largest, and with it those that train."""
+    """Sorts an array of advantages to print the largest, which sorts the trained ones."""
 
     name = "sorting_observer"
 
@@ -87,7 +87,7 @@ class SortingObserver(RLCallback):
 
 
 class NumpyWeight(RLCallback):
-    """Scales advantages of the view through an array while it weighs tokens with 1."""
+    """Scales advantages of the view through an array, and returns weights of 1."""
 
     name = "numpy_weight"
 
@@ -99,7 +99,7 @@ class NumpyWeight(RLCallback):
 
 
 class MetricOfView(RLCallback):
-    """Fills log-probabilities of the engine with 0 where they are small, in the view that the core measures too."""
+    """Sets small log-probabilities of the engine to 0 in the shared view."""
 
     name = "metric_of_view"
 
@@ -111,7 +111,7 @@ class MetricOfView(RLCallback):
 
 
 class SetBetween(RLCallback):
-    """Gives the advantages another storage between two optimizer steps."""
+    """Replaces the storage of the advantages between two optimizer steps."""
 
     name = "set_between"
 
@@ -126,7 +126,7 @@ class SetBetween(RLCallback):
 
 
 class SetOld(RLCallback):
-    """Points the old log-probabilities at other memory between two optimizer steps: ``x.data = y``."""
+    """Replaces the old log-probabilities between two optimizer steps: ``x.data = y``."""
 
     name = "set_old"
 
@@ -141,7 +141,7 @@ class SetOld(RLCallback):
 
 
 class LivingArray(RLCallback):
-    """Provides a tensor made from an array that goes on changing, and weighs with it."""
+    """Provides a tensor of an array that keeps changing, and weighs with it."""
 
     name = "living_array"
 
@@ -160,13 +160,13 @@ class LivingArray(RLCallback):
 
 
 def clipping_loss(view: LossView) -> Tensor:
-    """A loss that clips advantages in the view, before corrections and figures see them."""
+    """Return a loss that clips advantages in the view."""
     view.require("advantages").data.clamp_(-0.3, 0.3)
     return -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
 
 
 class CentringEstimator(DrGRPO):
-    """Centres the scores in the array that they lie in, and so the rewards of the rollout."""
+    """Centers the scores in place, and so the rewards of the rollout."""
 
     @override
     def __call__(self, signal: RewardSignal) -> Advantages:

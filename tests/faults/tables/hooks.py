@@ -1,4 +1,4 @@
-"""Somebody else's fault: a user's hook, mask, bonus or optimizer, which has to be named and nobody in its place."""
+"""Faults of a user's hook, mask, bonus or optimizer, which must be named as the culprit."""
 
 import dataclasses
 from functools import partial
@@ -22,7 +22,7 @@ SMALL = {"max_tokens_per_microbatch": 24}
 
 
 class HalvedGradients(Callback):
-    """Halves the gradient after every backward, for an accumulation that the loop does already."""
+    """Halves the gradient after every backward pass."""
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -32,7 +32,7 @@ class HalvedGradients(Callback):
 
 
 class KeptInValidation(Callback):
-    """Validates with the mean of the weights of now and of the start, and leaves it there."""
+    """Validates with averaged weights, and does not restore the weights."""
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -47,7 +47,7 @@ class KeptInValidation(Callback):
 
 
 class RoundedAtSave(Callback):
-    """Saves weights in half precision, by rounding those that train."""
+    """Rounds the trained weights to half precision when saving."""
 
     @override
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
@@ -57,7 +57,7 @@ class RoundedAtSave(Callback):
 
 
 class ClearedState(Callback):
-    """Begins each epoch with a fresh optimizer."""
+    """Clears the optimizer's state in each epoch."""
 
     @override
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -66,7 +66,7 @@ class ClearedState(Callback):
 
 
 class RoundedGradients(Callback):
-    """Rounds the gradient to bfloat16 after every backward, as a compressing exchange does."""
+    """Rounds the gradient to bfloat16 after every backward pass."""
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
@@ -76,7 +76,7 @@ class RoundedGradients(Callback):
 
 
 class NoisyGradients(Callback):
-    """Adds noise to the gradient before the step, for privacy that another run had."""
+    """Adds noise to the gradient before the step."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -87,7 +87,7 @@ class NoisyGradients(Callback):
 
 
 class ClippedAgain(Callback):
-    """Clips every parameter's gradient by value before the step, after the loop has clipped the norm."""
+    """Clips every parameter's gradient by value after the clipping by norm."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -105,7 +105,7 @@ class KeptEmbeddings(Callback):
 
 
 class AveragedWeights(Callback):
-    """Swaps averaged weights in after a step and forgets to swap them out."""
+    """Swaps averaged weights in after a step, and does not swap them out."""
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -120,7 +120,7 @@ class AveragedWeights(Callback):
 
 
 class PatientRate(Callback):
-    """Sets the learning rate to 0 after two steps, because the reward did not grow."""
+    """Sets the learning rate to 0 after two steps."""
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -130,7 +130,7 @@ class PatientRate(Callback):
 
 
 class TrimmedPlan(Callback):
-    """Takes the last microbatch out of the plan of the current rollout, to save memory."""
+    """Removes the last microbatch from the plan of the current rollout."""
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -141,7 +141,7 @@ class TrimmedPlan(Callback):
 
 
 class EveryOtherRow(RLCallback):
-    """A mask joined by position: every other row of whatever microbatch comes."""
+    """Masks every other row of a microbatch."""
 
     name = "every_other_row"
 
@@ -151,7 +151,7 @@ class EveryOtherRow(RLCallback):
 
 
 class WorstRow(RLCallback):
-    """Rejects the row of a microbatch whose log-probability is the lowest."""
+    """Rejects the row of a microbatch with the lowest log-probability."""
 
     name = "worst_row"
 
@@ -172,7 +172,7 @@ class WidthWeight(RLCallback):
 
 
 class PlacesBonus(RLCallback):
-    """A bonus joined by position: that of a leaderboard, in its order."""
+    """A bonus joined by position in a list."""
 
     name = "places_bonus"
 
@@ -182,7 +182,7 @@ class PlacesBonus(RLCallback):
 
 
 class Climbing(AdamW):
-    """Turns gradients around, because somebody maximises."""
+    """Negates gradients to maximize."""
 
     @override
     def step(self, closure: Any = None) -> Any:
@@ -194,7 +194,7 @@ class Climbing(AdamW):
 
 
 def halved_by_the_module(self: RLLightningModule) -> None:
-    """A hook of the user's own module class that halves the gradient."""
+    """Halve the gradient in a hook of the user's module class."""
     for parameter in self.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
@@ -217,7 +217,7 @@ FAULTS: tuple[Fault, ...] = (
         patches=[patch.object(RLLightningModule, "on_after_backward", halved_by_the_module)],
     ),
     Fault("a hook that adds noise before the step", "NoisyGradients", callbacks=lambda: [NoisyGradients()]),
-    Fault("a hook that clips once more", "ClippedAgain", callbacks=lambda: [ClippedAgain()]),
+    Fault("a hook that clips again", "ClippedAgain", callbacks=lambda: [ClippedAgain()]),
     Fault("a hook that keeps the embeddings", "KeptEmbeddings", callbacks=lambda: [KeptEmbeddings()]),
     Fault("averaged weights left in place", "AveragedWeights", callbacks=lambda: [AveragedWeights()]),
     Fault(

@@ -1,4 +1,4 @@
-"""What reaches the logger and is not what was measured."""
+"""Faults between measurement and logger."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +28,7 @@ PPO = {"advantages": GAE(), "critic": "shared"}
 
 
 def in_row(name: str, change: Callable[[float], float]) -> Any:
-    """Changes a figure on its way from the log to the loggers."""
+    """Change a metric on its way from the log to the loggers."""
 
     def changed(row: dict[str, float], *_: Any) -> dict[str, float]:
         return {**row, name: change(row[name])} if name in row else row
@@ -37,33 +37,33 @@ def in_row(name: str, change: Callable[[float], float]) -> Any:
 
 
 def a_row_late(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
-    """The reward of the row before beside the figures of this one."""
+    """Log the reward of the previous row."""
     before = getattr(log, "before", row)
     log.before = row  # pyright: ignore[reportAttributeAccessIssue]
     return {**row, "reward/task": before.get("reward/task", 0.0)}
 
 
 def smoothed(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
-    """A running mean under the name of the figure."""
+    """Log a running mean."""
     mean = 0.9 * getattr(log, "mean", row.get("kl/rollout", 0.0)) + 0.1 * row.get("kl/rollout", 0.0)
     log.mean = mean  # pyright: ignore[reportAttributeAccessIssue]
     return {**row, "kl/rollout": mean}
 
 
 def mean_of_means(parts: Tensor) -> Tensor:
-    """Merges populations as if all had one size."""
+    """Merge populations as if all had the same size."""
     count, mean, squares, maximum = parts.unbind(-1)
     return torch.stack([count.sum(0), mean.mean(0), squares.sum(0), maximum.amax(0)], -1)
 
 
 def last_part(self: StepGradient, loss: Any) -> None:
-    """Keeps the loss of the last microbatch."""
+    """Keep the loss of the last microbatch."""
     self.stats.append(loss.stats)
     self.parts = {name: part.double() for name, part in loss.parts.items()}
 
 
 def in_step(name: str, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes a figure of the optimizer step before it is logged."""
+    """Change a metric of the optimizer step before it is logged."""
 
     def changed(stats: dict[str, Stat], *_: Any) -> dict[str, Stat]:
         return {**stats, name: Stat.single(change(stats[name].moments[1]))}
@@ -72,17 +72,17 @@ def in_step(name: str, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def in_rollout(name: str, stat: Callable[[Rollout], Stat]) -> Any:
-    """Logs something else of a rollout under a name."""
+    """Log something else of a rollout under a name."""
     return after(lightning_rl.rollouts.estimate_signal, "reward_metrics", logging(name, stat))
 
 
 def in_view(name: str, stat: Callable[[Any], Stat]) -> Any:
-    """Logs something else of a microbatch under a name."""
+    """Log something else of a microbatch under a name."""
     return after(lightning_rl.algorithm, "policy_metrics", logging(name, stat))
 
 
 def in_signal(name: str, stat: Callable[[Rollout], Stat]) -> Any:
-    """Logs something else of the finished signal under a name."""
+    """Log something else of the finished signal under a name."""
 
     def changed(result: Any, *_: Any) -> Any:
         return result._replace(stats={**result.stats, name: stat(result.rollout)})
@@ -91,13 +91,13 @@ def in_signal(name: str, stat: Callable[[Rollout], Stat]) -> Any:
 
 
 def kept_alone(result: Any, *_: Any) -> Any:
-    """Counts the groups that were kept for those that were sampled."""
+    """Count the kept groups instead of the sampled ones."""
     kept = result.rollout.groups.unique().numel()
     return result._replace(stats={**result.stats, "groups/sampled": Stat.single(float(kept)).sum()})
 
 
 class Percent(Callback):
-    """Turns the rewards that wait to be logged into percentages."""
+    """Converts the rewards in the log to percentages."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong on two ranks alone: sums, prompts, coefficients and figures of one rank."""
+"""Faults on two ranks: sums, prompts, coefficients and metrics of one rank."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ def same_hand(hands: Sequence[list[Prompt]], *_: Any) -> list[list[Prompt]]:
 
 
 class BestOfRank(RLCallback):
-    """Logs the best reward of this rank as one number, of which the log takes the mean over ranks."""
+    """Logs the best reward of this rank as one number, which the log averages over ranks."""
 
     name = "best_of_rank"
 
@@ -39,7 +39,7 @@ class BestOfRank(RLCallback):
 
 
 class OwnCoefficient(RLCallback):
-    """Adapts a coefficient to the rewards of this rank alone."""
+    """Adapts a coefficient to the rewards of this rank."""
 
     name = "own_coefficient"
 

@@ -1,4 +1,4 @@
-"""Rewards that remember, returns and advantages gone wrong, weights and losses that count a policy twice."""
+"""Faults of rewards with memory, of returns and advantages, and of weights and losses that count a policy twice."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -34,26 +34,26 @@ AGAIN: dict[str, Any] = {
 
 
 class LateReward:
-    """Gives the values of its previous call, as one that fetches before it has submitted."""
+    """Returns the values of its previous call."""
 
     def __init__(self) -> None:
         self.before: list[float] | None = None
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Scores the rows of the call before."""
+        """Score the rows of the previous call."""
         now = parity_reward(prompts, completions, completion_ids=columns["completion_ids"])
         kept, self.before = self.before, now
         return now if kept is None or len(kept) != len(now) else kept
 
 
 class RunningMaximum:
-    """Divides by the largest value that it has ever seen."""
+    """Divides by the largest value so far."""
 
     def __init__(self) -> None:
         self.largest = 1.0
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Scores the sum of the ids, beside the best so far."""
+        """Score the sum of the ids, relative to the maximum."""
         del prompts, completions
         sums = [float(sum(ids)) for ids in columns["completion_ids"]]
         self.largest = max([self.largest, *sums])
@@ -61,26 +61,26 @@ class RunningMaximum:
 
 
 class MemoByPrompt:
-    """Keeps what it said of a prompt, and forgets that answers differ."""
+    """Caches values by prompt, although answers differ."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, int], float] = {}
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Scores a prompt's place in its group once."""
+        """Score a prompt's place in its group once."""
         fresh = parity_reward(prompts, completions, completion_ids=columns["completion_ids"])
         keys = [(tuple(prompt), place % 4) for place, prompt in enumerate(prompts)]
         return [self.known.setdefault(key, value) for key, value in zip(keys, fresh, strict=True)]
 
 
 class MemoByLength:
-    """Keeps what it said of an answer by its length alone, whatever the prompt asked for."""
+    """Caches values by the length of an answer, ignoring the prompt."""
 
     def __init__(self) -> None:
         self.known: dict[int, float] = {}
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Scores how many ids of the prompt come back."""
+        """Score the number of ids of the prompt in the answer."""
         del completions
         ids = columns["completion_ids"]
         fresh = [
@@ -90,7 +90,7 @@ class MemoByLength:
 
 
 def growing_prompts(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Appends to the prompts that it is given, and so to those of the data."""
+    """Append to the prompts of the data."""
     values = []
     for prompt, ids in zip(prompts, columns["completion_ids"], strict=True):
         prompt.append(0)
@@ -99,7 +99,7 @@ def growing_prompts(prompts: Sequence[Any], completions: Sequence[Any], **column
 
 
 def popping_answers(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Takes answers out of the lists of the data until none is left."""
+    """Remove answers from the lists of the data."""
     values = []
     for answers, ids in zip(columns["answers"], columns["completion_ids"], strict=True):
         right = answers.pop() if answers else 0
@@ -108,19 +108,19 @@ def popping_answers(prompts: Sequence[Any], completions: Sequence[Any], **column
 
 
 def beside_the_longest(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Compares each answer with the longest one of the call."""
+    """Compare each answer with the longest one of the call."""
     lengths = [len(ids) for ids in columns["completion_ids"]]
     return [length / max([1, *lengths]) + length % 2 for length in lengths]
 
 
 def sorted_for_the_judge(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Sorts answers by length before it scores them, and does not put the values back."""
+    """Sort answers by length, and return the values in that order."""
     rows = sorted(columns["completion_ids"], key=len)
     return [float(sum(row) % 5) for row in rows]
 
 
 def answer_above(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Scores the answer of the row above."""
+    """Score the answer of the previous row."""
     ids = list(columns["completion_ids"])
     return [float(len(row) % 2) for row in [*ids[-1:], *ids[:-1]]]
 
@@ -129,7 +129,7 @@ def answer_above(prompts: Sequence[Any], completions: Sequence[Any], **columns: 
 
 
 class PastTheEnd(Estimator):
-    """Bootstraps from the last value although the response has ended."""
+    """Bootstraps from the last value after the end of the response."""
 
     reads = ("values",)
     per_token: ClassVar[bool] = True
@@ -145,7 +145,7 @@ class PastTheEnd(Estimator):
 
 
 class WhitenedTwice(Estimator):
-    """Whitens before it makes returns of advantages, and once more after."""
+    """Whitens before and after computing returns."""
 
     reads = ("values",)
     per_token: ClassVar[bool] = True
@@ -160,7 +160,7 @@ class WhitenedTwice(Estimator):
 
 
 class OwnReturns(Estimator):
-    """Teaches the critic what it says already."""
+    """Trains the critic on its own values."""
 
     reads = ("values",)
     per_token: ClassVar[bool] = True
@@ -173,7 +173,7 @@ class OwnReturns(Estimator):
 
 
 class ReturnsOfNextToken(Estimator):
-    """Teaches the critic the return of the token behind."""
+    """Trains the critic on the return of the next token."""
 
     reads = ("values",)
     per_token: ClassVar[bool] = True
@@ -189,7 +189,7 @@ class ReturnsOfNextToken(Estimator):
 
 
 def bootstrapped(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any) -> Tensor:
-    """The library's GAE with a value of 0.7 after the end of every response."""
+    """Return the library's GAE with a value of 0.7 after the end of every response."""
     return gae(rewards, values, valid, **{**options, "bootstrap": values.new_full((len(values),), 0.7)})
 
 
@@ -197,12 +197,12 @@ def bootstrapped(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any)
 
 
 def log_gap(one: Tensor, other: Tensor) -> Tensor:
-    """Of two policies, within bounds, without gradient."""
+    """Return the bounded log-ratio of two policies, without gradient."""
     return (one - other).detach().clamp(-2, 2)
 
 
 class SaysOld(RLCallback):
-    """Declares old over rollout, and weighs with the current policy."""
+    """Declares old/rollout, and weighs with the current policy."""
 
     name = "says_old"
     reads_at_loss = ("rollout_logprobs", "old_logprobs")
@@ -214,7 +214,7 @@ class SaysOld(RLCallback):
 
 
 class SaysCurrent(RLCallback):
-    """Declares current over rollout, and weighs with the policy before the update."""
+    """Declares current/rollout, and weighs with the old policy."""
 
     name = "says_current"
     reads_at_loss = ("rollout_logprobs", "old_logprobs")
@@ -226,7 +226,7 @@ class SaysCurrent(RLCallback):
 
 
 class UpsideDown(RLCallback):
-    """Declares old over rollout, and weighs with rollout over old."""
+    """Declares old/rollout, and weighs with rollout/old."""
 
     name = "upside_down"
     reads_at_loss = ("rollout_logprobs", "old_logprobs")
@@ -238,7 +238,7 @@ class UpsideDown(RLCallback):
 
 
 class SaysNothing(RLCallback):
-    """Weighs with old over rollout and declares no ratio, beside a correction that weighs with the same."""
+    """Weighs with old/rollout without declaring it, in addition to a correction with the same weight."""
 
     name = "says_nothing"
     reads_at_loss = ("rollout_logprobs", "old_logprobs")
@@ -249,25 +249,25 @@ class SaysNothing(RLCallback):
 
 
 def squared_ratio(view: LossView) -> Tensor:
-    """The surrogate with the ratio of the current policy squared."""
+    """Return the surrogate with the squared ratio of the current policy."""
     gap = (view.logprobs - view.require("old_logprobs")).clamp(-2, 2)
     return -(2 * gap).exp() * view.require("advantages")
 
 
 def own_ratio(view: LossView) -> Tensor:
-    """A surrogate with a ratio to the engine's policy that it declares nowhere."""
+    """Return a surrogate with an undeclared ratio to the engine's policy."""
     gap = (view.logprobs - view.require("rollout_logprobs")).clamp(-2, 2)
     return -gap.exp() * view.require("advantages")
 
 
 def half_ratio(view: LossView) -> Tensor:
-    """A ratio that its author took to the power of one half for stability, and one more in the advantage."""
+    """Return a surrogate with the square root of the ratio, and another ratio in the advantage."""
     gap = (view.logprobs - view.require("old_logprobs")).clamp(-2, 2)
     return -(0.5 * gap).exp() * view.require("advantages") * gap.exp()
 
 
 def with_answers() -> PromptDataModule:
-    """Prompts with lists of answers."""
+    """Return prompts with lists of answers."""
     rows = [{"prompt": [2 + place, 3], "answers": [place, place + 1, 1]} for place in range(4)]
     return PromptDataModule(rows, 4)
 
@@ -341,7 +341,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("a loss with its ratio squared", "squared_ratio", options={**TWICE_OVER, "loss": squared_ratio}),
     Fault(
-        "a loss with a ratio of its own beside a weight with the same",
+        "a loss with the ratio of a weight",
         "own_ratio|off_policy_is",
         callbacks=lambda: [OffPolicyIS()],
         options={**TWICE_OVER, "loss": own_ratio},

@@ -1,4 +1,4 @@
-"""The first faults: along a run from the draw to the log, and which check has to say so of whom."""
+"""Faults along a run from sampling to logging, with the check that must name the culprit."""
 
 from functools import partial
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""Samples that are not what the policy would say: copies, other distributions, other prompts, other rows."""
+"""Faulty samples: copies, other distributions, other prompts, other rows."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from lightning_rl import Evaluation, FinishReason, PromptDataModule, Transformer
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request, request_seed
 
-OF_ROLLOUTS = 8  # tokens that the runs of the faults allow a sample that trains
+OF_ROLLOUTS = 8  # maximum length of trained samples in these runs
 
 SLOW = {"optimizer": partial(AdamW, lr=1e-3)}
 """A policy that keeps its entropy over many rollouts."""
@@ -37,11 +37,10 @@ AGAIN: dict[str, Any] = {
 
 
 class Drawing(TransformersEngine):
-    """Draws token by token from what ``choose`` makes of the policy's distribution, and reports the policy's own
-    log-probabilities, as a server does whose filters nobody mentioned.
+    """Samples from changed logits and reports the policy's log-probabilities, like a server with default filters.
 
     Args:
-        choose: from log-probabilities at the temperature [V], the tokens drawn so far, and the request to logits.
+        choose: Function from log-probabilities at the temperature [V], the tokens so far and the request to logits.
     """
 
     def __init__(self, choose: Callable[[Tensor, list[int], Request], Tensor] = lambda scores, *_: scores) -> None:
@@ -71,56 +70,56 @@ class Drawing(TransformersEngine):
 
 
 def top_two(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """A top-k that the server has by default."""
+    """Apply top-k."""
     return scores.masked_fill(scores < scores.topk(2).values[-1], -torch.inf)
 
 
 def nucleus(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """A top-p of 0.7 out of a file beside the weights."""
+    """Apply a top-p of 0.7."""
     ordered, order = scores.sort(descending=True)
     before = ordered.exp().cumsum(-1) - ordered.exp()
     return scores.index_fill(0, order[before > 0.7], -torch.inf)
 
 
 def above_a_tenth(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """A min-p of 0.2."""
+    """Apply a min-p of 0.2."""
     return scores.masked_fill(scores < scores.max() + torch.tensor(0.2).log(), -torch.inf)
 
 
 def colder(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Half the temperature."""
+    """Halve the temperature."""
     return scores * 2
 
 
 def hotter(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Twice the temperature."""
+    """Double the temperature."""
     return scores / 2
 
 
 def no_early_end(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """A least number of tokens, left over from a benchmark."""
+    """Apply a minimum number of tokens."""
     if len(drawn) >= 6:
         return scores
     return scores.index_fill(0, torch.tensor(request.eos_token_ids), -torch.inf)
 
 
 def no_repetition(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """A penalty on what was drawn before."""
+    """Penalize earlier tokens."""
     return scores.index_add(0, torch.tensor(drawn, dtype=torch.int64), torch.full((len(drawn),), -1.5))
 
 
 def some_greedy(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """The likeliest token for every fourth sample."""
+    """Sample every fourth sample greedily."""
     return scores * 1000 if request.sample_id % 4 == 0 else scores
 
 
 def nearly_greedy(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """A sixth of the temperature for everyone."""
+    """Divide the temperature by six."""
     return scores * 6
 
 
 class Repeating(TransformersEngine):
-    """Draws one answer to each prompt and hands it out for all of its samples."""
+    """Returns one answer for all samples of a prompt."""
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -130,7 +129,7 @@ class Repeating(TransformersEngine):
 
 
 class Pairing(TransformersEngine):
-    """Hands out every answer twice, as after a retry that counted both."""
+    """Returns every answer twice, as after a retry."""
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -139,7 +138,7 @@ class Pairing(TransformersEngine):
 
 
 class Remembering(TransformersEngine):
-    """Answers a prompt from its cache of answers, if it has seen it in an earlier rollout."""
+    """Answers known prompts with an answer of an earlier rollout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,10 +155,10 @@ class Remembering(TransformersEngine):
 
 
 class Reordering(TransformersEngine):
-    """Hands answers out in another order than that of the requests.
+    """Returns answers in another order than the requests.
 
     Args:
-        order: from requests and answers to the places of the answers.
+        order: Function from requests and answers to the places of the answers.
     """
 
     def __init__(self, order: Callable[[Sequence[Request], Sequence[Completion]], Sequence[int]]) -> None:
@@ -173,27 +172,27 @@ class Reordering(TransformersEngine):
 
 
 def as_they_finish(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
-    """The shortest first, as a server streams them."""
+    """Return the shortest first, as a server streams them."""
     return sorted(range(len(drawn)), key=lambda place: len(drawn[place].token_ids))
 
 
 def next_prompt(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
-    """Those of the next prompt."""
+    """Return those of the next prompt."""
     return [(place + 4) % len(drawn) for place in range(len(drawn))]
 
 
 def last_two(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
-    """The first and the last exchanged."""
+    """Exchange the first and the last."""
     return [len(drawn) - 1, *range(1, len(drawn) - 1), 0]
 
 
 def without_beginning(request: Request) -> Request:
-    """Keeps the last token of a prompt."""
+    """Keep the last token of a prompt."""
     return dataclasses.replace(request, prefix_ids=request.prefix_ids[-1:])
 
 
 def stopped_early(completion: Completion) -> Completion:
-    """Ends after four tokens and calls it cut off."""
+    """Truncate after four tokens."""
     if len(completion.token_ids) <= 4 or completion.logprobs is None:
         return completion
     short = {"token_ids": completion.token_ids[:4], "logprobs": completion.logprobs[:4]}
@@ -201,7 +200,7 @@ def stopped_early(completion: Completion) -> Completion:
 
 
 def with_an_end(completion: Completion) -> Completion:
-    """Puts an end behind what was cut off, which nobody drew."""
+    """Append an EOS to truncated answers."""
     if completion.finish != FinishReason.LENGTH or completion.logprobs is None:
         return completion
     ids, logprobs = (*completion.token_ids[:-1], 1), completion.logprobs.clone()
@@ -210,7 +209,7 @@ def with_an_end(completion: Completion) -> Completion:
 
 
 class Silent(TransformersEngine):
-    """Gives an empty answer to every fifth request and says that it stopped."""
+    """Returns an empty answer with finish reason stop to every fifth request."""
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -223,17 +222,17 @@ class Silent(TransformersEngine):
 
 
 def seed_of_prompt(run_seed: int, rollout: int, sample_id: int) -> int:
-    """One seed for all samples of a prompt."""
+    """Return one seed for all samples of a prompt."""
     return request_seed(run_seed, rollout, sample_id // 4)
 
 
 def seed_of_place(run_seed: int, rollout: int, sample_id: int) -> int:
-    """One seed for a place in its group, in every rollout."""
+    """Return one seed per place in the group, in every rollout."""
     return request_seed(run_seed, 0, sample_id % 4)
 
 
 class CutPrompts(PromptDataModule):
-    """Cuts prompts to a token on the way to the engine; rewards see all of them."""
+    """Truncates prompts to a token for the engine only."""
 
     @override
     def at(self, places: Iterable[int]) -> list[Prompt]:
@@ -241,7 +240,7 @@ class CutPrompts(PromptDataModule):
 
 
 class StuckPrompts(PromptDataModule):
-    """Forgets to move its cursor."""
+    """Does not advance its cursor."""
 
     @override
     def take(self, number: int) -> list[Prompt]:
@@ -251,7 +250,7 @@ class StuckPrompts(PromptDataModule):
 
 
 class FirstPrompts(PromptDataModule):
-    """Counts on, and reads the first four rows again and again."""
+    """Advances, but reads the first four rows again and again."""
 
     @override
     def at(self, places: Iterable[int]) -> list[Prompt]:
@@ -261,7 +260,7 @@ class FirstPrompts(PromptDataModule):
 
 
 class MixedPrompts(PromptDataModule):
-    """Trains on a validation prompt now and then."""
+    """Trains on some validation prompts."""
 
     @override
     def at(self, places: Iterable[int]) -> list[Prompt]:
@@ -276,7 +275,7 @@ SEEDS = "seed|generate|draw|sampl|engine"
 
 
 def with_engine(make: Callable[[], Any]) -> dict[str, Any]:
-    """Many rollouts of an engine."""
+    """Return options for many rollouts of an engine."""
     return {**MANY, "fresh": {"engine": make}}
 
 
@@ -295,9 +294,9 @@ FAULTS: tuple[Fault, ...] = (
         **AGAIN,
     ),
     Fault("answers of earlier rollouts", "Remembering", fresh={"engine": Remembering}, **AGAIN),
-    Fault("a top-k that nobody mentioned", "Drawing", **with_engine(lambda: Drawing(top_two))),
-    Fault("a top-p that nobody mentioned", "Drawing", **with_engine(lambda: Drawing(nucleus))),
-    Fault("a min-p that nobody mentioned", "Drawing", **with_engine(lambda: Drawing(above_a_tenth))),
+    Fault("a default top-k", "Drawing", **with_engine(lambda: Drawing(top_two))),
+    Fault("a default top-p", "Drawing", **with_engine(lambda: Drawing(nucleus))),
+    Fault("a default min-p", "Drawing", **with_engine(lambda: Drawing(above_a_tenth))),
     Fault("tokens drawn at half the temperature", "Drawing", **with_engine(lambda: Drawing(colder))),
     Fault("tokens drawn at twice the temperature", "Drawing", **with_engine(lambda: Drawing(hotter))),
     Fault("a least number of tokens left over", "Drawing", **with_engine(lambda: Drawing(no_early_end))),
@@ -315,7 +314,7 @@ FAULTS: tuple[Fault, ...] = (
         "Altering",
         fresh={"engine": lambda: Altering(completion=stopped_early)},
     ),
-    Fault("an end that nobody drew", "Altering", fresh={"engine": lambda: Altering(completion=with_an_end)}),
+    Fault("an end that was not sampled", "Altering", fresh={"engine": lambda: Altering(completion=with_an_end)}),
     Fault("empty answers that say they stopped", "Silent", fresh={"engine": Silent}),
     Fault("prompts cut by the data", "prompt|data|CutPrompts", data=lambda: CutPrompts(ROWS, 4)),
     Fault(

@@ -1,6 +1,6 @@
-"""Contributions that depend on what they must not: the padded width, the order of the rows, their neighbours, the rank.
+"""Contributions that depend on the padded width, the order of the rows, their neighbors or the rank.
 
-Each is written as a user would, and right for the batch that it was tried on.
+Each is right for the batch that its author tested.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ RAGGED = {"max_new_tokens": LONGEST, "eos_token_ids": [1, 5, 9]}
 
 
 class WidthMask(RLCallback):
-    """Takes whoever is as wide as the batch for cut off."""
+    """Masks rows of the full width as truncated."""
 
     name = "width_mask"
 
@@ -29,7 +29,7 @@ class WidthMask(RLCallback):
 
 
 class EverySecond(RLCallback):
-    """Holds out every second row of the batch, for a judge that is asked later."""
+    """Holds out every second row of the batch."""
 
     name = "every_second"
 
@@ -39,7 +39,7 @@ class EverySecond(RLCallback):
 
 
 class NotTooLong(RLCallback):
-    """Gives no reward to what is longer than the rows of this rank are on average."""
+    """Gives no reward to rows longer than the mean of this rank."""
 
     name = "not_too_long"
 
@@ -74,7 +74,7 @@ class ShortGroups(RLCallback):
 
 
 class BetterThanBefore(RLCallback):
-    """Keeps a group that is not worse than the one before it in the batch."""
+    """Keeps a group that is not worse than the previous one of the batch."""
 
     name = "better_than_before"
 
@@ -88,7 +88,7 @@ class BetterThanBefore(RLCallback):
 
 
 class FoursWithSpread(RLCallback):
-    """Dynamic sampling that reshapes by the group size of another run."""
+    """Dynamic sampling that reshapes by another group size."""
 
     name = "fours_with_spread"
 
@@ -101,7 +101,7 @@ class FoursWithSpread(RLCallback):
 
 
 class WidthExclude(RLCallback):
-    """Leaves out what fills the padded width."""
+    """Excludes rows that fill the padded width."""
 
     name = "width_exclude"
 
@@ -111,7 +111,7 @@ class WidthExclude(RLCallback):
 
 
 class LastRow(RLCallback):
-    """Leaves out the last row, which used to be padding."""
+    """Excludes the last row."""
 
     name = "last_row"
 
@@ -121,7 +121,7 @@ class LastRow(RLCallback):
 
 
 class LongestTenth(RLCallback):
-    """Leaves out the longest tenth of the rows of this rank."""
+    """Excludes the longest tenth of the rows of this rank."""
 
     name = "longest_tenth"
 
@@ -133,7 +133,7 @@ class LongestTenth(RLCallback):
 
 
 class Duplicates(RLCallback):
-    """Leaves out a response that is as long as the one above it, taken for a repetition."""
+    """Excludes a response with the length of the previous one."""
 
     name = "duplicates"
 
@@ -144,7 +144,7 @@ class Duplicates(RLCallback):
 
 
 class ListedDifficulty(RLCallback):
-    """Joins a list of difficulties in the order of a file with rows in the order of the batch."""
+    """Joins a list of difficulties in file order with rows in batch order."""
 
     name = "listed_difficulty"
 
@@ -159,7 +159,7 @@ class ListedDifficulty(RLCallback):
 
 
 class PlaceInBatch(RLCallback):
-    """Weighs a token by how far behind it stands, as a share of the padded width."""
+    """Weighs a token by its position relative to the padded width."""
 
     name = "place_in_batch"
 
@@ -174,7 +174,7 @@ class PlaceInBatch(RLCallback):
 
 
 class StandardizedOnRank(RLCallback):
-    """Provides rewards standardised over the rows of this rank, and weighs with them."""
+    """Provides rewards standardized over the rows of this rank, and weighs with them."""
 
     name = "standardized_on_rank"
 
@@ -190,7 +190,7 @@ class StandardizedOnRank(RLCallback):
 
 
 class Brevity(RLCallback):
-    """A bonus for short answers, as a share of the padded width."""
+    """A bonus for short answers, relative to the padded width."""
 
     name = "brevity"
 
@@ -210,7 +210,7 @@ class ListedBonus(RLCallback):
 
 
 class ShorterThanRank(RLCallback):
-    """A bonus for what is shorter than the rows of this rank are on average; it does not say that it compares."""
+    """A bonus for rows shorter than the mean of this rank, without declaring the comparison."""
 
     name = "shorter_than_rank"
 
@@ -221,7 +221,7 @@ class ShorterThanRank(RLCallback):
 
 
 class ShorterThanFour(RLCallback):
-    """A bonus for the shortest of four neighbours, where a prompt has two answers."""
+    """A bonus for the shortest of four neighbors, although a prompt has two answers."""
 
     name = "shorter_than_four"
 
@@ -234,7 +234,7 @@ class ShorterThanFour(RLCallback):
 
 
 class BonusAbove(RLCallback):
-    """A bonus for an answer that differs in length from the row above it."""
+    """A bonus for an answer that differs in length from the previous row."""
 
     name = "bonus_above"
 
@@ -256,7 +256,7 @@ class Patience(RLCallback):
 
 
 class Fill(RLCallback):
-    """Measures how much of the batch's width the responses fill."""
+    """Measures the filled share of the batch's width."""
 
     name = "fill"
 
@@ -266,7 +266,7 @@ class Fill(RLCallback):
 
 
 class UpperHalf(RLCallback):
-    """Measures the entropy of every second row of whatever microbatch comes."""
+    """Measures the entropy of every second row of a microbatch."""
 
     name = "upper_half"
 
@@ -277,7 +277,7 @@ class UpperHalf(RLCallback):
 
 
 class MeanOfMeans(RLCallback):
-    """Measures each microbatch's mean, of which the log takes the mean."""
+    """Measures the mean of each microbatch."""
 
     name = "mean_of_means"
 
@@ -289,7 +289,7 @@ class MeanOfMeans(RLCallback):
 
 
 class RightAnswers(RLCallback):
-    """Measures the length of right answers, with the rewards of the rows above."""
+    """Measures the length of right answers, with the rewards of the previous rows."""
 
     name = "right_answers"
 

@@ -1,4 +1,4 @@
-"""The optimizer step as it really was: microbatches that never came, forwards that differ, gradients and moves lost."""
+"""Faults in the optimizer step: missing microbatches, other forwards, lost gradients and updates."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,21 +37,21 @@ ACCUMULATE, VIEW, LOSS = (
 UPDATE = "update|accumulation|microbatch|backward"
 
 
-# Microbatches that never came, or came twice.
+# Missing or repeated microbatches.
 
 
 def without_last_microbatch(plan: Plan, *_: Any) -> Plan:
-    """A plan that has lost what did not fill a microbatch."""
+    """Remove the last incomplete microbatch from the plan."""
     return Plan(tuple(step[:-1] if len(step) > 1 else step for step in plan.minibatches))
 
 
 def without_longest_row(rows: list[list[int]], *_: Any) -> list[list[int]]:
-    """Microbatches without the first row, which was too long for the budget."""
+    """Remove the first row of microbatches."""
     return [rows[0][1:], *rows[1:]] if len(rows) > 1 and len(rows[0]) > 1 else rows[1:] or rows
 
 
 def with_microbatches(change: Callable[[Any], Any]) -> Any:
-    """Trains on other microbatches than those of the plan."""
+    """Train on other microbatches than those of the plan."""
 
     def accumulate(rollout: Any, microbatches: Any, *further: Any, **options: Any) -> Any:
         return ACCUMULATE(rollout, change(microbatches), *further, **options)
@@ -60,7 +60,7 @@ def with_microbatches(change: Callable[[Any], Any]) -> Any:
 
 
 def second_backward_lost(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Differentiates every microbatch of a step but the second."""
+    """Skip the second backward pass of a step."""
     seen: list[None] = []
 
     def some_backward(loss: Tensor) -> None:
@@ -72,7 +72,7 @@ def second_backward_lost(backward: Any, microbatches: Any, policy: Any) -> Calla
 
 
 def rounding_gradients(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Keeps the gradient in bfloat16 between microbatches."""
+    """Accumulate the gradient in bfloat16."""
 
     def rounded_backward(loss: Tensor) -> None:
         backward(loss)
@@ -83,11 +83,11 @@ def rounding_gradients(backward: Any, microbatches: Any, policy: Any) -> Callabl
     return rounded_backward
 
 
-# Forwards of the update that are not those of the pass before it.
+# Forwards of the update that differ from the old pass.
 
 
 def in_update(change: Callable[[Tensor, Any], Tensor]) -> Any:
-    """Changes the log-probabilities of forwards with gradient alone."""
+    """Change the log-probabilities of forwards with gradient."""
 
     def forward(self: PolicyModel, layout: Any) -> Any:
         outputs = FORWARD(self, layout)
@@ -99,50 +99,50 @@ def in_update(change: Callable[[Tensor, Any], Tensor]) -> Any:
 
 
 def under_autocast(logprobs: Tensor, layout: Any) -> Tensor:
-    """Rounded as under autocast, which only the update has."""
+    """Round as under autocast, in the update only."""
     return logprobs + (logprobs.bfloat16().float() - logprobs).detach()
 
 
 def with_dropout(logprobs: Tensor, layout: Any) -> Tensor:
-    """Off by a few per cent here and there, as with dropout that only the update has."""
+    """Add errors of a few percent, as with dropout in the update only."""
     return logprobs + 0.05 * torch.sin(37 * logprobs.detach()) * (logprobs.detach() != 0)
 
 
 def of_row_above(logprobs: Tensor, layout: Any) -> Tensor:
-    """Log-probabilities of the row above, as after a wrong gather of packed rows."""
+    """Return log-probabilities of the previous row."""
     return logprobs.roll(1, 0)
 
 
 def without_gradient_at_eos(logprobs: Tensor, layout: Any) -> Tensor:
-    """No gradient where the target is the end of the text."""
+    """Detach the end of the text."""
     end = layout.scatter((layout.targets == 1).to(logprobs.dtype)) > 0
     return torch.where(end, logprobs.detach(), logprobs)
 
 
-# Parts of the loss that train nothing.
+# Parts of the loss without a gradient.
 
 
 def detached_values(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
-    """Values without a gradient."""
+    """Detach the values."""
     values = VALUES(self, states, layout)
     return None if values is None else values.detach()
 
 
 def without_value_loss(self: Algorithm, view: LossView, weights_of: Any) -> Any:
-    """The loss with a value loss that is logged and left out of what is differentiated."""
+    """Leave the logged value loss out of the loss."""
     loss = LOSS(self, view, weights_of)
     silent = dataclasses.replace(self.value_loss, coef=0.0)
     return loss._replace(total=LOSS(self.replace(value_loss=silent), view, weights_of).total)
 
 
 def without_entropy_gradient(rows: Any, outputs: Any, *, entropy_gradient: bool = False) -> LossView:
-    """A view whose entropy never carries a gradient."""
+    """Detach the entropy."""
     return VIEW(rows, outputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeadValueLoss(ValueLoss):
-    """Compares values that it has detached."""
+    """Detaches the values."""
 
     @override
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class DeadValueLoss(ValueLoss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OldValueLoss(ValueLoss):
-    """Compares the critic's old values, taken for the new ones, so that the error is logged and trains nothing."""
+    """Uses the old values as the current ones."""
 
     @override
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
@@ -159,19 +159,19 @@ class OldValueLoss(ValueLoss):
 
 
 class BlindEntropyBonus(EntropyBonus):
-    """Forgets to say that it trains the entropy."""
+    """Does not declare that it trains the entropy."""
 
     trains_entropy = False
 
 
 def last_token(view: LossView) -> Tensor:
-    """The last valid token of each row."""
+    """Return the last valid token of each row."""
     behind = view.valid_tokens.long().flip(-1).cumsum(-1).flip(-1)
     return view.valid_tokens & (behind == 1)
 
 
 class EndlessKL(ReferenceKL):
-    """A KL that leaves out the token that ends the response."""
+    """A KL without the token that ends the response."""
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
@@ -190,23 +190,23 @@ class EndlessEntropy(EntropyBonus):
 
 
 def shifted_by_one(view: LossView) -> Tensor:
-    """A loss over logprobs[:, :-1], copied from where logits were shifted: the last token never trains."""
+    """Return a loss over logprobs[:, :-1], so the last token never trains."""
     loss = -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
     return torch.where(last_token(view), 0.0, loss)
 
 
-# Parameters that do not move, or move twice.
+# Parameters that do not move or move twice.
 
 
 def cut_policy() -> Qwen2ForCausalLM:
-    """A policy whose first layer is detached from the second."""
+    """Return a policy whose first layer is detached from the second."""
     model = tiny_policy()
     model.model.layers[0].register_forward_hook(lambda _layer, _inputs, output: output.detach())
     return model
 
 
 class ForgottenGradients(Callback):
-    """Clears gradients of norms before the step, which somebody wanted frozen once."""
+    """Clears the gradients of norms before the step."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -216,7 +216,7 @@ class ForgottenGradients(Callback):
 
 
 class FrozenLayer(Callback):
-    """Puts the second layer back after every step."""
+    """Restores the second layer after every step."""
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -247,7 +247,7 @@ class ForgottenMoments(Callback):
 
 
 class StepsAhead(Callback):
-    """Steps the optimizer in a hook, and then the loop does."""
+    """Steps the optimizer in a hook, in addition to the loop."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
@@ -264,7 +264,7 @@ class Impatient(AdamW):
 
 
 class Hesitant(AdamW):
-    """Steps at every second call, as one that accumulates by itself."""
+    """Steps at every second call, as with gradient accumulation."""
 
     calls = 0
 
@@ -275,25 +275,25 @@ class Hesitant(AdamW):
 
 
 def step_twice(self: LightningOptimizer, *arguments: Any, **options: Any) -> Any:
-    """Steps, and steps again with the same gradient."""
+    """Step twice with the same gradient."""
     STEP(self, *arguments, **options)
     return STEP(self, *arguments, **options)
 
 
 def half_asleep(groups: list[dict[str, Any]]) -> AdamW:
-    """An optimizer that has a rate of 0 for what came last."""
+    """Return an optimizer with a rate of 0 for the last parameters."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     half = len(parameters) // 2
     return AdamW([{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.0}], lr=0.05)
 
 
 def rate_in_whole_numbers(optimizer: Any) -> LambdaLR:
-    """A warmup with an integer division."""
+    """Warm up with an integer division."""
     return LambdaLR(optimizer, lambda step: step // 1000)
 
 
 def keep_gradient(self: torch.optim.Optimizer, **_: Any) -> None:
-    """Clears nothing."""
+    """Do not clear the gradient."""
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -386,7 +386,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("a hook that steps before the step", "StepsAhead", callbacks=lambda: [StepsAhead()]),
     Fault(
-        "a rate of 0 for ever by an integer division",
+        "a constant rate of 0 by an integer division",
         "rate_in_whole_numbers|scheduler|rate|lr",
         options={"lr_scheduler": rate_in_whole_numbers},
     ),
