@@ -15,7 +15,7 @@ from typing import Any
 
 FAREWELL = 2.0  # seconds for a process to exit after it closed its pipe
 STARTUP_SECONDS = 120.0  # to load the function
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = Path(__file__).with_name("process_worker.py")
 
 
 class LostError(RuntimeError):

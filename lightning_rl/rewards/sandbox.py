@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 
-JAIL = Path(__file__).with_name("jail.py")
+JAIL = Path(__file__).with_name("namespaces.py")
 CURE = (
     "allow namespaces for this user (in a container: the capability SYS_ADMIN, or user namespaces in its seccomp "
     "profile; on a machine: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1 and "

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from lightning_rl import Engine, EngineError, LossView, RLCallback, RLLightningModule, Rollout, TransformersEngine
+from lightning_rl import Engine, LossView, RLCallback, RLLightningModule, Rollout, TransformersEngine
 from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.checkpointing.checkpoint_folder import LOCK, RunFolder
@@ -187,7 +187,7 @@ def test_an_error_at_any_place_leaves_the_last_step(
         (torch.OutOfMemoryError("no room for 8 GiB"), torch.OutOfMemoryError),
         (RuntimeError("the engine has no idea"), RuntimeError),
         (KeyboardInterrupt(), SystemExit),
-        (SystemExit(3), EngineError),
+        (SystemExit(3), SystemExit),
     ],
     ids=["out-of-memory", "RuntimeError", "KeyboardInterrupt", "SystemExit"],
 )

@@ -70,11 +70,6 @@ class Watches(RLCallback):
     def observe_step(self, trace: Any) -> None:
         self.read("observe_step")
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        self.read("state_dict")
-        return {}
-
 
 class Draws(TransformersEngine):
     """Reads from a source in each call."""
@@ -126,11 +121,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RLLightningModule:
         (lambda folder: run(folder, Watches("observe", 3)), 4),
         (lambda folder: run(folder, Watches("token_mask", 4)), 3),
         (lambda folder: run(folder, Watches("observe_step", 3)), 3),
-        (lambda folder: run(folder, Watches("state_dict", 10)), 4),
         (lambda folder: run(folder, engine=Draws(2)), 2),
         (lambda folder: run(folder, engine=Draws(3)), 4),
     ],
-    ids=["observe_generated", "observe", "token_mask", "observe_step", "state_dict", "engine", "engine in validation"],
+    ids=["observe_generated", "observe", "token_mask", "observe_step", "engine", "engine in validation"],
 )
 def test_a_run_ends_with_an_error_and_resumes_from_its_last_step(
     start: Callable[[Path], Any], steps: int, whole: RLLightningModule, tmp_path: Path

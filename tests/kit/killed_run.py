@@ -45,7 +45,12 @@ class Started(RLCallback):
 def main(folder: Path, kind: str, nodes: int = 1, epochs: int = 3) -> None:
     """Runs to the end of some epochs of 16 optimizer steps."""
     torch.set_num_threads(1)
-    module = tiny_module(optimizer=partial(AdamW, lr=1e-2), minibatches=2, epochs=2, max_staleness=int(kind == "ahead"))
+    module = tiny_module(
+        optimizer=partial(AdamW, lr=1e-2),
+        minibatches_per_rollout=2,
+        epochs_per_rollout=2,
+        max_staleness=int(kind == "ahead"),
+    )
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     corrections = [AdaptiveKL(0.1, as_loss=True), EntropyBonus(0.01, target=1.0), TruncatedIS()]
     strategy: Any = "auto"

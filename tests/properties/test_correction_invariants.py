@@ -12,11 +12,14 @@ from kit.support import callback_of
 from torch import Tensor
 
 from lightning_rl import LossTerm, LossView, RLCallback, ValueLoss
+from lightning_rl.callbacks import LinearLengthPenalty
 from lightning_rl.signal.reductions import REDUCTIONS
 from properties.batches import WITNESS, disturbed, few, inserted, joined, shuffled_tokens, some, views, without_columns
 from properties.evaluation import agree, evaluate, provided, same
 from properties.exports import CORRECTIONS, corrections_with, name_of
 
+# With context= or turns=, LinearLengthPenalty counts masked tokens by its definition.
+INSERTABLE = [LinearLengthPenalty(0.25) if isinstance(c, LinearLengthPenalty) else c for c in CORRECTIONS]
 AT_LOSS = ("sequence_mask", "token_mask", "token_weight", "loss_term")
 BEFORE = ("reward_mask", "reward_bonus", "keep_groups", "exclude", "token_reward")
 REJECTING = ("sequence_mask", "token_mask")
@@ -65,7 +68,7 @@ def test_i_02_masked_values_take_no_part_even_if_they_are_poison(
     assert same(evaluate(spoiled, callbacks=[correction]), evaluate(view, callbacks=[correction]))
 
 
-@each
+@pytest.mark.parametrize("correction", INSERTABLE, ids=name_of)
 @given(view=views(), place=st.integers(0, 6))
 @few
 def test_i_03_masked_tokens_may_be_inserted(correction: RLCallback, view: LossView, place: int) -> None:

@@ -165,7 +165,7 @@ def test_every_route_and_module_that_the_library_names_is_in_the_list() -> None:
 
 
 def test_a_worker_has_no_name_of_ours_which_would_keep_it_from_starting() -> None:
-    ours = set(re.findall(r"_?lightning_rl_\w+", (ROOT / "generation" / "vllm" / "worker.py").read_text()))
+    ours = set(re.findall(r"_?lightning_rl_\w+", (ROOT / "generation" / "vllm" / "worker_extension.py").read_text()))
     theirs = [names_in(path.read_text(encoding="utf-8")) for path in (sources() / "v1" / "worker").glob("*worker*.py")]
     assert ours and theirs and not [name for names in theirs for name in names if name.rpartition(".")[2] in ours]
 
