@@ -111,7 +111,7 @@ def test_log_odds_move_as_far_as_logits_however_sure_the_policy_is(shift: float)
 
 
 def evidence_from(*of_rollouts: Move) -> Evidence:
-    return replace(evidence_of(), rollout=talks((1, 0, 2)), environment_drift=of_rollouts)
+    return replace(evidence_of(), rollout=talks((1, 0, 2)), moves=of_rollouts)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,7 @@ def test_what_rises_by_a_nat_and_a_quarter_of_what_the_policy_moves_is_found(
     assert check(evidence_from(*[move] * (LEAST_MOVES - 1))) == []
     skipped = check.judge(evidence_from(move)).skipped["environment_moves"]
     assert skipped == "1 of 6 rollouts with environment tokens were audited"
-    assert check(replace(evidence_of(), environment_drift=[move] * LEAST_MOVES)) == [], (
-        "no environment tokens in this rollout"
-    )
+    assert check(replace(evidence_of(), moves=[move] * LEAST_MOVES)) == [], "no environment tokens in this rollout"
 
 
 class RewardAlone(Estimator):
