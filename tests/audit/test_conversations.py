@@ -162,7 +162,7 @@ def findings_of(text: str = INJECTED if SANITIZES else "so", **options: Any) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(module, callbacks=[audit], data=PromptDataModule(rows, 4), max_steps=1, limit_val_batches=0)
-    return sorted({f"{finding.check}: {finding.observed.partition(' behind ')[0]}" for finding in audit.findings})
+    return sorted({f"{finding.check}: {finding.observed.partition(' after ')[0]}" for finding in audit.findings})
 
 
 AFTER = Bridge.after
