@@ -13,7 +13,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-FAREWELL = 2.0  # seconds for a process to exit after it closed its pipe
+EXIT_SECONDS = 2.0  # seconds for a process to exit after it closed its pipe
 STARTUP_SECONDS = 120.0  # to load the function
 WORKER = Path(__file__).with_name("process_worker.py")
 
@@ -59,7 +59,7 @@ class Pool:
         """Queue a task.
 
         Args:
-            payload: Pickled task; see :func:`.worker.answer`.
+            payload: Pickled task; see :func:`.process_worker.answer`.
             seconds: Time limit, from the moment a process receives the task.
 
         Returns:
@@ -175,7 +175,7 @@ class Process:
         popen = self.popen
         if popen is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                popen.wait(FAREWELL)  # let it exit by itself before the kill
+                popen.wait(EXIT_SECONDS)  # let it exit by itself before the kill
         self.end()
         code = None if popen is None else popen.returncode
         if code is not None and code > 128:

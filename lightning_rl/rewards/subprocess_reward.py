@@ -274,7 +274,7 @@ def _merge(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def call(function: bytes, task: bytes, name: str) -> bytes:
-    """Run one task in a worker of an executor and return the pickled result; see :func:`.worker.answer`.
+    """Run one task in a worker of an executor and return the pickled result; see :func:`.process_worker.answer`.
 
     Args:
         function: Pickled reward function.

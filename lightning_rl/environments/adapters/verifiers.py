@@ -1,7 +1,8 @@
 """Tasks and harnesses of the package ``verifiers`` (0.4) as environments of a run.
 
-A harness is a program that requests answers from a model. Here it requests them from an :class:`.endpoint.Endpoint` in
-front of the conversation, so engine, sample, turn and seed are those of the run, and every trained id is a sampled one.
+A harness is a program that requests answers from a model. Here it requests them from an
+:class:`.completion_server.Endpoint` in front of the conversation, so engine, sample, turn and
+seed are those of the run, and every trained id is a sampled one.
 The renderer of the package ``renderers`` writes the tokens between answers.
 """
 

@@ -336,15 +336,24 @@ def test_an_unreachable_server_is_used_once_it_is_there(one: ScriptedServer, cap
 # Removed servers.
 
 
-def test_a_removed_server_is_closed_after_its_requests_have_ended(
-    one: ScriptedServer, two: ScriptedServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def remove_a_busy_server(one: ScriptedServer, two: ScriptedServer) -> tuple[threading.Event, Listed, Any, Any]:
+    """Take a server with two requests from the list.
+
+    Returns an event that lets it answer, the list, the engine, and a function that waits for the samples.
+    """
     gate, listed = threading.Event(), Listed(one, two)
     one.script = lambda _, answer: answer if gate.wait(20) else 500
     engine = an_engine(listed, at_once=2)
     wait = draw_in_a_thread(engine, 40)
     one.until(lambda known: len(known.requests) == 2)
     listed.change(two)
+    return gate, listed, engine, wait
+
+
+def test_a_removed_server_is_closed_after_its_requests_have_ended(
+    one: ScriptedServer, two: ScriptedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, _, engine, wait = remove_a_busy_server(one, two)
     begun = list(samples_of(one))
     assert one.open, "its connections stay"
     two.until(lambda known: len(known.requests) >= 38)
@@ -359,12 +368,7 @@ def test_a_removed_server_is_closed_after_its_requests_have_ended(
 
 
 def test_requests_at_a_removed_server_that_dies_are_sent_to_another(one: ScriptedServer, two: ScriptedServer) -> None:
-    gate, listed = threading.Event(), Listed(one, two)
-    one.script = lambda _, answer: answer if gate.wait(20) else 500
-    engine = an_engine(listed, at_once=2)
-    wait = draw_in_a_thread(engine, 40)
-    one.until(lambda known: len(known.requests) == 2)
-    listed.change(two)
+    gate, _, engine, wait = remove_a_busy_server(one, two)
     one.kill()
     check(wait())
     gate.set()
@@ -375,12 +379,7 @@ def test_requests_at_a_removed_server_that_dies_are_sent_to_another(one: Scripte
 def test_a_server_that_is_listed_again_gets_the_weights_that_it_missed(
     one: ScriptedServer, two: ScriptedServer
 ) -> None:
-    gate, listed = threading.Event(), Listed(one, two)
-    one.script = lambda _, answer: answer if gate.wait(20) else 500
-    engine = an_engine(listed, at_once=2)
-    wait = draw_in_a_thread(engine, 40)
-    one.until(lambda known: len(known.requests) == 2)
-    listed.change(two)
+    gate, listed, engine, wait = remove_a_busy_server(one, two)
     push(engine, 1)
     listed.change(two, one)
     one.until(lambda known: known.label.endswith("/1"))
