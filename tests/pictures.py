@@ -1,4 +1,4 @@
-"""Takes the pictures of two pages of docs: of a run of the quickstart whose engine has old weights from rollout 12 on.
+"""Takes the pictures of a page of docs: of a run of the quickstart whose engine has old weights from rollout 12 on.
 
 python -m tests.pictures docs/report
 """
@@ -17,33 +17,16 @@ from kit.stale_engine import StaleEngine  # noqa: E402
 from lightning.pytorch import Trainer  # noqa: E402
 from PIL import Image  # noqa: E402
 from torch.optim import AdamW  # noqa: E402
-from typing_extensions import override  # noqa: E402
 
-from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams  # noqa: E402
+from lightning_rl import GRPO, PromptDataModule, RLLightningModule, SamplingParams  # noqa: E402
 from lightning_rl.audit import SignalLedger  # noqa: E402
 from lightning_rl.callbacks import OPSM, NoEOSMask  # noqa: E402
 from lightning_rl.reporting import RolloutSummary, RunReport  # noqa: E402
-from lightning_rl.reporting.picture import rollout_picture  # noqa: E402
-from lightning_rl.reporting.sample_table import choose_rows  # noqa: E402
 
 ROLLOUTS, SINCE, COLOURS = 24, 12, 160
 
 
-class Painter(RLCallback):
-    """Draws what loggers get of a rollout, the last one at last."""
-
-    name = "painter"
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        if (picture := rollout_picture(rollout, choose_rows(rollout, 4))) is not None:
-            keep(Image.fromarray(picture), self.path)
-
-
-def stale_run(folder: Path, picture: Path) -> Path:
+def stale_run(folder: Path) -> Path:
     """Trains; returns the report."""
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, 0), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,
@@ -51,7 +34,7 @@ def stale_run(folder: Path, picture: Path) -> Path:
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
     )  # fmt: skip
     data = PromptDataModule(task.sorting_prompts(64, seed=0, exclude=task.held_out_prompts()), 32)
-    callbacks = [NoEOSMask(), OPSM(1e-3), SignalLedger(ROLLOUTS), RolloutSummary(), RunReport(1), Painter(picture)]
+    callbacks = [NoEOSMask(), OPSM(1e-3), SignalLedger(ROLLOUTS), RolloutSummary(), RunReport(1)]
     trainer = Trainer(
         accelerator="cpu", max_epochs=-1, max_steps=ROLLOUTS, logger=False, enable_checkpointing=False,
         callbacks=callbacks, default_root_dir=folder / "sorting" / "stale",
@@ -76,7 +59,7 @@ def take(browser: Browser, target: Path, name: str) -> None:
 def main(target: Path) -> None:
     """Runs, clicks, and keeps what is seen."""
     with tempfile.TemporaryDirectory() as folder, chromium(Path(folder)) as browser:
-        report = stale_run(Path(folder), target.parent / "metrics" / "picture.png")
+        report = stale_run(Path(folder))
         browser.size(1280, 800)
         browser.open(report)
         take(browser, target, "curves")

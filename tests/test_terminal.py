@@ -46,7 +46,7 @@ def test_json_is_the_same_for_readers_and_does_nothing_where_it_is_printed() -> 
 
 
 def test_files_of_samples_and_of_failed_rewards_hold_no_control_characters(tmp_path: Path) -> None:
-    log_samples([], [{"sample": 1, "response": HIDDEN}], lambda: None, StepIndex(rollout=3, step=0, index=3), tmp_path)
+    log_samples([], [{"sample": 1, "response": HIDDEN}], StepIndex(rollout=3, step=0, index=3), tmp_path)
     failure = Failure(rows=(0,), cause=f"raised {HIDDEN}", traceback="")
     ids = [[1]]
     call: Any = RewardCall("own", ids, [0.0], 0.1, prompts=[HIDDEN], completions=[HIDDEN], failures=[failure])

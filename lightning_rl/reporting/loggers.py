@@ -1,4 +1,4 @@
-"""Samples in loggers: a table and a picture where the logger supports them, else a file beside the run.
+"""Samples in loggers: a table where the logger supports one, else a file beside the run.
 
 Every function runs on rank 0 only, where a logger's experiment is.
 """
@@ -9,48 +9,39 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import UInt8
 from lightning.pytorch.loggers import CometLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from lightning_rl.data import StepIndex
 from lightning_rl.utils.terminal import dump_visible, visible
 
 FILE = "samples.jsonl"
-TABLE, PICTURE = "samples", "samples/picture"
+TABLE = "samples"
 MARKUP = re.compile(r"[!-/:-@\[-`{-~]")  # punctuation that may be Markdown markup
 
 Samples = Sequence[Mapping[str, Any]]
-Picture = UInt8[np.ndarray, "H W 3"]
+Holder = Callable[[Any, Samples, StepIndex], None]
 
 
-def _tensorboard(logger: TensorBoardLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
+def _tensorboard(logger: TensorBoardLogger, samples: Samples, step_index: StepIndex) -> None:
     logger.experiment.add_text(TABLE, markdown_table(samples), step_index.index)
-    if picture is not None:
-        logger.experiment.add_image(PICTURE, picture, step_index.index, dataformats="HWC")
 
 
-def _wandb(logger: WandbLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
+def _wandb(logger: WandbLogger, samples: Samples, step_index: StepIndex) -> None:
     logger.log_table(TABLE, list(samples[0]), [list(sample.values()) for sample in samples], step=step_index.index)
-    if picture is not None:
-        logger.log_image(PICTURE, [picture], step=step_index.index)
 
 
-def _mlflow(logger: MLFlowLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
+def _mlflow(logger: MLFlowLogger, samples: Samples, step_index: StepIndex) -> None:
+    del step_index
     table = {column: [sample[column] for sample in samples] for column in samples[0]}
     logger.experiment.log_table(str(logger.run_id), table, f"{TABLE}.json")  # appends to the file
-    if picture is not None:
-        logger.experiment.log_image(str(logger.run_id), picture, key=PICTURE, step=step_index.index)
 
 
-def _comet(logger: CometLogger, samples: Samples, picture: Picture | None, step_index: StepIndex) -> None:
+def _comet(logger: CometLogger, samples: Samples, step_index: StepIndex) -> None:
     rows = [list(sample.values()) for sample in samples]
     logger.experiment.log_table(f"{TABLE}_{step_index.rollout:06d}.csv", rows, headers=list(samples[0]))
-    if picture is not None:
-        logger.experiment.log_image(picture, name=PICTURE, step=step_index.index)
 
 
-HOLDERS: Mapping[type[Logger], Callable[[Any, Samples, Picture | None, StepIndex], None]] = {
+HOLDERS: Mapping[type[Logger], Holder] = {
     TensorBoardLogger: _tensorboard,
     WandbLogger: _wandb,
     MLFlowLogger: _mlflow,
@@ -61,34 +52,26 @@ NEEDS: Mapping[type[Logger], str] = {MLFlowLogger: "pandas"}
 """Packages that a logger's tables need: mlflow depends on pandas, mlflow-skinny does not."""
 
 
-def log_samples(
-    loggers: Sequence[Logger],
-    samples: Samples,
-    draw: Callable[[], Picture | None],
-    step_index: StepIndex,
-    folder: Path,
-) -> None:
+def log_samples(loggers: Sequence[Logger], samples: Samples, step_index: StepIndex, folder: Path) -> None:
     """Log samples to every logger; without a logger that can hold them, append them to one file.
 
     Args:
         loggers: Loggers of the trainer.
         samples: At least one sample; all have the same keys.
-        draw: Function that returns the picture, called if a logger needs it.
         step_index: Step of the rollout.
         folder: Folder of ``samples.jsonl``.
     """
     rows = [{"rollout": step_index.rollout, **sample} for sample in samples]
     held = [(logger, hold) for logger in loggers if (hold := holder(logger)) is not None]
-    picture = draw() if held else None
     for logger, hold in held:
-        hold(logger, rows, picture, step_index)
+        hold(logger, rows, step_index)
     if len(held) < len(loggers) or not loggers:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / FILE).open("a", encoding="utf-8") as lines:
             lines.writelines(dump_visible(row) + "\n" for row in rows)
 
 
-def holder(logger: Logger) -> Callable[[Any, Samples, Picture | None, StepIndex], None] | None:
+def holder(logger: Logger) -> Holder | None:
     """Return the function that logs samples to a logger, or None."""
     kinds = (kind for kind in HOLDERS if isinstance(logger, kind))
     return next((HOLDERS[kind] for kind in kinds if kind not in NEEDS or find_spec(NEEDS[kind])), None)

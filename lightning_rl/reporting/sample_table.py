@@ -3,7 +3,6 @@
 import math
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from textwrap import indent
@@ -18,7 +17,6 @@ from lightning_rl.corrections import RLCallback
 from lightning_rl.data import StepIndex
 from lightning_rl.module import RLLightningModule
 from lightning_rl.reporting.loggers import log_samples
-from lightning_rl.reporting.picture import rollout_picture
 from lightning_rl.rollout import FinishReason, Rollout, spans_of
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.terminal import visible
@@ -31,9 +29,8 @@ class SampleTable(RLCallback):
     """Shows samples of the rollouts 0, n, 2n, ...: the best and the worst of some groups.
 
     Rank 0 prints a table above the progress bar (with rich, if installed) and logs it to every logger that supports
-    tables: TensorBoard, W&B, MLflow and Comet; else it appends lines to ``samples.jsonl`` beside the run. With
-    matplotlib these loggers also get a picture of the rewards by group of this rank and of the token log-probabilities.
-    The table does not change the signal. Control characters in model output are shown as text in a terminal.
+    tables: TensorBoard, W&B, MLflow and Comet; else it appends lines to ``samples.jsonl`` beside the run. The table
+    does not change the signal. Control characters in model output are shown as text in a terminal.
 
     Args:
         every_n_rollouts: Interval n.
@@ -66,11 +63,11 @@ class SampleTable(RLCallback):
         if self._ticket is None or self._module is None or not len(rollout):
             return
         step_index, module = self._ticket, self._module
-        trainer, rows = module.trainer, choose_rows(rollout, self.rows)
-        samples = [_sample(rollout, row, module) for row in rows]
+        trainer = module.trainer
+        samples = [_sample(rollout, row, module) for row in choose_rows(rollout, self.rows)]
         show_line(trainer, format_table(f"Samples of rollout {step_index.rollout}", samples, self.width))
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        log_samples(trainer.loggers, samples, partial(rollout_picture, rollout, rows), step_index, folder)
+        log_samples(trainer.loggers, samples, step_index, folder)
 
 
 def choose_rows(rollout: Rollout, number: int) -> list[int]:
