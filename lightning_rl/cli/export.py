@@ -32,17 +32,12 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
     Raises:
         SystemExit: With the missing part.
     """
-    idle: dict[str, Any] = {"loss": "ppo", "advantages": "grpo", "reduction": "token_mean", "engine": None}
-    idle |= {
-        "optimizer": fused_adamw,
-        "lr_scheduler": None,
-        "reference": None,
-        "evaluation": (),
-        "rewards": {"none": _score_nothing},
-    }
+    unused: dict[str, Any] = {"loss": "ppo", "advantages": "grpo", "reduction": "token_mean", "engine": None}
+    unused |= {"optimizer": fused_adamw, "lr_scheduler": None, "reference": None, "evaluation": ()}
+    unused["rewards"] = {"none": lambda prompts, *_, **__: [None] * len(prompts)}
     try:
-        idle |= {name: _source(part) for name, part in parts.items()}
-        module = RLLightningModule.load_from_checkpoint(checkpoint, **idle)
+        sources = {name: _source(part) for name, part in parts.items()}
+        module = RLLightningModule.load_from_checkpoint(checkpoint, **{**unused, **sources})
     except (ValueError, ImportError, AttributeError, FileNotFoundError) as refused:
         raise SystemExit(str(refused)) from refused
     module.save_pretrained(folder)
@@ -55,7 +50,3 @@ def _source(part: str) -> str | Callable[[], Any]:
         return part
     sys.path[:0] = [""] if "" not in sys.path else []
     return getattr(importlib.import_module(module), name)
-
-
-def _score_nothing(prompts: Sequence[Any], *_: Any, **__: Any) -> list[float | None]:
-    return [None] * len(prompts)

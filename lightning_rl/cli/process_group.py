@@ -18,9 +18,7 @@ def run_group(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
     If this process is killed by SIGKILL, a guard process kills the group.
 
-    Args:
-        command: Command to run; gets SIGTERM first, and SIGKILL after :data:`PATIENCE` seconds.
-        environment: Environment variables of the command.
+    The command gets SIGTERM first, and SIGKILL after :data:`PATIENCE` seconds.
 
     Returns:
         Exit code: 0 after a signal, 1 if the command ended by itself.

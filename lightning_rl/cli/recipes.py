@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import cast
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_rl.cli.quiet_trainer import silence
 from lightning_rl.cli.scripts import sentence_of
 from lightning_rl.data import PromptDataModule
 from lightning_rl.module import RLLightningModule
@@ -86,8 +87,9 @@ def run_until_fit(recipe: Recipe, callback: Callback, ckpt_path: Path | None = N
     """
     check_launch(recipe.trainer)
     trainer = recipe.trainer
-    silence(trainer)
-    callbacks_of(trainer).append(callback)
+    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    others = [each for each in callbacks_of(trainer) if not isinstance(each, ModelSummary | ProgressBar)]
+    vars(trainer)["callbacks"] = [*others, callback]
     trainer.num_sanity_val_steps = 0
     with suppress(StopRecipe):
         trainer.fit(recipe.module, recipe.data, ckpt_path=ckpt_path)

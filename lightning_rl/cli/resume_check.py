@@ -89,15 +89,9 @@ class StepPrints(RLCallback):
 
 
 def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int = 1) -> int:
-    """Compare an uninterrupted run with runs that resume after each of its steps; print a table.
+    """Compare an uninterrupted run with runs that resume after each of its steps, from ``first`` on; print a table.
 
     Under torchrun, every rank compares its part and rank 0 prints.
-
-    Args:
-        recipe: Script that calls ``Trainer.fit`` once.
-        options: Command line of the script.
-        steps: Number of optimizer steps of the run.
-        first: First step to interrupt after.
 
     Returns:
         Exit code: 0 if everything was bitwise equal, 1 otherwise.
@@ -113,10 +107,9 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
             ranks: Any = distributed.process_objects([tuple(each) for each in _differences(whole, resumed, step)])
             differences = [Difference(*difference) for rank in ranks for difference in rank]
             equal = equal and not differences
-            marks = [
-                min((d.step for d in differences if d.place == place), default=None) for place in range(len(KINDS))
-            ]
-            say(f"{step:<12}" + "".join(f"{'equal' if at is None else f'step {at + 1}':<12}" for at in marks))
+            firsts = {difference.place: difference.step for difference in sorted(differences, reverse=True)}
+            marks = [f"step {firsts[place] + 1}" if place in firsts else "equal" for place in range(len(KINDS))]
+            say(f"{step:<12}" + "".join(f"{mark:<12}" for mark in marks))
             if differences:
                 say(f"            first difference: {min(differences).text}")
         if distributed.process_count() > 1:

@@ -50,16 +50,12 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of a server, with its certificate.
+    """Address of a server, with its certificate for https.
 
-    Args:
-        host: Host to listen on. Beyond loopback, other machines can try keys, and read traffic without a certificate.
-        port: Port to listen on.
-        certificate: Certificate file for https; None for http.
-        private_key: Private key file of the certificate.
+    Beyond loopback, other machines can try keys, and read traffic without a certificate.
 
     Raises:
-        ValueError: If one of the two files is missing.
+        ValueError: If the certificate or its private key is missing.
     """
 
     host: str = "127.0.0.1"
@@ -89,25 +85,19 @@ class Address:
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
-    """Run the command and return the exit code.
-
-    Raises:
-        SystemExit: With the reason if that is impossible.
-    """
-    try:
-        address = Address(
-            host=arguments.host,
-            port=arguments.port,
-            certificate=arguments.ssl_certfile,
-            private_key=arguments.ssl_keyfile,
-        )
-        check_options(options)
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from error
+    """Run the command and return the exit code; raise SystemExit with the reason if that is impossible."""
+    host, port, certificate, private_key = (
+        arguments.host,
+        arguments.port,
+        arguments.ssl_certfile,
+        arguments.ssl_keyfile,
+    )
     if not os.environ.get(KEY):
         raise SystemExit(f"expected a key in {KEY}, got none: export {KEY}=$(openssl rand -hex 32)")
     with TemporaryDirectory(prefix="lightning-rl-serve-") as folder:
         try:
+            address = Address(host=host, port=port, certificate=certificate, private_key=private_key)
+            check_options(options)
             model = text_model_folder(arguments.model, Path(folder))
         except (OSError, ValueError) as error:
             raise SystemExit(str(error)) from error
@@ -115,14 +105,10 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
 
 
 def text_model_folder(model: str, folder: Path) -> str:
-    """Return what a trainer has vLLM serve of a model: itself, or a folder with its text model.
-
-    Args:
-        model: Folder or name; no weights are read.
-        folder: Folder for configuration and tokenizer of the text model of a model with towers.
+    """Return a model of text as it is; for one with towers write configuration and tokenizer of its text model.
 
     Raises:
-        ValueError: For a model with towers of which transformers has no text-only class.
+        ValueError: If transformers has no text-only class of a model with towers.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if not has_towers(config):
@@ -138,11 +124,7 @@ def text_model_folder(model: str, folder: Path) -> str:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Check that the options for vLLM do not override those of this command.
-
-    Raises:
-        ValueError: With the option, the reason and the alternative.
-    """
+    """Check that the options for vLLM do not override those of this command; raise ValueError otherwise."""
     for option in options:
         flag = option.partition("=")[0].replace("_", "-")
         for name, why in REFUSED.items():
@@ -153,23 +135,10 @@ def check_options(options: Sequence[str]) -> None:
 def serve(
     model: str, options: Sequence[str], address: Address, *, dtype: str | None, storage: Path | None = None
 ) -> int:
-    """Run one server until it ends or a signal arrives; its processes end with this one.
-
-    Args:
-        model: Folder or name; no weights are read.
-        options: Further options for vLLM.
-        address: Address to listen on.
-        dtype: Dtype of the weights; None for that of the model's configuration.
-        storage: Folder that weights may be loaded from; None for the system's temporary folder.
-
-    Returns:
-        Exit code: 0 after SIGINT or SIGTERM, 1 if the server ended by itself.
-    """
+    """Run one server until it ends (exit code 1) or a signal arrives (0); its processes end with this one."""
     if address.host not in LOOPBACK and address.certificate is None:
-        sys.stderr.write(
-            f"warning: {address.url} sends the key and all completions unencrypted: pass --ssl-certfile and "
-            "--ssl-keyfile\n"
-        )
+        cure = "pass --ssl-certfile and --ssl-keyfile"
+        sys.stderr.write(f"warning: {address.url} sends the key and all completions unencrypted: {cure}\n")
     sys.stdout.write(f"serving {model} at {address.url}\n")
     sys.stdout.flush()
     guard = ["--middleware", GUARD]  # last, because the last middleware handles a call first

@@ -64,8 +64,6 @@ class RunReport(RolloutRecorder):
         if trainer.is_global_zero:
             self._rows = _RowKeeper(self.folder, trainer.default_root_dir)
             trainer.loggers.append(self._rows)
-            if isinstance(pl_module, RLLightningModule):
-                self._rows.write(RUN, json.dumps(configuration(pl_module, trainer), default=str))
 
     @override
     def on_train_batch_start(
@@ -81,6 +79,7 @@ class RunReport(RolloutRecorder):
         """Continue the files of an earlier run up to this point; later lines are replaced."""
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         if trainer.is_global_zero:
+            keeper.write(RUN, json.dumps(configuration(module, trainer), default=str))
             keeper.append(METRICS, {BEGIN: step_index.index})
         keeper.append(self._findings_file(trainer), {BEGIN: step_index.rollout})
         parallel = module.parallel

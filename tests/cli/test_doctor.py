@@ -21,11 +21,10 @@ from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, TransformersEngine, VLLMEngine
 from lightning_rl.callbacks import OPSM, ReferenceKL, TruncatedIS
-from lightning_rl.cli.doctor import package_versions as windows
+from lightning_rl.cli.doctor import recipe_checks
 from lightning_rl.cli.doctor.command import examine
 from lightning_rl.cli.doctor.memory_estimate import engine_room, memory_plan, too_much
-from lightning_rl.cli.doctor.templates import bridges
-from lightning_rl.cli.doctor.tokenizers import tokenizer
+from lightning_rl.cli.doctor.recipe_checks import bridges, tokenizer
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.generation import Request
@@ -227,12 +226,6 @@ def test_the_bridges_of_each_family_of_templates_are_told(name: str) -> None:
     assert problems(findings) == []
 
 
-def test_a_template_that_rewrites_earlier_answers_still_lets_messages_follow() -> None:
-    findings = found(module_of(tokenizer=tokenizer_of("qwen3")))  # without the empty thought of the last answer
-    assert problems(findings) == []
-    assert facts(findings, "template") == ["messages that can follow an answer: user, tool, two tools"]
-
-
 def test_what_no_message_can_follow_is_said_with_the_reason() -> None:
     assert facts(found(module_of(tokenizer=tokenizer_of("cohere2"), eos_token_ids=[7])), "template") == [
         "messages that can follow an answer: user",
@@ -259,7 +252,7 @@ def test_a_tokenizer_that_is_read_with_the_rules_of_another_is_found(kind: str, 
 
 def test_a_package_outside_its_window_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        windows, "requires", lambda _: ["torch>=99", "numpy<1", 'vllm>=0.32; extra == "vllm"', "nowhere"]
+        recipe_checks, "requires", lambda _: ["torch>=99", "numpy<1", 'vllm>=0.32; extra == "vllm"', "nowhere"]
     )
     named = problems(found())[:-1]
     assert [one.check for one in named] == ["versions"] * 3
@@ -313,27 +306,15 @@ def test_memory_follows_the_options() -> None:
     assert mixed.activations < plain.activations
 
 
-def test_a_row_beyond_the_token_budget_counts() -> None:
-    assert (
-        plan_of(max_tokens_per_microbatch=1).activations
-        == plan_of(max_tokens_per_microbatch=35).activations
-        < plan_of().activations
-    )
+def test_activations_are_those_of_the_largest_microbatch() -> None:
+    """The token budget, unless a row of 35 tokens is longer, or the 16 rows of a minibatch are shorter."""
 
+    def activations(max_tokens: int, **options: Any) -> float:
+        return plan_of(max_tokens_per_microbatch=max_tokens, **options).activations
 
-def test_a_token_budget_beyond_the_minibatch_counts_the_minibatch() -> None:
-    rows = 16
-    assert (
-        plan_of(max_tokens_per_microbatch=rows * 35).activations == plan_of(max_tokens_per_microbatch=10**6).activations
-    )
-    assert (
-        plan_of(max_tokens_per_microbatch=rows * 35 - 1).activations
-        < plan_of(max_tokens_per_microbatch=10**6).activations
-    )
-    assert (
-        plan_of(max_tokens_per_microbatch=10**6, minibatches_per_rollout=2).activations
-        == plan_of(max_tokens_per_microbatch=rows * 35 // 2).activations
-    )
+    row, half, whole, beyond = (activations(size) for size in (1, 35 * 8, 35 * 16, 10**6))
+    assert row == activations(35) < half < activations(35 * 16 - 1) < whole == beyond
+    assert activations(10**6, minibatches_per_rollout=2) == half
 
 
 def test_a_rollout_that_is_generated_meanwhile_lies_beside_the_update() -> None:
@@ -395,15 +376,26 @@ def test_a_vllm_has_its_share_of_the_device(precision: str, itemsize: int, monke
     )
 
 
-def test_the_command_exits_with_0_for_a_clean_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "code", "last", "said"),
+    [
+        ("max_new_tokens=32", 0, "errors=0 warnings=0", ["parity_reward: mean"]),
+        (
+            "minibatches_per_rollout=3", 1, "errors=1 warnings=1",
+            ["ERROR: 4 prompts are not divisible", "fix: prompts_per_rollout=3 or 6"],
+        ),
+    ],
+)  # fmt: skip
+def test_the_command_exits_with_1_if_there_is_an_error(
+    options: str, code: int, last: str, said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "recipe.py"
-    recipe.write_text("from kit.support import fit, tiny_module\nfit(tiny_module(max_new_tokens=32))\n")
+    recipe.write_text(f"from kit.support import fit, tiny_module\nfit(tiny_module({options}))\n")
     with pytest.raises(SystemExit) as ended:
         main(["doctor", str(recipe)])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0, said
-    assert said.splitlines()[-1] == "errors=0 warnings=0"
-    assert "parity_reward: mean" in said
+    printed = capsys.readouterr().out
+    assert (ended.value.code, printed.splitlines()[-1]) == (code, last), printed
+    assert all(part in printed for part in said)
 
 
 @pytest.mark.long
@@ -413,17 +405,6 @@ def test_the_quickstart_is_clean(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "errors=0 warnings=0"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_exits_with_1_if_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text("from kit.support import fit, tiny_module\nfit(tiny_module(minibatches_per_rollout=3))\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", str(recipe)])
-    said = capsys.readouterr().out
-    assert ended.value.code == 1
-    assert "ERROR: 4 prompts are not divisible" in said
-    assert "fix: prompts_per_rollout=3 or 6" in said
 
 
 def test_a_script_without_a_fit_is_refused(tmp_path: Path) -> None:

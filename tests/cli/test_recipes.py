@@ -3,10 +3,25 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kit.support import tiny_module, tiny_prompts
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    Timer,
+)
+from lightning.pytorch.loggers import CSVLogger
+from typing_extensions import override
 
-from lightning_rl.cli.recipes import load_recipe, starts_itself
+from lightning_rl.cli.doctor.command import examine
+from lightning_rl.cli.recipes import Recipe, load_recipe, starts_itself
+from lightning_rl.reporting import RunReport, SampleTable
 from lightning_rl.utils.trainer import callbacks_of
 
 SCRIPT = """
@@ -52,3 +67,29 @@ def test_a_trainer_of_several_ranks_starts_none(tmp_path: Path, monkeypatch: pyt
 def test_other_data_than_prompts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"expected .*PromptDataModule\(\.\.\.\)\), got no data module"):
         load_recipe(script(tmp_path, data="[]"), ["1", "auto"])
+
+
+class Writes(Callback):
+    """Writes to the experiment of the logger."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        logger: Any = trainer.logger
+        logger.log_metrics({"mine": 1.0})
+        logger.experiment.add_text("mine", "text")
+        logger.save()
+
+
+def test_an_inspection_writes_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    callbacks = [LearningRateMonitor(), DeviceStatsMonitor(), EarlyStopping("reward/task"), ModelCheckpoint(), Timer()]
+    callbacks += [RichProgressBar(), RunReport(1), SampleTable(1), Writes()]
+    logger = CSVLogger(tmp_path, "runs")
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=logger, callbacks=callbacks, default_root_dir=tmp_path
+    )
+    capfd.readouterr()
+    findings = examine(Recipe(trainer, tiny_module(max_new_tokens=32), tiny_prompts()), prompts=2, limit=30.0)
+    assert [finding.observed for finding in findings if finding.severity != "fact"] == []
+    assert {"samples", "engine"} <= {finding.check for finding in findings}
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().out == ""

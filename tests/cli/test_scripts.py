@@ -24,19 +24,15 @@ from lightning_rl.cli.recipes import load_recipe
         pytest.param("open.py", b"1\nx = (\n", r"to be a Python script, got line 2: '\(' was never", id="syntax"),
     ],
 )
-@pytest.mark.parametrize(
-    "command",
-    [["doctor"], ["resume-check"], ["report", "run", "--recipe"], ["replay", "one.json", "--against"]],
-    ids=lambda words: words[0],
-)
 def test_what_is_no_script_is_refused_by_every_command(
-    command: list[str], name: str, content: bytes | None, message: str, tmp_path: Path
+    name: str, content: bytes | None, message: str, tmp_path: Path
 ) -> None:
     script = tmp_path / name
     if content is not None:
         script.write_bytes(content)
-    with pytest.raises(SystemExit, match=message):
-        main([*command, str(script)])
+    for command in (["doctor"], ["resume-check"], ["report", "run", "--recipe"], ["replay", "one.json", "--against"]):
+        with pytest.raises(SystemExit, match=message):
+            main([*command, str(script)])
 
 
 def test_a_missing_script_is_refused_without_torch(tmp_path: Path) -> None:

@@ -157,20 +157,11 @@ def test_the_storage_is_told_to_the_server(folder: Path, ran: Ran, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--api-key", "x"],
-            "expected no --api-key after --: every user of the machine can read a command line",
-        ),
+        (["--api-key", "x"], "expected no --api-key after --: every user of the machine can read a command line"),
         (["--api_key=x"], "every user of the machine can read"),
         (["--host", "0.0.0.0"], "expected no --host after --: pass it before --"),
         (["--port=1"], "pass it before --"),
-        (["--ssl-keyfile", "k"], "pass it before --"),
-        (
-            ["--data-parallel-size", "2"],
-            "only the first engine confirms a load of weights, .*: start a server for each",
-        ),
-        (["--data_parallel_size=2"], "start a server for each engine, and pass all URLs to VLLMServerEngine"),
-        (["--data-parallel-external-lb"], "start a server for each engine"),
+        (["--data_parallel_size=2"], "only the first engine confirms a load of weights, .*: start a server for each"),
         (["-dp", "2"], "start a server for each engine"),
         (["--worker-extension-cls", "a.B"], "serve sets it"),
         (["--uds", "/tmp/x"], "the engine connects to a host and a port"),

@@ -3,31 +3,24 @@
 import argparse
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_rl.cli.doctor.batch_sizes import batches
 from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
 from lightning_rl.cli.doctor.memory_estimate import memory
-from lightning_rl.cli.doctor.package_versions import versions
-from lightning_rl.cli.doctor.sample_checks import Samples, draw_samples, engine_logprobs, rewards, truncation
-from lightning_rl.cli.doctor.templates import bridges, eos
-from lightning_rl.cli.doctor.tokenizers import tokenizer
+from lightning_rl.cli.doctor.recipe_checks import batches, bridges, eos, tokenizer, versions
+from lightning_rl.cli.doctor.sample_checks import draw_samples, engine_logprobs, rewards, truncation
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit, starts_itself
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.inspection import StopRecipe
 
-Subject = TypeVar("Subject")
-
-OF_RECIPES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (versions, batches)
-OF_MODULES: tuple[Callable[[RLLightningModule], Iterator[Finding]], ...] = (tokenizer, eos, bridges, memory)
-OF_SAMPLES: tuple[Callable[[Samples], Iterator[Finding]], ...] = (truncation, rewards, engine_logprobs)
+Add = Callable[[Iterable[Finding]], None]
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
@@ -72,33 +65,39 @@ def examine(
         quick: True to skip checks that need a policy.
         tell: Callback for each finding.
     """
-    findings = _Findings(tell)
-    findings.take(OF_RECIPES, recipe)
-    if any(finding.severity == "error" for finding in findings.all):
-        findings.add(warning("setup", "skipped, because of the errors above", "fix these first"))
+    findings: list[Finding] = []
+
+    def add(more: Iterable[Finding]) -> None:
+        for finding in more:
+            findings.append(finding)
+            if tell is not None:
+                tell(finding)
+
+    for check in (versions, batches):
+        add(check(recipe))
+    if any(finding.severity == "error" for finding in findings):
+        add([warning("setup", "skipped, because of the errors above", "fix these first")])
     elif quick:
-        findings.add(fact("setup", "skipped, with policy, samples and rewards, because of --quick"))
+        add([fact("setup", "skipped, with policy, samples and rewards, because of --quick")])
     elif starts_itself(recipe.trainer):
         cure = f"torchrun --nproc_per_node {recipe.trainer.num_devices} -m lightning_rl doctor ..."
         observed = f"skipped, because this Trainer would start {recipe.trainer.world_size} ranks"
-        findings.add(warning("setup", observed, cure))
+        add([warning("setup", observed, cure)])
     else:
-        _examine_fit(recipe, findings, prompts, limit)
-    return findings.all
+        _examine_fit(recipe, add, prompts, limit)
+    return findings
 
 
-def _examine_fit(recipe: Recipe, findings: "_Findings", prompts: int, limit: float) -> None:
+def _examine_fit(recipe: Recipe, add: Add, prompts: int, limit: float) -> None:
     """Start the fit, and add errors that prevent it and warnings of the library."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            run_until_fit(recipe, _Examination(findings, prompts, limit))
+            run_until_fit(recipe, _Examination(add, prompts, limit))
         except Exception as refused:  # noqa: BLE001  an error that prevents a fit is a finding
-            text = f"{type(refused).__name__}: {refused}"
-            findings.add(error("setup", text, "follow the message; no step was made"))
+            add([error("setup", f"{type(refused).__name__}: {refused}", "follow the message; no step was made")])
     texts = [str(each.message) for each in caught if "lightning_rl" in Path(each.filename).parts]
-    for text in dict.fromkeys(texts):
-        findings.add(warning("setup", text, "follow the message or ignore it"))
+    add(warning("setup", text, "follow the message or ignore it") for text in dict.fromkeys(texts))
 
 
 def _say_fact(finding: Finding) -> None:
@@ -106,44 +105,25 @@ def _say_fact(finding: Finding) -> None:
         say(paragraph(finding))
 
 
-class _Findings:
-    """List of findings, with a callback for each."""
-
-    def __init__(self, tell: Callable[[Finding], None] | None) -> None:
-        self.all: list[Finding] = []
-        self._tell = tell
-
-    def add(self, finding: Finding) -> None:
-        self.all.append(finding)
-        if self._tell is not None:
-            self._tell(finding)
-
-    def take(self, checks: Sequence[Callable[[Subject], Iterator[Finding]]], subject: Subject) -> None:
-        """Run checks on a subject and add their findings."""
-        for check in checks:
-            for finding in check(subject):
-                self.add(finding)
-
-
 class _Examination(Callback):
     """Callback that runs the checks that need a policy when a fit is about to start, and ends the fit."""
 
-    def __init__(self, findings: _Findings, prompts: int, limit: float) -> None:
-        self.findings, self.prompts, self.limit = findings, prompts, limit
+    def __init__(self, add: Add, prompts: int, limit: float) -> None:
+        self.add, self.prompts, self.limit = add, prompts, limit
         self._begin = time.perf_counter()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         policy = cast(RLLightningModule, pl_module).required_policy.model
         seconds, size = time.perf_counter() - self._begin, sum(weight.numel() for weight in policy.parameters())
-        self.findings.add(
-            fact("policy", f"{type(policy).__name__} of {size:,} parameters, ready after {seconds:.1f} s")
-        )
+        self.add([fact("policy", f"{type(policy).__name__} of {size:,} parameters, ready after {seconds:.1f} s")])
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = cast(RLLightningModule, pl_module)
-        self.findings.take(OF_MODULES, module)
+        for check in (tokenizer, eos, bridges, memory):
+            self.add(check(module))
         samples = draw_samples(module, min(self.prompts, module.prompt_stream.pass_length or self.prompts), self.limit)
-        self.findings.take(OF_SAMPLES, samples)
+        for check in (truncation, rewards, engine_logprobs):
+            self.add(check(samples))
         raise StopRecipe(module)

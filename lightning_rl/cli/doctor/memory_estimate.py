@@ -53,14 +53,12 @@ def layer_sizes(policy: PolicyModel) -> LayerSizes:
 
 
 def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan:
-    """Compute the memory of a run.
-
-    Args:
-        module: Module with its policy built and its optimizer configured.
-        max_prompt_length: Number of tokens of the longest prompt.
-    """
+    """Compute the memory of a run whose policy is built and whose optimizer is configured."""
     policy, parallel, ranks = module.required_policy, module.parallel, module.trainer.world_size
     shards, stage = ranks if parallel.sharded else 1, _zero_stage(module)
+    states = states_per_weight(module.trainer.optimizers[0])
+    if stage:
+        states = (4 + 8) / policy.model.dtype.itemsize  # float32 states and float32 weights
     trains = {name: weight.requires_grad for name, weight in policy.named_parameters()}
     weights = trained = outside = 0
     for name, weight in parallel.full_parameters(policy):
@@ -77,7 +75,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
         weights=weights / shards,
         gradients=trained / (ranks if stage == 2 else shards),
         buckets=trained * parallel.copies_gradients,
-        optimizer=trained * _states_per_weight(module) / (ranks if stage else shards),
+        optimizer=trained * states / (ranks if stage else shards),
         reference=local_bytes(reference.model.parameters()) if type(reference := module.run.reference) is Scorer else 0,
         replica=0 if module.run.replica is None else local_bytes(module.run.replica.parameters()),
         root=outside * gathered,
@@ -91,13 +89,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
 
 
 def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> EngineRoom | None:
-    """Compute the share of a device that a VLLMEngine can take; None for other engines.
-
-    Args:
-        module: Module with its policy built.
-        plan: Memory of the run.
-        total: Number of bytes of the device.
-    """
+    """Compute the share that a VLLMEngine can take of a device with ``total`` bytes; None for other engines."""
     if not isinstance(module.engine, VLLMEngine):
         return None
     weights, cache = _engine_needs(module)
@@ -131,17 +123,10 @@ def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None)
 def _activations(module: RLLightningModule, max_prompt_length: int) -> Activations:
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
     longest = max_prompt_length + module.sampling.max_new_tokens
-    rows = (
-        module.prompt_stream.prompts_per_rollout
-        * module.group_size
-        // (module.minibatches_per_rollout * module.parallel.ranks)
-    )
-    most = (
-        module.max_tokens_per_microbatch
-        if module.environments
-        else min(module.max_tokens_per_microbatch, rows * longest)
-    )
-    tokens = max(longest, most)  # conversations may begin with more tokens than the prompts of the data
+    parts, most = module.minibatches_per_rollout * module.parallel.ranks, module.max_tokens_per_microbatch
+    rows = module.prompt_stream.prompts_per_rollout * module.group_size // parts
+    # conversations may begin with more tokens than the prompts of the data
+    tokens = max(longest, most if module.environments else min(most, rows * longest))
     text: Any = policy.model.config.get_text_config()
     itemsize, adapted = min(policy.model.dtype.itemsize, residual), bool(adapters_of(policy.model))
     head = head_bytes(
@@ -198,13 +183,6 @@ def _bytes_of_numbers(module: RLLightningModule) -> tuple[int, int]:
     weights, parallel = module.required_policy.model.dtype, module.parallel
     compute = parallel.compute_dtype(weights).itemsize
     return compute, compute if parallel.sharded else weights.itemsize  # sharded layers are gathered in that dtype
-
-
-def _states_per_weight(module: RLLightningModule) -> float:
-    """Return the bytes of optimizer states per byte of trained weights."""
-    if _zero_stage(module):
-        return (4 + 8) / module.required_policy.model.dtype.itemsize  # float32 states and float32 weights
-    return states_per_weight(module.trainer.optimizers[0])
 
 
 def _zero_stage(module: RLLightningModule) -> int:

@@ -64,12 +64,11 @@ def truncation(samples: Samples) -> Iterator[Finding]:
     drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
     yield fact("samples", f"{drawn}, {share:.0%} cut off at {limit} tokens")
     if share > MAX_TRUNCATED:
-        yield warning(
-            "samples",
-            f"{share:.0%} of the samples do not end within max_new_tokens={limit}",
+        cure = (
             f"max_new_tokens={2 * limit} or more, a prompt that asks for less, or eos_token_ids= if responses should "
-            "have ended before",
         )
+        cure += "have ended before"
+        yield warning("samples", f"{share:.0%} of the samples do not end within max_new_tokens={limit}", cure)
 
 
 def rewards(samples: Samples) -> Iterator[Finding]:
@@ -101,11 +100,9 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
     exact = str(module.trainer.precision) in ("32-true", "64-true")
     bound = logprob_tolerance(module.engine.dtype or module.required_policy.model.dtype, exact=exact)
     if not mean <= bound:
-        yield error(
-            "engine",
-            f"engine and trainer differ by {mean:.3g} nats per token, above the rounding error of {bound:g}",
-            "use one model, precision and temperature on both sides, and check that the engine loads synced weights",
-        )
+        observed = f"engine and trainer differ by {mean:.3g} nats per token, above the rounding error of {bound:g}"
+        cure = "use one model, precision and temperature on both sides, and check that the engine loads synced weights"
+        yield error("engine", observed, cure)
 
 
 def _reward_values(
@@ -118,16 +115,12 @@ def _reward_values(
     seconds = time.perf_counter() - begin
     if values is None:
         observed = f"{name} did not return within {samples.limit:g} s for {len(ids)} samples"
-        cure = "add a timeout to the calls that block, or raise --limit"
-        yield error("reward", observed, cure)
+        yield error("reward", observed, "add a timeout to the calls that block, or raise --limit")
         return None
     if isinstance(values, BaseException):
-        yield error(
-            "reward",
-            f"{name} raised {type(values).__name__}: {values}",
-            "return a reward for any completion, and None where it does not apply; the call is "
-            "reward(prompts, completions, *, completion_ids, **columns)",
-        )
+        cure = "return a reward for any completion, and None where it does not apply; the call is "
+        cure += "reward(prompts, completions, *, completion_ids, **columns)"
+        yield error("reward", f"{name} raised {type(values).__name__}: {values}", cure)
         return None
     if len(values) != len(ids):
         yield error("reward", f"{name} returned {len(values)} values for {len(ids)} samples", "one value for each")
