@@ -7,7 +7,7 @@ lightning_rl.reporting.glossary`` writes the table of docs/metrics.md.
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -85,17 +85,14 @@ def table() -> str:
 
 
 @cache
-def _patterns() -> tuple[tuple[re.Pattern[str], Entry], ...]:
-    return tuple(_compile())
-
-
-def _compile() -> Iterator[tuple[re.Pattern[str], Entry]]:
+def _patterns() -> list[tuple[re.Pattern[str], Entry]]:
+    patterns: list[tuple[re.Pattern[str], Entry]] = []
     for entry in glossary():
-        for name in entry.names:
-            pattern = re.escape(name)
+        for pattern in map(re.escape, entry.names):
             for mark, matches in MANY.items():
                 pattern = pattern.replace(mark, matches)
-            yield re.compile(PLACEHOLDER.sub("[^/]+", pattern)), entry
+            patterns.append((re.compile(PLACEHOLDER.sub("[^/]+", pattern)), entry))
+    return patterns
 
 
 if __name__ == "__main__":

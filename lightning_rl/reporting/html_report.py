@@ -18,9 +18,10 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.recording import Recording
 from lightning_rl.reporting.glossary import entry_of
 from lightning_rl.reporting.pages import page_of, summary_of
-from lightning_rl.reporting.run_files import UNREADABLE, RunFiles, load_rollout, read_folder
+from lightning_rl.reporting.run_files import UNREADABLE, RunFiles, read_folder
 from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.version import __version__
 
@@ -62,7 +63,9 @@ class Pages:
         """
         key = tuple((str(path), path.stat().st_mtime_ns) for path in paths)
         if key not in self.made:
-            recordings = load_rollout(paths)
+            recordings = sorted(
+                (Recording.load(path) for path in paths), key=lambda recording: recording.header["rank"]
+            )
             chosen = None if algorithms is None else algorithms(len(recordings))
             block = base64.b64encode(page_of(recordings, chosen)).decode()
             self.made[key] = Page(summary_of(recordings), block)
@@ -115,7 +118,10 @@ def write_report(
     index = {
         "title": title or _title(folders[0]),
         "version": __version__,
-        "metrics": {name: _columns(values) for name, values in sorted(run.metrics.items())},
+        "metrics": {
+            name: [sorted(values), [values[step] for step in sorted(values)]]
+            for name, values in sorted(run.metrics.items())
+        },
         "glossary": {name: entry.to_json() for name in run.metrics if (entry := entry_of(name)) is not None},
         "configuration": run.configuration,
         "findings": run.findings,
@@ -147,11 +153,6 @@ def _divide(pages: Mapping[int, Page], letters: int) -> tuple[list[int], list[in
             break
         inside.append(number)
     return sorted(inside), sorted(pages.keys() - set(inside))
-
-
-def _columns(values: Mapping[int, float]) -> list[list[float]]:
-    steps = sorted(values)
-    return [list(steps), [values[step] for step in steps]]
 
 
 def _render(index: Mapping[str, Any], pages: Mapping[int, str], *, beside: bool) -> str:

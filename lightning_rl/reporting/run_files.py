@@ -16,14 +16,13 @@ import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-
-from lightning_rl.recording import Recording
 
 METRICS, RUN, FINDINGS = "metrics.jsonl", "run.json", "findings"
 BEGIN = "begin"  # key of a line with the step or rollout from which later lines replace earlier ones
@@ -100,15 +99,6 @@ def read_folder(folders: Sequence[Path]) -> RunFiles:
     return run
 
 
-def load_rollout(paths: Sequence[Path]) -> list[Recording]:
-    """Return the recordings of a rollout, in rank order.
-
-    Raises:
-        ValueError: Naming the file that is not a recording.
-    """
-    return sorted((Recording.load(path) for path in paths), key=lambda recording: recording.header["rank"])
-
-
 def _files(folders: Iterable[Path], pattern: str) -> list[Path]:
     files = {path.resolve(): path for folder in folders for path in folder.rglob(pattern) if path.is_file()}
     return sorted(files.values(), key=lambda path: (path.stat().st_mtime, str(path)))
@@ -119,12 +109,12 @@ def _read_metrics(run: RunFiles, folders: Sequence[Path]) -> None:
     tables = [] if kept else _files(folders, "metrics.csv")
     begun: dict[Path, int] = {}
     for path in kept or tables:
-        try:
+        rows: Rows = []
+        with _noting(run, path):
             rows = _json_rows(path) if kept else _csv_rows(path)
-        except UNREADABLE as wrong:
-            run.notes.append(_note(path, wrong))
+        if not rows:
             continue
-        first = min((step for step, _ in rows), default=0)
+        first = min(step for step, _ in rows)
         if same := [str(other) for other, step in begun.items() if step >= first]:
             raise ValueError(
                 f"expected the metrics of one run, got {same[0]} and {path}: pass the folder of one of them"
@@ -142,9 +132,13 @@ def _read_metrics(run: RunFiles, folders: Sequence[Path]) -> None:
                     run.metrics.setdefault(name, {})[step] = value
 
 
-def _note(path: Path, wrong: Exception) -> str:
-    """Return a note with a file that could not be read and the reason."""
-    return f"{path}: expected an entry {wrong}" if isinstance(wrong, KeyError) else f"{path}: {wrong}"
+@contextmanager
+def _noting(run: RunFiles, path: Path) -> Iterator[None]:
+    """Note a file that cannot be read, with the reason, instead of an error."""
+    try:
+        yield
+    except UNREADABLE as wrong:
+        run.notes.append(f"{path}: {f'expected an entry {wrong}' if isinstance(wrong, KeyError) else wrong}")
 
 
 def _forget(metrics: dict[str, dict[int, float]], step: int) -> None:
@@ -155,11 +149,7 @@ def _forget(metrics: dict[str, dict[int, float]], step: int) -> None:
 
 
 def _csv_rows(path: Path) -> Rows:
-    """Return the rows of a table that have a step and a metric.
-
-    Raises:
-        ValueError: If there are none, or a step is not a number.
-    """
+    """Return the rows of a table that have a step and a metric; raise ValueError without any."""
     rows: Rows = []
     with path.open(encoding="utf-8", newline="") as lines:
         table = csv.DictReader(lines)
@@ -167,37 +157,25 @@ def _csv_rows(path: Path) -> Rows:
             raise ValueError(f"expected a table with a column {STEP}, got {_start(path)}")
         for row in table:
             if step := row.pop(STEP):
-                rows.append((_whole(step, f"in line {table.line_num}"), _finite(row)))
+                rows.append((int(step), _finite(row)))
     if not any(values for _, values in rows):
         raise ValueError(f"expected a row with a step and a metric, got none in {len(rows)} rows")
     return rows
 
 
 def _json_rows(path: Path) -> Rows:
-    """Return the rows and the end of the run, and None for each step from which later rows replace earlier ones.
-
-    Raises:
-        ValueError: If there is no row, or a step is not a number.
-    """
+    """Return the rows and the end of the run, and None for each step from which later rows replace earlier ones."""
     rows: Rows = []
-    for number, row in enumerate(_lines(path), 1):
+    for row in _lines(path):
         kind = next((kind for kind in (STEP, BEGIN, END) if kind in row), STEP)
-        step = _whole(row.pop(kind, None), f"in line {number}")
+        step = int(row.pop(kind))
         if kind == END:
-            end = End(step=step, error=str(row.get("error", "")), message=str(row.get("message", "")))
-            rows.append((step, end))
+            rows.append((step, End(step=step, error=row["error"], message=row["message"])))
         else:
             rows.append((step, _finite(row) if kind == STEP else None))
     if not rows:
         raise ValueError(f"expected a row with a step and a metric, got {_start(path)}")
     return rows
-
-
-def _whole(step: Any, where: str) -> int:
-    try:
-        return int(step)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"expected a whole number as step {where}, got {step!r}") from None
 
 
 def _start(path: Path) -> str:
@@ -235,16 +213,12 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _read_configuration(run: RunFiles, folders: Sequence[Path]) -> None:
     for path in [*_files(folders, "hparams.yaml"), *_files(folders, RUN)]:
-        try:
+        with _noting(run, path):
             text = path.read_text(encoding="utf-8")
             value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except UNREADABLE as wrong:
-            run.notes.append(_note(path, wrong))
-            continue
-        if not isinstance(value, dict):
-            run.notes.append(f"{path}: expected names with values, got {_start(path)}")
-        elif value:
-            run.configuration = _printable(value)
+            if not isinstance(value, dict):
+                raise ValueError(f"expected names with values, got {_start(path)}")
+            run.configuration = _printable(value) or run.configuration
 
 
 def _printable(value: Any) -> Any:
@@ -259,7 +233,7 @@ def _printable(value: Any) -> Any:
 def _read_findings(run: RunFiles, folders: Sequence[Path]) -> None:
     listed: list[dict[str, Any]] = []
     for path in _files(folders, f"{FINDINGS}*.jsonl"):
-        try:
+        with _noting(run, path):
             kept: list[dict[str, Any]] = []
             for line in _lines(path):
                 if BEGIN in line:
@@ -267,14 +241,10 @@ def _read_findings(run: RunFiles, folders: Sequence[Path]) -> None:
                 else:
                     kept.append(_finding(line, line["rollout"]))
             listed += kept
-        except UNREADABLE as wrong:
-            run.notes.append(_note(path, wrong))
     for path in _files(folders, "rollout-*.pt"):
-        try:
+        with _noting(run, path):
             state = torch.load(path, "cpu", weights_only=True, mmap=True)
             listed += [_finding(finding, state["number"]) for finding in state["findings"]]
-        except UNREADABLE as wrong:
-            run.notes.append(_note(path, wrong))
     unique = {json.dumps(finding, sort_keys=True): finding for finding in listed}
     run.findings = sorted(unique.values(), key=lambda finding: finding["rollout"])
 
@@ -286,13 +256,10 @@ def _finding(values: Mapping[str, Any], rollout: Any) -> dict[str, Any]:
 
 def _find_recordings(run: RunFiles, folders: Sequence[Path]) -> None:
     newest: dict[str, Path] = {}
-    for path in _files(folders, "rollout-*.json"):
-        if not path.stem.removeprefix("rollout-").partition("-")[0].isdecimal():
-            continue
+    for path in _files(folders, "rollout-[0-9]*.json"):
         if path.with_suffix(".safetensors").is_file():
             newest[path.stem] = path
         else:
             run.notes.append(f"{path}: expected {path.stem}.safetensors beside it")
     for stem, path in sorted(newest.items()):
-        number = stem.removeprefix("rollout-").partition("-")[0]
-        run.rollouts.setdefault(int(number), []).append(path)
+        run.rollouts.setdefault(int(stem.split("-")[1]), []).append(path)

@@ -348,7 +348,6 @@ UNUSABLE = {
     "another table": (b"name,reward\na,1.0\n", "expected a table with a column step, got 'name,reward"),
     "no figure": (b"step,reward/task\n0,abc\n1,nan\n", "expected a row with a step and a metric, got none in 2 rows"),
     "no row": (b"step,reward/task\n", "expected a row with a step and a metric, got none in 0 rows"),
-    "a step of letters": (b"step,reward/task\nx,1.0\n", "expected a whole number as step in line 2, got 'x'"),
     "an endless cell": (b'step,reward/task\n0,"' + b"1" * 200_000, "field larger than field limit"),
 }
 
@@ -366,7 +365,7 @@ def test_a_table_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path: Path,
     ("name", "content", "wrong"),
     [
         ("metrics.jsonl", b"", "got an empty file"),
-        ("metrics.jsonl", b'{"reward/task": 1.0}\n', "expected a whole number as step in line 1, got None"),
+        ("metrics.jsonl", b'{"reward/task": 1.0}\n', "expected an entry 'step'"),
         ("metrics.jsonl", b'no\n{"step": 1}\n', "expected JSON in line 1, got 'no'"),
         ("metrics.jsonl", b"no", "expected a row with a step and a metric, got 'no'"),
         ("hparams.yaml", b"text", "expected names with values, got 'text'"),
