@@ -103,12 +103,8 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     """
-    options = {
-        "advantages": DrGRPO(),
-        "loss": ClippedSurrogate(),
-        "sampling": SamplingParams(max_new_tokens=max_new_tokens),
-    }
-    return Preset({**options, "reduction": SequenceSumNorm(max_new_tokens)})
+    sampling, reduction = SamplingParams(max_new_tokens=max_new_tokens), SequenceSumNorm(max_new_tokens)
+    return Preset({"advantages": DrGRPO(), "loss": ClippedSurrogate(), "sampling": sampling, "reduction": reduction})
 
 
 def dapo(*, max_new_tokens: int = 256) -> Preset:
@@ -198,15 +194,8 @@ def opo() -> Preset:
 
     Source: Hao et al. 2025, arXiv:2505.23585.
     """
-    return Preset(
-        {
-            "advantages": OPO(),
-            "loss": Reinforce(),
-            "reduction": token_mean,
-            "minibatches_per_rollout": 1,
-            "epochs_per_rollout": 1,
-        }
-    )
+    options = {"advantages": OPO(), "loss": Reinforce(), "reduction": token_mean}
+    return Preset({**options, "minibatches_per_rollout": 1, "epochs_per_rollout": 1})
 
 
 def maxrl() -> Preset:

@@ -7,7 +7,8 @@ Every kernel is causal and supports grouped heads, a scale and a sliding window.
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from importlib import import_module
 from itertools import groupby
 from typing import NamedTuple
 
@@ -185,24 +186,8 @@ class Kernel:
         return next((demand for met, demand in demands if not met), None)
 
 
-def _flash_2(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None, window: int | None
-) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    return _flash(flash_attn_varlen_func, query, key, value, sequences, scaling, window)
-
-
-def _flash_3(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None, window: int | None
-) -> Tensor:
-    from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    return _flash(flash_attn_varlen_func, query, key, value, sequences, scaling, window)
-
-
 def _flash(
-    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    package: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -210,7 +195,8 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Call ``flash_attn_varlen_func`` of either package."""
+    """Call ``flash_attn_varlen_func`` of a package."""
+    function = import_module(package).flash_attn_varlen_func
     ends, longest = sequences.cu_seqlens, max(sequences.lengths)
     reach = (-1, -1) if window is None else (window - 1, 0)  # inclusive, without the token itself
     tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -277,9 +263,12 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 KERNELS = {  # fastest first
     "flash_attention_3": Kernel(
-        name="FlashAttention 3", attend=_flash_3, package="flash_attn_interface", made_for=HOPPER
+        name="FlashAttention 3",
+        attend=partial(_flash, "flash_attn_interface"),
+        package="flash_attn_interface",
+        made_for=HOPPER,
     ),
-    "flash_attention_2": Kernel(name="FlashAttention 2", attend=_flash_2, package="flash_attn"),
+    "flash_attention_2": Kernel(name="FlashAttention 2", attend=partial(_flash, "flash_attn"), package="flash_attn"),
     "varlen_attn": Kernel(name="varlen_attn", attend=_varlen, head_multiple=8),
     "sdpa": Kernel(name="SDPA", attend=_sdpa, flash=False),
 }

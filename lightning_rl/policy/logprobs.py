@@ -197,14 +197,8 @@ class _Head(torch.autograd.Function):
                 for block, scores in _blocks(part, logits):
                     slope = None if ctx.soft_cap is None else _cap_slope(scores, ctx.soft_cap / ctx.temperature)
                     scores -= normalizer[block, None]
-                    _logit_gradient(
-                        scores,
-                        targets[block],
-                        slopes[block],
-                        entropy[block],
-                        None if by_entropy is None else by_entropy[block],
-                        slope,
-                    )
+                    by_spread = None if by_entropy is None else by_entropy[block]
+                    _logit_gradient(scores, targets[block], slopes[block], entropy[block], by_spread, slope)
                 grad = logits.to(operand.dtype)
                 grad_hidden[part] = _product(grad, operand, exact)
                 if grad_weight is not None:
@@ -215,10 +209,7 @@ class _Head(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 4,
         )
 
 

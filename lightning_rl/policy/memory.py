@@ -18,13 +18,7 @@ CONTEXT = GIB  # CUDA context, workspaces, NCCL buffers; an allowance, not measu
 ENGINE_CONTEXT = GIB  # profile run and CUDA graphs of vLLM, which stay in sleep; an allowance, not measured
 IN_FLIGHT = 0.25  # gradients inside a layer in the backward, as a share of its saved activations; measured
 
-FEED_FORWARD_NAMES = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "ffn_hidden_size",
-    "decoder_ffn_dim",
-)  # in transformers
+FEED_FORWARD_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +60,13 @@ class LayerSizes:
         head = getattr(config, "head_dim", None) or hidden // heads
         query, key_value = head * heads, head * (getattr(config, "num_key_value_heads", None) or heads)
         experts = getattr(config, "num_experts_per_tok", None) or 0
-        expert_size = getattr(config, "moe_intermediate_size", None) if experts else None
+        names = ("moe_intermediate_size",) * bool(experts) + FEED_FORWARD_NAMES
+        feed_forward = next((size for name in names if (size := getattr(config, name, None))), 4 * hidden)
         return cls(
             hidden=hidden,
             query=query,
             key_value=key_value,
-            feed_forward=expert_size or _feed_forward_size(config) or 4 * hidden,
+            feed_forward=max(feed_forward) if isinstance(feed_forward, list | tuple) else feed_forward,
             norms=norms * hidden + head_norms * (query + key_value),
             head=head,
             experts=experts,
@@ -109,13 +104,6 @@ class LayerSizes:
         return 2 * layers * self.key_value * itemsize
 
 
-def _feed_forward_size(config: Any) -> int | None:
-    """Return the largest size between the matrices of a feed-forward; None if it is four times the hidden size."""
-    sizes = [getattr(config, name, None) for name in FEED_FORWARD_NAMES]
-    size = next((size for size in sizes if size), None)
-    return max(size) if isinstance(size, list | tuple) else size
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
     """Bytes of a microbatch.
@@ -149,11 +137,11 @@ class Activations:
             sizes: sizes of a layer.
             layers: number of layers.
             tokens: tokens of the microbatch.
-            compute: bytes of a number in matrix products.
-            residual: bytes of a number in the hidden states between layers; above ``compute`` under autocast.
+            compute: as in :meth:`LayerSizes.activations`, like ``residual`` and ``trained``.
+            residual: as there.
             head: bytes of the vocabulary head, :func:`head_bytes`.
             checkpointing: True for activation checkpointing of layers.
-            trained: False if only adapters are trained.
+            trained: as there.
         """
         layer = tokens * sizes.activations(compute=compute, residual=residual, trained=trained)
         casts = sizes.matrices * compute * (compute < residual)
