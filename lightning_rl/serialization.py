@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -36,17 +37,8 @@ SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 ROOMS = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
 ROOMS += ("signal.kl", "signal.masked", "signal.reductions")
-NEVER = {
-    "CodeTests",
-    "SubprocessReward",
-    "Judge",
-    "RewardModel",
-    "Rewards",
-    "Sandbox",
-    "SandboxService",
-    "VLLMEngine",
-    "VLLMServerEngine",
-}
+NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Rewards", "Sandbox", "SandboxService"}
+NEVER |= {"VLLMEngine", "VLLMServerEngine"}  # start processes, open connections or load models
 
 
 def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
@@ -100,11 +92,10 @@ def restorable() -> Mapping[str, Any]:
     They are parts of this library and of ``torch.optim`` that start no processes, open no connections and load no
     models.
     """
-    found = [getattr(room, name) for room in _rooms() for name in _names_in(room) if name not in NEVER]
-    found += [kind for kind in vars(torch.optim).values() if _is_kind(kind, torch.optim.Optimizer)]
-    schedules = torch.optim.lr_scheduler
-    found += [kind for kind in vars(schedules).values() if _is_kind(kind, schedules.LRScheduler)]
-    return MappingProxyType({path_of(one): one for one in found if inspect.isroutine(one) or inspect.isclass(one)})
+    parts = [part for room in ROOMS for part in _public(importlib.import_module(f"lightning_rl.{room}"))]
+    for module, base in ((torch.optim, torch.optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
+        parts += [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
+    return MappingProxyType({path_of(part): part for part in parts if inspect.isroutine(part) or inspect.isclass(part)})
 
 
 def is_import_path(value: Any) -> bool:
@@ -191,17 +182,11 @@ def _rebuild(description: Any, unknown: Callable[[str], Any] | None) -> Any:
     return {key: _rebuild(item, unknown) for key, item in description.items()}
 
 
-def _rooms() -> list[ModuleType]:
-    return [importlib.import_module(f"lightning_rl.{room}") for room in ROOMS]
-
-
-def _names_in(room: ModuleType) -> list[str]:
+def _public(room: ModuleType) -> list[Any]:
+    """Return what a module exports, or else its own public parts."""
     own = [name for name, value in vars(room).items() if getattr(value, "__module__", None) == room.__name__]
-    return list(getattr(room, "__all__", [name for name in own if not name.startswith("_")]))
-
-
-def _is_kind(value: Any, base: type) -> bool:
-    return isinstance(value, type) and issubclass(value, base)
+    names = getattr(room, "__all__", [name for name in own if not name.startswith("_")])
+    return [getattr(room, name) for name in names if name not in NEVER]
 
 
 def _make(kind: Any, arguments: Any, unknown: Callable[[str], Any] | None) -> Any:
@@ -233,26 +218,6 @@ def _describe_partial(value: "partial[Any]", around: tuple[int, ...]) -> Plain:
     return {PARTIAL: name, **bound}
 
 
-def _describe_model(value: nn.Module, around: tuple[int, ...]) -> Plain:
-    del around
-    return {CLASS: path_of(type(value)), "size": sum(weight.numel() for weight in value.parameters())}
-
-
-def _describe_tensor(value: Tensor, around: tuple[int, ...]) -> Plain:
-    del around
-    return {CLASS: path_of(type(value)), "size": list(value.shape), "dtype": str(value.dtype)}
-
-
-def _describe_text(value: Any, around: tuple[int, ...]) -> Plain:
-    del around
-    return str(value)
-
-
-def _describe_class(value: type, around: tuple[int, ...]) -> Plain:
-    del around
-    return {NAME: path_of(value)}
-
-
 def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
     names = inspect.unwrap(value).__code__.co_freevars if inspect.isfunction(inspect.unwrap(value)) else ()
     closed = {}
@@ -278,9 +243,9 @@ def _describe_object(value: Any, around: tuple[int, ...]) -> Plain:
             options |= vars(value)[parameter.name]
         elif _keeps(value, parameter.name):
             options[parameter.name] = getattr(value, parameter.name)
-        elif parameter.default is inspect.Parameter.empty and parameter.kind in (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.KEYWORD_ONLY,
+        elif parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
         ):
             unknown.append(parameter.name)
     described: dict[str, Any] = {CLASS: path_of(type(value)), ARGUMENTS: _describe_mapping(options, around)}
@@ -306,8 +271,8 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
     (Mapping, _describe_mapping),
     ((list, tuple, set, frozenset), _describe_items),
     (partial, _describe_partial),
-    (nn.Module, _describe_model),
-    (Tensor, _describe_tensor),
-    ((Path, torch.dtype, torch.device, Enum, bytes), _describe_text),
-    (type, _describe_class),
+    (nn.Module, lambda value, _: {CLASS: path_of(type(value)), "size": sum(map(Tensor.numel, value.parameters()))}),
+    (Tensor, lambda value, _: {CLASS: path_of(type(value)), "size": list(value.shape), "dtype": str(value.dtype)}),
+    ((Path, torch.dtype, torch.device, Enum, bytes), lambda value, _: str(value)),
+    (type, lambda value, _: {NAME: path_of(value)}),
 )

@@ -1,7 +1,7 @@
 """Differences between two computations, named by sample and position."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,32 +9,11 @@ from torch import Tensor
 
 from lightning_rl.recording.recompute import Replayed
 from lightning_rl.recording.recording import Recording
+from lightning_rl.rollout import Rollout
 from lightning_rl.serialization import ARGUMENTS, CLASS, NAME
 
-ORDER = (  # order of computation of the fields
-    "prompt_ids",
-    "prompt_lengths",
-    "response_ids",
-    "response_lengths",
-    "action_mask",
-    "groups",
-    "sample_ids",
-    "finish",
-    "policy_version",
-    "rollout_logprobs",
-    "task_rewards",
-    "rewards",
-    "extras",
-    "token_extras",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "trained",
-    "rewarded",
-    "valid_tokens",
-    "advantages",
-    "returns",
-)
+LATE = ("old_logprobs", "ref_logprobs", "values", "trained", "rewarded", "valid_tokens", "advantages", "returns")
+ORDER = (*(spec.name for spec in fields(Rollout) if spec.name not in LATE), *LATE)  # of computation
 SIGNAL = ("trained", "rewarded", "valid_tokens", "advantages", "returns")
 ROUNDING = 1e-4
 

@@ -21,20 +21,8 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.utils.atomic_write import write_atomically
 
 FORMAT = 3
-ENTRIES = {
-    "rollout",
-    "rank",
-    "ranks",
-    "device",
-    "threads",
-    "versions",
-    "options",
-    "algorithm",
-    "states",
-    "plan",
-    "steps",
-}
-ENTRIES |= {"samples"}
+ENTRIES = {"rollout", "rank", "ranks", "device", "threads", "versions", "options", "algorithm", "states", "plan"}
+ENTRIES |= {"steps", "samples"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

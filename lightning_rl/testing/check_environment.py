@@ -5,6 +5,7 @@ Each conversation is a fixed list of answers. Environments run in this process, 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import cloudpickle
@@ -19,6 +20,7 @@ from lightning_rl.environments.tools import schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, plain
 from lightning_rl.rollout import FinishReason
 from lightning_rl.testing.shrinking import PropertyError
+from lightning_rl.utils.naming import name_of
 from lightning_rl.utils.seeding import fork_generators
 
 MEANINGS = {
@@ -100,8 +102,9 @@ def check_environment(
     row = {"prompt": "?"} if row is None else row
     with fork_generators(torch.device("cpu")):
         for finding, script in _findings(environment, row, answers, seed):
-            lines = [f"row {dict(row)!r:.200}, seed {seed}", f"{script.name}: {_answers_of(script)}"]
-            raise PropertyError(f"environment {_name_of(environment)}", finding, lines, MEANINGS[finding.check])
+            said = ", ".join(f"{answer!r:.60}" for answer in script.answers)
+            lines = [f"row {dict(row)!r:.200}, seed {seed}", f"{script.name}: {said} ({script.finish.name})"]
+            raise PropertyError(f"environment {name_of(environment)}", finding, lines, MEANINGS[finding.check])
 
 
 def _findings(
@@ -110,7 +113,7 @@ def _findings(
     """Yield findings about broken properties until one makes the next checks meaningless."""
     nothing = Script(name="no answer", answers=())
     try:
-        with refuse_draws(_name_of(factory)):
+        with refuse_draws(name_of(factory)):
             made = environment_of(factory())
     except GeneratorError as error:
         yield _generators(error), nothing
@@ -128,10 +131,8 @@ def _findings(
             return
         again = run_conversation(factory, row, script, seed)
         if repr(again.results) != repr(outcome.results):
-            yield (
-                _differs("environment_repeats", outcome, again, "use random.Random(seed), and keep no state"),
-                script,
-            )
+            cure = "use random.Random(seed), and keep no state"
+            yield _differs("environment_repeats", outcome, again, cure), script
             return
         interleaved = _interleave(factory, row, script, scripts[-1], seed)
         if repr(interleaved.results) != repr(outcome.results):
@@ -153,13 +154,9 @@ def _interleave(
     factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int
 ) -> Outcome:
     """Run a conversation, interleaved with another one."""
-    outcome, interleaved = Outcome(), Outcome()
-    ours, theirs = _moves(factory, row, script, seed, outcome), _moves(factory, row, other, seed + 1, interleaved)
-    more = True
-    while more:
-        more = next(ours, None) is not None
-        next(theirs, None)
-    for _ in theirs:
+    outcome = Outcome()
+    ours, theirs = _moves(factory, row, script, seed, outcome), _moves(factory, row, other, seed + 1, Outcome())
+    for _ in zip_longest(ours, theirs):
         pass
     return outcome
 
@@ -169,14 +166,14 @@ def _moves(
 ) -> Iterator[str]:
     """Run a conversation call by call; its results are added to ``outcome``."""
     try:
-        with refuse_draws(_name_of(factory)):
+        with refuse_draws(name_of(factory)):
             made: Any = environment_of(factory())
             outcome.results.append(_copy(check_reset(made, made.reset(dict(row), seed))))
         yield "reset"
         done, outcome.where = False, "step"
         for number, answer in enumerate(script.answers):
             finish = script.finish if number == len(script.answers) - 1 else FinishReason.STOP
-            with refuse_draws(_name_of(factory)):
+            with refuse_draws(name_of(factory)):
                 step = check_step(made, made.step(*_arguments(made, answer, finish, number)))
             outcome.results.append(_copy((list(step.messages), step.reward, step.done, dict(step.metrics))))
             outcome.results.append(_copy(list(getattr(step, "token_ids", ()))))
@@ -186,12 +183,12 @@ def _moves(
                 break
         outcome.where = "reward"
         if not done:
-            with refuse_draws(_name_of(factory)):
+            with refuse_draws(name_of(factory)):
                 score = getattr(made, "reward", lambda: None)()
                 check_figures(score, {})
                 outcome.results.append(score)
         outcome.where = "close"
-        with refuse_draws(_name_of(factory)):
+        with refuse_draws(name_of(factory)):
             made.close()
     except (Exception, SystemExit) as raised:  # noqa: BLE001  an error of user code is a finding
         outcome.raised = raised
@@ -223,9 +220,8 @@ def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> It
     for name in [*names, "no_such_tool"] if names else ():
         for arguments in ({}, {"x": None, "y": "word " * 100}):
             call = Action(text="", tool_calls=[ToolCall(name=name, arguments=arguments)])
-            yield Script(
-                name=f"a call of {name} with {len(arguments)} possibly unknown arguments", answers=[call] * TURNS
-            )
+            said = f"a call of {name} with {len(arguments)} possibly unknown arguments"
+            yield Script(name=said, answers=[call] * TURNS)
     if names:
         yield Script(name="an unreadable call", answers=[Action(text="", errors=["no JSON"])] * TURNS)
 
@@ -304,12 +300,3 @@ def _finding_of(check: str, expected: str, raised: BaseException, cure: str) -> 
 
 def _finding(check: str, expected: str, observed: str, cure: str) -> Finding:
     return Finding(check=check, culprit="the environment", expected=expected, observed=observed, cure=cure)
-
-
-def _name_of(factory: Callable[[], Any]) -> str:
-    return getattr(factory, "__name__", type(factory).__name__)
-
-
-def _answers_of(script: Script) -> str:
-    answers = ", ".join(f"{answer!r:.60}" for answer in script.answers)
-    return f"{answers} ({script.finish.name})"

@@ -173,11 +173,6 @@ class _Writer:
         """Record a refused option; the first reason is kept."""
         self.reasons.setdefault(name, reason)
 
-    def raise_refusals(self) -> None:
-        """Raise if an option was refused."""
-        if self.reasons:
-            raise RefusedError(self.reasons)
-
     def choose(self, name: str, choices: Mapping[Any, Any]) -> Any:
         """Return the choice for the value of an option; refuse a value without one."""
         if self[name] not in choices:
@@ -190,10 +185,11 @@ class _Writer:
         Raises:
             RefusedError: With the reason for each refused option.
         """
-        self.raise_refusals()
+        if self.reasons:
+            raise RefusedError(self.reasons)
         prompts, rollout = self.rollout()
         steps, schedule = self.steps(prompts, rollout)
-        recompute = self["activation_checkpointing"]
+        recompute, rows = self["activation_checkpointing"], self["per_device_train_batch_size"]
         flags = {
             "activation_checkpointing": self["gradient_checkpointing"] if recompute is None else recompute,
             "compile": self["torch_compile"],
@@ -212,9 +208,7 @@ class _Writer:
             "optimizer": self.optimizer(),
             **schedule,
             "max_grad_norm": self["max_grad_norm"] or None,
-            "max_tokens_per_microbatch": max(
-                4096, self["per_device_train_batch_size"] * (self["max_completion_length"] or 1)
-            ),
+            "max_tokens_per_microbatch": max(4096, rows * (self["max_completion_length"] or 1)),
             **{name: True for name, value in flags.items() if value},
             "seed": self["seed"],
         }
@@ -224,7 +218,8 @@ class _Writer:
         parts += [f"steps = {steps}"] if steps else []
         parts += [_statement("module", "lightning_rl.RLLightningModule", module)]
         parts += [_statement("trainer", "lightning.pytorch.Trainer", trainer)]
-        self.raise_refusals()
+        if self.reasons:
+            raise RefusedError(self.reasons)
         body = "\n".join(parts) + '\n\nif __name__ == "__main__":\n    trainer.fit(module, data)\n'
         names = {path: _local_name(path) for path in PATH.findall(body)}
         imports = {f"from {p.removesuffix(f'.{name}')} import {name.partition('.')[0]}" for p, name in names.items()}

@@ -41,23 +41,19 @@ def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch
     assert said == "set GLOO_SOCKET_IFNAME to the interface that reaches the other nodes, got 'nowhere0'"
 
 
-@pytest.mark.parametrize("address", ["127.0.1.1", "10.0.0.7"])
-def test_a_name_of_the_host_that_leads_elsewhere_is_said_with_its_address(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_on_which_gloo_listens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address_of(_: str) -> str:
+        if not addresses:
+            raise OSError("no such host")
+        return addresses.pop()
+
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: address)
-    cure = cure_of(RuntimeError(REFUSED))
-    assert cure.startswith("set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface")
-    assert cure.endswith(f"for {socket.gethostname()} {address}")
-
-
-def test_a_host_without_a_name_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(_: str) -> str:
-        raise OSError("no such host")
-
-    monkeypatch.setattr(socket, "gethostbyname", unknown)
-    assert cure_of(RuntimeError(REFUSED)).endswith(" 127.0.0.1")
+    monkeypatch.setattr(socket, "gethostbyname", address_of)
+    addresses = ["10.0.0.7"]
+    for address in ("10.0.0.7", "127.0.0.1"):  # gloo falls back to loopback
+        cure = cure_of(RuntimeError(REFUSED))
+        assert cure.startswith("set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface")
+        assert cure.endswith(f"for {socket.gethostname()} {address}")
 
 
 @pytest.mark.parametrize(
@@ -73,23 +69,21 @@ def test_a_restart_that_reads_old_addresses_is_told_of_the_store(
 
 
 @pytest.mark.parametrize(
-    "unreached",
+    ("error", "cure"),
     [
-        "The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).",
-        "Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
-        "Ping failed, invalid value returned from server. Expected: 1807, Got: 1347703880",
+        (RuntimeError("The client socket has timed out after 60000ms while trying to connect"), "set MASTER_ADDR and"),
+        (RuntimeError("Timed out after 61 seconds waiting for clients. 1/2 clients joined."), "set MASTER_ADDR and"),
+        (RuntimeError("Ping failed, invalid value returned from server. Expected: 1807"), "set MASTER_ADDR and"),
+        (
+            ValueError("invalid literal for int() with base 10: '29500;'"),
+            "set MASTER_PORT to the number of a free port",
+        ),
     ],
-    ids=["no-listener", "no-peer", "other-listener"],
+    ids=["no-listener", "no-peer", "other-listener", "no-number"],
 )
-def test_a_first_node_that_nobody_reaches_is_said_to_be_chosen_by_its_address(unreached: str) -> None:
-    assert cure_of(RuntimeError(unreached)).startswith("set MASTER_ADDR and MASTER_PORT")
-
-
-def test_a_port_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_leads_nowhere_is_named(error: Exception, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500;")
-    error = ValueError("invalid literal for int() with base 10: '29500;'")
-    assert cure_of(error) == "set MASTER_PORT to the number of a free port, the same on all nodes, got '29500;'"
-    assert cure_of(ValueError("expected rewards")) == ""
+    assert cure_of(error).startswith(cure)
 
 
 def test_any_other_error_is_left_alone() -> None:
