@@ -40,11 +40,11 @@ def plain(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    soft_cap: float = torch.inf,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.t()
     logits = logits if bias is None else logits + bias
-    logits = logits if soft_cap == torch.inf else soft_cap * (logits / soft_cap).tanh()
+    logits = logits if soft_cap is None else soft_cap * (logits / soft_cap).tanh()
     scores = (logits / temperature).log_softmax(-1)
     return scores.gather(1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
 
@@ -62,38 +62,43 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @precisions
 @temperatures
 @biased
-def test_equals_log_softmax_and_its_entropy(dtype: torch.dtype, temperature: float, with_bias: bool) -> None:
-    given = inputs(dtype=dtype, with_bias=with_bias)
+@pytest.mark.parametrize("soft_cap", [None, 0.5, 4.0])
+def test_equals_log_softmax_with_its_entropy_and_squares(
+    dtype: torch.dtype, temperature: float, with_bias: bool, soft_cap: float | None
+) -> None:
+    hidden, weight, bias, targets = given = inputs(dtype=dtype, with_bias=with_bias)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    found, expected = token_logprobs(*given, temperature=temperature), plain(*given, temperature=temperature)
+    options: dict[str, Any] = {"temperature": temperature, "soft_cap": soft_cap}
+    found, expected = token_logprobs(*given, **options), plain(*given, **options)
     assert found[0].dtype == found[1].dtype == dtype
     exactly(found, expected, rtol=0, atol=tolerance)
     leaves = [tensor for tensor in given[:3] if tensor is not None]
     exactly(gradients(found, leaves), gradients(expected, leaves), rtol=0, atol=10 * tolerance)
+    frozen = token_logprobs(hidden, weight.detach(), None if bias is None else bias.detach(), targets, **options)
+    theirs = plain(*given, **options)
+    alone = [torch.autograd.grad(each[0].sum(), hidden, retain_graph=True) for each in (frozen, theirs)]
+    exactly(alone[0], alone[1], rtol=0, atol=10 * tolerance)  # log-probabilities alone have a path of two products
+    exactly(gradients(frozen, [hidden]), gradients(theirs, [hidden]), rtol=0, atol=10 * tolerance)
+    every = torch.arange(len(weight)).repeat(len(hidden))
+    scores, _ = plain(hidden.repeat_interleave(len(weight), 0), weight, bias, every, **options)
+    squares = sum_of_squares(hidden, weight, bias, **options)
+    assert squares.dtype == dtype and not squares.requires_grad
+    exactly(squares, scores.detach().view(len(hidden), -1).exp().square().sum(-1), rtol=0, atol=tolerance)
 
 
 @temperatures
 @biased
-@pytest.mark.parametrize("output", [0, 1], ids=["logprobs", "entropy"])
-def test_gradcheck_of_each_output_alone(temperature: float, with_bias: bool, output: int) -> None:
-    hidden, weight, bias, targets = inputs(5, with_bias=with_bias)
-
-    def one(*leaves: Tensor) -> Tensor:
-        own = leaves[2] if with_bias else None
-        return token_logprobs(leaves[0], leaves[1], own, targets, temperature=temperature)[output]
-
-    leaves = (hidden, weight) if bias is None else (hidden, weight, bias)
-    assert torch.autograd.gradcheck(one, leaves)
-
-
-def test_gradcheck_of_both_outputs_over_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("outputs", [slice(1), slice(1, 2), slice(2)], ids=["logprobs", "entropy", "both"])
+def test_gradcheck_over_several_chunks(
+    temperature: float, with_bias: bool, outputs: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_chunks(monkeypatch)
-    *leaves, targets = inputs(18)
+    hidden, weight, bias, targets = inputs(18, with_bias=with_bias)
 
-    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(hidden, weight, bias, targets, temperature=0.7)
+    def some(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        return token_logprobs(hidden, weight, bias, targets, temperature=temperature)[outputs]
 
-    assert torch.autograd.gradcheck(both, tuple(leaf for leaf in leaves if leaf is not None))
+    assert torch.autograd.gradcheck(some, (hidden, weight) if bias is None else (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 32, 40])
@@ -106,29 +111,6 @@ def test_chunks_change_nothing(tokens: int, monkeypatch: pytest.MonkeyPatch) -> 
     cut = token_logprobs(*given, temperature=0.7)
     exactly(cut, whole, rtol=0, atol=1e-14)
     exactly(gradients(cut, leaves), whole_gradients, rtol=0, atol=1e-13)
-
-
-@precisions
-@biased
-@pytest.mark.parametrize("soft_cap", [0.5, 4.0])
-def test_a_soft_cap_is_that_of_a_tanh_with_its_gradient(dtype: torch.dtype, with_bias: bool, soft_cap: float) -> None:
-    given, tolerance = inputs(dtype=dtype, with_bias=with_bias), 1e-5 if dtype == torch.float32 else 1e-12
-    options: dict[str, Any] = {"temperature": 0.7, "soft_cap": soft_cap}
-    found, expected = token_logprobs(*given, **options), plain(*given, **options)
-    exactly(found, expected, rtol=0, atol=tolerance)
-    leaves = [tensor for tensor in given[:3] if tensor is not None]
-    exactly(gradients(found, leaves), gradients(expected, leaves), rtol=0, atol=10 * tolerance)
-    hidden, weight, bias, targets = given
-    frozen = token_logprobs(hidden, weight.detach(), None if bias is None else bias.detach(), targets, **options)
-    alone = [torch.autograd.grad(logprobs.sum(), hidden)[0] for logprobs in (frozen[0], plain(*given, **options)[0])]
-    exactly(alone[0], alone[1], rtol=0, atol=10 * tolerance)
-    exactly(sum_of_squares(hidden, weight, bias, **options), squares(*given[:3], **options), rtol=0, atol=tolerance)
-
-
-def squares(hidden: Tensor, weight: Tensor, bias: Tensor | None, **options: float) -> Tensor:
-    every = torch.arange(len(weight)).repeat(len(hidden))
-    scores, _ = plain(hidden.repeat_interleave(len(weight), 0), weight, bias, every, **options)
-    return scores.unflatten(0, (len(hidden), len(weight))).exp().square().sum(-1).detach()
 
 
 class LargeTensors(TorchDispatchMode):
@@ -256,14 +238,6 @@ def test_large_logits_neither_overflow_nor_lose_their_gradient() -> None:
     assert all(torch.isfinite(gradient).all() for gradient in gradients(found, leaves))
 
 
-def test_a_frozen_head_still_passes_gradient_to_the_hidden_states() -> None:
-    hidden, weight, bias, targets = inputs(20)
-    assert bias is not None
-    (expected,) = gradients(token_logprobs(hidden, weight, bias, targets), [hidden])
-    frozen = token_logprobs(hidden, weight.detach(), bias.detach(), targets)
-    exactly(gradients(frozen, [hidden])[0], expected, rtol=0, atol=0)
-
-
 class ProductCount(TorchDispatchMode):
     """Counts matrix products."""
 
@@ -369,21 +343,6 @@ def test_all_tokens_kept_is_no_filter_bit_for_bit() -> None:
     everything = to_bits(torch.ones(40, 11, dtype=torch.bool))
     for found, expected in zip(token_logprobs(*given, sampling_mask=everything), token_logprobs(*given), strict=True):
         assert torch.equal(found, expected)
-
-
-@precisions
-@temperatures
-@biased
-def test_the_sum_of_squared_probabilities(dtype: torch.dtype, temperature: float, with_bias: bool) -> None:
-    hidden, weight, bias, targets = inputs(40, dtype=dtype, with_bias=with_bias)
-    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-    expected = (logits / temperature).softmax(-1).square().sum(-1)
-    found = sum_of_squares(hidden, weight, bias, temperature=temperature)
-    assert found.dtype == dtype and not found.requires_grad
-    exactly((found,), (expected.to(dtype),), rtol=1e-5, atol=0)
-    assert (
-        found.double() >= token_logprobs(hidden, weight, bias, targets, temperature=temperature)[0].double().exp() ** 2
-    ).all()
 
 
 def test_the_sum_of_squared_probabilities_is_of_what_sampling_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
