@@ -27,6 +27,7 @@ KNOWN = {
     "lightning_rl/generation/vllm/lora_adapter.py": "import_module(",
     "lightning_rl/generation/vllm/vllm_version.py": "import_module(",
     "lightning_rl/optimizers.py": "import_module(",
+    "lightning_rl/policy/attention.py": "import_module(",  # of FlashAttention, by two fixed names
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
     "lightning_rl/reporting/run_files.py": "torch.load(",
     "lightning_rl/rewards/subprocess_reward.py": "cloudpickle.loads(",
