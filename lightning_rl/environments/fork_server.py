@@ -39,11 +39,7 @@ MAX_BYTES = 2**24  # maximum size of a reply
 
 
 def main(descriptor: int) -> None:
-    """Load the factories from standard input, then fork on each request.
-
-    Args:
-        descriptor: File descriptor of the connection to the trainer.
-    """
+    """Load the factories from standard input, then fork on each request of the trainer."""
     control = Connection(descriptor)
     factories: dict[str, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -119,11 +115,7 @@ def serve(connection: Connection, host: "Host") -> None:
 
 
 class Host:
-    """Runs one environment at a time.
-
-    Args:
-        factories: Factories by name.
-    """
+    """Runs one environment of the factories at a time."""
 
     def __init__(self, factories: Mapping[str, Any]) -> None:
         self._factories = factories

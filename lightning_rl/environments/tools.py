@@ -22,6 +22,7 @@ from lightning_rl.environments.outcome import text_of
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.event_loop import EventLoop
+from lightning_rl.utils.naming import name_of
 
 Tool = Callable[..., Any]
 LOOP = EventLoop("async tools")  # of the process, so that connections remain usable in later turns
@@ -223,11 +224,6 @@ def _check_parameters(tool: Tool) -> None:
                 f"expected tool {name_of(tool)} to take each argument by its name, got "
                 f"{odd[parameter.kind].format(name)}: use a named parameter for each argument, and a list for several"
             )
-
-
-def name_of(tool: Tool) -> str:
-    """Return the name of a tool for the policy."""
-    return getattr(tool, "__name__", type(tool).__name__)
 
 
 def _validator(schema: Mapping[str, Any]) -> Any:

@@ -24,7 +24,6 @@ from lightning_rl.environments import (
     TokenStep,
     Transcript,
     converse,
-    play,
 )
 from lightning_rl.generation import Capabilities, Completion, Request
 from lightning_rl.generation import engine as engine_module
@@ -111,8 +110,6 @@ def test_the_embedded_engine_draws_the_same_in_any_batch_order_and_number_of_thr
         FinishReason.LENGTH,
     }
     assert {len(row[2]) for row in expected} == {1, 2, 3, 4}
-    draw = lambda requests: engine.generate(requests, logprobs=True)  # noqa: E731
-    same(what(play(openings(), draw)), expected, within=0.0)
     same(what(converse(openings()[::-1], engine, logprobs=True))[::-1], expected, within=0.0)
     for _ in range(3):
         with ThreadPoolExecutor(6) as executor:

@@ -21,7 +21,7 @@ import torch
 from kit.forks import PATH, Fork
 from typing_extensions import override
 
-from lightning_rl import FinishReason, SamplingParams
+from lightning_rl import FakeEngine, FinishReason, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import (
     Action,
@@ -33,12 +33,13 @@ from lightning_rl.environments import (
     TokenEnvironment,
     TokenStep,
     Transcript,
+    converse,
     fork_server,
-    play,
 )
 from lightning_rl.environments.outcome import EnvironmentFailureError
 from lightning_rl.environments.workers import WorkerPool
-from lightning_rl.generation import Completion, Request
+from lightning_rl.generation import Request
+from lightning_rl.generation import engine as engine_module
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(max_new_tokens=20, eos_token_ids=[9])
@@ -210,9 +211,10 @@ def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     empty = tmp_path_factory.mktemp("forks") / "empty.py"
     empty.touch()
     Fork(0, [str(empty)], dict(os.environ), empty).wait()  # starts the parent of forks without the mark
-    os.environ["MARK"] = MARK
-    yield
-    del os.environ["MARK"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARK", MARK)
+        patch.setattr(engine_module, "LINGER", 0.0)
+        yield
     assert nothing_is_left()
 
 
@@ -232,16 +234,6 @@ def pool() -> Iterator[WorkerPool]:
     assert nothing_is_left(), "closing ends everything that a pool started"
 
 
-def draw(requests: Sequence[Request]) -> list[Completion]:
-    """Return completions that depend on the prefix alone."""
-    return [
-        Completion(
-            token_ids=(sum(request.prefix_ids) % 5, 9), logprobs=torch.zeros(2), finish=FinishReason.STOP, version=0
-        )
-        for request in requests
-    ]
-
-
 def run(
     pool: WorkerPool, ends: Sequence[str], name: str = "bad", *, retry: bool = True, **row: Any
 ) -> list[Transcript]:
@@ -255,8 +247,10 @@ def run(
 
         conversation = Conversation(make(), first, ConversationLimits(), again=make if retry else None)
         openings.append(Opening(conversation, {"sample": sample, "end": end, **row}, 3))
+    engine = FakeEngine(lambda request: (sum(request.prefix_ids) % 5, 9))
+    engine.load_weights([], 0)
     with pool.executor() as executor:
-        return play(openings, draw, executor=executor, limit=pool.workers)
+        return converse(openings, engine, executor=executor, limit=pool.workers)
 
 
 def test_each_kind_of_failure_costs_its_own_conversation_alone(pool: WorkerPool) -> None:
