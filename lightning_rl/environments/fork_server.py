@@ -5,6 +5,7 @@ A fork starts in milliseconds and shares the server's memory. Each has a guard
 started. Replies are plain values of limited size.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -48,10 +49,10 @@ def main(descriptor: int) -> None:
         for name, payload in cloudpickle.loads(sys.stdin.buffer.read()).items():
             factories[name] = cloudpickle.loads(payload)
     except BaseException:  # noqa: BLE001  the boundary to foreign code
-        tell(control, f"an environment could not be loaded in a process:\n{traceback.format_exc()}")
+        control.send(f"an environment could not be loaded in a process:\n{traceback.format_exc()}")
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
-    tell(control, "")
+    control.send("")
     while True:
         try:
             tasks, life = (reduction.recv_handle(control) for _ in range(2))
@@ -64,26 +65,14 @@ def main(descriptor: int) -> None:
         os.close(life)
 
 
-def tell(control: Connection, message: str) -> None:
-    """Send the result of loading to the trainer, or exit if it is gone."""
-    try:
-        control.send(message)
-    except OSError:
-        os._exit(0)  # the trainer has stopped
-
-
 def become_worker(tasks: int, life: int, factories: Mapping[str, Any]) -> None:
     """Split into a guard, which finally sends exit code and output of the worker, and the worker."""
     source, sink = os.pipe()
     log = Log(source, LOG_BYTES)
     code = split(life, [tasks, sink], log)
     if code is not None:
-        with socket.socket(fileno=life) as line:
-            report = json.dumps([code, log.text()]).encode()
-            try:
-                line.sendall(report)
-            except OSError:
-                os._exit(0)  # the trainer is gone
+        with socket.socket(fileno=life) as line, contextlib.suppress(OSError):  # the trainer is gone
+            line.sendall(json.dumps([code, log.text()]).encode())
         os._exit(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((nothing, 0), (sink, 1), (sink, 2)):

@@ -55,8 +55,8 @@ class Description(NamedTuple):
 
     uses_messages: bool
     schemas: Sequence[Mapping[str, Any]]
-    begins_itself: bool = True
-    name: str = "an environment"
+    begins_itself: bool
+    name: str
 
 
 @dataclass(slots=True)

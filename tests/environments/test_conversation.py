@@ -9,15 +9,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, FinishReason, SamplingParams
-from lightning_rl.environments import (
-    Conversation,
-    ConversationLimits,
-    Opening,
-    TokenEnvironment,
-    TokenStep,
-    converse,
-)
+from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.environments import Conversation, ConversationLimits, TokenEnvironment, TokenStep
 from lightning_rl.generation import Completion, Request, turn_seed
 
 EOS = 9
@@ -187,53 +180,6 @@ def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
 def test_a_step_says_how_it_goes_on(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TokenStep(**options)
-
-
-class Counting(TokenEnvironment):
-    """Ends after as many turns as the row says."""
-
-    @override
-    def reset(self, row: Any, seed: int) -> Sequence[int]:
-        self.left = int(row["turns"])
-        return ()
-
-    @override
-    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-        self.left -= 1
-        return TokenStep(done=True) if self.left == 0 else TokenStep(token_ids=(self.left,))
-
-    @override
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("limit", [None, 1, 2])
-def test_conversations_that_wait_draw_together_and_come_back_in_their_order(limit: int | None) -> None:
-    rounds: list[list[tuple[int, int]]] = []
-
-    class Noting(FakeEngine):
-        @override
-        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-            rounds.append([(request.sample_id, request.turn) for request in requests])
-            return super()._draw(requests, logprobs=logprobs)
-
-    engine = Noting(lambda _: (EOS,))
-    engine.load_weights([], 0)
-
-    def opening(sample: int, turns: int) -> Opening:
-        first = Request(prefix_ids=(1,), sample_id=sample, seed=0, sampling=FIRST.sampling)
-        return Opening(Conversation(Counting(), first, ConversationLimits()), {"turns": turns}, 0)
-
-    transcripts = converse([opening(0, 2), opening(1, 1), opening(2, 3)], engine, limit=limit)
-    assert [len(transcript.row.turns) for transcript in transcripts] == [2, 1, 3]
-    assert (
-        rounds
-        == {
-            None: [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(2, 2)]],
-            2: [[(0, 0), (1, 0)], [(0, 1), (2, 0)], [(2, 1)], [(2, 2)]],
-            1: [[(0, 0)], [(0, 1)], [(1, 0)], [(2, 0)], [(2, 1)], [(2, 2)]],
-        }[limit]
-    )
 
 
 class Scoring(Scripted):

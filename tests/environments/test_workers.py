@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from lightning_rl.environments import (
     TokenStep,
     Transcript,
     converse,
-    fork_server,
 )
 from lightning_rl.environments.outcome import EnvironmentFailureError
 from lightning_rl.environments.workers import WorkerPool
@@ -372,17 +370,6 @@ def test_a_killed_trainer_leaves_no_process(tmp_path: Path, pool: WorkerPool) ->
     trainer.kill()
     trainer.wait()
     assert nothing_is_left(*pool.pids())
-
-
-def test_a_server_without_a_trainer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    ours, theirs = Pipe()
-    ours.close()
-    with pytest.raises(SystemExit, match="0"):
-        fork_server.tell(theirs, "")
 
 
 FIT = """
