@@ -11,13 +11,7 @@ SAMPLED = 20_000  # rows
 
 
 def fingerprint_of(read: Callable[[Sequence[int]], list[Reading]], length: int, form: PromptForm) -> str:
-    """Return the first 16 digits of the SHA-256 over rows in canonical JSON.
-
-    Args:
-        read: Returns the rows with given numbers.
-        length: Number of rows.
-        form: Form of the rows, whose chat template variables are hashed too.
-    """
+    """Return the first 16 digits of the SHA-256 over rows in canonical JSON, and over chat template variables."""
     digest = hashlib.sha256(canonical_json([length, form.chat_template_kwargs]))
     count = min(length, SAMPLED)
     for start in range(0, count, 1024):

@@ -125,14 +125,7 @@ class PromptDataModule(LightningDataModule):
     ) -> None:
         """Set the policy's tokenizer and encode every prompt once, so that a bad one raises before training.
 
-        Args:
-            tokenizer: Tokenizer for strings and messages; not needed for token ids.
-            max_tokens: Maximum number of tokens per prompt; None for no limit.
-            vocabulary: Vocabulary size of the policy; None for no check.
-            check: Raises for a row whose columns do not fit the run.
-
-        Raises:
-            ValueError: If a prompt is empty, too long, or needs a tokenizer or chat template.
+        Arguments and errors are those of :meth:`.PromptDataset.connect`.
         """
         for prompts in (self.prompts, self.validation):
             if prompts is not None:

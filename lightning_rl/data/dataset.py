@@ -21,14 +21,8 @@ class PromptDataset:
     Rows are read and encoded on access. :meth:`connect` reads all of them once, in batches, and stores their lengths.
 
     Args:
-        source: Rows; see :func:`open_source`.
-        name: Configuration of a data set of the hub.
-        split: Split of a data set.
-        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``.
-        preprocess: Function from a row to the row to use; must be deterministic.
-        chat: True to turn a string prompt into the user message of a chat.
-        system: System message of chats without one; turns a string prompt into a chat.
-        chat_template_kwargs: Further variables of the tokenizer's chat template.
+        source: Rows; see :func:`open_source`, also for ``name`` and ``split``.
+        columns: Option of :class:`.PromptForm`, as are ``preprocess``, ``chat``, ``system``, ``chat_template_kwargs``.
         max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
         too_long: Handling of longer prompts: ``"error"`` raises, ``"drop"`` drops them and logs their number.
         label: Name of a row in error messages.
@@ -81,22 +75,12 @@ class PromptDataset:
         """Return the number of prompts, without dropped ones."""
         return len(self.rows) if self._kept is None else len(self._kept)
 
-    def prompt(self, number: int, place: int | None = None) -> Prompt:
-        """Return one prompt.
-
-        Args:
-            number: Number of the prompt.
-            place: Index in the stream; defaults to its number.
-        """
-        return self.prompts([number], None if place is None else [place])[0]
+    def prompt(self, number: int) -> Prompt:
+        """Return one prompt."""
+        return self.prompts([number])[0]
 
     def prompts(self, numbers: Sequence[int], places: Sequence[int] | None = None) -> list[Prompt]:
-        """Return several prompts, encoded together.
-
-        Args:
-            numbers: Numbers of the prompts.
-            places: Indices in the stream; default to the numbers.
-        """
+        """Return several prompts, encoded together; their indices in the stream default to their numbers."""
         rows = numbers if self._kept is None else [self._kept[number] for number in numbers]
         readings = self._take(rows)
         token_ids = self._encoder.encode([each.content for each in readings], [each.name for each in readings])

@@ -46,11 +46,7 @@ class Encoder:
         return cls(chat_template_kwargs=form.chat_template_kwargs or {}, **options)
 
     def encode(self, contents: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts; strings and chats are tokenized in batches.
-
-        Args:
-            contents: Strings, lists of chat messages, or lists of token ids.
-            names: Names of the prompts in error messages.
+        """Return the token ids of prompts, called ``names`` in errors; strings and chats are tokenized in batches.
 
         Raises:
             ValueError: If a prompt is empty, outside of the vocabulary, or needs a tokenizer or chat template.

@@ -29,8 +29,8 @@ class PromptStream:
         shuffle: True to shuffle each pass differently, by the data set's ``shuffle(seed, buffer_size)``.
         seed: Seed of the shuffling.
         shuffle_buffer: Number of rows in the shuffle buffer.
-        max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
-        too_long: Handling of longer prompts; ``"error"`` raises during training, because a stream cannot be read ahead.
+        max_prompt_tokens: As in :class:`.PromptDataset`.
+        too_long: As in :class:`.PromptDataset`; ``"error"`` raises during training, as a stream cannot be read ahead.
 
     Raises:
         ValueError: If an option is wrong, or no column can be the prompt.
@@ -69,11 +69,7 @@ class PromptStream:
     ) -> None:
         """Set the policy's tokenizer and encode the first rows, so that a wrong option raises before training.
 
-        Args:
-            tokenizer: Tokenizer for strings and messages; not needed for token ids.
-            max_tokens: Maximum number of tokens per prompt in the policy's context window; None for no limit.
-            vocabulary: Vocabulary size of the policy; None for no check.
-            check: Raises for a row whose columns do not fit the run; compared by ``==`` to skip a repeated check.
+        Arguments are those of :meth:`.PromptDataset.connect`.
 
         Raises:
             ValueError: If a row is wrong, or if there is none.

@@ -26,13 +26,7 @@ ColumnCheck = Callable[[Mapping[str, Any], str], object]
 
 
 class Reading(NamedTuple):
-    """Contents of a row.
-
-    Args:
-        content: Prompt: a string, chat messages or token ids.
-        columns: All other values of the row, as in the source.
-        name: Name of the row in error messages, with the prompt column.
-    """
+    """Prompt and other columns of a row, and its name in error messages, with the prompt column."""
 
     content: Any
     columns: dict[str, Any]
@@ -94,11 +88,7 @@ class PromptForm:
         content_column(renamed, where, columns)
 
     def read(self, row: Any, name: str) -> "Reading":
-        """Return the prompt of a row as the model gets it, and the other columns.
-
-        Args:
-            row: Row of the source.
-            name: Name of the row in error messages.
+        """Return the prompt of a row as the model gets it, and the other columns; errors call the row ``name``.
 
         Raises:
             ValueError: If a value is invalid; with row, column and expected type.
@@ -187,12 +177,7 @@ def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str
 def content_column(
     names: Sequence[str] | Mapping[str, Any], where: str, columns: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """Return the name of the prompt column.
-
-    Args:
-        names: Names of the columns.
-        where: Name of the row in error messages.
-        columns: Column mapping of the user, which selects one of two candidates.
+    """Return the name of the prompt column; the user's mapping ``columns`` selects one of two candidates.
 
     Raises:
         ValueError: If there are no or two candidates; with the existing columns and the option to set.

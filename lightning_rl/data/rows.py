@@ -69,10 +69,7 @@ class ArrowRows(Rows):
 class FileRows(Rows):
     """Rows of a text file; only their positions are in memory, 24 bytes per row.
 
-    Args:
-        path: Path of the file.
-        spans: First byte, number of bytes and first line of each row, flattened.
-        parse: Parses the bytes of a row.
+    ``spans`` are first byte, number of bytes and first line of each row, flattened; ``parse`` gets the bytes of a row.
     """
 
     def __init__(self, path: Path, spans: "array[int]", parse: Callable[[bytes], Any]) -> None:

@@ -2,7 +2,7 @@
 
 from lightning_rl.environments.chat_template import Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, ConversationRow, Transcript, Turn
-from lightning_rl.environments.driver import Opening, converse, play
+from lightning_rl.environments.driver import Opening, converse
 from lightning_rl.environments.environment import (
     Action,
     Environment,
@@ -50,5 +50,4 @@ __all__ = [
     "Turn",
     "converse",
     "parser_for",
-    "play",
 ]

@@ -56,11 +56,7 @@ class Bridge:
         object.__setattr__(self, "_control", control_tokens(self.tokenizer))
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
-        """Return the prompt of a conversation; no text of the messages becomes a control token.
-
-        Args:
-            messages: Messages of any roles, at least one.
-            tools: Schemas of the tools.
+        """Return the prompt of a conversation with schemas of tools; no text of messages becomes a control token.
 
         Raises:
             BridgeError: If the template does not render them; says why.
@@ -68,12 +64,8 @@ class Bridge:
         return self._ids(messages, tools=list(tools) or None)
 
     def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the ids after an answer: its closing token unless it was sampled, messages, and the next answer's
-        header.
-
-        Args:
-            drawn: Token ids of the answer.
-            messages: Messages of users or tools, at least one.
+        """Return the ids after an answer: its closing token unless it was sampled, messages of users or tools, and the
+        next answer's header.
 
         Raises:
             BridgeError: If the template does not render them, or their text became control tokens; says why.
@@ -168,11 +160,7 @@ class Bridge:
             raise BridgeError(f"the template raises {type(error).__name__}: {error}") from error
 
     def check(self, kind: str) -> list[str]:
-        """Return the faults of the bridge over messages of a kind; empty if it is reliable.
-
-        Args:
-            kind: Key of :data:`KINDS`.
-        """
+        """Return the faults of the bridge over messages of a kind of :data:`KINDS`; empty if it is reliable."""
         new = [{"role": role, "content": words, "name": "f"} for role, words in zip(KINDS[kind], WORDS, strict=False)]
         try:
             ids = self.tail(new)

@@ -176,7 +176,11 @@ class Conversation:
             environment = self._partner
             with self._clock():
                 prompt = environment.reset(copy_plain(dict(row)), seed)
-            self._check_prompt(check_reset(environment, prompt, self._limits.vocabulary))
+            if len(check_reset(environment, prompt, self._limits.vocabulary)) >= (self._limits.length or math.inf):
+                raise ValueError(
+                    f"expected a prompt of fewer tokens than the context of {self._limits.length}, got {len(prompt)} "
+                    "by reset"
+                )
             if prompt:
                 self._row = ConversationRow(prompt_ids=tuple(prompt))
             self._ask(self._row.prompt_ids)
@@ -214,14 +218,6 @@ class Conversation:
             raise
         except BaseException as error:  # noqa: BLE001  any error costs only its row, sys.exit too
             self._fail(error)
-
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        """Check that a prompt of the environment leaves room for an answer."""
-        length = self._limits.length
-        if length is not None and len(prompt) >= length:
-            raise ValueError(
-                f"expected a prompt of fewer tokens than the context of {length}, got {len(prompt)} by reset"
-            )
 
     @property
     def _partner(self) -> TokenEnvironment:

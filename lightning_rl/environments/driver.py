@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 
 from lightning_rl.environments.conversation import Conversation, Transcript
 from lightning_rl.generation import Completion, Engine, Request
-from lightning_rl.generation.engine import give_all
 from lightning_rl.generation.validate_completions import TurnAnswers
 from lightning_rl.utils.arguments import check_counts
 
@@ -62,30 +61,6 @@ def converse(
     """
     with _Conversations(openings, answers, executor, limit) as conversations:
         engine.converse(conversations, logprobs=logprobs)
-        return conversations.transcripts()
-
-
-def play(
-    openings: Sequence[Opening],
-    draw: Callable[[Sequence[Request]], Sequence[Completion]],
-    *,
-    executor: Executor | None = None,
-    limit: int | None = None,
-) -> list[Transcript]:
-    """Advance conversations in rounds of a function: all requests that are ready are passed together.
-
-    Args:
-        openings: Conversations.
-        draw: Function that returns completions of requests, in order.
-        executor: Threads that run environments; None for this thread.
-        limit: Maximum number of open conversations; None for all.
-
-    Returns:
-        The transcripts, in the order of ``openings``.
-    """
-    with _Conversations(openings, None, executor, limit) as conversations:
-        while requests := conversations.take():
-            give_all(conversations, requests, draw(requests))
         return conversations.transcripts()
 
 

@@ -5,6 +5,7 @@ A fork starts in milliseconds and shares the server's memory. Each has a guard
 started. Replies are plain values of limited size.
 """
 
+import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -39,11 +40,7 @@ MAX_BYTES = 2**24  # maximum size of a reply
 
 
 def main(descriptor: int) -> None:
-    """Load the factories from standard input, then fork on each request.
-
-    Args:
-        descriptor: File descriptor of the connection to the trainer.
-    """
+    """Load the factories from standard input, then fork on each request of the trainer."""
     control = Connection(descriptor)
     factories: dict[str, Any] = {}
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -52,10 +49,10 @@ def main(descriptor: int) -> None:
         for name, payload in cloudpickle.loads(sys.stdin.buffer.read()).items():
             factories[name] = cloudpickle.loads(payload)
     except BaseException:  # noqa: BLE001  the boundary to foreign code
-        tell(control, f"an environment could not be loaded in a process:\n{traceback.format_exc()}")
+        control.send(f"an environment could not be loaded in a process:\n{traceback.format_exc()}")
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
-    tell(control, "")
+    control.send("")
     while True:
         try:
             tasks, life = (reduction.recv_handle(control) for _ in range(2))
@@ -68,26 +65,14 @@ def main(descriptor: int) -> None:
         os.close(life)
 
 
-def tell(control: Connection, message: str) -> None:
-    """Send the result of loading to the trainer, or exit if it is gone."""
-    try:
-        control.send(message)
-    except OSError:
-        os._exit(0)  # the trainer has stopped
-
-
 def become_worker(tasks: int, life: int, factories: Mapping[str, Any]) -> None:
     """Split into a guard, which finally sends exit code and output of the worker, and the worker."""
     source, sink = os.pipe()
     log = Log(source, LOG_BYTES)
     code = split(life, [tasks, sink], log)
     if code is not None:
-        with socket.socket(fileno=life) as line:
-            report = json.dumps([code, log.text()]).encode()
-            try:
-                line.sendall(report)
-            except OSError:
-                os._exit(0)  # the trainer is gone
+        with socket.socket(fileno=life) as line, contextlib.suppress(OSError):  # the trainer is gone
+            line.sendall(json.dumps([code, log.text()]).encode())
         os._exit(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((nothing, 0), (sink, 1), (sink, 2)):
@@ -119,11 +104,7 @@ def serve(connection: Connection, host: "Host") -> None:
 
 
 class Host:
-    """Runs one environment at a time.
-
-    Args:
-        factories: Factories by name.
-    """
+    """Runs one environment of the factories at a time."""
 
     def __init__(self, factories: Mapping[str, Any]) -> None:
         self._factories = factories

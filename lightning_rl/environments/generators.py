@@ -25,9 +25,6 @@ def refuse_draws(name: str) -> Iterator[None]:
 
     In other threads a change cannot be attributed.
 
-    Args:
-        name: Name of the environment.
-
     Raises:
         GeneratorError: If they changed; names environment and generators.
     """

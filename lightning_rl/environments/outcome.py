@@ -6,7 +6,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -55,7 +55,7 @@ class Outcome:
     def state(self) -> dict[str, Any]:
         """Return plain values that load under ``weights_only=True``; messages as JSON."""
         messages = json.dumps([dict(message) for message in self.messages], default=str)
-        plain = {name: getattr(self, name) for name in ("environment", "reward", "seconds", "failure", "log")}
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**plain, "answer": list(self.answer), "messages": messages, "metrics": dict(self.metrics)}
 
     @staticmethod
@@ -152,11 +152,8 @@ class EnvironmentFailureError(Exception):
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, even if its ``__str__`` fails, without memory addresses."""
-    try:
-        return ADDRESS.sub("", str(error))
-    except Exception as further:  # noqa: BLE001  code of the user
-        return f"its text could not be made, which raised {type(further).__name__}"
+    """Return the text of an exception without memory addresses."""
+    return ADDRESS.sub("", str(error))
 
 
 class FailedEnvironmentsError(RunEndError):
@@ -164,13 +161,7 @@ class FailedEnvironmentsError(RunEndError):
 
 
 class EnvironmentSummary(NamedTuple):
-    """Failed conversations of a rollout on one rank.
-
-    Attributes:
-        conversations: Number of conversations.
-        causes: Causes of failures with their counts.
-        path: Path of the file with their logs; empty without one.
-    """
+    """Failed conversations of a rollout on one rank: their causes with counts, and the path of the file with logs."""
 
     conversations: int
     causes: tuple[tuple[str, int], ...] = ()
@@ -184,11 +175,7 @@ class EnvironmentSummary(NamedTuple):
 
 
 def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
-    """Warn once of the failed conversations of a rollout on this rank, and write each with its log to a file.
-
-    Args:
-        outcomes: Outcomes of all conversations.
-        path: Path of the JSON Lines file, or None.
+    """Warn once of the failed conversations of a rollout on this rank, and write them with logs to a JSON Lines file.
 
     Returns:
         The path of the file; empty if none was written.
@@ -219,15 +206,10 @@ def _write(failed: Sequence[Outcome], path: Path) -> bool:
 
 
 def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max_share: float | None) -> None:
-    """End the run on every rank if too many conversations of a rollout failed.
-
-    Args:
-        summaries: Summaries of every rank.
-        number: Number of the rollout.
-        max_share: Share of failed conversations at which the run ends; None for never.
+    """End the run on every rank if too many conversations of rollout ``number`` failed.
 
     Raises:
-        FailedEnvironmentsError: If it is reached; names share, option and causes.
+        FailedEnvironmentsError: If the share of failures reaches ``max_share``; names share, option and causes.
     """
     causes: Counter[str] = Counter()
     for summary in summaries:

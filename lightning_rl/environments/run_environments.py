@@ -32,20 +32,12 @@ STARTS = 2**61  # start of the seeds of environments, far from those of samples
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """Check that rows of the data name an environment in the column ``environment``.
-
-    Args:
-        names: Names of the environments.
-    """
+    """Check that rows of the data name one of the environments in the column ``environment``."""
 
     names: tuple[str, ...]
 
     def __call__(self, columns: Mapping[str, Any], row: str) -> str:
-        """Return the name of a row's environment.
-
-        Args:
-            columns: Columns of the row.
-            row: Name of the row in messages.
+        """Return the name of the environment of a row, which is called ``row`` in messages.
 
         Raises:
             ValueError: If it has none; names row, value and alternatives.
@@ -107,11 +99,7 @@ class Environments:
         return self.factories[name] if workers is None else partial(workers.open, name, workers.budget())
 
     def name_for(self, prompt: Prompt) -> str:
-        """Return the name of a row's environment.
-
-        Raises:
-            ValueError: If it is invalid; names the value and alternatives.
-        """
+        """Return the name of a row's environment; see :class:`RowCheck`."""
         return RowCheck(tuple(self.factories))(prompt.columns, f"prompt {prompt.index}")
 
     def in_tokens(self, made: Any, prompt: Prompt) -> TokenEnvironment:
@@ -129,11 +117,7 @@ class Environments:
         return Bridge(self.tokenizer, self.close, self.template_options)
 
     def check(self, tool_parser: ParserSource | None = None, prompt: Prompt | None = None) -> Self:
-        """Check the environments before anything is generated.
-
-        Args:
-            tool_parser: Option of the run.
-            prompt: Prompt of the data, or None.
+        """Check the environments, with a prompt of the data if there is one, before anything is generated.
 
         Returns:
             A copy with the schemas of tools, and a parser if there are tools or one was requested.
@@ -167,10 +151,6 @@ class Environments:
 
 def factories_of(environment: EnvironmentSource | None, tools: Sequence[Tool] | None = None) -> dict[str, Factory]:
     """Return the environments of a run by name; empty without environments and tools.
-
-    Args:
-        environment: Factory, or factories by name.
-        tools: Functions instead of an environment, or None.
 
     Raises:
         ValueError: If both are given, or a factory is invalid; says which.
@@ -225,8 +205,6 @@ def _check_factory(name: Any, factory: Any) -> None:
             f"expected environment {name} to be made without arguments for each conversation, got "
             f"{name_of(factory)}, {error}: pass functools.partial({name_of(factory)}, ...) or a lambda"
         ) from error
-    except ValueError:
-        return  # a C function without a signature
 
 
 def messages_of(prompt: Prompt) -> Sequence[Message]:

@@ -22,6 +22,7 @@ from lightning_rl.environments.outcome import text_of
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.event_loop import EventLoop
+from lightning_rl.utils.naming import name_of
 
 Tool = Callable[..., Any]
 LOOP = EventLoop("async tools")  # of the process, so that connections remain usable in later turns
@@ -196,7 +197,6 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
                 f"expected a hint and a line under Args: for each argument of tool {name_of(tool)}, got a function "
                 f"without a schema: {error}"
             ) from error
-        _check_parameters(tool)
     return schemas
 
 
@@ -207,27 +207,6 @@ def has_schema(function: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_parameters(tool: Tool) -> None:
-    """Check that every parameter can be passed by name.
-
-    Raises:
-        ValueError: If not; names tool and parameter.
-    """
-    kinds = inspect.Parameter
-    odd = {kinds.VAR_POSITIONAL: "*{}", kinds.VAR_KEYWORD: "**{}", kinds.POSITIONAL_ONLY: "{}, /"}
-    for name, parameter in inspect.signature(tool).parameters.items():
-        if parameter.kind in odd:
-            raise ValueError(
-                f"expected tool {name_of(tool)} to take each argument by its name, got "
-                f"{odd[parameter.kind].format(name)}: use a named parameter for each argument, and a list for several"
-            )
-
-
-def name_of(tool: Tool) -> str:
-    """Return the name of a tool for the policy."""
-    return getattr(tool, "__name__", type(tool).__name__)
 
 
 def _validator(schema: Mapping[str, Any]) -> Any:

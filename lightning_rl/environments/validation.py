@@ -24,9 +24,10 @@ def environment_of(made: Any) -> Environment | TokenEnvironment:
     Raises:
         ValueError: If it fits no kind; names the class and what is missing.
     """
+    name = type(made).__name__
     if isinstance(made, Environment):
         if type(made).step is Environment.step:
-            raise ValueError(f"expected {_name(made)} to define step: write def step(self, answer) -> StepResult")
+            raise ValueError(f"expected {name} to define step: write def step(self, answer) -> StepResult")
         _check_methods(made, METHODS)
         return made
     step = getattr(made, "step", None)
@@ -35,8 +36,8 @@ def environment_of(made: Any) -> Environment | TokenEnvironment:
         return made
     if callable(step) and not has_schema(step):
         raise ValueError(
-            f"expected {_name(made)}, which has step{_signature(step)}, to be an Environment with step(answer), or to "
-            f"have reset(row, seed), step(token_ids, finish) and close(): write class {_name(made)}(Environment), "
+            f"expected {name}, which has step{_signature(step)}, to be an Environment with step(answer), or to "
+            f"have reset(row, seed), step(token_ids, finish) and close(): write class {name}(Environment), "
             "with Environment of lightning_rl.environments, or give step a hint and a line under Args: if it is a tool"
         )
     return ObjectEnvironment(made)
@@ -52,7 +53,10 @@ def _check_methods(environment: Any, methods: Mapping[str, Sequence[str]]) -> No
         function = getattr(environment, method, None)
         if function is None:
             continue  # reward is optional
-        where, form = f"{_name(environment)}.{method}", f"def {method}(self{''.join(f', {name}' for name in names)})"
+        where, form = (
+            f"{type(environment).__name__}.{method}",
+            f"def {method}(self{''.join(f', {name}' for name in names)})",
+        )
         if inspect.iscoroutinefunction(function):
             raise ValueError(
                 f"expected {where} to be a plain function, got one that is async: write {form}, and "
@@ -66,13 +70,11 @@ def _check_methods(environment: Any, methods: Mapping[str, Sequence[str]]) -> No
 
 
 def _takes(function: Callable[..., Any], number: int) -> bool:
-    """Return True if a function can be called with this number of arguments, or has no signature."""
+    """Return True if a function can be called with this number of arguments."""
     try:
         inspect.signature(function).bind(*range(number))
     except TypeError:
         return False
-    except ValueError:  # a C function
-        return True
     return True
 
 
@@ -80,21 +82,12 @@ def _signature(function: Callable[..., Any]) -> str:
     return f"({', '.join(inspect.signature(function).parameters)})"
 
 
-def _name(made: Any) -> str:
-    return type(made).__name__
-
-
 def check_reset(environment: Environment | TokenEnvironment, prompt: Any, vocabulary: int | None = None) -> Any:
     """Return the messages or token ids from an environment's ``reset`` after checking them.
 
-    Args:
-        environment: Environment that returned them.
-        prompt: Return value of its ``reset``.
-        vocabulary: Number of token ids of the policy; None for no check.
-
     Raises:
         TypeError: If the type is wrong; names the environment.
-        ValueError: If a message or an id is invalid; names it and the environment.
+        ValueError: If a message is invalid, or an id is outside of the vocabulary; names it and the environment.
     """
     where = f"{name_of(environment)}.reset"
     if isinstance(environment, Environment):
@@ -107,14 +100,9 @@ def check_reset(environment: Environment | TokenEnvironment, prompt: Any, vocabu
 def check_step(environment: Environment | TokenEnvironment, step: Any, vocabulary: int | None = None) -> Any:
     """Return the :class:`StepResult` or :class:`TokenStep` of an environment after checking it.
 
-    Args:
-        environment: Environment that returned it.
-        step: Return value of its ``step``.
-        vocabulary: Number of token ids of the policy; None for no check.
-
     Raises:
         TypeError: If the type is wrong; names the environment.
-        ValueError: If a message or an id is invalid; names it and the environment.
+        ValueError: As for :func:`check_reset`.
     """
     kind = StepResult if isinstance(environment, Environment) else TokenStep
     where = f"{name_of(environment)}.step"
@@ -130,12 +118,7 @@ def check_step(environment: Environment | TokenEnvironment, step: Any, vocabular
 
 
 def check_messages(messages: Any, where: str, roles: Sequence[str] = CONTEXT_ROLES) -> None:
-    """Check messages of an environment, a prompt or a rewritten context.
-
-    Args:
-        messages: All messages.
-        where: Name of their source in errors.
-        roles: Allowed roles.
+    """Check messages of an environment, a prompt or a rewritten context; ``where`` names their source in errors.
 
     Raises:
         TypeError: If the type of a message or its content is wrong.

@@ -5,7 +5,6 @@ conversation leases a worker from reset to close; processes that it started are 
 """
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -38,7 +37,6 @@ CLOSE_SECONDS = 5.0  # for an environment to close after a failure
 TRACEBACK_SECONDS = 1.0  # for a late environment to print its traceback
 KILL_SECONDS = 10.0  # after which a killed process counts as gone
 POLL_SECONDS = 1.0  # between checks for the end of the run
-MAX_BYTES = 2**25  # maximum size of a reply; the worker's limit is lower
 BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lightning_rl.environments.fork_server import main"
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
@@ -57,17 +55,13 @@ class Description(NamedTuple):
 
     uses_messages: bool
     schemas: Sequence[Mapping[str, Any]]
-    begins_itself: bool = True
-    name: str = "an environment"
+    begins_itself: bool
+    name: str
 
 
 @dataclass(slots=True)
 class Budget:
-    """Time of the environment of one sample, for both tries together.
-
-    Attributes:
-        left: Seconds left.
-    """
+    """Seconds left for the environment of one sample, for both tries together."""
 
     left: float
 
@@ -110,7 +104,7 @@ class WorkerPool:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without processes."""
         kept = ("workers", "step_seconds", "conversation_seconds", "_payload")
-        return {name: getattr(self, name) for name in kept}
+        return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state; processes start on demand."""
@@ -161,12 +155,7 @@ class WorkerPool:
         return self._descriptions[name]
 
     def open(self, name: str, budget: Budget) -> "RemoteEnvironment | RemoteTokenEnvironment":
-        """Return an environment that runs in a worker from its reset to its close.
-
-        Args:
-            name: Name of the factory.
-            budget: Time of the sample.
-        """
+        """Return an environment of a factory that runs in a worker from its reset to its close."""
         description = self.describe(name)
         kind = RemoteEnvironment if description.uses_messages else RemoteTokenEnvironment
         return kind(self, name, description, budget)
@@ -228,12 +217,7 @@ class WorkerPool:
 
 
 class Worker:
-    """Worker process with its guard.
-
-    Args:
-        connection: Connection for tasks and replies.
-        life: Socket of the guard.
-    """
+    """Worker process, with a connection for tasks and replies, and the socket of its guard."""
 
     def __init__(self, connection: Connection, life: socket.socket) -> None:
         self._connection, self._life = connection, life
@@ -264,10 +248,10 @@ class Worker:
                 self._life.recv(1)
 
     def ask(self, call: str, arguments: Sequence[Any], seconds: float, late: str = "") -> Any:
-        """Run a task in the worker and return its result.
+        """Call a method of :class:`~lightning_rl.environments.fork_server.Host` in the worker and return its result.
 
         Args:
-            call: Name of a method of :class:`~lightning_rl.environments.fork_server.Host`.
+            call: Name of the method.
             arguments: Arguments of the call.
             seconds: Timeout.
             late: Message at a timeout.
@@ -281,8 +265,8 @@ class Worker:
             if not self._wait(seconds):
                 message = late or f"{call} took longer than {seconds:g} s"
                 raise EnvironmentFailureError(TIMEOUT, message, self._end_with_traceback())
-            kind, *reply = _PlainUnpickler(io.BytesIO(self._connection.recv_bytes(MAX_BYTES))).load()
-        except (EOFError, OSError, pickle.UnpicklingError):
+            kind, *reply = self._connection.recv()
+        except (EOFError, OSError):
             raise self._death(call) from None
         if kind == "raised":
             raise self._error(call, *reply)
@@ -331,11 +315,7 @@ class Worker:
             self._life.shutdown(socket.SHUT_WR)
 
     def end(self, patience: float = 0.0) -> tuple[int | None, str]:
-        """Kill the process and all that it started, and return its exit code and log.
-
-        Args:
-            patience: Seconds to wait for it to exit without being killed.
-        """
+        """Kill the process, after ``patience`` seconds to exit, and all that it started; return exit code and log."""
         with self._lock:
             if self._report is None:
                 if patience:
@@ -359,11 +339,8 @@ class Worker:
 class _Server:
     """Server process from which workers are forked.
 
-    Args:
-        payload: Pickled factories.
-
     Raises:
-        ValueError: If it cannot load them; says why.
+        ValueError: If it cannot load the pickled factories; says why.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -414,14 +391,7 @@ class _Server:
 
 
 class _Remote:
-    """Environment of one conversation that runs in a worker, leased from reset to close.
-
-    Args:
-        pool: Pool of the workers.
-        factory: Name of the factory.
-        description: Properties of the environment.
-        budget: Time of the sample.
-    """
+    """Environment of one conversation that runs in a worker, leased from reset to close."""
 
     def __init__(self, pool: WorkerPool, factory: str, description: Description, budget: Budget) -> None:
         self._pool, self._factory, self._budget = pool, factory, budget
@@ -483,14 +453,6 @@ class RemoteTokenEnvironment(_Remote):
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Return the reply to the sampled ids of a turn."""
         return TokenStep(**self._ask("step", tuple(token_ids), finish))
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Unpickler that accepts only plain values."""
-
-    @override
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        raise pickle.UnpicklingError(f"expected plain values from an environment, got {module_name}.{global_name}")
 
 
 def _pickle(name: str, factory: Any) -> bytes:

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Answers of some completions.
-
-    Args:
-        values: Answer of each completion; None for no vote.
-        read: False for each completion on which extraction failed.
-        cause: First failure, with its completion; empty without one.
-    """
+    """Answers of some completions, None for no vote; ``read`` is False where extraction failed, first by ``cause``."""
 
     values: tuple[Hashable | None, ...]
     read: tuple[bool, ...]
@@ -22,12 +16,7 @@ class Answers:
 
 
 def read_answers(extract: Callable[[str], Hashable] | None, texts: Sequence[str]) -> Answers:
-    """Extract the answer of each completion; an error or an unhashable answer affects its own sample only.
-
-    Args:
-        extract: Function of the user; None for no vote.
-        texts: Completions.
-    """
+    """Extract the answer of each completion; an error or an unhashable answer affects its own sample only."""
     if extract is None:
         return Answers(values=(None,) * len(texts), read=(True,) * len(texts))
     values: list[Hashable | None] = []
@@ -59,13 +48,7 @@ def _read(extract: Callable[[str], Hashable], text: str) -> tuple[Hashable | Non
 
 
 def report_answers(name: str, number: int, cause: str) -> None:
-    """Warn once of failed extractions in an evaluation.
-
-    Args:
-        name: Name of the evaluation.
-        number: Number of failures on this rank.
-        cause: First failure; empty for no warning.
-    """
+    """Warn once of the number of failed extractions in an evaluation on this rank, with the first cause, if any."""
     if cause:
         warnings.warn(
             f'answer of evaluation "{name}" failed on {number} samples, which do not vote: it {cause}', stacklevel=2

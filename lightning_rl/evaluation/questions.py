@@ -42,13 +42,7 @@ class Questions:
         return "validation" if self.evaluation is None else self.evaluation.name
 
     def requests(self, prompts: Sequence[Prompt], seed: int, number: int) -> SampleRequests:
-        """Return the requests for some of the prompts.
-
-        Args:
-            prompts: Prompts of this rank.
-            seed: Seed of the run.
-            number: Number of the evaluation in the run, which makes the sample ids unique.
-        """
+        """Return the requests for prompts of this rank; the evaluation's ``number`` makes their sample ids unique."""
         requests = [
             Request(
                 prefix_ids=prompt.token_ids,
@@ -88,13 +82,7 @@ def questions_of(
 ) -> Questions:
     """Return the questions of an evaluation for a policy.
 
-    Args:
-        evaluation: Evaluation of the user.
-        model: Model of the policy.
-        tokenizer: Tokenizer of the policy.
-        sampling: Default sampling parameters, those of training; made greedy for one sample.
-        rewards: Default rewards, those of training.
-        check: Raises for a row whose columns do not fit the run.
+    Sampling parameters, made greedy for one sample, and rewards are defaults; ``check`` raises for invalid rows.
 
     Raises:
         ValueError: If a prompt is invalid; with the prompt and the evaluation.

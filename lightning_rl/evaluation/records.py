@@ -16,14 +16,7 @@ Record = dict[str, Any]
 def records_of(
     prompts: Sequence[Prompt], rows: Rollout, texts: Sequence[str], further: Mapping[str, Sequence[Any]]
 ) -> list[Record]:
-    """Return a record for each prompt.
-
-    Args:
-        prompts: Prompts in the order of the rows.
-        rows: Rows, equally many for each prompt.
-        texts: Text of each row.
-        further: Further entries of each completion by name, one value per row.
-    """
+    """Return a record for each prompt; rows are ordered by prompt, and ``further`` has entries of each completion."""
     size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.drawn_lengths.tolist(), rows.finish.tolist()
     completions = [
         {

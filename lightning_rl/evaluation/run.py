@@ -132,10 +132,7 @@ class EvaluationRun:
     def report(self, folder: Path | None, file: str) -> None:
         """Warn once per evaluation of samples on which rewards, ``answer=`` or environments failed.
 
-        Args:
-            folder: Folder for samples with failed rewards or environments, ``<name>-<file>-rank-<r>.jsonl``; None to
-                write none.
-            file: Name of this run.
+        Samples with failed rewards or environments are written to ``<name>-<file>-rank-<r>.jsonl`` in the folder.
         """
         each = zip(self.questions, self.failing, self.unread, self.outcomes, strict=True)
         for questions, calls, unread, outcomes in each:
@@ -146,13 +143,7 @@ class EvaluationRun:
             report_answers(questions.name, number, unread[0].cause if unread else "")
 
     def write(self, folder: Path, file: str, *, writing: bool) -> None:
-        """Write ``<folder>/<name>/<file>.jsonl`` for each evaluation that saves its samples. A collective.
-
-        Args:
-            folder: Folder of all evaluations.
-            file: Name of this run.
-            writing: True on the one process that writes.
-        """
+        """Write ``<folder>/<name>/<file>.jsonl`` for each evaluation that saves its samples. A collective."""
         for questions, mine in zip(self.questions, self.records, strict=True):
             records = [record for part in self.collectives.objects(mine) for record in part]
             if self.keeps(questions) and writing:
@@ -175,15 +166,7 @@ def warn_of_nan(figures: Mapping[str, float]) -> None:
 def table_rows(
     rollout: Rollout, failed: Bool[Tensor, " B"], solved: Bool[Tensor, " B"], answers: Answers, samples: int
 ) -> Float[Tensor, "P C"]:
-    """Return the rows of a :class:`Tally` for some prompts.
-
-    Args:
-        rollout: Scored samples, those of each prompt adjacent.
-        failed: Mask of samples with failed rewards.
-        solved: Mask of solved samples.
-        answers: Answers of the samples.
-        samples: Number of samples per prompt.
-    """
+    """Return the rows of a :class:`Tally` for some prompts, whose samples are adjacent in the rollout."""
     rewarded, right = rollout.rewarded, solved.tolist()
     read = answers.values
     votes = [majority(read[at : at + samples], right[at : at + samples]) for at in range(0, len(right), samples)]
@@ -216,15 +199,7 @@ def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
 
 
 def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, rank: int, seed: int) -> list[Record]:
-    """Return a record with completions for each prompt of a batch, in the same order on every rank. A collective.
-
-    Args:
-        questions: Prompts with their sampling parameters.
-        batch: Batch, whose first part is completed.
-        sampler: Sampler that generates.
-        rank: Rank of this process.
-        seed: Seed of the run.
-    """
+    """Return a record with completions for each prompt of a batch, in the same order on every rank. A collective."""
     collectives = sampler.collectives
     prompts = batch.parts[0][rank :: collectives.ranks]
     (samples,) = sampler.generate_parts([questions.requests(prompts if collectives.generates else [], seed, 0)])

@@ -50,11 +50,6 @@ class Tally(Metric):
 
         A prompt counts in ``pass@k``, ``avg@k`` and ``maj@k`` if at least k of its samples have a reward; in ``maj@k``,
         one of them also needs an answer. The names are always the same; a mean over nothing is NaN.
-
-        Args:
-            pass_at: Values of k.
-            samples: Number of samples per prompt.
-            votes: True if the samples have answers.
         """
         rows = self.compute().cpu().tolist()
         shares = _shares(rows, pass_at=pass_at, samples=samples, votes=votes)

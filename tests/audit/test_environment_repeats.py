@@ -14,15 +14,22 @@ from kit.chats import CLOSE, VOCABULARY, Partner, chat_tokenizer, look, read_cal
 from kit.evidence import evidence_of
 from typing_extensions import override
 
-from lightning_rl import FinishReason, SamplingParams
+from lightning_rl import FakeEngine, FinishReason, SamplingParams
 from lightning_rl.audit import CHECKS, environment_repeats
 from lightning_rl.audit.conversation_evidence import Talk
 from lightning_rl.audit.environment_repeats import Replay, replay_of
 from lightning_rl.data import Prompt
-from lightning_rl.environments import Action, ConversationLimits, Message, StepResult, TokenStep, ToolEnvironment
-from lightning_rl.environments.driver import play
+from lightning_rl.environments import (
+    Action,
+    ConversationLimits,
+    Message,
+    StepResult,
+    TokenStep,
+    ToolEnvironment,
+    converse,
+)
 from lightning_rl.environments.run_environments import Environments
-from lightning_rl.generation import Completion, Request, request_seed
+from lightning_rl.generation import Request, request_seed
 
 SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=CLOSE)
 SAID = ("red one", "look", "two ? green", "blue red")
@@ -33,20 +40,9 @@ def environments(factory: Callable[[], Any], **options: Any) -> Environments:
     return Environments(factories={"environment": factory}, seed=3, **named)
 
 
-def draw(requests: Sequence[Request]) -> list[Completion]:
+def answer(request: Request) -> list[int]:
     """Return token ids by sample and turn."""
-    return [
-        Completion(
-            token_ids=(
-                *(VOCABULARY.index(word) for word in SAID[(request.sample_id + request.turn) % 4].split()),
-                CLOSE[0],
-            ),
-            logprobs=None,
-            version=0,
-            finish=FinishReason.STOP,
-        )
-        for request in requests
-    ]
+    return [*map(VOCABULARY.index, SAID[(request.sample_id + request.turn) % 4].split()), CLOSE[0]]
 
 
 def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
@@ -59,7 +55,9 @@ def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
         Request(prefix_ids=(3, 4), sample_id=sample, seed=request_seed(3, 0, sample), sampling=SAMPLING)
         for sample in range(samples)
     ]
-    told = play([made.open(*pair) for pair in zip(prompts, firsts, strict=True)], draw)
+    engine = FakeEngine(answer)
+    engine.load_weights([], 0)
+    told = converse([made.open(*pair) for pair in zip(prompts, firsts, strict=True)], engine)
     return [
         Talk(
             sample=first.sample_id,

@@ -50,13 +50,13 @@ def ids_of(step_indices: list[StepIndex]) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("row", "ids", "columns"),
     [
-        pytest.param("a b", (2, 3), {}, id="string"),
-        pytest.param([4, 5], (4, 5), {}, id="ids"),
-        pytest.param((4, 5), (4, 5), {}, id="tuple-of-ids"),
-        pytest.param(CHAT, (2, 4, 5, 3), {}, id="messages-with-the-generation-prompt"),
-        pytest.param({"prompt": "a b", "answer": 3, "level": "x"}, (2, 3), {"answer": 3, "level": "x"}, id="columns"),
-        pytest.param({"prompt": [4]}, (4,), {}, id="mapping-of-ids"),
-        pytest.param({"prompt": CHAT, "answer": None}, (2, 4, 5, 3), {"answer": None}, id="mapping-of-messages"),
+        ("a b", (2, 3), {}),
+        ([4, 5], (4, 5), {}),
+        ((4, 5), (4, 5), {}),
+        (CHAT, (2, 4, 5, 3), {}),
+        ({"prompt": "a b", "answer": 3, "level": "x"}, (2, 3), {"answer": 3, "level": "x"}),
+        ({"prompt": [4]}, (4,), {}),
+        ({"prompt": CHAT, "answer": None}, (2, 4, 5, 3), {"answer": None}),
     ],
 )
 def test_a_prompt_may_have_any_of_these_forms(row: Any, ids: tuple[int, ...], columns: dict[str, Any]) -> None:
@@ -84,30 +84,12 @@ def test_json_lines_are_split_at_newlines_only(tmp_path: Path, character: str) -
 @pytest.mark.parametrize(
     ("prompts", "number", "options", "message"),
     [
-        pytest.param([], 1, {}, "expected at least one prompt, got none", id="no-prompts"),
-        pytest.param(
-            [[2]],
-            1,
-            {"validation": []},
-            "expected at least one validation prompt, got none",
-            id="no-validation-prompts",
-        ),
-        pytest.param([[2]] * 3, 4, {}, "expected at least 4 prompts for a rollout, got 3", id="fewer-than-a-rollout"),
-        pytest.param([[2]], 0, {}, "prompts_per_rollout to be a whole number above 0, got 0", id="no-rollout"),
-        pytest.param(
-            [[2]],
-            1,
-            {"validation_batch_size": 0},
-            "validation_batch_size to be a whole number above 0, got 0",
-            id="no-batch",
-        ),
-        pytest.param(
-            [[2], {"question": "a"}],
-            1,
-            {},
-            'got none in prompt 1, .* by columns={"prompt": "question"}',
-            id="a-row-without-prompt",
-        ),
+        ([], 1, {}, "expected at least one prompt, got none"),
+        ([[2]], 1, {"validation": []}, "expected at least one validation prompt, got none"),
+        ([[2]] * 3, 4, {}, "expected at least 4 prompts for a rollout, got 3"),
+        ([[2]], 0, {}, "prompts_per_rollout to be a whole number above 0, got 0"),
+        ([[2]], 1, {"validation_batch_size": 0}, "validation_batch_size to be a whole number above 0, got 0"),
+        ([[2], {"question": "a"}], 1, {}, 'got none in prompt 1, .* by columns={"prompt": "question"}'),
     ],
 )
 def test_what_cannot_be_a_source_is_refused_at_construction(
@@ -120,15 +102,11 @@ def test_what_cannot_be_a_source_is_refused_at_construction(
 @pytest.mark.parametrize(
     ("row", "tokenizer", "message"),
     [
-        pytest.param([], None, r"{} 1 to have at least one token, got none: \[\]", id="empty-ids"),
-        pytest.param("", tiny_tokenizer(), "{} 1 to have at least one token, got none: ''", id="empty-string"),
-        pytest.param(
-            [2] * 5, None, "prompts of at most 4 tokens .* got {} 1 with 5: shorten or drop it", id="too-long"
-        ),
-        pytest.param(
-            "a", None, "expected a tokenizer for {} 1, got none: pass tokenizer= to the module", id="no-tokenizer"
-        ),
-        pytest.param(CHAT, tiny_tokenizer(), "a chat template, because {} 1 is a list of messages", id="no-template"),
+        ([], None, r"{} 1 to have at least one token, got none: \[\]"),
+        ("", tiny_tokenizer(), "{} 1 to have at least one token, got none: ''"),
+        ([2] * 5, None, "prompts of at most 4 tokens .* got {} 1 with 5: shorten or drop it"),
+        ("a", None, "expected a tokenizer for {} 1, got none: pass tokenizer= to the module"),
+        (CHAT, tiny_tokenizer(), "a chat template, because {} 1 is a list of messages"),
     ],
 )
 @pytest.mark.parametrize("kind", ["prompt", "validation prompt"])
@@ -137,10 +115,6 @@ def test_a_bad_prompt_is_named_before_training(row: Any, tokenizer: Any, message
     data = PromptDataModule(rows, 1) if kind == "prompt" else PromptDataModule([[2]], 1, validation=rows)
     with pytest.raises(ValueError, match=message.format(kind)):
         data.connect(tokenizer, 4)
-
-
-def test_the_longest_prompt_allowed_is_allowed() -> None:
-    assert connected([[2] * 4], longest=4).take(1)[0].token_ids == (2,) * 4
 
 
 def test_every_pass_covers_all_prompts_once_in_an_order_of_its_own() -> None:

@@ -35,84 +35,47 @@ def prompt_of(row: Any, **options: Any) -> tuple[Any, tuple[int, ...], dict[str,
 @pytest.mark.parametrize(
     ("row", "options", "content", "ids", "columns"),
     [
-        pytest.param({"messages": [USER], "n": 1}, {}, [USER], (2, 4, 5, 3), {"n": 1}, id="messages"),
-        pytest.param(
-            {"prompt": "a", "messages": 1},
-            {"columns": {"prompt": "prompt"}},
-            "a",
-            (2,),
-            {"messages": 1},
-            id="prompt-beside-messages",
-        ),
-        pytest.param(
-            {"question": "a b", "n": 1}, {"columns": {"prompt": "question"}}, "a b", (2, 3), {"n": 1}, id="column"
-        ),
-        pytest.param(
+        ({"messages": [USER], "n": 1}, {}, [USER], (2, 4, 5, 3), {"n": 1}),
+        ({"prompt": "a", "messages": 1}, {"columns": {"prompt": "prompt"}}, "a", (2,), {"messages": 1}),
+        ({"question": "a b", "n": 1}, {"columns": {"prompt": "question"}}, "a b", (2, 3), {"n": 1}),
+        (
             {"question": "a", "prompt": "b", "gold": 2},
             {"columns": {"prompt": "question", "answer": "gold"}},
             "a",
             (2,),
             {"answer": 2},
-            id="columns-replace-what-has-their-name",
         ),
-        pytest.param(
-            {"q": "a"}, {"columns": {"prompt": "q", "question": "q"}}, "a", (2,), {"question": "a"}, id="column-twice"
-        ),
-        pytest.param(
-            {"chat": [USER]}, {"columns": {"messages": "chat"}}, [USER], (2, 4, 5, 3), {}, id="column-of-chats"
-        ),
-        pytest.param(
+        ({"q": "a"}, {"columns": {"prompt": "q", "question": "q"}}, "a", (2,), {"question": "a"}),
+        ({"chat": [USER]}, {"columns": {"messages": "chat"}}, [USER], (2, 4, 5, 3), {}),
+        (
             {"x": "a", "y": "b"},
             {"preprocess": lambda row: {"prompt": row["x"] + " " + row["y"], "n": 3}},
             "a b",
             (2, 3),
             {"n": 3},
-            id="preprocess",
         ),
-        pytest.param(
-            {"x": "a"}, {"preprocess": lambda row: row["x"]}, "a", (2,), {}, id="preprocess-to-the-prompt-alone"
-        ),
-        pytest.param(
-            {"x": "a"},
-            {"preprocess": lambda row: {"q": row["x"]}, "columns": {"prompt": "q"}},
-            "a",
-            (2,),
-            {},
-            id="preprocess-before-columns",
-        ),
-        pytest.param("c", {"chat": True}, [{"role": "user", "content": "c"}], (0, 4, 3), {}, id="string-in-a-chat"),
-        pytest.param(
-            "c",
-            {"system": "e"},
-            [SYSTEM, {"role": "user", "content": "c"}],
-            (0, 6, 0, 4, 3),
-            {},
-            id="string-with-system",
-        ),
-        pytest.param([USER], {"system": "e"}, [SYSTEM, USER], (0, 6, 2, 4, 5, 3), {}, id="chat-with-system"),
-        pytest.param(
+        ({"x": "a"}, {"preprocess": lambda row: row["x"]}, "a", (2,), {}),
+        ({"x": "a"}, {"preprocess": lambda row: {"q": row["x"]}, "columns": {"prompt": "q"}}, "a", (2,), {}),
+        ("c", {"chat": True}, [{"role": "user", "content": "c"}], (0, 4, 3), {}),
+        ("c", {"system": "e"}, [SYSTEM, {"role": "user", "content": "c"}], (0, 6, 0, 4, 3), {}),
+        ([USER], {"system": "e"}, [SYSTEM, USER], (0, 6, 2, 4, 5, 3), {}),
+        (
             [{**SYSTEM, "content": "f"}, USER],
             {"system": "e"},
             [{**SYSTEM, "content": "f"}, USER],
             (0, 7, 2, 4, 5, 3),
             {},
-            id="a-system-message-of-its-own-stays",
         ),
-        pytest.param(
-            [USER], {"chat_template_kwargs": {"thinking": True}}, [USER], (2, 4, 5, 3, 14), {}, id="template-variable"
-        ),
-        pytest.param(
-            [{**USER, "name": None, "tool_calls": None}], {}, [USER], (2, 4, 5, 3), {}, id="what-is-None-is-not-there"
-        ),
-        pytest.param(
+        ([USER], {"chat_template_kwargs": {"thinking": True}}, [USER], (2, 4, 5, 3, 14), {}),
+        ([{**USER, "name": None, "tool_calls": None}], {}, [USER], (2, 4, 5, 3), {}),
+        (
             [{"role": "a", "content": None, "tool_calls": ["x"]}, USER],
             {},
             [{"role": "a", "tool_calls": ["x"]}, USER],
             (2, 15, 2, 4, 5, 3),
             {},
-            id="tool-calls-without-content",
         ),
-        pytest.param([4, 5], {"chat": True}, [4, 5], (4, 5), {}, id="ids-are-no-chat"),
+        ([4, 5], {"chat": True}, [4, 5], (4, 5), {}),
     ],
 )
 def test_a_row_becomes_a_prompt(
@@ -168,80 +131,48 @@ def failing(row: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "row", "message"),
     [
-        pytest.param(
-            {},
-            3.5,
-            r"a string, a list of token ids, or a list of chat messages, got a float \(3\.5\) in prompt 0",
-            id="number",
-        ),
-        pytest.param({}, {"prompt": None}, r"got a NoneType \(None\) in prompt 0 \(column prompt\)", id="None"),
-        pytest.param({}, {"prompt": ["a", "b"]}, r"got a list of str \(\['a', 'b'\]\) in prompt 0", id="strings"),
-        pytest.param({}, {"prompt": [True, False]}, r"got a list of bool", id="bools"),
-        pytest.param({}, {"prompt": [1, "a"]}, r"got a list of int and str", id="ids-and-strings"),
-        pytest.param({}, {"prompt": b"ab"}, r"got a bytes \(b'ab'\)", id="bytes"),
-        pytest.param(
+        ({}, 3.5, r"a string, a list of token ids, or a list of chat messages, got a float \(3\.5\) in prompt 0"),
+        ({}, {"prompt": None}, r"got a NoneType \(None\) in prompt 0 \(column prompt\)"),
+        ({}, {"prompt": ["a", "b"]}, r"got a list of str \(\['a', 'b'\]\) in prompt 0"),
+        ({}, {"prompt": [True, False]}, r"got a list of bool"),
+        ({}, {"prompt": [1, "a"]}, r"got a list of int and str"),
+        ({}, {"prompt": b"ab"}, r"got a bytes \(b'ab'\)"),
+        (
             {},
             {"messages": {"role": ["user"], "content": ["a"]}},
             r'got a mapping with "role", "content" in prompt 0 \(column messages\)',
-            id="columns-of-messages",
         ),
-        pytest.param(
-            {},
-            [USER, "a"],
-            r"expected message 1 of prompt 0 to be a mapping such as .*, got a str",
-            id="string-as-message",
-        ),
-        pytest.param(
-            {}, [{"content": "a"}], r'message 0 of prompt 0 to have a string "role", as \{"role": "user"', id="no-role"
-        ),
-        pytest.param(
-            {}, [{"role": 1, "content": "a"}], r'to have a string "role", .*got \{\'role\': 1', id="role-is-no-string"
-        ),
-        pytest.param(
+        ({}, [USER, "a"], r"expected message 1 of prompt 0 to be a mapping such as .*, got a str"),
+        ({}, [{"content": "a"}], r'message 0 of prompt 0 to have a string "role", as \{"role": "user"'),
+        ({}, [{"role": 1, "content": "a"}], r'to have a string "role", .*got \{\'role\': 1'),
+        (
             {"columns": {"messages": "m"}},
             {"m": [USER, {"role": "a"}]},
             r'message 1 of prompt 0 \(column m\) to have a string "content"',
-            id="no-content",
         ),
-        pytest.param(
-            {},
-            [{"role": "a", "content": [{"type": "text"}]}],
-            r'a string "content", .*images and other parts are not',
-            id="parts",
-        ),
-        pytest.param(
+        ({}, [{"role": "a", "content": [{"type": "text"}]}], r'a string "content", .*images and other parts are not'),
+        (
             {},
             [USER, {"role": "assistant", "content": "4"}],
             r"got its answer as the last one in prompt 0: leave it out, as preprocess=",
-            id="ends-with-the-answer",
         ),
-        pytest.param(
+        (
             {},
             [{"role": "tool", "content": "c"}],
             r"the tokenizer's chat template takes, but it refuses prompt 0, whose roles are tool: no tools here",
-            id="template",
         ),
-        pytest.param(
-            {"system": "e"}, [4, 5], r"because system= is set, got token ids in prompt 0", id="ids-with-system"
-        ),
-        pytest.param(
+        ({"system": "e"}, [4, 5], r"because system= is set, got token ids in prompt 0"),
+        (
             {"columns": {"prompt": "q"}},
             "a",
             r"expected prompt 0 to have columns, because columns=\{'prompt': 'q'\}, got a str",
-            id="no-columns",
         ),
-        pytest.param(
+        (
             {"preprocess": failing},
             {"y": 1},
             r"preprocess=failing to return a row, but it failed on prompt 0: KeyError\('x'\)",
-            id="preprocess",
         ),
-        pytest.param(
-            {"preprocess": dict},
-            {"y": 1},
-            r'got none in prompt 0, which has "y": name the prompt column',
-            id="preprocess-to-no-prompt",
-        ),
+        ({"preprocess": dict}, {"y": 1}, r'got none in prompt 0, which has "y": name the prompt column'),
     ],
 )
 def test_a_wrong_row_is_named(options: dict[str, Any], row: Any, message: str) -> None:

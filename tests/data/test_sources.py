@@ -173,20 +173,16 @@ COLUMNS = {"prompt": ["a", "b"], "answer": [1, 2]}
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        pytest.param(COLUMNS, r'got a mapping with "prompt", "answer": .*Dataset\.from_dict\(columns\)', id="columns"),
-        pytest.param({"a", "b"}, r"expected ordered rows, got a set: pass sorted\(rows\)", id="set"),
-        pytest.param(b"ab", r"expected a list of prompts, a file, .*, got b'ab' \(bytes\)", id="bytes"),
-        pytest.param(7, r"expected a list of prompts, a file, .*, got 7 \(int\)", id="number"),
-        pytest.param(None, r"expected a list of prompts, .* got None", id="nothing"),
-        pytest.param(
-            "what is 2 + 2?",
-            r'got \'what is 2 \+ 2\?\': write a single prompt as a list, \["\.\.\."\]',
-            id="one-prompt",
-        ),
-        pytest.param([], "expected at least one prompt, got none", id="no-rows"),
-        pytest.param(iter([]), "expected at least one prompt, got none", id="empty-iterator"),
-        pytest.param(EMPTY, "expected at least one prompt, got none", id="empty-Dataset"),
-        pytest.param(pandas.DataFrame(COLUMNS), r'got a DataFrame: pass frame\.to_dict\("records"\)', id="data-frame"),
+        (COLUMNS, r'got a mapping with "prompt", "answer": .*Dataset\.from_dict\(columns\)'),
+        ({"a", "b"}, r"expected ordered rows, got a set: pass sorted\(rows\)"),
+        (b"ab", r"expected a list of prompts, a file, .*, got b'ab' \(bytes\)"),
+        (7, r"expected a list of prompts, a file, .*, got 7 \(int\)"),
+        (None, r"expected a list of prompts, .* got None"),
+        ("what is 2 + 2?", r'got \'what is 2 \+ 2\?\': write a single prompt as a list, \["\.\.\."\]'),
+        ([], "expected at least one prompt, got none"),
+        (iter([]), "expected at least one prompt, got none"),
+        (EMPTY, "expected at least one prompt, got none"),
+        (pandas.DataFrame(COLUMNS), r'got a DataFrame: pass frame\.to_dict\("records"\)'),
     ],
 )
 def test_what_is_no_source_is_refused_with_what_to_pass(source: Any, message: str) -> None:

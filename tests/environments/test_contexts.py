@@ -9,7 +9,6 @@ import torch
 from kit.conversations import Echo, Forgetful, Rewriting, talking_module
 from kit.strategy_cases import Watch
 from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.optim import SGD
@@ -141,29 +140,6 @@ def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str
     seen, *_ = run_of(environment, audit, NoEOSMask(), policy=tiny_policy, logger=logger, **options)
     assert audit.findings == [] and all(context_starts(rollout).any() for rollout in seen)
     assert "logged_metrics" not in audit.skipped
-
-
-def test_microbatches_and_padding_move_nothing() -> None:
-    (*_, first), (*_, second) = (
-        run_of(Forgetful, **given) for given in ({}, {"max_tokens_per_microbatch": 24, "packing": False})
-    )
-    assert all(torch.allclose(first[name], second[name], atol=1e-9, rtol=0) for name in first)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_resume_is_bitwise(tmp_path: Path, max_staleness: int) -> None:
-    def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
-        module = module_of(Forgetful, max_staleness=max_staleness)
-        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        options: dict[str, Any] = {"enable_checkpointing": True, "ckpt_path": ckpt_path}
-        fit(module, data=data(16), callbacks=[saving, TruncatedIS()], default_root_dir=folder, **options)
-        return module
-
-    whole = weights_of(run(tmp_path / "whole"))
-    for step in (1, 4):
-        resumed = weights_of(run(tmp_path / f"from-{step}", tmp_path / "whole" / f"step={step}.ckpt"))
-        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_groups_are_filtered_by_samples() -> None:

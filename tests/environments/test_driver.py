@@ -24,7 +24,6 @@ from lightning_rl.environments import (
     TokenStep,
     Transcript,
     converse,
-    play,
 )
 from lightning_rl.generation import Capabilities, Completion, Request
 from lightning_rl.generation import engine as engine_module
@@ -111,8 +110,6 @@ def test_the_embedded_engine_draws_the_same_in_any_batch_order_and_number_of_thr
         FinishReason.LENGTH,
     }
     assert {len(row[2]) for row in expected} == {1, 2, 3, 4}
-    draw = lambda requests: engine.generate(requests, logprobs=True)  # noqa: E731
-    same(what(play(openings(), draw)), expected, within=0.0)
     same(what(converse(openings()[::-1], engine, logprobs=True))[::-1], expected, within=0.0)
     for _ in range(3):
         with ThreadPoolExecutor(6) as executor:
@@ -122,9 +119,36 @@ def test_the_embedded_engine_draws_the_same_in_any_batch_order_and_number_of_thr
         same(what(converse(openings(), engine, logprobs=True, limit=limit)), expected, within=5e-6)
 
 
+class Noting(FakeEngine):
+    """Stores the sample and turn of each request of a round."""
+
+    def __init__(self, script: Any) -> None:
+        super().__init__(script)
+        self.rounds = list[list[tuple[int, int]]]()
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        self.rounds.append([(request.sample_id, request.turn) for request in requests])
+        return super()._draw(requests, logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+    ("limit", "rounds"),
+    [
+        (None, [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(2, 2)]]),
+        (2, [[(0, 0), (1, 0)], [(0, 1), (2, 0)], [(2, 1)], [(2, 2)]]),
+        (1, [[(0, 0)], [(0, 1)], [(1, 0)], [(2, 0)], [(2, 1)], [(2, 2)]]),
+    ],
+)
+def test_conversations_that_wait_draw_together_and_come_back_in_their_order(limit: int | None, rounds: Any) -> None:
+    engine = told(lambda _: (EOS,), Noting)
+    talks = [opening(number, Echo(turns)) for number, turns in enumerate((2, 1, 3))]
+    assert [len(each.row.turns) for each in converse(talks, engine, limit=limit)] == [2, 1, 3]
+    assert isinstance(engine, Noting) and engine.rounds == rounds
+
+
 def test_who_comes_too_late_joins_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "LINGER", 0.2)
-    rounds: list[list[tuple[int, int]]] = []
     drawn_twice = threading.Event()
 
     class Late(Echo):
@@ -133,18 +157,15 @@ def test_who_comes_too_late_joins_the_next_round(monkeypatch: pytest.MonkeyPatch
             assert drawn_twice.wait(20), "the others wait for the late one"
             return super().step(token_ids, finish)
 
-    class Noting(FakeEngine):
-        @override
-        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-            rounds.append(sorted((request.sample_id, request.turn) for request in requests))
-            if len(rounds) == 2:
-                drawn_twice.set()
-            return super()._draw(requests, logprobs=logprobs)
+    def script(request: Request) -> tuple[int, ...]:
+        if (request.sample_id, request.turn) == (1, 1):
+            drawn_twice.set()
+        return (3, EOS)
 
+    engine = told(script, Noting)
     with ThreadPoolExecutor(2) as executor:
-        talks = [opening(0, Late(2)), opening(1, Echo(2))]
-        converse(talks, told(lambda _: (3, EOS), Noting), executor=executor)
-    assert rounds == [[(0, 0), (1, 0)], [(1, 1)], [(0, 1)]]
+        converse([opening(0, Late(2)), opening(1, Echo(2))], engine, executor=executor)
+    assert isinstance(engine, Noting) and engine.rounds == [[(0, 0), (1, 0)], [(1, 1)], [(0, 1)]]
 
 
 def test_a_round_waits_for_the_late_as_long_as_the_one_before_took_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,11 +255,8 @@ def test_nobody_to_talk_to_is_no_call_and_no_place_is_an_error() -> None:
         converse(openings(1), engine, limit=0)
 
 
-def test_an_engine_without_weights_or_filters_says_so_before_anything_is_drawn() -> None:
-    with pytest.raises(RuntimeError, match="expected a synced engine, got one that is asleep"):
-        converse(openings(1), FakeEngine(lambda _: (EOS,)))
-    filtered = opening(0)
-    first = filtered.conversation._first  # noqa: SLF001
+def test_an_engine_without_filters_says_so_before_anything_is_drawn() -> None:
+    first = opening(0).conversation._first  # noqa: SLF001
     first = replace(first, sampling=replace(first.sampling, top_k=3))
     talk = Opening(Conversation(Echo(), first, ConversationLimits()), {}, 0)
     with pytest.raises(ValueError, match="without top_k, top_p and min_p, which FakeEngine ignores"):
@@ -275,13 +293,10 @@ def test_who_looks_on_is_shown_what_the_engine_gave_whatever_a_conversation_make
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"token_ids": (3, 12)}, r"ids in \[0, 12\), .* got 12 for sample 7 \(turn 1, prompt", id="ids"),
-        pytest.param({"logprobs": torch.tensor([-1.0, 0.5])}, "at most 0 from FakeEngine, got 0.5 for", id="above-0"),
-        pytest.param({"logprobs": None}, "a log-probability for each of 2 tokens from FakeEngine, got", id="none"),
-        pytest.param(
-            {"version": 3}, "weights that were pushed, the last of which is 0 .*, got version 3", id="version"
-        ),
-        pytest.param({"sample_id": 4}, "the completion of sample 7 .* got that of sample 4", id="order"),
+        ({"token_ids": (3, 12)}, r"ids in \[0, 12\), .* got 12 for sample 7 \(turn 1, prompt"),
+        ({"logprobs": torch.tensor([-1.0, 0.5])}, "at most 0 from FakeEngine, got 0.5 for"),
+        ({"version": 3}, "weights that were pushed, the last of which is 0 .*, got version 3"),
+        ({"sample_id": 4}, "the completion of sample 7 .* got that of sample 4"),
     ],
 )
 def test_what_an_engine_says_in_a_later_turn_is_held_against_what_it_was_asked(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import IterableDataset
-from kit.conversations import Echo, leak_mask, talking_module
+from kit.conversations import Echo, Forgetful, leak_mask, talking_module
 from kit.support import fit, recorder, tiny_model, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
@@ -108,13 +108,11 @@ def test_a_failed_conversation_costs_its_own_row_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"max_tokens_per_microbatch": 24}, {"max_tokens_per_microbatch": 24, "packing": False}],
-    ids=["packed", "padded"],
+    "options", [{"max_tokens_per_microbatch": 24}, {"max_tokens_per_microbatch": 24, "packing": False}]
 )
 def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
-    policy = partial(tiny_policy, dtype=torch.float64)
-    one, other = (talking_module(policy=policy, minibatches_per_rollout=2, **given) for given in ({}, options))
+    always = {"policy": partial(tiny_policy, dtype=torch.float64), "environment": Forgetful}
+    one, other = (talking_module(**always, minibatches_per_rollout=2, **given) for given in ({}, options))
     for module in (one, other):
         fit(module, data=data(), callbacks=[NoEOSMask(), ReferenceKL(0.1, as_loss=True)])
     first, second = weights_of(one), weights_of(other)
@@ -129,7 +127,7 @@ def test_a_resume_is_bitwise_with_conversations_in_flight(
     tmp_path: Path, max_staleness: int, steps: Sequence[int]
 ) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
-        module = talking_module(minibatches_per_rollout=2, max_staleness=max_staleness)
+        module = talking_module(environment=Forgetful, minibatches_per_rollout=2, max_staleness=max_staleness)
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         options: dict[str, Any] = {"enable_checkpointing": True, "ckpt_path": ckpt_path}
         fit(module, data=data(), callbacks=[saving, NoEOSMask(), TruncatedIS()], default_root_dir=folder, **options)

@@ -9,30 +9,17 @@ from typing import Any
 import pytest
 import torch
 from kit.conversations import Echo, talking_module
-from kit.support import fit, tiny_module
+from kit.support import fit, recorder, tiny_module
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_rl import FinishReason, PromptDataModule, RLCallback, Rollout
+from lightning_rl import FinishReason, PromptDataModule, Rollout
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
 from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, check_environments
 
 
-class Watch(RLCallback):
-    """Keeps every rollout."""
-
-    name = "watch"
-
-    def __init__(self) -> None:
-        self.rollouts: list[Rollout] = []
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self.rollouts.append(rollout)
-
-
-def train(folder: Path, fails: Callable[[int], bool], **options: Any) -> tuple[Watch, list[str]]:
+def train(folder: Path, fails: Callable[[int], bool], **options: Any) -> tuple[list[Rollout], list[str]]:
     """A short fit; whether a conversation fails goes by the place of its row."""
 
     class Partner(TokenEnvironment):
@@ -51,18 +38,17 @@ def train(folder: Path, fails: Callable[[int], bool], **options: Any) -> tuple[W
         def close(self) -> None:
             """Holds nothing."""
 
-    watch = Watch()
+    seen = list[Rollout]()
     data = PromptDataModule([{"prompt": [2, 3], "place": place} for place in range(8)], 4, shuffle=False)
     module = tiny_module(environment=Partner, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(module, data=data, callbacks=[watch], default_root_dir=folder)
-    return watch, [str(warning.message) for warning in caught if "conversations" in str(warning.message)]
+        fit(module, data=data, callbacks=[recorder(seen)("seen")], default_root_dir=folder)
+    return seen, [str(warning.message) for warning in caught if "conversations" in str(warning.message)]
 
 
 def test_failed_rows_neither_train_nor_count_and_are_said_once_and_kept_in_a_file(tmp_path: Path) -> None:
-    watch, said = train(tmp_path, lambda place: place == 5)
-    first, second = watch.rollouts
+    (first, second), said = train(tmp_path, lambda place: place == 5)
     assert (first.finish != FinishReason.FAILED).all() and first.rewarded.all()
     failed = second.finish == FinishReason.FAILED
     assert failed.tolist() == [place == 5 for place in (4, 5, 6, 7) for _ in range(4)]
@@ -86,18 +72,13 @@ def test_a_rollout_in_which_too_many_fail_ends_the_run_with_a_checkpoint_and_the
     with pytest.raises(FailedEnvironmentsError, match=message):
         train(tmp_path, lambda place: place > 5)
     assert list(tmp_path.rglob(INTERRUPTED)), "of the step before"
-    watch, _ = train(tmp_path, lambda place: place > 5, max_environment_failure_rate=None)
-    assert int((watch.rollouts[1].finish == FinishReason.FAILED).sum()) == 8
+    (_, second), _ = train(tmp_path, lambda place: place > 5, max_environment_failure_rate=None)
+    assert int((second.finish == FinishReason.FAILED).sum()) == 8
 
 
 def test_a_group_that_lost_a_row_is_judged_by_the_others(tmp_path: Path) -> None:
-    made: list[object] = []
-
     class Partner(TokenEnvironment):
-        """The first conversation of each group fails, at both tries."""
-
-        def __init__(self) -> None:
-            made.append(self)
+        """Some conversations of a group fail, at both tries."""
 
         @override
         def reset(self, row: Any, seed: int) -> Sequence[int]:
@@ -113,12 +94,12 @@ def test_a_group_that_lost_a_row_is_judged_by_the_others(tmp_path: Path) -> None
         def close(self) -> None:
             """Holds nothing."""
 
-    watch = Watch()
+    seen = list[Rollout]()
     module = tiny_module(environment=Partner, max_environment_failure_rate=None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit(module, callbacks=[watch], default_root_dir=tmp_path)
-    (rollout, *_) = watch.rollouts
+        fit(module, callbacks=[recorder(seen)("seen")], default_root_dir=tmp_path)
+    rollout = seen[0]
     failed = rollout.finish == FinishReason.FAILED
     assert 0 < int(failed.sum()) < len(rollout)
     for group in rollout.groups.unique():

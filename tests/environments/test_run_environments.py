@@ -7,7 +7,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from environments.templates import FAMILIES, close_of, tokenizer_of
+from environments.templates import close_of, tokenizer_of
 from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
 
@@ -101,7 +101,7 @@ def test_a_fit_with_tools_goes_through_every_check_of_the_audit(options: dict[st
     assert (rollout.token_extras[TURNS].amax(-1) >= 1).all()
 
 
-def test_an_environment_that_never_ends_is_ended() -> None:
+def test_an_environment_that_never_ends_is_ended_and_needs_no_parser_without_tools() -> None:
     (rollout,) = rollouts_of(module_of("gemma-3", environment=Asking, max_turns=2))
     assert (
         set(rollout.finish.tolist()) <= {FinishReason.TURNS, FinishReason.LENGTH}
@@ -126,12 +126,6 @@ def test_what_cannot_work_is_refused_before_anything_is_generated(
 ) -> None:
     with pytest.raises(error, match=f"(?s){message}"):
         fit(module_of(**options), data=data(), limit_train_batches=1)
-
-
-def test_an_environment_without_tools_needs_no_parser() -> None:
-    assert FAMILIES["gemma-3"].tool
-    module = module_of("gemma-3", environment=Asking, max_turns=1)
-    assert (rollouts_of(module)[0].finish != FinishReason.FAILED).all()
 
 
 class Opening(Asking):

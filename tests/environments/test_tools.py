@@ -92,10 +92,6 @@ class Point:
     x: int
 
 
-async def several() -> Any:
-    yield 1
-
-
 def returning(value: Any) -> Any:
     def give() -> Any:
         """Gives."""
@@ -186,13 +182,14 @@ def test_a_flood_is_cut_with_a_note() -> None:
     assert error.startswith('{"error": "OSError: ') and "[cut: 20 of " in error
 
 
-def test_coroutines_wait_together_outside_of_this_thread_and_replies_keep_their_order() -> None:
-    environment = ToolEnvironment([wait, add])
-    calls = [call("wait", turns=9), call("wait", turns=1), call("add", a=1), call("wait", turns=0)]
-    taken = step(environment, *calls)
+def test_coroutines_run_outside_of_this_thread_also_where_a_loop_is_running() -> None:
+    async def inside() -> Any:
+        return step(ToolEnvironment([wait, add]), call("wait", turns=1), call("add", a=1), call("wait", turns=0))
+
+    taken = asyncio.run(inside())
     texts = [message["content"] for message in taken.messages]
-    assert texts[:3] == ["9 False", "1 False", "2"]
-    assert (json.loads(texts[3]), taken.metrics) == ({"error": "TimeoutError: no time"}, {"tool_errors": 1.0})
+    assert texts[:2] == ["1 False", "2"]
+    assert (json.loads(texts[2]), taken.metrics) == ({"error": "TimeoutError: no time"}, {"tool_errors": 1.0})
 
 
 def test_coroutines_that_follow_each_other_overlap_and_a_function_waits_for_them() -> None:
@@ -216,13 +213,6 @@ def test_coroutines_that_follow_each_other_overlap_and_a_function_waits_for_them
     assert events == ["begin a", "begin b", "end a", "end b", "note"]
 
 
-def test_async_tools_work_where_a_loop_is_running() -> None:
-    async def inside() -> list[str]:
-        return said(ToolEnvironment([wait]), call("wait", turns=1))
-
-    assert asyncio.run(inside()) == ["1 False"]
-
-
 def test_a_coroutine_keeps_its_loop_from_turn_to_turn() -> None:
     loops: list[Any] = []
 
@@ -243,41 +233,11 @@ def test_an_exit_in_the_event_loop_ends_neither_the_loop_nor_the_others() -> Non
     assert isinstance(one, SystemExit) and other == "1 False"
 
 
-def total(*numbers: int) -> int:
-    """Adds numbers.
-
-    Args:
-        numbers: any.
-    """
-    return sum(numbers)
-
-
-def count(**numbers: int) -> int:
-    """Counts numbers.
-
-    Args:
-        numbers: any.
-    """
-    return len(numbers)
-
-
-def double(number: int, /) -> int:
-    """Doubles a number.
-
-    Args:
-        number: any.
-    """
-    return 2 * number
-
-
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
         ([add, add], "expected tools of different names, got add more than once: rename one"),
         ([lambda x: x], "for each argument of tool <lambda>, got a function without a schema: .*docstring"),
-        ([total], r"expected tool total to take each argument by its name, got \*numbers: use a named"),
-        ([count], r"expected tool count to take each argument by its name, got \*\*numbers: use a named"),
-        ([double], "expected tool double to take each argument by its name, got number, /: use a named"),
         ([partial(add, 1)], "expected each tool to be a function or a method, got an object of class partial: write a"),
         (["add"], "expected each tool to be a function or a method, got an object of class str"),
     ],
@@ -285,11 +245,6 @@ def double(number: int, /) -> int:
 def test_tools_without_a_name_or_a_schema_of_their_own_are_refused(tools: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         ToolEnvironment(tools)
-
-
-def test_a_limit_of_characters_is_a_number() -> None:
-    with pytest.raises(ValueError, match="expected max_characters to be a whole number above 0 or None, got 0"):
-        ToolEnvironment([add], max_characters=0)
 
 
 class Counter:
@@ -419,20 +374,7 @@ def test_a_conversation_with_tools_goes_from_tokens_to_tokens() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        {1},
-        {"a": {2}},
-        object(),
-        (one for one in "a"),
-        several(),
-        b"a",
-        math.nan,
-        10**5000,
-        [math.inf],
-        {(1, 2): 3},
-        len,
-        1j,
-    ],
+    [{"a": {2}}, object(), (one for one in "a"), b"a", math.nan, {(1, 2): 3}],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_data_is_an_error_for_the_policy_to_read_without_addresses(value: Any) -> None:

@@ -211,36 +211,18 @@ def test_invalid_ids_are_refused(ids: Any, message: str) -> None:
         check_reset(Echo(), ids, 9)
 
 
-class Foreign(Echo):
-    """Returns an id outside of the vocabulary."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__()
-        self.place = place
-
-    @override
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
-        return [7, 512] if self.place == "reset" else []
-
-    @override
-    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-        ids: dict[str, Any] = {self.place: [512]}
-        return TokenStep(**ids)
-
-
-@pytest.mark.parametrize("place", ["reset", "token_ids", "rewritten"])
-def test_an_id_outside_of_the_vocabulary_fails_its_conversation(place: str) -> None:
-    sampling = SamplingParams(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
-    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
-    conversation = Conversation(Foreign(place), first, ConversationLimits(vocabulary=512), "shop")
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_an_id_outside_of_the_vocabulary_fails_its_conversation(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Echo, call, {"reset": lambda *_: [512], "step": lambda *_: TokenStep(token_ids=[512])}[call])
+    first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(eos_token_ids=[9]))
+    conversation = Conversation(Echo(), first, ConversationLimits(vocabulary=512))
     conversation.begin({}, 0)
-    if place != "reset":
+    if conversation.request is not None:
         conversation.receive(Completion(token_ids=(5,), logprobs=None, finish=FinishReason.STOP, version=0))
     transcript = conversation.transcript
     assert transcript is not None and transcript.finish == FinishReason.FAILED
-    call = "reset" if place == "reset" else "step"
     assert transcript.outcome.failure == (
-        f"ValueError: expected token ids in [0, 512), the policy's vocabulary, in what Foreign.{call} returns, got 512"
+        f"ValueError: expected token ids in [0, 512), the policy's vocabulary, in what Echo.{call} returns, got 512"
     )
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from kit.forks import PATH, Fork
 from typing_extensions import override
 
-from lightning_rl import FinishReason, SamplingParams
+from lightning_rl import FakeEngine, FinishReason, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import (
     Action,
@@ -33,12 +32,12 @@ from lightning_rl.environments import (
     TokenEnvironment,
     TokenStep,
     Transcript,
-    fork_server,
-    play,
+    converse,
 )
 from lightning_rl.environments.outcome import EnvironmentFailureError
 from lightning_rl.environments.workers import WorkerPool
-from lightning_rl.generation import Completion, Request
+from lightning_rl.generation import Request
+from lightning_rl.generation import engine as engine_module
 
 pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(max_new_tokens=20, eos_token_ids=[9])
@@ -210,9 +209,10 @@ def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     empty = tmp_path_factory.mktemp("forks") / "empty.py"
     empty.touch()
     Fork(0, [str(empty)], dict(os.environ), empty).wait()  # starts the parent of forks without the mark
-    os.environ["MARK"] = MARK
-    yield
-    del os.environ["MARK"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARK", MARK)
+        patch.setattr(engine_module, "LINGER", 0.0)
+        yield
     assert nothing_is_left()
 
 
@@ -232,16 +232,6 @@ def pool() -> Iterator[WorkerPool]:
     assert nothing_is_left(), "closing ends everything that a pool started"
 
 
-def draw(requests: Sequence[Request]) -> list[Completion]:
-    """Return completions that depend on the prefix alone."""
-    return [
-        Completion(
-            token_ids=(sum(request.prefix_ids) % 5, 9), logprobs=torch.zeros(2), finish=FinishReason.STOP, version=0
-        )
-        for request in requests
-    ]
-
-
 def run(
     pool: WorkerPool, ends: Sequence[str], name: str = "bad", *, retry: bool = True, **row: Any
 ) -> list[Transcript]:
@@ -255,8 +245,10 @@ def run(
 
         conversation = Conversation(make(), first, ConversationLimits(), again=make if retry else None)
         openings.append(Opening(conversation, {"sample": sample, "end": end, **row}, 3))
+    engine = FakeEngine(lambda request: (sum(request.prefix_ids) % 5, 9))
+    engine.load_weights([], 0)
     with pool.executor() as executor:
-        return play(openings, draw, executor=executor, limit=pool.workers)
+        return converse(openings, engine, executor=executor, limit=pool.workers)
 
 
 def test_each_kind_of_failure_costs_its_own_conversation_alone(pool: WorkerPool) -> None:
@@ -378,17 +370,6 @@ def test_a_killed_trainer_leaves_no_process(tmp_path: Path, pool: WorkerPool) ->
     trainer.kill()
     trainer.wait()
     assert nothing_is_left(*pool.pids())
-
-
-def test_a_server_without_a_trainer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(os, "_exit", leave)
-    ours, theirs = Pipe()
-    ours.close()
-    with pytest.raises(SystemExit, match="0"):
-        fork_server.tell(theirs, "")
 
 
 FIT = """

@@ -25,11 +25,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_solved_sample(samples: int) ->
 @pytest.mark.parametrize(
     ("samples", "solved", "k", "value"),
     [
-        pytest.param(4, 1, 2, 1 / 2, id="3-of-6-pairs"),
-        pytest.param(5, 2, 3, 9 / 10, id="9-of-10-triples"),
-        pytest.param(8, 0, 8, 0.0, id="none"),
-        pytest.param(8, 1, 8, 1.0, id="all-are-drawn"),
-        pytest.param(10, 3, 1, 3 / 10, id="one-draw-is-the-share"),
+        (4, 1, 2, 1 / 2),
+        (5, 2, 3, 9 / 10),
+        (8, 0, 8, 0.0),
+        (8, 1, 8, 1.0),
+        (10, 3, 1, 3 / 10),
     ],
 )
 def test_pass_at_k_by_hand(samples: int, solved: int, k: int, value: float) -> None:
@@ -50,13 +50,13 @@ def test_pass_at_k_refuses_what_it_is_not_defined_for(samples: int, solved: int,
 @pytest.mark.parametrize(
     ("answers", "solved", "value"),
     [
-        pytest.param(["7", "7", "8"], [1, 1, 0], 1.0, id="most-are-right"),
-        pytest.param(["7", "8", "8"], [1, 0, 0], 0.0, id="most-are-wrong"),
-        pytest.param(["7", "8"], [1, 0], 1 / 2, id="tie-of-two"),
-        pytest.param(["7", "8", "9", "8", "7", "9", "1"], [1, 0, 0, 0, 1, 0, 0], 1 / 3, id="tie-of-three"),
-        pytest.param([None, None, "7"], [0, 0, 1], 1.0, id="no-answer-no-vote"),
-        pytest.param([None, None], [1, 1], 0.0, id="no-vote-at-all"),
-        pytest.param([7, 7, 7, 8], [1, 1, 0, 0], 2 / 3, id="a-reward-that-sees-more-than-the-answer"),
+        (["7", "7", "8"], [1, 1, 0], 1.0),
+        (["7", "8", "8"], [1, 0, 0], 0.0),
+        (["7", "8"], [1, 0], 1 / 2),
+        (["7", "8", "9", "8", "7", "9", "1"], [1, 0, 0, 0, 1, 0, 0], 1 / 3),
+        ([None, None, "7"], [0, 0, 1], 1.0),
+        ([None, None], [1, 1], 0.0),
+        ([7, 7, 7, 8], [1, 1, 0, 0], 2 / 3),
     ],
 )
 def test_majority_by_hand(answers: list[str | None], solved: list[int], value: float) -> None:
@@ -68,11 +68,11 @@ def test_majority_by_hand(answers: list[str | None], solved: list[int], value: f
 @pytest.mark.parametrize(
     ("right", "number", "low", "high"),
     [  # Wilson's interval, worked by hand with z = 1.959964: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
-        pytest.param(8, 10, 0.4901625, 0.9433178, id="8-of-10"),
-        pytest.param(0, 10, 0.0, 0.2775328, id="0-of-10"),
-        pytest.param(10, 10, 0.7224672, 1.0, id="10-of-10"),
-        pytest.param(1, 1, 0.2065493, 1.0, id="1-of-1"),
-        pytest.param(50, 100, 0.4038315, 0.5961685, id="50-of-100"),
+        (8, 10, 0.4901625, 0.9433178),
+        (0, 10, 0.0, 0.2775328),
+        (10, 10, 0.7224672, 1.0),
+        (1, 1, 0.2065493, 1.0),
+        (50, 100, 0.4038315, 0.5961685),
     ],
 )
 def test_interval_of_shares_is_wilsons(right: int, number: int, low: float, high: float) -> None:

@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_rl import FakeEngine, RLLightningModule, SamplingParams
 from lightning_rl.callbacks import TruncatedIS
-from lightning_rl.evaluation.prompt_encoding import is_single
 from lightning_rl.generation import Request
 
 CHAT = [{"role": "user", "content": "c d"}]
@@ -32,16 +31,16 @@ def echoing(**options: Any) -> RLLightningModule:
 @pytest.mark.parametrize(
     ("prompts", "answers"),
     [
-        pytest.param("a b", "a b", id="one-text"),
-        pytest.param(["a b", "c"], ["a b", "c"], id="texts"),
-        pytest.param(["a b"], ["a b"], id="a-list-of-one-text"),
-        pytest.param(CHAT, "c d b", id="one-chat"),
-        pytest.param([CHAT, CHAT], ["c d b", "c d b"], id="chats"),
-        pytest.param([2, 3], "a b", id="one-list-of-ids"),
-        pytest.param((2, 3), "a b", id="one-tuple-of-ids"),
-        pytest.param([[2, 3], [4]], ["a b", "c"], id="lists-of-ids"),
-        pytest.param({"prompt": "a", "answer": "b"}, "a", id="one-row"),
-        pytest.param([{"prompt": "a"}, {"prompt": CHAT}], ["a", "c d b"], id="rows"),
+        ("a b", "a b"),
+        (["a b", "c"], ["a b", "c"]),
+        (["a b"], ["a b"]),
+        (CHAT, "c d b"),
+        ([CHAT, CHAT], ["c d b", "c d b"]),
+        ([2, 3], "a b"),
+        ((2, 3), "a b"),
+        ([[2, 3], [4]], ["a b", "c"]),
+        ({"prompt": "a", "answer": "b"}, "a"),
+        ([{"prompt": "a"}, {"prompt": CHAT}], ["a", "c d b"]),
     ],
 )
 def test_every_form_of_prompt_is_answered_in_its_form_before_there_is_a_trainer(prompts: Any, answers: Any) -> None:
@@ -118,16 +117,6 @@ def test_a_fit_in_bf16_takes_the_policy_that_answered() -> None:
     assert len(module.generate([[2], [3]])) == 2
     fit(module, precision="bf16-true", data=tiny_prompts(4, 4))
     assert module.required_policy.model.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("prompts", ["", "a", {"prompt": "a"}, [1, 2], CHAT])
-def test_a_single_prompt_is_known_as_one(prompts: Any) -> None:
-    assert is_single(prompts)
-
-
-@pytest.mark.parametrize("prompts", [[], ["a"], [[1]], [CHAT], [{"prompt": "a"}], [{"prompt": "a"}, CHAT]])
-def test_several_prompts_are_known_as_such(prompts: Any) -> None:
-    assert not is_single(prompts)
 
 
 def test_a_call_gives_the_same_texts_each_time_and_samples_differ() -> None:

@@ -23,13 +23,13 @@ def thirds(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> 
     return [(sum(ids) % 7) / 3 for ids in completion_ids]
 
 
-def evaluate(folder: Path, ranks: int, strategy: str = "ddp", max_tokens_per_microbatch: int = 4096) -> dict[str, Any]:
+def evaluate(folder: Path, ranks: int, strategy: str = "ddp") -> dict[str, Any]:
     """Figures of validation and test, files, and predictions, of three evaluations with prompts that do not divide."""
     torch.set_num_threads(1)
     prompts = [[2 + n, 3 + n % 5, 4][: 1 + n % 3] for n in range(11)]
     module = tiny_module(
         policy=partial(tiny_policy, dtype=torch.float64), tokenizer=tiny_tokenizer(), rewards=thirds,
-        max_tokens_per_microbatch=max_tokens_per_microbatch, evaluation=[
+        evaluation=[
             Evaluation("greedy", prompts[:5]),
             Evaluation(
                 "several", prompts, samples=3, sampling=SamplingParams(max_new_tokens=6), correct=1.5,
@@ -69,10 +69,6 @@ def test_ranks_evaluate_bit_for_bit_as_one_device(tmp_path: Path, ranks: int, st
     assert several == json.loads(json.dumps(one))
     assert len(one["files"]) == 2 * 3 + 1 and {len(batch) for batch in one["predictions"]} == {3, 1}
     assert 0 < one["val"]["val/several/maj@3"] < 1 and 0 < one["val"]["val/several/pass@3"] < 1
-
-
-def test_the_token_budget_changes_no_figure(tmp_path: Path) -> None:
-    assert evaluate(tmp_path / "one", 1) == evaluate(tmp_path / "other", 1, max_tokens_per_microbatch=7)
 
 
 def rank(folder: Path, strategy: str) -> None:

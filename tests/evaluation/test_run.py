@@ -264,13 +264,6 @@ def test_a_fit_validates_at_its_steps_and_checkpoints_by_a_figure(tmp_path: Path
     assert tested["test/greedy/pass@1"] == figures["val/greedy/pass@1"]
 
 
-def test_early_stopping_reads_a_figure() -> None:
-    stopping = EarlyStopping("val/greedy/pass@1", mode="max", patience=1, check_on_train_epoch_end=False)
-    module = tiny_module(engine=FakeEngine(lambda _: [A, B, EOS]), evaluation=GREEDY)
-    assert fit(module, callbacks=[stopping], val_check_interval=1).global_step == 2
-    assert float(stopping.best_score) == 1.0
-
-
 def level_reward(prompts: Any, completions: Any, *, level: list[int], **_: Any) -> list[int]:
     return level
 

@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from lightning_rl.environments.adapters.completion_server import ROUTE, SESSION, Endpoint, Line
+from lightning_rl.environments.adapters.completion_server import ROUTE, SESSION, CompletionServer, Line
 from lightning_rl.environments.adapters.program import Program, ProgramResult
 
 Ask = Callable[..., tuple[int, dict[str, Any]]]
 
 
 def post(
-    endpoint: Endpoint,
+    endpoint: CompletionServer,
     body: Any,
     *,
     session: str = "one",
@@ -45,7 +45,7 @@ class ScriptedProgram(Program):
     """
 
     def __init__(self, script: Callable[[Ask], ProgramResult], seconds: float = 10.0) -> None:
-        self.endpoint, self.line, self.script = Endpoint(), Line(seconds), script
+        self.endpoint, self.line, self.script = CompletionServer(), Line(seconds), script
         self.outcome = ProgramResult()
         self.stopped = self.closed = 0
 

@@ -142,7 +142,7 @@ class Line:
                 self._pending.refuse("the conversation has ended", 410)
 
 
-class Endpoint:
+class CompletionServer:
     """HTTP server on loopback, until :meth:`close`.
 
     Attributes:

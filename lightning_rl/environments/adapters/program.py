@@ -16,12 +16,7 @@ from lightning_rl.rollout import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """Result of a program's conversation.
-
-    Args:
-        reward: Reward, or None.
-        metrics: Metrics to log.
-    """
+    """Reward of a program's conversation, or None, and metrics to log."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -52,11 +47,7 @@ class Program(Protocol):
 
 
 class ProgramEnvironment:
-    """Conversation with a program, in the token ids of its requests.
-
-    Args:
-        program: Program of this conversation alone.
-    """
+    """Conversation with a program, which is its own, in the token ids of its requests."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

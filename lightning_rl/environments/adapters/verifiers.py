@@ -1,7 +1,7 @@
 """Tasks and harnesses of the package ``verifiers`` (0.4) as environments of a run.
 
 A harness is a program that requests answers from a model. Here it requests them from an
-:class:`.completion_server.Endpoint` in front of the conversation, so engine, sample, turn and
+:class:`.completion_server.CompletionServer` in front of the conversation, so engine, sample, turn and
 seed are those of the run, and every trained id is a sampled one.
 The renderer of the package ``renderers`` writes the tokens between answers.
 """
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.environments.adapters.completion_server import Endpoint, Line
+from lightning_rl.environments.adapters.completion_server import CompletionServer, Line
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
 from lightning_rl.environments.environment import Message
 from lightning_rl.environments.outcome import EnvironmentFailureError
@@ -113,21 +113,17 @@ class Verifiers:
 
 
 class Service:
-    """Endpoint and services of an environment, shared by the open conversations of a process.
-
-    Args:
-        maker: Factory of the conversations.
-    """
+    """Completion server and services of an environment, shared by the open conversations of a process."""
 
     def __init__(self, maker: Verifiers) -> None:
         self._maker = maker
         self._lock = threading.Lock()
         self._users = 0
-        self._endpoint: Endpoint | None = None
+        self._endpoint: CompletionServer | None = None
         self._end = asyncio.Event()
         self._serving: Future[None] | None = None
 
-    def enter(self) -> Endpoint:
+    def enter(self) -> CompletionServer:
         """Add a conversation; the first one starts the service."""
         with self._lock:
             if self._endpoint is None:
@@ -146,14 +142,14 @@ class Service:
             if not self._users:
                 self._close()
 
-    def _open(self) -> Endpoint:
+    def _open(self) -> CompletionServer:
         ready: Future[None] = Future()
         self._end = asyncio.Event()
         self._serving = LOOP.start(self._serve(ready, self._end))
         wait((ready, self._serving), self._maker.timeout, return_when=FIRST_COMPLETED)
         if not ready.done():
             self._serving.result(0)  # raises
-        return Endpoint()
+        return CompletionServer()
 
     def _close(self) -> None:
         endpoint, self._endpoint = self._endpoint, None
@@ -169,19 +165,12 @@ class Service:
 
 
 class Episode:
-    """Episode of an environment of verifiers, as a :class:`.program.Program`.
-
-    Args:
-        maker: Factory of the conversation.
-
-    Attributes:
-        traces: Records of its agents by verifiers, by session.
-    """
+    """Episode of an environment of verifiers, as a :class:`.program.Program`, with the traces of its sessions."""
 
     def __init__(self, maker: Verifiers) -> None:
         self._maker = maker
         self._line = Line(maker.timeout)
-        self._endpoint: Endpoint | None = None
+        self._endpoint: CompletionServer | None = None
         self._future: Future[None] | None = None
         self.traces: dict[str, Any] = {}
         self._episode: Any = None
@@ -195,7 +184,7 @@ class Episode:
         self._future = LOOP.start(self._run(task, self._endpoint))
         return self._line
 
-    async def _run(self, task: Any, endpoint: Endpoint) -> None:
+    async def _run(self, task: Any, endpoint: CompletionServer) -> None:
         vf, maker = import_verifiers(), self._maker
         headers = {"Authorization": f"Bearer {endpoint.secret}"}
         client = vf.TrainClientConfig(base_url=endpoint.url, headers=headers, **maker.client)

@@ -1,30 +1,28 @@
-"""Endpoint of programs: loopback, a secret, one question at a time, and an orderly end."""
+"""CompletionServer of programs: loopback, a secret, one question at a time, and an orderly end."""
 
-import http.client
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from kit.programs import post
 
 from lightning_rl import FinishReason
-from lightning_rl.environments.adapters.completion_server import MAX_BODY, Endpoint, Line, Question
+from lightning_rl.environments.adapters.completion_server import CompletionServer, Line, Question
 from lightning_rl.environments.outcome import EnvironmentFailureError
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
+def endpoint() -> Iterator[CompletionServer]:
+    made = CompletionServer()
     yield made
     made.close()
 
 
 @pytest.fixture
-def line(endpoint: Endpoint) -> Line:
+def line(endpoint: CompletionServer) -> Line:
     made = Line(10.0)
     endpoint.connect("one", made)
     return made
@@ -41,7 +39,7 @@ BODY = {"model": "policy", "token_ids": [3, 1, 4], "sampling_params": {"stop_tok
 
 @pytest.mark.parametrize(("finish", "reason"), [(FinishReason.STOP, "stop"), (FinishReason.LENGTH, "length")])
 def test_an_answer_goes_back_as_a_server_of_vllm_gives_it(
-    endpoint: Endpoint, line: Line, finish: FinishReason, reason: str
+    endpoint: CompletionServer, line: Line, finish: FinishReason, reason: str
 ) -> None:
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(post, endpoint, BODY)
@@ -66,7 +64,9 @@ def test_an_answer_goes_back_as_a_server_of_vllm_gives_it(
         ({"path": "/v1/chat/completions"}, 404),
     ],
 )
-def test_strangers_reach_no_conversation(endpoint: Endpoint, line: Line, options: dict[str, Any], status: int) -> None:
+def test_strangers_reach_no_conversation(
+    endpoint: CompletionServer, line: Line, options: dict[str, Any], status: int
+) -> None:
     assert post(endpoint, BODY, **options)[0] == status
     line.end()
     assert line.wait() is None
@@ -86,7 +86,7 @@ def test_strangers_reach_no_conversation(endpoint: Endpoint, line: Line, options
     ],
 )
 def test_what_no_row_can_hold_ends_the_conversation_with_its_reason(
-    endpoint: Endpoint, line: Line, body: Any, expected: str
+    endpoint: CompletionServer, line: Line, body: Any, expected: str
 ) -> None:
     status, reply = post(endpoint, body)
     assert status == 400 and reply["error"]["message"].startswith("expected ")
@@ -94,7 +94,9 @@ def test_what_no_row_can_hold_ends_the_conversation_with_its_reason(
         line.wait()
 
 
-def test_a_second_question_before_the_answer_to_the_first_ends_the_conversation(endpoint: Endpoint, line: Line) -> None:
+def test_a_second_question_before_the_answer_to_the_first_ends_the_conversation(
+    endpoint: CompletionServer, line: Line
+) -> None:
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(post, endpoint, BODY)
         question = question_of(line)
@@ -105,19 +107,8 @@ def test_a_second_question_before_the_answer_to_the_first_ends_the_conversation(
         line.wait()
 
 
-def test_a_body_that_is_too_long_is_refused(endpoint: Endpoint, line: Line) -> None:
-    connection = http.client.HTTPConnection(urlsplit(endpoint.url).netloc, timeout=10)
-    connection.putrequest("POST", "/inference/v1/generate")
-    headers = {"Content-Length": MAX_BODY + 1, "Authorization": f"Bearer {endpoint.secret}", "X-Session-ID": "one"}
-    for name, value in headers.items():
-        connection.putheader(name, str(value))
-    connection.endheaders(b" " * (MAX_BODY + 1))
-    assert connection.getresponse().status == 413
-    connection.close()
-
-
-def test_it_listens_on_loopback_alone_with_a_secret_of_its_own(endpoint: Endpoint) -> None:
-    other = Endpoint()
+def test_it_listens_on_loopback_alone_with_a_secret_of_its_own(endpoint: CompletionServer) -> None:
+    other = CompletionServer()
     try:
         assert endpoint.url.startswith("http://127.0.0.1:") and endpoint.url != other.url
         assert endpoint.secret != other.secret and len(endpoint.secret) >= 32
@@ -126,9 +117,9 @@ def test_it_listens_on_loopback_alone_with_a_secret_of_its_own(endpoint: Endpoin
 
 
 def test_nothing_is_left_of_one_that_is_closed_and_whoever_waits_is_told() -> None:
-    Endpoint().close()  # starts the thread of all endpoints
+    CompletionServer().close()  # starts the thread of all endpoints
     before = threading.active_count()
-    endpoint, line = Endpoint(), Line(10.0)
+    endpoint, line = CompletionServer(), Line(10.0)
     endpoint.connect("one", line)
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(post, endpoint, BODY)
@@ -141,7 +132,7 @@ def test_nothing_is_left_of_one_that_is_closed_and_whoever_waits_is_told() -> No
     assert threading.active_count() == before
 
 
-def test_a_conversation_that_is_closed_is_asked_no_more(endpoint: Endpoint, line: Line) -> None:
+def test_a_conversation_that_is_closed_is_asked_no_more(endpoint: CompletionServer, line: Line) -> None:
     line.close()
     assert post(endpoint, BODY)[0] == 410
     endpoint.disconnect(line)

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from kit.programs import Ask, ScriptedProgram
 
-from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.environments import Conversation, ConversationLimits, Opening, Transcript, play
+from lightning_rl import FakeEngine, FinishReason, SamplingParams
+from lightning_rl.environments import Conversation, ConversationLimits, Opening, Transcript, converse
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
 from lightning_rl.environments.adapters.verifiers import Verifiers
-from lightning_rl.generation import Completion, Request, turn_seed
+from lightning_rl.generation import Request, turn_seed
 
 EOS = 9
 FIRST = Request(
@@ -30,19 +29,12 @@ def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits
         programs.append(ScriptedProgram(script, seconds))
         return ProgramEnvironment(programs[-1])
 
-    asked: list[Request] = []
-
-    def draw(requests: Any) -> list[Completion]:
-        asked.extend(requests)
-        return [
-            Completion(token_ids=(20 + request.turn, EOS), logprobs=torch.zeros(2), finish=FinishReason.STOP, version=0)
-            for request in requests
-        ]
-
+    engine = FakeEngine(lambda request: (20 + request.turn, EOS))
+    engine.load_weights([], 0)
     conversation = Conversation(None, FIRST, ConversationLimits(**limits), "env", make)
-    (transcript,) = play([Opening(conversation, {"prompt": "?"}, 3)], draw)
+    (transcript,) = converse([Opening(conversation, {"prompt": "?"}, 3)], engine)
     assert all(program.closed == 1 for program in programs)
-    return transcript, (programs, asked)
+    return transcript, (programs, engine.requests)
 
 
 def talk(ask: Ask) -> ProgramResult:

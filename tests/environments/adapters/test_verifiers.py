@@ -25,7 +25,7 @@ from lightning_rl.audit import SignalAudit
 from lightning_rl.corrections import RLCallback
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.environments.adapters import verifiers as adapter
-from lightning_rl.environments.adapters.completion_server import Endpoint
+from lightning_rl.environments.adapters.completion_server import CompletionServer
 from lightning_rl.environments.adapters.verifiers import Episode, Verifiers
 from lightning_rl.generation import Request, request_seed, turn_seed
 
@@ -59,7 +59,7 @@ def make(folder: str, plugins: None) -> Any:
     return partial(Verifiers, CONFIG, folder, RENDERER)
 
 
-class Seen(Endpoint):
+class Seen(CompletionServer):
     """Keeps what came and what went, by session.
 
     Args:
@@ -84,7 +84,7 @@ class Seen(Endpoint):
 def log(monkeypatch: pytest.MonkeyPatch) -> list[Exchange]:
     """Requests and responses of all endpoints."""
     kept: list[Exchange] = []
-    monkeypatch.setattr(adapter, "Endpoint", partial(Seen, kept))
+    monkeypatch.setattr(adapter, "CompletionServer", partial(Seen, kept))
     return kept
 
 
