@@ -74,8 +74,8 @@ def test_another_column_and_what_is_no_test() -> None:
 
 
 def test_a_machine_without_namespaces_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_missing", lambda: "unshare: Operation not permitted")
-    with pytest.raises(SandboxUnavailable, match="got unshare"):
+    monkeypatch.setattr(sandbox, "_missing", lambda: "bwrap: Operation not permitted")
+    with pytest.raises(SandboxUnavailable, match="got bwrap"):
         CodeTests()
     assert CodeTests(sandbox=Sandbox(unsafe=True)).partial
 
