@@ -123,13 +123,12 @@ def test_there_is_no_network_not_even_to_this_machine(server: tuple[int, list[An
     assert Sandbox().run(name.format("print(1)")).ok
 
 
-@pytest.mark.parametrize("tight", [{"memory": 512}, {"memory": 2**20}, {"seconds": 0.01}, {"output": 1}], ids=str)
+@pytest.mark.parametrize("tight", [{"memory": 512}, {"memory": 2**20}, {"seconds": 0.01}], ids=str)
 def test_limits_under_which_nothing_runs_are_named(tight: Any) -> None:
-    (name, limit), *_ = tight.items()
-    with pytest.raises(ValueError, match=rf"under which Python starts and prints a digit, got .* {name}={limit} "):
-        Sandbox(**tight).check()
-    with pytest.raises(ValueError, match=f"{name}={limit} "):
-        Sandbox(**tight, unsafe=True).check()
+    ((name, limit),) = tight.items()
+    for unsafe in (False, True):
+        with pytest.raises(ValueError, match=rf"under which Python prints a digit, got .*[ (]{name}={limit},"):
+            Sandbox(**tight, unsafe=unsafe).check()
 
 
 def test_a_fork_bomb_is_stopped_at_the_limit(tmp_path: Path) -> None:
@@ -300,7 +299,6 @@ def test_limits_are_checked_by_name(option: str) -> None:
         Sandbox(**options)
 
 
-@pytest.mark.parametrize("texts", [("print(1)", None), (b"print(1)", ""), ("print(1)", "\ud800"), ("\udfff", "")])
-def test_what_is_no_text_is_neither_run_nor_read(texts: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected (stdin|source) to be a string without lone surrogates, got"):
-        Sandbox().run(*texts)
+def test_lone_surrogates_are_replaced() -> None:
+    result = Sandbox().run("print(input(), '\ud800')", "\udfff")
+    assert (result.stdout, result.ok) == ("? ?\n", True)
