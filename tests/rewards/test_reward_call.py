@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_rl import PromptDataModule
 from lightning_rl.rewards import Rewards, Scores
-from lightning_rl.rewards.scoring import call_alone
+from lightning_rl.rewards.scoring import return_alone
 
 CHAT = [{"role": "user", "content": "a b"}]
 
@@ -213,8 +213,8 @@ def test_a_missing_column_ends_the_run_at_once_and_fails_no_row() -> None:
 
 def test_a_call_outside_of_a_run_answers_like_one_inside() -> None:
     rows = scores(positional).calls[0].rows
-    assert call_alone("positional", positional, rows).values == [1.0, 0.0]
-    assert call_alone("judged", judged, rows.select([1])).values == [2.0]
+    assert return_alone("positional", positional, rows) == [1.0, 0.0]
+    assert return_alone("judged", judged, rows.select([1])) == [2.0]
 
 
 class Figures(Callback):

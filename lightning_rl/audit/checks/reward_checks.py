@@ -1,5 +1,6 @@
 """Checks of rewards: each row has the values of its completion, independent of other rows."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from math import isclose, isnan
@@ -12,7 +13,8 @@ from lightning_rl.audit.sampling_statistics import turns_of
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rewards.reward_call import completion_form
-from lightning_rl.rewards.scoring import call_alone
+from lightning_rl.rewards.scoring import return_alone
+from lightning_rl.rewards.values import values_of
 from lightning_rl.utils.finding import Finding
 
 MAX_ROWS = 8
@@ -175,5 +177,8 @@ def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
     """Return the rows whose values differ when the function is called with ``rows`` only, in that order."""
     if call.function is None:
         return []
-    values = call_alone(call.name, call.function, call.rows.select(rows)).values
+    try:
+        values = values_of(return_alone(call.name, call.function, call.rows.select(rows).copy()), len(rows))
+    except Exception:  # noqa: BLE001  user code
+        values = [math.nan] * len(rows)
     return [row for row, value in zip(rows, values, strict=True) if not same_value(value, call.values[row])]
