@@ -176,14 +176,15 @@ class Sandbox:
 def _as_unused_user() -> list[str]:
     """Return the command that switches root to an unused user, because limits on processes do not hold for root.
 
-    The folders are mounted before, because that user may not be allowed to open them.
+    The folders are mounted before, because that user may not be allowed to open them. The namespace of processes ends
+    that user's processes with the trainer.
     """
     if os.geteuid() != 0:
         return []
     uid = 20_000 + secrets.randbelow(40_000)
-    mounts = ["bwrap", "--die-with-parent", *_folders(), "--dir", "/tmp"]
+    mounts = ["bwrap", "--unshare-pid", "--die-with-parent", *_folders(), "--dir", "/tmp"]
     mounts += ["--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--"]
-    return [*mounts, "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--pdeathsig=KILL"]
+    return [*mounts, "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
 
 
 def _start(command: Sequence[str], folder: str, *descriptors: int) -> "subprocess.Popen[bytes]":

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -216,6 +218,21 @@ def test_a_daemon_left_behind_dies_with_the_program() -> None:
     os.kill(survivors[0], 9)
     assert gone(mark)
     assert Sandbox(seconds=20.0).run(DAEMON.format(mark=mark)).stdout == "left\n" and gone(mark)
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_a_program_dies_with_a_trainer_that_is_killed(unsafe: bool) -> None:
+    mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
+    sleep = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
+    run = f"from lightning_rl.rewards import Sandbox; Sandbox(seconds=60.0, unsafe={unsafe}).run({sleep!r})"
+    trainer = subprocess.Popen([sys.executable, "-c", run])
+    end = time.monotonic() + 100
+    while len(marked(mark)) < 2 and time.monotonic() < end:  # the trainer and the program
+        time.sleep(0.05)
+    assert len(marked(mark)) == 2
+    trainer.kill()
+    trainer.wait()
+    assert gone(mark)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """Checks of rewards: each row has the values of its completion, independent of other rows."""
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from math import isclose, isnan
+from math import isclose, isnan, nan
 
 from lightning_rl.audit.audit_error import Skip
 from lightning_rl.audit.checks.check import check
@@ -179,6 +178,6 @@ def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
         return []
     try:
         values = values_of(return_alone(call.name, call.function, call.rows.select(rows).copy()), len(rows))
-    except Exception:  # noqa: BLE001  user code
-        values = [math.nan] * len(rows)
+    except (Exception, SystemExit):  # noqa: BLE001  user code
+        values = [nan] * len(rows)
     return [row for row, value in zip(rows, values, strict=True) if not same_value(value, call.values[row])]
