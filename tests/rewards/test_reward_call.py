@@ -14,6 +14,7 @@ from transformers import TrainerState
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule
+from lightning_rl.audit.checks.reward_checks import rows_valued_otherwise
 from lightning_rl.rewards import Rewards, Scores
 from lightning_rl.rewards.scoring import return_alone
 
@@ -260,3 +261,12 @@ def test_functions_written_for_trl_run_unchanged_in_a_fit(chat: bool) -> None:
     assert steps == [(0, 4, 0.0), (1, 4, 0.5), (2, 4, 1.0), (3, 4, 1.5)]
     assert [row.get("reward_metric/lengths/later") for row in figures.rows] == [None, 1.0, 2.0, 3.0]
     assert all(row["reward/sometimes"] == 1.0 and row["reward/failed"] == 0.0 for row in figures.rows)
+
+
+def test_a_reward_that_exits_when_called_with_fewer_rows_gives_other_values() -> None:
+    def exits(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if len(prompts) < 2:
+            raise SystemExit
+        return [1.0] * len(prompts)
+
+    assert rows_valued_otherwise(scores(exits).calls[0], [1]) == [1]
