@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -161,6 +162,8 @@ def test_a_block_runs_as_pasted(block: Block, beside: Path) -> None:
         if name in block.text:
             pytest.importorskip(library)
             chat(beside)
+    if "CodeTests()" in block.text and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
     if "recheck(" in block.text:
         evidence(beside)
     if "load_from_checkpoint(" in block.text:

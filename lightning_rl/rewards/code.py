@@ -14,7 +14,7 @@ from numbers import Real
 from typing import Any
 
 from lightning_rl.rewards.answer_match import UnreadableReference, warn_of_unreadable
-from lightning_rl.rewards.sandbox import Sandbox, SandboxUnavailable, has_halves
+from lightning_rl.rewards.sandbox import Sandbox, SandboxUnavailable
 from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.text import column_of, texts_of
 from lightning_rl.utils.arguments import check_bools, check_counts, check_text
@@ -88,22 +88,22 @@ class CodeTests:
 
     def _score(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | SandboxUnavailable | None:
         """Return the share of tests that a program passes, or the reason why it could not run."""
-        try:
-            return self._share(text, tests)
-        except SandboxUnavailable as error:
-            return error
-
-    def _share(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | None:
         if isinstance(tests, UnreadableReference):
             return math.nan
         if not tests:
             return None
-        program, passed = code_of(text), 0
-        for test in tests if program is not None and not has_halves(program) else ():
-            if self._passes(str(program), test):
-                passed += 1
-            elif not self.partial:
-                return 0.0
+        program = code_of(text)
+        if program is None:
+            return 0.0
+        passed = 0
+        try:
+            for test in tests:
+                if self._passes(program, test):
+                    passed += 1
+                elif not self.partial:
+                    return 0.0
+        except SandboxUnavailable as error:
+            return error
         return passed / len(tests)
 
     def _passes(self, program: str, test: Any) -> bool:
@@ -163,8 +163,6 @@ def _check(test: Any, entry_point: Any) -> Any:
     """
     if isinstance(test, str):
         return _check_code(test, entry_point)
-    if isinstance(test, Mapping) and isinstance(test.get("input"), str) and has_halves(test["input"]):
-        raise UnreadableReference(f'expected "input" without lone surrogates, got {test["input"]!r:.200}')
     if isinstance(test, Mapping) and all(isinstance(test.get(key), str | Real) for key in ("input", "output")):
         return test
     raise UnreadableReference(

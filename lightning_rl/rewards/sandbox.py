@@ -1,31 +1,38 @@
-"""Sandbox for untrusted code: limits on time, memory, output, processes and files, and no network."""
+"""Sandbox for untrusted code: limits on time, memory, output, processes and files, and no network.
+
+The isolation is that of bubblewrap, a program that starts another one in new Linux namespaces.
+"""
 
 import contextlib
-import json
 import os
+import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
+from lightning_rl.utils.naming import in_words
 
-JAIL = Path(__file__).with_name("namespaces.py")
 CURE = (
-    "allow namespaces for this user (in a container: the capability SYS_ADMIN, or user namespaces in its seccomp "
-    "profile; on a machine: sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone=1 and "
-    "kernel.apparmor_restrict_unprivileged_userns=0), or run the code without protection with Sandbox(unsafe=True)"
+    "install bubblewrap 0.8 or newer with `apt install bubblewrap` and allow user namespaces (in a container: "
+    "--security-opt seccomp=unconfined and systempaths=unconfined; on a machine: sysctl user.max_user_namespaces and "
+    "kernel.apparmor_restrict_unprivileged_userns=0), send the programs to a SandboxService, or run them without "
+    "protection with Sandbox(unsafe=True)"
 )
+PATH = "/usr/local/bin:/usr/bin:/bin"
+TOOLS = ("bwrap", "setpriv", "prlimit")
+HOME, MAIN = "/sandbox", "/sandbox/main.py"  # inside
 
-UNITS = {"seconds": "s", "memory": "bytes", "output": "bytes", "processes": "processes", "disk": "bytes"}
 Ending = Literal["exited", "too long", "too much output"]
 
 
@@ -61,8 +68,8 @@ class SandboxResult:
 class Sandbox:
     """Runs Python programs, each in its own Linux namespaces of processes, network, files and users.
 
-    A program sees the interpreter with its packages, read-only, and one writable folder in memory. It has no network,
-    not even localhost. Background processes and files disappear with it. Linux only.
+    A program sees the interpreter with its packages, read-only, and one writable folder in memory. It has no network
+    but an empty localhost. Background processes and files disappear with it. Needs Linux and bubblewrap.
 
     Args:
         seconds: Limit of wall-clock time, and of CPU time of each process.
@@ -93,13 +100,10 @@ class Sandbox:
         """Run a test program, once per process.
 
         Raises:
-            ValueError: If no program can run within the limits; the message names the limit.
+            ValueError: If no program can run within the limits.
             SandboxUnavailable: If this machine cannot isolate programs; the message names the fix.
         """
-        if not self.unsafe and (reason := _missing()):
-            raise SandboxUnavailable(f"expected a machine that can isolate programs, got {reason}: {CURE}")
-        if fault := _too_tight(self):
-            raise ValueError(fault)
+        _check(self)
 
     def run(self, source: str, stdin: str = "") -> SandboxResult:
         """Run a Python program.
@@ -110,83 +114,91 @@ class Sandbox:
 
         Raises:
             SandboxUnavailable: If this machine cannot isolate programs.
-            ValueError: If an argument is not a string or has lone surrogates.
         """
-        check_program(source, stdin)
         with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
-            result, reason = self._run_in(folder, source, stdin)
-        if reason:
-            raise SandboxUnavailable(f"expected a machine that can isolate programs, got {reason}: {CURE}")
+            main = Path(folder, "main.py")
+            main.write_text(source, encoding="utf-8", errors="replace")
+            return self._run_unsafe(main, stdin) if self.unsafe else self._run_in_namespaces(main, stdin)
+
+    def _run_unsafe(self, main: Path, stdin: str) -> SandboxResult:
+        command = ["setpriv", "--pdeathsig=KILL", *self._program(str(main))]
+        return self._finish(_start(command, str(main.parent)), stdin, time.monotonic())
+
+    def _run_in_namespaces(self, main: Path, stdin: str) -> SandboxResult:
+        begin = time.monotonic()
+        if missing := [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]:
+            raise SandboxUnavailable(
+                f"expected a machine that can isolate programs, got no {in_words(missing)}: {CURE}"
+            )
+        with contextlib.ExitStack() as stack:
+            program, status = stack.enter_context(main.open("rb")), stack.enter_context(tempfile.TemporaryFile())
+            command = [*_as_unused_user(), *self._bubblewrap(program.fileno(), status.fileno())]
+            process = _start([*command, *self._program(MAIN)], "/", program.fileno(), status.fileno())
+            result = self._finish(process, stdin, begin)
+            status.seek(0)
+            if result.ending == "exited" and b"exit-code" not in status.read():  # which bubblewrap writes if it ran
+                reason = result.stderr.strip() or f"exit code {result.code} of bubblewrap"
+                raise SandboxUnavailable(f"expected a machine that can isolate programs, got {reason}: {CURE}")
         return result
 
-    def _run_in(self, folder: str, source: str, stdin: str) -> tuple[SandboxResult, str]:
-        """Return the result and the setup error, if any."""
-        begin, main = time.monotonic(), Path(folder, "main.py")
-        if self.unsafe:
-            main.write_text(source, encoding="utf-8")
-        options = {
-            "root": folder,
-            "binds": _interpreter(),
-            "source": source,
-            "command": [sys.executable, "-I", "-B", str(main) if self.unsafe else "/sandbox/main.py"],
-            "environment": _environment(folder if self.unsafe else "/sandbox"),
-            "seconds": self.seconds,
-            "memory": self.memory,
-            "processes": self.processes,
-            "disk": self.disk,
-            "unsafe": self.unsafe,
-        }
-        with tempfile.TemporaryFile() as configuration:
-            configuration.write(json.dumps(options).encode())
-            configuration.seek(0)
-            status, theirs = os.pipe()
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(JAIL), str(configuration.fileno()), str(theirs)],
-                pass_fds=(configuration.fileno(), theirs),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder if self.unsafe else "/",
-                start_new_session=self.unsafe,
-            )
-            os.close(theirs)
-        with os.fdopen(status, "rb") as answers, process:
+    def _bubblewrap(self, program: int, status: int) -> list[str]:
+        """Return the command that isolates the command after it."""
+        command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--die-with-parent"]
+        command += _folders()
+        if "/tmp" not in command:  # unless it is the parent of a folder
+            command += ["--symlink", HOME, "/tmp"]
+        command += ["--proc", "/proc", "--dev", "/dev", "--size", str(self.disk), "--tmpfs", HOME]
+        command += ["--file", str(program), MAIN, "--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/"]
+        return [*command, "--json-status-fd", str(status), "--"]
+
+    def _program(self, main: str) -> list[str]:
+        """Return the command of the program within its limits."""
+        limits = {"as": self.memory, "cpu": int(self.seconds) + 1, "fsize": self.disk, "nofile": 64, "core": 0}
+        if not self.unsafe:  # without a user namespace it counts every process of the user
+            limits["nproc"] = self.processes + 1  # with process 1, which is bubblewrap
+        options = [f"--{name}={limit}" for name, limit in limits.items()]
+        return ["prlimit", *options, "--", sys.executable, "-I", "-B", main]
+
+    def _finish(self, process: "subprocess.Popen[bytes]", stdin: str, begin: float) -> SandboxResult:
+        """Return the result of a started program."""
+        with process:
             try:
-                ending, out, err = _talk(process, stdin.encode(), begin + self.seconds, self.output)
+                ending, out, err = _talk(process, stdin.encode(errors="replace"), begin + self.seconds, self.output)
             finally:
-                _kill(process, group=self.unsafe)
-            process.wait()
-            reason = "" if self.unsafe else answers.read().decode()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         texts = [part.decode(errors="replace") for part in (out, err)]
         seconds = time.monotonic() - begin
-        return SandboxResult(ending=ending, code=code, stdout=texts[0], stderr=texts[1], seconds=seconds), reason
+        return SandboxResult(ending=ending, code=code, stdout=texts[0], stderr=texts[1], seconds=seconds)
 
 
-def check_program(source: Any, stdin: Any) -> None:
-    """Check that the arguments can be written to a file and a pipe.
+def _as_unused_user() -> list[str]:
+    """Return the command that switches root to an unused user, because limits on processes do not hold for root.
 
-    Raises:
-        ValueError: If an argument is not a string or has lone surrogates.
+    The folders are mounted before, because that user may not be allowed to open them. The namespace of processes ends
+    that user's processes with the trainer.
     """
-    for name, text in {"source": source, "stdin": stdin}.items():
-        if not isinstance(text, str) or has_halves(text):
-            raise ValueError(f"expected {name} to be a string without lone surrogates, got {text!r:.200}")
+    if os.geteuid() != 0:
+        return []
+    uid = 20_000 + secrets.randbelow(40_000)
+    mounts = ["bwrap", "--unshare-pid", "--die-with-parent", *_folders(), "--dir", "/tmp"]
+    mounts += ["--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--"]
+    return [*mounts, "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
 
 
-def has_halves(text: str) -> bool:
-    """Return True if a text has lone surrogates, which cannot be encoded."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _kill(process: "subprocess.Popen[bytes]", *, group: bool) -> None:
-    try:
-        if group:
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    except ProcessLookupError:
-        pass
+def _start(command: Sequence[str], folder: str, *descriptors: int) -> "subprocess.Popen[bytes]":
+    """Start a command in a new session, with its own environment and no terminal."""
+    return subprocess.Popen(
+        command,
+        pass_fds=descriptors,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        env=_environment(HOME if descriptors else folder),
+        start_new_session=True,
+    )
 
 
 def _talk(process: "subprocess.Popen[bytes]", stdin: bytes, end: float, limit: int) -> tuple[Ending, bytes, bytes]:
@@ -237,21 +249,28 @@ def _write(stream: IO[bytes], data: bytes) -> None:
 
 
 @cache
-def _interpreter() -> list[str]:
-    """Return the folders that Python needs, without nested ones."""
+def _folders() -> tuple[str, ...]:
+    """Return the options of bubblewrap that show the folders that Python needs, read-only."""
     real = [os.path.realpath(path) for path in (sys.base_prefix, sys.prefix, "/usr")]
-    paths = sorted({*real, sys.base_prefix, sys.prefix, "/usr"}, key=len)
     kept: list[str] = []
-    for path in paths:
-        if Path(path).is_dir() and not any(path.startswith(f"{k}/") for k in kept):
+    for path in sorted({*real, sys.base_prefix, sys.prefix, "/usr"}, key=len):
+        if not any(path.startswith(f"{folder}/") for folder in kept):
             kept.append(path)
-    return [*kept, *(path for path in ("/etc/ld.so.cache",) if Path(path).is_file())]
+    options: list[str] = []
+    for path in (*kept, "/bin", "/lib", "/lib64", "/sbin", "/etc/ld.so.cache"):
+        for parent in reversed(Path(path).parents[:-1]):  # bubblewrap would make them private to root
+            options += ["--dir", str(parent)]
+        if path not in kept and Path(path).is_symlink():
+            options += ["--symlink", str(Path(path).readlink()), path]
+        else:
+            options += ["--ro-bind-try", path, path]
+    return tuple(options)
 
 
 def _environment(home: str) -> dict[str, str]:
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     return {
-        "PATH": "/usr/bin:/bin",
+        "PATH": PATH,
         "HOME": home,
         "TMPDIR": home,
         "LANG": "C.UTF-8",
@@ -261,29 +280,9 @@ def _environment(home: str) -> dict[str, str]:
 
 
 @cache
-def _too_tight(sandbox: Sandbox) -> str:
-    """Return the limits within which a minimal program fails, as an error message, or an empty string."""
-    if any(_runs(sandbox) for _ in range(3)):  # retry, since the machine may be busy
-        return ""
-    roomy = Sandbox(seconds=max(30.0, sandbox.seconds), unsafe=sandbox.unsafe)
-    limits = {name: getattr(sandbox, name) for name in ("seconds", "memory", "output", "processes", "disk")}
-    named = [name for name, limit in limits.items() if name != "seconds" and not _runs(replace(roomy, **{name: limit}))]
-    tight = ", ".join(f"{name}={limits[name]} {UNITS[name]}" for name in named or ["seconds"])
-    return f"expected limits under which Python starts and prints a digit, got a Sandbox with {tight}: raise that limit"
-
-
-def _runs(sandbox: Sandbox) -> bool:
+def _check(sandbox: Sandbox) -> None:
     result = sandbox.run("print(4)")
-    return result.ok and result.stdout == "4\n"
-
-
-@cache
-def _missing() -> str:
-    """Return the reason why this machine cannot isolate programs, or an empty string."""
-    if not sys.platform.startswith("linux"):
-        return f"{sys.platform}, which has no namespaces"
-    try:
-        result = Sandbox(seconds=30.0).run("print(2 + 2)")
-    except SandboxUnavailable as error:
-        return str(error).partition(", got ")[2].partition(": allow namespaces")[0]
-    return "" if result.ok and result.stdout == "4\n" else f"a program that ended with {result.code}: {result.stderr}"
+    if not result.ok:  # the machine may be busy
+        result = sandbox.run("print(4)")
+    if not result.ok or result.stdout != "4\n":
+        raise ValueError(f"expected limits under which Python prints a digit, got {result} of {sandbox}: raise a limit")

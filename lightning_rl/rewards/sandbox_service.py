@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_rl.rewards.optional_imports import require
-from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable, check_program
+from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
 BUSY = (408, 409, 425, 429)
@@ -95,10 +95,9 @@ class SandboxService:
         Raises:
             SandboxUnavailable: If the service does not answer or reports an error.
             OSError: If the key cannot be read.
-            ValueError: If an argument is not a string or has lone surrogates.
         """
-        check_program(source, stdin)
-        body: dict[str, Any] = {"code": source, "language": "python", "stdin": stdin, "run_timeout": self.seconds}
+        code, stdin = (text.encode(errors="replace").decode() for text in (source, stdin))  # without lone surrogates
+        body: dict[str, Any] = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self.seconds}
         if self.memory is not None:
             body["memory_limit_MB"] = self.memory // 2**20
         for attempt in range(self.retries):
@@ -144,15 +143,11 @@ class SandboxService:
         return {} if self.key_file is None else {"Authorization": f"Bearer {self.key_file.read_text().strip()}"}
 
 
-def _is_plain(url: Any) -> bool:
-    """Return True for a URL with only a scheme, a host, a port and a path of printable characters."""
-    try:
-        parts = urlsplit(url)
-        beyond = parts.username or parts.password or parts.query or parts.fragment or (parts.port == 0)
-        plain = url.isascii() and url.isprintable() and " " not in url
-        return plain and parts.scheme in ("http", "https") and bool(parts.hostname) and not beyond
-    except (ValueError, AttributeError, TypeError):
-        return False
+def _is_plain(url: str) -> bool:
+    """Return True for a URL with only a scheme, a host, a port and a path."""
+    parts = urlsplit(url)
+    beyond = parts.username or parts.password or parts.query or parts.fragment
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and not beyond
 
 
 def _quote(content: bytes) -> str:

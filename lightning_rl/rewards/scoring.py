@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from numbers import Real
@@ -267,19 +267,24 @@ class _Draft:
         self.notes = Notes(len(self.rows))
 
     def call(self, style: CallStyle, trainer_state: TrainerState | None, seconds: float | None) -> None:
-        """Call the function in this process."""
+        """Call the function in this process; a coroutine is started."""
+        returned = self.store(lambda: CLOCK.run(lambda: self._values(style, trainer_state), seconds))
+        if inspect.isawaitable(returned):
+            self.future = _start(returned)
+        else:
+            self.values = returned
+
+    def store(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a function; if it raises, mark every row as failed and return None."""
         begin = time.perf_counter()
         try:
-            returned = CLOCK.run(lambda: self._values(style, trainer_state), seconds)
-            if inspect.isawaitable(returned):
-                self.future = _start(returned)
-            else:
-                self.values = returned
+            return call()
         except (KeyboardInterrupt, SIGTERMException):  # from a signal, not from the function
             raise
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
             self.fail(error)
-        self.seconds = time.perf_counter() - begin
+        finally:
+            self.seconds += time.perf_counter() - begin
 
     def _values(self, style: CallStyle, trainer_state: TrainerState | None) -> Any:
         """Return the result of the function; a generator runs here, within the time limit."""
@@ -296,16 +301,8 @@ class _Draft:
     def collect(self, function: SubprocessReward, submitted: Submitted) -> None:
         """Wait for a call in other processes."""
         begin = time.perf_counter()
-        self.values, failures = function.collect(submitted, self.notes)
-        self.failures += failures
+        self.values, self.failures = function.collect(submitted, self.notes)
         self.seconds = time.perf_counter() - begin
-
-    def take(self, future: "Future[Any]") -> None:
-        """Store the result or exception of a coroutine."""
-        try:
-            self.values = values_of(future.result(), len(self.rows))
-        except BaseException as error:  # noqa: BLE001  the boundary to foreign code
-            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Mark every row as failed."""
@@ -313,18 +310,12 @@ class _Draft:
 
     def finish(self) -> RewardCall:
         """Return the record of the call, with a failure for every row whose value is not finite."""
-        values = [math.nan] * len(self.rows) if self.values is None else self.values
-        failures = list(self.failures)
-        if self.values is not None:
-            known = {row for failure in failures for row in failure.rows}
-            bad = [row for row, value in enumerate(values) if value is not None and not math.isfinite(value)]
-            bad = [row for row in bad if row not in known]
-            kinds = {str(values[row]): row for row in reversed(bad)}
-            failures += [
-                Failure(tuple(row for row in bad if str(values[row]) == kind), f"returned {kind}")
-                for kind in sorted(kinds, key=lambda kind: kinds[kind])
-            ]
-        rows, notes = self.rows, self.notes
+        values, rows, notes = self.values or [math.nan] * len(self.rows), self.rows, self.notes
+        known = {row for failure in self.failures for row in failure.rows}
+        returned: dict[str, list[int]] = {}
+        for row, value in enumerate(values):
+            if value is not None and not math.isfinite(value) and row not in known:
+                returned.setdefault(f"returned {value}", []).append(row)
         return RewardCall(
             self.name,
             rows.completion_ids,
@@ -334,7 +325,7 @@ class _Draft:
             rows.completions,
             rows.columns,
             self.function,
-            failures,
+            [*self.failures, *(Failure(tuple(bad), cause) for cause, bad in returned.items())],
             notes.extras,
             notes.metrics,
         )
@@ -351,14 +342,6 @@ def _rows(
     check_columns(columns, "the columns of rewards")
     forms = [completion_form(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
     return Rows(prompts=prompts, completions=forms, completion_ids=completion_ids, columns=columns)
-
-
-def call_alone(name: str, function: Reward, rows: Rows) -> RewardCall:
-    """Return the record of one call outside of a run, without logging or time limit."""
-    draft = _Draft(name, function, rows)
-    draft.call(CallStyle.of(name, function, list(rows.columns)), None, None)
-    _await_all([(draft, draft.future)] if draft.future is not None else [], None)
-    return draft.finish()
 
 
 def return_alone(name: str, function: Reward, rows: Rows) -> Any:
@@ -394,7 +377,7 @@ def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | 
             future.cancel()
             draft.fail(error)
         else:
-            draft.take(future)
+            draft.values = draft.store(lambda future=future, draft=draft: values_of(future.result(), len(draft.rows)))
         draft.seconds += time.perf_counter() - begin
     if late and not _responds(LOOPS[-1]):
         LOOPS.append(EventLoop("rewards"))

@@ -135,16 +135,14 @@ class SubprocessReward:
 
     def _submit(self, function: bytes, rows: Rows, style: CallStyle, state: TrainerState | None) -> "Future[bytes]":
         payload = _payload(rows, style, state)
-        if self._pool is not None:
-            return self._pool.submit(payload, self.sample_seconds if self.per_sample else self.seconds)
+        if self.executor is None:
+            return self._pool.submit(payload, self.sample_seconds if self.per_sample else self.seconds)  # pyright: ignore[reportOptionalMemberAccess]
         try:
-            future: Any = self.executor and self.executor.submit(call, function, payload, uuid.uuid4().hex)
-            if not isinstance(future, Future):
-                raise TypeError(f"its submit() returned no Future, but {type(future).__name__}")
+            return self.executor.submit(call, function, payload, uuid.uuid4().hex)
         except Exception as error:  # noqa: BLE001  each executor has its own error for shut down or broken
-            future = Future()
+            future = Future[bytes]()
             future.set_exception(LostError(f"could not be submitted to its executor: {error!r:.500}"))
-        return future
+            return future
 
     def collect(self, submitted: Submitted, notes: Notes) -> Results:
         """Wait for a call.
@@ -170,8 +168,7 @@ class SubprocessReward:
             failure = Failure(part, late) if lost else _add(results, part, future, notes)
             if failure is not None:
                 results.failures.append(failure)
-        results.failures[:] = _merge(results.failures)
-        return results
+        return results._replace(failures=_merge(results.failures))
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
@@ -268,8 +265,8 @@ def _merge(failures: Sequence[Failure]) -> list[Failure]:
     """Return one failure per cause, with all its rows."""
     merged: dict[str, Failure] = {}
     for failure in failures:
-        known = merged.get(failure.cause)
-        merged[failure.cause] = failure if known is None else known._replace(rows=(*known.rows, *failure.rows))
+        first = merged.setdefault(failure.cause, failure._replace(rows=()))
+        merged[failure.cause] = first._replace(rows=(*first.rows, *failure.rows))
     return list(merged.values())
 
 

@@ -1,15 +1,13 @@
 """Conversion of the result of a reward function to one number or None per row."""
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set, Sized
 from itertools import islice
 from numbers import Real
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-
-PLAIN = frozenset({float, bool, type(None)})
 
 
 class InvalidRewardError(ValueError):
@@ -37,17 +35,13 @@ def values_of(returned: Any, number: int) -> list[float | None]:
         raise InvalidRewardError(f"{expected}, got {type(returned).__name__} of shape {list(returned.shape)}")  # pyright: ignore[reportAttributeAccessIssue]
     items = list(islice(returned.tolist() if isinstance(returned, Tensor) else returned, number + 1))
     if len(items) != number:
-        many = f"more than {number}" if len(items) > number and not hasattr(returned, "__len__") else None
-        length = many or (len(returned) if hasattr(returned, "__len__") else len(items))  # pyright: ignore[reportArgumentType]
-        raise InvalidRewardError(f"{expected}, got {length} in {type(returned).__name__}")
-    if set(map(type, items)) <= PLAIN:
-        return [None if item is None else float(item) for item in items]
-    values: list[float | None] = []
+        length = len(returned) if isinstance(returned, Sized) else min(len(items), number)
+        more = "" if isinstance(returned, Sized) or len(items) < number else "more than "
+        raise InvalidRewardError(f"{expected}, got {more}{length} in {type(returned).__name__}")
     for row, item in enumerate(items):
         if not _is_number(item):
             raise InvalidRewardError(f"{expected}, got {_describe(item)} for row {row}")
-        values.append(None if item is None else _float(item))
-    return values
+    return [None if item is None else _float(item) for item in items]
 
 
 def _is_number(item: Any) -> bool:

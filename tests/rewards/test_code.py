@@ -73,10 +73,11 @@ def test_another_column_and_what_is_no_test() -> None:
     assert math.isnan(values[0] or 0) and values[1] == 1.0, "a bad row costs no other"
 
 
-def test_a_machine_without_namespaces_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_missing", lambda: "unshare: Operation not permitted")
-    with pytest.raises(SandboxUnavailable, match="got unshare"):
-        CodeTests()
+def test_a_machine_without_bubblewrap_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match='got no "bwrap"'):
+        CodeTests(sandbox=Sandbox(seconds=21.0))
+    monkeypatch.undo()
     assert CodeTests(sandbox=Sandbox(unsafe=True)).partial
 
 
@@ -128,11 +129,7 @@ def test_what_is_no_test_is_none(tests: Any, message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tests",
-    ["assert f(2) == 4", ["assert f(2) == 4"], '["assert f(2) == 4"]', HUMAN_EVAL],
-    ids=["text", "list", "json", "check"],
-)
-def test_no_form_of_a_test_lets_a_wrong_program_pass(tests: Any) -> None:
+def test_no_form_of_a_test_lets_a_wrong_program_pass() -> None:
     programs = [f"```python\ndef f(x): return {value}\n```" for value in ("2 * x", "0")]
-    assert reward()(["", ""], programs, tests=[tests] * 2, entry_point=["f"] * 2) == [1.0, 0.0]
+    for tests in ("assert f(2) == 4", '["assert f(2) == 4"]', HUMAN_EVAL):
+        assert reward()(["", ""], programs, tests=[tests] * 2, entry_point=["f"] * 2) == [1.0, 0.0]

@@ -22,7 +22,6 @@ from lightning_rl.rewards import (
     RegexMatch,
     Repetition,
     RewardModel,
-    Rewards,
     Sandbox,
     SandboxResult,
     SandboxService,
@@ -139,12 +138,6 @@ def test_a_missing_column_is_named(reward: Any) -> None:
         ValueError, match=rf"expected a column 'answer' for {type(reward).__name__}.*columns \['gold'\]"
     ):
         reward(["?"], ["x"], completion_ids=[[1]], gold=["x"])
-
-
-def test_a_mapping_of_them_is_weighed_and_summed() -> None:
-    rewards = Rewards({"right": NumberMatch(), "short": (Length(max_length=2), 0.5)})
-    scores = rewards(["?"] * 2, ["#### 7", "8"], completion_ids=[[1] * 5, [1]], columns={"answer": ["7", "7"]})
-    assert scores.total.tolist() == [1.0, 0.5] and scores.scored.all()
 
 
 def test_every_exported_reward_has_an_example() -> None:

@@ -178,24 +178,15 @@ def test_other_objects_and_limits_of_processes_are_refused() -> None:
 
 
 class Odd(Executor):
-    """Executor that returns a fixed object."""
-
-    def __init__(self, returned: Any) -> None:
-        self.returned = returned
+    """Executor that returns bytes that are no result."""
 
     def submit(self, *_: Any, **__: Any) -> Any:
-        """Return the object."""
-        return self.returned
+        """Return a future with the bytes."""
+        future = Future[Any]()
+        future.set_result(b"bytes")
+        return future
 
 
-@pytest.mark.parametrize("result", ["text", None, b"bytes", b"\x80\x05N."], ids=["text", "none", "bytes", "pickle"])
-def test_an_invalid_result_fails_its_rows_at_once(result: Any) -> None:
-    future = Future[Any]()
-    future.set_result(result)
-    found = causes(scores(SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=Odd(future)), ["a", "b"]))
+def test_an_invalid_result_fails_its_rows_at_once() -> None:
+    found = causes(scores(SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=Odd()), ["a", "b"]))
     assert found[0][1].startswith("got an invalid result from its executor")
-
-
-def test_an_executor_whose_submit_returns_no_future_fails_its_rows() -> None:
-    ((_, cause),) = causes(scores(SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=Odd(b"")), ["a"]))
-    assert cause.startswith("could not be submitted to its executor: TypeError('its submit() returned no Future, but")

@@ -14,8 +14,9 @@ from transformers import TrainerState
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule
+from lightning_rl.audit.checks.reward_checks import rows_valued_otherwise
 from lightning_rl.rewards import Rewards, Scores
-from lightning_rl.rewards.scoring import call_alone
+from lightning_rl.rewards.scoring import return_alone
 
 CHAT = [{"role": "user", "content": "a b"}]
 
@@ -213,8 +214,8 @@ def test_a_missing_column_ends_the_run_at_once_and_fails_no_row() -> None:
 
 def test_a_call_outside_of_a_run_answers_like_one_inside() -> None:
     rows = scores(positional).calls[0].rows
-    assert call_alone("positional", positional, rows).values == [1.0, 0.0]
-    assert call_alone("judged", judged, rows.select([1])).values == [2.0]
+    assert return_alone("positional", positional, rows) == [1.0, 0.0]
+    assert return_alone("judged", judged, rows.select([1])) == [2.0]
 
 
 class Figures(Callback):
@@ -260,3 +261,12 @@ def test_functions_written_for_trl_run_unchanged_in_a_fit(chat: bool) -> None:
     assert steps == [(0, 4, 0.0), (1, 4, 0.5), (2, 4, 1.0), (3, 4, 1.5)]
     assert [row.get("reward_metric/lengths/later") for row in figures.rows] == [None, 1.0, 2.0, 3.0]
     assert all(row["reward/sometimes"] == 1.0 and row["reward/failed"] == 0.0 for row in figures.rows)
+
+
+def test_a_reward_that_exits_when_called_with_fewer_rows_gives_other_values() -> None:
+    def exits(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        if len(prompts) < 2:
+            raise SystemExit
+        return [1.0] * len(prompts)
+
+    assert rows_valued_otherwise(scores(exits).calls[0], [1]) == [1]

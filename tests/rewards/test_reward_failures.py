@@ -78,25 +78,14 @@ def test_failures_are_counted_and_their_rows_are_not_rewarded(tmp_path: Path) ->
     assert [[row[name] for name in names] for row in seen] == [[0, 0, ROWS, 0], [1, 1, 0, 1 / ROWS]]
 
 
-@pytest.mark.parametrize(
-    ("answer", "cause"),
-    [
-        pytest.param(explode, r"reward Breaks raised KeyError\('no answer'\)\nTraceback", id="raises"),
-        pytest.param(lambda _: None, "returned invalid rewards: .* got None", id="none"),
-        pytest.param(lambda _: 1.0, "got float 1.0", id="scalar"),
-        pytest.param(lambda values: [math.nan] * len(values), "returned nan", id="nan"),
-        pytest.param(lambda values: dict.fromkeys(values), "got dict", id="dict"),
-    ],
-)
-def test_a_rollout_without_any_reward_ends_the_run_and_it_goes_on_from_there(
-    answer: Any, cause: str, tmp_path: Path
-) -> None:
+def test_a_rollout_without_any_reward_ends_the_run_and_it_goes_on_from_there(tmp_path: Path) -> None:
+    cause = r"reward Breaks raised KeyError\('no answer'\)\nTraceback"
     whole = run(parity_reward, tmp_path / "whole")
     with (
         pytest.warns(UserWarning, match="rows get no reward"),
         pytest.raises(RewardError, match=rf"(?s)rewards for rollout 2, but they failed on 16 of 16 rows.*{cause}"),
     ):
-        run(Breaks(3, answer=answer), tmp_path)
+        run(Breaks(3, answer=explode), tmp_path)
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 4, "after two rollouts of two steps"
     resumed = run(parity_reward, tmp_path, tmp_path / INTERRUPTED, allow_config_changes=["rewards"])
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -113,7 +115,7 @@ def test_there_is_no_network_not_even_to_this_machine(server: tuple[int, list[An
     while not seen and time.monotonic() < end:
         time.sleep(0.01)
     assert len(seen) == 1
-    assert "Network is unreachable" in Sandbox().run(connect).stderr and len(seen) == 1
+    assert "Connection refused" in Sandbox().run(connect).stderr and len(seen) == 1
     name = "import socket; s = socket.socket(socket.AF_UNIX); s.bind(chr(0) + 'sandbox-test'); s.listen(); {}"
     other = "import socket; socket.socket(socket.AF_UNIX).connect(chr(0) + 'sandbox-test')"
     with socket.socket(socket.AF_UNIX) as listening:
@@ -123,21 +125,12 @@ def test_there_is_no_network_not_even_to_this_machine(server: tuple[int, list[An
     assert Sandbox().run(name.format("print(1)")).ok
 
 
-def test_sockets_that_no_namespace_holds_back_are_denied() -> None:
-    family = "import socket; socket.socket({}, socket.SOCK_STREAM)"
-    assert "Operation not permitted" in Sandbox().run(family.format(40)).stderr, "AF_VSOCK reaches the host"
-    kinds = ("socket.AF_UNIX", "socket.AF_INET", "socket.AF_INET6")
-    assert Sandbox().run("import socket\n" + "\n".join(f"socket.socket({kind}).close()" for kind in kinds)).ok
-    assert Sandbox().run("import socket; socket.socketpair()").ok
-
-
-@pytest.mark.parametrize("tight", [{"memory": 512}, {"memory": 2**20}, {"seconds": 0.01}, {"output": 1}], ids=str)
+@pytest.mark.parametrize("tight", [{"memory": 512}, {"memory": 2**20}, {"seconds": 0.01}], ids=str)
 def test_limits_under_which_nothing_runs_are_named(tight: Any) -> None:
-    (name, limit), *_ = tight.items()
-    with pytest.raises(ValueError, match=rf"under which Python starts and prints a digit, got .* {name}={limit} "):
-        Sandbox(**tight).check()
-    with pytest.raises(ValueError, match=f"{name}={limit} "):
-        Sandbox(**tight, unsafe=True).check()
+    ((name, limit),) = tight.items()
+    for unsafe in (False, True):
+        with pytest.raises(ValueError, match=rf"under which Python prints a digit, got .*[ (]{name}={limit},"):
+            Sandbox(**tight, unsafe=unsafe).check()
 
 
 def test_a_fork_bomb_is_stopped_at_the_limit(tmp_path: Path) -> None:
@@ -178,9 +171,7 @@ def test_a_memory_bomb_gets_what_the_limit_says() -> None:
     assert OPEN.run(small).stdout == "209715200\n" and "MemoryError" in box.run(small).stderr
     grow = "x = []\nwhile True: x.append(bytearray(2**24))"
     assert "MemoryError" in Sandbox(memory=2**28).run(grow).stderr
-    for call in ("os.memfd_create('x')", "mmap.mmap(-1, 2**30)"):
-        assert not Sandbox(memory=2**28).run(f"import os, mmap; {call}").ok
-    assert OPEN.run("import os; os.memfd_create('x')").ok
+    assert not Sandbox(memory=2**28).run("import mmap; mmap.mmap(-1, 2**30)").ok
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -229,23 +220,58 @@ def test_a_daemon_left_behind_dies_with_the_program() -> None:
     assert Sandbox(seconds=20.0).run(DAEMON.format(mark=mark)).stdout == "left\n" and gone(mark)
 
 
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_a_program_dies_with_a_trainer_that_is_killed(unsafe: bool) -> None:
+    mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"
+    sleep = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
+    run = f"from lightning_rl.rewards import Sandbox; Sandbox(seconds=60.0, unsafe={unsafe}).run({sleep!r})"
+    trainer = subprocess.Popen([sys.executable, "-c", run])
+    end = time.monotonic() + 100
+    while len(marked(mark)) < 2 and time.monotonic() < end:  # the trainer and the program
+        time.sleep(0.05)
+    assert len(marked(mark)) == 2
+    trainer.kill()
+    trainer.wait()
+    assert gone(mark)
+
+
 @pytest.mark.parametrize(
     "call",
-    ["libc.unshare(0x10000000)", "libc.mount(b'none', b'/sandbox', b'tmpfs', 0, None)", "libc.ptrace(16, 1, 0, 0)",
-     "libc.syscall(29, 0, 4096, 0o1600)"],
-    ids=["unshare", "mount", "ptrace", "shmget"],
-)  # fmt: skip
+    [
+        "unshare(0x10000000)",
+        "unshare(0x20000)",
+        "mount(b'none', b'/sandbox', b'tmpfs', 0, None)",
+        "mount(None, b'/usr', None, 32 | 4096, None)",
+        "umount2(b'/usr', 2)",
+        "chroot(b'/usr')",
+        "setns(os.open('/proc/self/ns/user', os.O_RDONLY), 0)",
+    ],
+)
 def test_calls_that_lead_out_are_denied(call: str) -> None:
-    program = f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint({call}, ctypes.get_errno())"
-    assert Sandbox().run(program).stdout == "-1 1\n"
+    program = f"import ctypes, os\nprint(ctypes.CDLL(None).{call})"
+    assert Sandbox().run(program).stdout == "-1\n"
+
+
+def test_no_folder_but_the_own_one_can_be_written() -> None:
+    program = (
+        "import os\n"
+        "def writes(folder):\n"
+        "    try: return bool(open(folder + '/x', 'w'))\n"
+        "    except OSError: return False\n"
+        "mounts = [line.split()[1] for line in open('/proc/self/mounts')]\n"
+        "print(sorted(m for m in [*mounts, '/dev/shm', '/proc/sys/kernel'] if os.path.isdir(m) and writes(m)))"
+    )
+    assert Sandbox().run(program).stdout == "['/sandbox']\n"
 
 
 def test_it_is_nobody_and_sees_nobody() -> None:
     program = "import os; print(os.getuid() != 0, len([n for n in os.listdir('/proc') if n.isdigit()]) <= 2)"
     assert Sandbox().run(program).stdout == "True True\n"
-    assert "Operation not permitted" in Sandbox().run("import os; os.setuid(0)").stderr
-    environment = Sandbox().run("import os; print(sorted(os.environ))").stdout
-    assert "PATH" in environment and "PWD" not in environment and "PYTHONPATH" not in environment
+    assert "in <module>" in Sandbox().run("import os; os.setuid(0)").stderr
+    capabilities = Sandbox().run("print([l for l in open('/proc/self/status') if l.startswith(('Cap', 'NoNew'))])")
+    assert capabilities.stdout.count("0000000000000000") == 5 and "NoNewPrivs:\\t1" in capabilities.stdout
+    environment = Sandbox().run("import os; print(dict(os.environ))").stdout
+    assert "'PATH'" in environment and "'PWD': '/sandbox'" in environment and "PYTHONPATH" not in environment
 
 
 def test_many_at_once_do_not_get_in_each_others_way() -> None:
@@ -262,13 +288,25 @@ def test_many_at_once_do_not_get_in_each_others_way() -> None:
     assert [result.stdout for result in results] == ["1\n1\n"] * 6
 
 
-def test_where_there_are_no_namespaces_it_says_so_and_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_missing", lambda: "unshare: Operation not permitted")
-    with pytest.raises(
-        SandboxUnavailable, match=r"got unshare: Operation not permitted: allow namespaces .*unsafe=True"
-    ):
-        Sandbox().check()
-    OPEN.check()
+def test_without_bubblewrap_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match=r'got no "bwrap", "setpriv", "prlimit": .*`apt install bubblewrap`'):
+        Sandbox().run("print(1)")
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_program_kills_nothing_but_itself(target: int) -> None:
+    result = Sandbox().run(f"import os\nos.kill({target}, 9)\nos._exit(7)")
+    assert (result.ending, result.code) == ("exited", 137 if target == 0 else 7)
+
+
+def test_a_failed_set_up_is_no_result_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "bwrap"
+    tool.write_text("#!/bin/sh\necho 'bwrap: Creating new namespace failed' >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(sandbox, "PATH", f"{tmp_path}:{sandbox.PATH}")
+    with pytest.raises(SandboxUnavailable, match="got bwrap: Creating new namespace failed: install bubblewrap"):
+        Sandbox().run("print(1)")
 
 
 @pytest.mark.parametrize("option", ["memory", "output", "processes", "disk", "seconds"])
@@ -278,7 +316,6 @@ def test_limits_are_checked_by_name(option: str) -> None:
         Sandbox(**options)
 
 
-@pytest.mark.parametrize("texts", [("print(1)", None), (b"print(1)", ""), ("print(1)", "\ud800"), ("\udfff", "")])
-def test_what_is_no_text_is_neither_run_nor_read(texts: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected (stdin|source) to be a string without lone surrogates, got"):
-        Sandbox().run(*texts)
+def test_lone_surrogates_are_replaced() -> None:
+    result = Sandbox().run("print(input(), '\ud800')", "\udfff")
+    assert (result.stdout, result.ok) == ("? ?\n", True)

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from math import isclose, isnan
+from math import isclose, isnan, nan
 
 from lightning_rl.audit.audit_error import Skip
 from lightning_rl.audit.checks.check import check
@@ -12,7 +12,8 @@ from lightning_rl.audit.sampling_statistics import turns_of
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rewards.reward_call import completion_form
-from lightning_rl.rewards.scoring import call_alone
+from lightning_rl.rewards.scoring import return_alone
+from lightning_rl.rewards.values import values_of
 from lightning_rl.utils.finding import Finding
 
 MAX_ROWS = 8
@@ -175,5 +176,8 @@ def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
     """Return the rows whose values differ when the function is called with ``rows`` only, in that order."""
     if call.function is None:
         return []
-    values = call_alone(call.name, call.function, call.rows.select(rows)).values
+    try:
+        values = values_of(return_alone(call.name, call.function, call.rows.select(rows).copy()), len(rows))
+    except (Exception, SystemExit):  # noqa: BLE001  user code
+        values = [nan] * len(rows)
     return [row for row, value in zip(rows, values, strict=True) if not same_value(value, call.values[row])]
