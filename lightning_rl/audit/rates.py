@@ -183,13 +183,7 @@ def _counts(optimizers: list[Optimizer]) -> dict[int, float]:
 def dependencies(
     policy: nn.Module, names: Iterable[str], say: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> Iterator[str]:
-    """Yield the names of parameters that change the outputs of a policy, each perturbed separately.
-
-    Args:
-        policy: Policy.
-        names: Names of the parameters to perturb.
-        say: Forward pass with some parameters replaced.
-    """
+    """Yield the names of parameters that change the outputs of a policy, each perturbed separately."""
     parameters, plain = dict(policy.named_parameters()), None
     for name in names:
         plain = say({}) if plain is None else plain

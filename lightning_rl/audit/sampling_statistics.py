@@ -135,15 +135,7 @@ def score_draws(
     *,
     budget: int = BUDGET,
 ) -> list[Draw]:
-    """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded.
-
-    Args:
-        module: Module of the run.
-        batches: Requests and completions.
-        number: Number of the rollout, the version of fresh tokens.
-        tolerance: Mean distance in nats above which other prompts are tried.
-        budget: Maximum number of sampled tokens.
-    """
+    """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded."""
     fresh = [pair for pair in trained_pairs(batches) if _is_fresh(pair, number, module.run.sampling.filters)]
     fresh.sort(key=lambda pair: pair[0].seed)  # random, independent of the completions
     few = fresh[: affordable_draws(fresh, budget)]
