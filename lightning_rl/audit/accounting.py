@@ -99,13 +99,7 @@ def sampling_charges(part: Rollout, corrections: Corrections) -> tuple[Charges, 
 
 
 def signal_charges(rollout: Rollout, sampled: Rollout, corrections: Corrections) -> Charges:
-    """Return the charges of a finished rollout before its first update: rows, then tokens without an advantage.
-
-    Args:
-        rollout: Finished rollout.
-        sampled: The same rows in any order, from :func:`sampling_charges`.
-        corrections: Corrections of the run.
-    """
+    """Return the charges of a finished rollout before its first update: rows, then tokens without an advantage."""
     charges, device = Charges.of(rollout), rollout.groups.device
     charges.take_rows("aborted", rollout.failures)
     row_of = {sample: row for row, sample in enumerate(sampled.sample_ids.tolist())}

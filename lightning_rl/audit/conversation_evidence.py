@@ -104,13 +104,7 @@ class Told(NamedTuple):
 
 
 def talks_of(module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds) -> list[Talk]:
-    """Return the conversations of all rounds of a rollout; empty without an environment.
-
-    Args:
-        module: Module of the run.
-        batches: Requests and completions.
-        rounds: Rows with the reward calls that scored them.
-    """
+    """Return the conversations of all rounds of a rollout; empty without an environment."""
     if not module.environments:
         return []
     turns = turns_of(batches)
@@ -167,12 +161,7 @@ def accounts_of(talks: Sequence[Talk], early: Collection[int] = ()) -> list[Told
 
 
 def talk_figures(talks: Sequence[Talk], factories: Mapping[str, Factory]) -> dict[str, Stat]:
-    """Return the statistics of a rollout's conversations by metric.
-
-    Args:
-        talks: All conversations of the rollout, failed ones included.
-        factories: Factories of the environments by name.
-    """
+    """Return the statistics of a rollout's conversations by metric."""
     names, figures = {talk.environment for talk in talks}, dict[str, Stat]()
     for name in names & factories.keys():
         mine, head = (

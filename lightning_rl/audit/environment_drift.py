@@ -36,11 +36,7 @@ class Move(NamedTuple):
 
 
 class MoveWatch:
-    """Scores all tokens of a few rows before the first and after the last optimizer step of a rollout.
-
-    Args:
-        module: Module of the run.
-    """
+    """Scores all tokens of a few rows before the first and after the last optimizer step of a rollout."""
 
     def __init__(self, module: RLLightningModule) -> None:
         self._module = module

@@ -70,11 +70,7 @@ class Part(NamedTuple):
 
 
 class ReplayWatch:
-    """Repeats conversations of a run, see :func:`calls_again`.
-
-    Args:
-        module: Module of the run.
-    """
+    """Repeats conversations of a run, see :func:`calls_again`."""
 
     def __init__(self, module: RLLightningModule) -> None:
         self._module, self._audit = module, 0

@@ -20,7 +20,16 @@ from lightning_rl.audit.reward_repeats import RewardReply
 from lightning_rl.audit.sampling_statistics import Draw, Earlier
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Context, Seam
-from lightning_rl.corrections import CONTRIBUTIONS, TOKEN_REWARDS, Corrections, LossView, ReplayCorrections, RLCallback
+from lightning_rl.corrections import (
+    CONTRIBUTIONS,
+    TOKEN_REWARDS,
+    Corrections,
+    LossTerm,
+    LossView,
+    ReplayCorrections,
+    RLCallback,
+    Stat,
+)
 from lightning_rl.generation import Completion, Request
 from lightning_rl.losses import FunctionLoss
 from lightning_rl.policy import Outputs
@@ -75,6 +84,18 @@ class Contribution(NamedTuple):
     def __call__(self, rows: Rollout) -> Any:
         """Return the contribution to a rollout."""
         return getattr(self.callback, self.method)(rows)
+
+    def tensors(self, rows: Rollout) -> dict[str, Tensor]:
+        """Return the contribution to a rollout as tensors by name: statistics as their moments."""
+        return self.by_name(self(rows))
+
+    def by_name(self, result: Any) -> dict[str, Tensor]:
+        """Return a result of the contribution as tensors by name."""
+        if isinstance(result, Mapping):
+            return {name: part.moments if isinstance(part, Stat) else part.detach() for name, part in result.items()}
+        if isinstance(result, LossTerm):
+            return {self.method: result.per_token.detach() * result.coef}
+        return {self.method: result.detach()}
 
     @property
     def compares_prompts(self) -> bool:

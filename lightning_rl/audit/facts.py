@@ -28,8 +28,6 @@ class RunFacts:
         max_length: Maximum length of prompt and conversation together.
         max_staleness: Maximum age of a token's weights, in rollouts.
         max_grad_norm: Gradient norm to clip to; infinity for no clipping.
-        eos_ids: Ids that end a response.
-        stop_strings: True if strings may end a response.
         packing: True if microbatches have no padding.
         engine: Name of the engine's class.
         reward_weights: Weights of the reward functions, by name.
@@ -49,8 +47,6 @@ class RunFacts:
     max_length: int = 2**31
     max_staleness: int = 0
     max_grad_norm: float = float("inf")
-    eos_ids: tuple[int, ...] = ()
-    stop_strings: bool = False
     packing: bool = True
     engine: str = "none"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
@@ -76,8 +72,6 @@ class RunFacts:
             max_length=2**31 if limits is None else limits.length or 2**31,
             max_staleness=module.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,
-            eos_ids=tuple(sorted(sampling.eos_token_ids or ())),
-            stop_strings=bool(sampling.stop),
             packing=module.packing,
             engine=type(module.engine).__name__,
             reward_weights=module.rewards.weights,

@@ -20,6 +20,7 @@ from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
 SILENT_ROWS, SILENT = 4, 8  # rows and parameters to try if no backward pass reached a parameter
+CRITIC = ("value_head.", "critic.")
 SMALL, FEW_PARAMETERS, END_TOKENS, GRADIENT_TOKENS = 2**16, 3, 8, 2048
 """Size and number of the compared parameters; tokens at each end of a response; limit of all tokens."""
 FLOOR = -1e9  # log-probability of masked tokens, since 0 * -inf is NaN
@@ -81,8 +82,14 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
 
 @torch.no_grad()
 def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str]:
-    """Return the names of parameters without a backward pass on which trained outputs depend."""
+    """Return the names of parameters without a backward pass, and of a critic whose whole gradient is 0.
+
+    Only those on which trained outputs depend.
+    """
     names = [name for name, one in step.parameters.items() if not one.passes and one.gradient is None]
+    critic = [name for name in step.parameters if name.startswith(CRITIC) and name not in names]
+    if not any(bool(step.parameters[name].summed.any()) for name in critic):
+        names += critic[::-1]  # the value head first, since a critic behind one of 0 has no effect
     if not names or step.recomputed is None:
         return []
     further = step.recomputed.further

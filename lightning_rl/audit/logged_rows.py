@@ -52,11 +52,7 @@ class RowLogger(Logger):
 
 
 class RowWatch:
-    """Computes the expected next row and captures the logged one.
-
-    Args:
-        module: Module of the run; its Trainer gets an additional logger while a row is written, if it has loggers.
-    """
+    """Computes the expected next row and captures the logged one."""
 
     def __init__(self, module: RLLightningModule) -> None:
         self._module, self._logger = module, RowLogger()
@@ -84,14 +80,7 @@ class RowWatch:
         step: StepEvidence,
         measured: Mapping[str, Stat],
     ) -> dict[str, Stat]:
-        """Return the expected metrics of a rollout and one of its steps, and add them to the next row.
-
-        Args:
-            trace: Trace of the step.
-            evidence: Evidence of the rollout.
-            step: Evidence of the step.
-            measured: Statistics of callbacks on the rollout, and those from before it was finished.
-        """
+        """Return the expected metrics of a rollout and one of its steps, and add them to the next row."""
         algorithm, outputs = evidence.algorithm, step.outputs
         self._handed |= {name for name, parts in trace.logged.items() if _has_figure(parts[-1])}
         if trace.step == 0 or not self._rollout:

@@ -1,9 +1,7 @@
 """Updates of a few entries of parameters by known optimizer rules, in float64."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +22,6 @@ def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
 
     Source: Kingma and Ba 2015, algorithm 1 (Adam); Loshchilov and Hutter 2019, algorithm 2 (AdamW); SGD with momentum
     as PyTorch defines it.
-
-    Args:
-        optimizer: Name of the optimizer's class.
-        parameter: Trace with the values before the step.
     """
     rules = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd}
     before, after, gradient, options = parameter.before, parameter.after, parameter.gradient, parameter.options
@@ -45,52 +39,6 @@ def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
         return None
     by = move.by - parameter.lr * decay * exact if decoupled else move.by
     return Move(by, move.slack + rounding_of(before.dtype, exact.abs() + after.double().abs()))
-
-
-def moves_by_rule(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> dict[str, Move]:
-    """Return the updates of parameters with a known rule by name; those with equal options are batched."""
-    alike = dict[object, dict[str, ParameterTrace]]()
-    for name, one in parameters.items():
-        steps = tuple(float(value) for key, value in one.state.items() if key == "step")
-        kinds = (one.before is None, one.after is None, one.gradient is None, one.dtype, *map(_kind, one.state.items()))
-        key = (
-            one.lr,
-            tuple(sorted(one.options.items())),
-            None if one.before is None else one.before.dtype,
-            steps,
-            kinds,
-        )
-        alike.setdefault(key, {})[name] = one
-    moves = dict[str, Move]()
-    for together in alike.values():
-        move = move_by_rule(optimizer, _joint(list(together.values())))
-        if move is not None:
-            sizes = [len(one.summed) for one in together.values()]
-            parts = zip(move.by.split(sizes), move.slack.split(sizes), strict=True)
-            moves |= {name: Move(*part) for name, part in zip(together, parts, strict=True)}
-    return moves
-
-
-def _kind(item: tuple[str, Tensor]) -> tuple[str, torch.dtype]:
-    return item[0], item[1].dtype
-
-
-def _joint(parameters: Sequence[ParameterTrace]) -> ParameterTrace:
-    """Return parameters with equal options as one."""
-
-    def join(parts: list[Tensor | None]) -> Tensor | None:
-        known = [part for part in parts if part is not None]
-        return torch.cat(known) if known else None
-
-    first = parameters[0]
-    state = {
-        name: first.state[name] if name == "step" else torch.cat([one.state[name] for one in parameters])
-        for name in first.state
-    }
-    joined: dict[str, Any] = {
-        name: join([getattr(one, name) for one in parameters]) for name in ("summed", "gradient", "before", "after")
-    }
-    return replace(first, **joined, magnitude=None, state=state)
 
 
 def rounding_of(dtype: torch.dtype, size: Tensor) -> Tensor:

@@ -65,11 +65,7 @@ class Repeats(NamedTuple):
 
 
 class PromptWatch:
-    """Looks up the prompts of rollouts in data that has a length.
-
-    Args:
-        module: Module of the run.
-    """
+    """Looks up the prompts of rollouts in data that has a length."""
 
     def __init__(self, module: RLLightningModule) -> None:
         self._module, self._data = module, module.prompt_stream
@@ -111,11 +107,6 @@ class PromptWatch:
 
         None without held-out sets, or if they are intentionally the training set. Rows of environments are identified
         by prompt and columns, since conversations may begin differently.
-
-        Args:
-            rollout: Rollout of this rank.
-            calls: Reward calls.
-            samples: Sample ids of each call.
         """
         own = _rows_of(calls, samples) if self._talks else dict(_prompts_of(rollout))
         sets = [self._held_out_of(name, prompts, own) for name, prompts in self._held_out_prompts().items()]
@@ -200,11 +191,6 @@ class PromptWatch:
 
         An environment may change the beginning of a conversation, so its rows are identified by the columns of reward
         calls.
-
-        Args:
-            rollout: Rollout of this rank.
-            calls: Reward calls.
-            samples: Sample ids of each call.
         """
         talks = bool(self._module.environments)
         rows = _rows_of(calls, samples) if talks else dict(_prompts_of(rollout))

@@ -12,6 +12,7 @@ from lightning_rl.corrections import ParameterTrace, StepTrace
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.naming import name_of
 
+IDLE_ROLLOUTS = 2  # successive audited rollouts at a rate of 0
 UPHILL = 0.1  # cosine of move and gradient above which a move is uphill
 APART = 1e-5  # nats by which two forwards differ
 PRIVATE = ("differentiable", "fused", "foreach", "capturable")
@@ -26,16 +27,15 @@ class Stepping:
         steps: Number of steps that it counts in one optimizer step.
         uphill: True if the weights moved along the gradient in every audited step: in the first one of a run, where
             there is no momentum, or in three.
-        idle: Number of successive audited rollouts, this one included, without a learning rate above 0.
-        idle_parameters: Names of parameters with a rate of 0 for as long, while others of the same model had one.
+        idle: ``"every parameter"`` in the second successive audited rollout without a learning rate above 0, or the
+            name of a parameter in its second one, while others of the same model have a rate; empty at other times.
         rate_setter: Culprit that set these rates to 0; empty if unknown.
     """
 
     rule: str = ""
     steps: int = 1
     uphill: bool = False
-    idle: int = 0
-    idle_parameters: tuple[str, ...] = ()
+    idle: str = ""
     rate_setter: str = ""
 
 
@@ -92,20 +92,19 @@ class StepRates:
 
     def note(self, trace: StepTrace) -> Stepping:
         """Return the state of the optimizers after an audited step."""
-        self._note_rates(trace)
+        idle = self._note_rates(trace)
         self._note_direction(trace.parameters)
         optimizers = self._module.trainer.optimizers
-        lazy = tuple(name for name, number in self._at_zero.items() if number > 1) if not self._idle else ()
         return Stepping(
             rule=rule_of(optimizers[0]) if len(optimizers) == 1 else trace.optimizer,
             steps=self._own_steps(optimizers),
             uphill=self._uphill == self._steps and self._steps >= (1 if self._first == trace.rollout_number else 3),
-            idle=self._idle,
-            idle_parameters=lazy,
-            rate_setter=self._rate_setter() if self._idle or lazy else "",
+            idle=idle,
+            rate_setter=self._rate_setter() if idle else "",
         )
 
-    def _note_rates(self, trace: StepTrace) -> None:
+    def _note_rates(self, trace: StepTrace) -> str:
+        """Return the part that is in its second audited rollout at a rate of 0, once."""
         rates = {name: one.lr for name, one in trace.parameters.items() if one.held}
         new, running = trace.rollout_number != self._rollout, _parts_at_work(rates)
         self._rollout = trace.rollout_number
@@ -118,6 +117,11 @@ class StepRates:
                 self._at_zero.pop(name, None)
             elif new or name not in self._at_zero:
                 self._at_zero[name] = self._at_zero.get(name, 0) + 1
+        if not new:
+            return ""
+        if self._idle:
+            return "every parameter" if self._idle == IDLE_ROLLOUTS else ""
+        return next((name for name, number in self._at_zero.items() if number == IDLE_ROLLOUTS), "")
 
     def _note_direction(self, parameters: Mapping[str, ParameterTrace]) -> None:
         moves, gradients = list[Tensor](), list[Tensor]()
@@ -179,13 +183,7 @@ def _counts(optimizers: list[Optimizer]) -> dict[int, float]:
 def dependencies(
     policy: nn.Module, names: Iterable[str], say: Callable[[Mapping[str, Tensor]], Tensor]
 ) -> Iterator[str]:
-    """Yield the names of parameters that change the outputs of a policy, each perturbed separately.
-
-    Args:
-        policy: Policy.
-        names: Names of the parameters to perturb.
-        say: Forward pass with some parameters replaced.
-    """
+    """Yield the names of parameters that change the outputs of a policy, each perturbed separately."""
     parameters, plain = dict(policy.named_parameters()), None
     for name in names:
         plain = say({}) if plain is None else plain

@@ -125,12 +125,8 @@ def sampling_figures(
     return {name: replace(population(torch.tensor([float(n)])), reduction="sum") for name, n in counts.items()}
 
 
-def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
-    """Return metrics of bonuses and token rewards; empty if one of them comes from an adaptive callback."""
-    corrections, rollout = algorithm.corrections, rollout.sanitize()
-    giving = corrections.contributors("reward_bonus", *TOKEN_REWARDS)
-    if any(callback.state_dict() for callback in giving):
-        return {}
+def shaped_parts(rollout: Rollout, corrections: Corrections) -> tuple[Tensor, Tensor]:
+    """Return the score of each row with its bonuses, [B], and the token rewards, [B, T], in float64."""
     scores = torch.where(rollout.rewarded, rollout.rewards.double(), 0.0)
     tokens = torch.zeros(rollout.valid_tokens.shape, dtype=torch.float64, device=scores.device)
     for callback in corrections.contributors("reward_bonus"):
@@ -138,6 +134,16 @@ def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
     for method in TOKEN_REWARDS:
         for callback in corrections.contributors(method):
             tokens = tokens + torch.where(rollout.valid_tokens, getattr(callback, method)(rollout).double(), 0.0)
+    return scores, tokens
+
+
+def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
+    """Return metrics of bonuses and token rewards; empty if one of them comes from an adaptive callback."""
+    corrections, rollout = algorithm.corrections, rollout.sanitize()
+    giving = corrections.contributors("reward_bonus", *TOKEN_REWARDS)
+    if any(callback.state_dict() for callback in giving):
+        return {}
+    scores, tokens = shaped_parts(rollout, corrections)
     totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0) + tokens.sum(-1)
     values = {"reward/shaped": totals[rollout.trained], "groups/zero_variance": _idle_groups(rollout, scores)}
     if corrections.contributors(*TOKEN_REWARDS):

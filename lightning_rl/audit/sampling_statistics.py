@@ -61,7 +61,6 @@ class Earlier(NamedTuple):
         responses: Sampled tokens of these samples.
         moments: Result of :func:`moments_of` its draws.
         likelier: Result of :func:`likelihood_ratios` of its draws.
-        seeds: Seeds of their requests.
     """
 
     number: int
@@ -69,7 +68,6 @@ class Earlier(NamedTuple):
     responses: Sequence[tuple[int, ...]]
     moments: tuple[float, ...]
     likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
-    seeds: Sequence[int] = ()
 
 
 def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
@@ -106,7 +104,6 @@ def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[D
         [response_of(turns) for turns in samples.values()],
         moments_of(draws),
         likelihood_ratios(draws),
-        [request.seed for request, _ in pairs],
     )
 
 
@@ -135,15 +132,7 @@ def score_draws(
     *,
     budget: int = BUDGET,
 ) -> list[Draw]:
-    """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded.
-
-    Args:
-        module: Module of the run.
-        batches: Requests and completions.
-        number: Number of the rollout, the version of fresh tokens.
-        tolerance: Mean distance in nats above which other prompts are tried.
-        budget: Maximum number of sampled tokens.
-    """
+    """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded."""
     fresh = [pair for pair in trained_pairs(batches) if _is_fresh(pair, number, module.run.sampling.filters)]
     fresh.sort(key=lambda pair: pair[0].seed)  # random, independent of the completions
     few = fresh[: affordable_draws(fresh, budget)]

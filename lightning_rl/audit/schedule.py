@@ -8,7 +8,7 @@ REPEATED = (
     *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
     *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields"),
     *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
-    *("gradient_liveness", "loss_direction", "terms_add_up", "ratio_counts_once", "distances_pull_back"),
+    *("gradient_liveness", "loss_direction", "terms_add_up", "distances_pull_back"),
     *("declared_ratio", "joint_ratio", "contributions_fit", "loss_fits", "knob_liveness", "metric_populations"),
     *("pure_contributions", "reward_conservation", "token_returns", "raw_kl", "token_gradients", "silent_environments"),
 )

@@ -60,13 +60,7 @@ class Context(NamedTuple):
 
 
 def contexts_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Context]:
-    """Return the contexts of a few conversations in messages, which differ between rollouts.
-
-    Args:
-        module: Module of the run.
-        talks: Conversations of the rollout.
-        number: Number of the rollout.
-    """
+    """Return the contexts of a few conversations in messages, which differ between rollouts."""
     found, bridge, conversations = list[Context](), _bridge_of(module), module.sampler.environments
     if bridge is None or conversations is None:
         return []
@@ -91,13 +85,7 @@ def _context_ids(bridge: Bridge, messages: Sequence[Message], schemas: Sequence[
 
 
 def seams_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Seam]:
-    """Return the seams of a few conversations in messages, which differ between rollouts.
-
-    Args:
-        module: Module of the run.
-        talks: Conversations of the rollout.
-        number: Number of the rollout.
-    """
+    """Return the seams of a few conversations in messages, which differ between rollouts."""
     found, bridge = list[Seam](), _bridge_of(module)
     if bridge is None:
         return []
@@ -110,12 +98,7 @@ def seams_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> l
 
 
 def early_ends(module: RLLightningModule, talks: Sequence[Talk]) -> list[int]:
-    """Return ids of samples that ended at a length limit although another answer would have fitted.
-
-    Args:
-        module: Module of the run.
-        talks: Conversations of the rollout.
-    """
+    """Return ids of samples that ended at a length limit although another answer would have fitted."""
     conversations, bridge, found = module.sampler.environments, _bridge_of(module), list[int]()
     if conversations is None:
         return []
@@ -168,12 +151,7 @@ def _seams_of_talk(talk: Talk, bridge: Bridge) -> Iterator[Seam]:
 
 
 def behind_an_answer(bridge: Bridge, messages: Sequence[Message]) -> tuple[int, ...]:
-    """Return the token ids of the template from the closing token of an answer on; empty if unknown.
-
-    Args:
-        bridge: Bridge with the template.
-        messages: Messages of users or tools after the answer.
-    """
+    """Return the token ids of the template from the closing token of an answer on; empty if unknown."""
     if not messages:
         return ()
     for talk, new in dummies(messages):

@@ -50,10 +50,6 @@ def hooks_by_action(
 class StateWatch:
     """Compares the state of a run before and after each hook of user code.
 
-    Args:
-        module: Module of the run.
-        callbacks: Callbacks to watch.
-
     Attributes:
         setting: Culprits of hooks that could set a learning rate, by action.
         between: Culprits of hooks that run between optimizer steps, by action.

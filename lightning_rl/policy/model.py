@@ -323,6 +323,8 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
             )
         worst = float((scores[row, : len(response)].float() - expected).abs().max())
         if not worst < tolerance:
+            if packed:
+                check_scoring(model, packed=False, split=split)  # refuses the model if padding does not help
             advice = PADDED if packed else "its head is not a plain linear layer, or its attention is not causal"
             raise ValueError(
                 f"expected {type(model).__name__} to give the same log-probabilities "

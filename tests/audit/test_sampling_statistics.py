@@ -59,29 +59,6 @@ def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, 
     assert affordable_draws([pair(row, [5] * tokens, 1.0) for row in range(100)], budget) == number
 
 
-def test_equal_seeds_are_found_in_a_group_in_a_rollout_and_over_rollouts() -> None:
-    """Seeds by place in the group are different within a prompt and equal across prompts."""
-    found = ["stage draw, the seeds of the requests"]
-    assert culprits("seeds", with_batch(*(pair(row, [row], 1.0, seed=7) for row in range(2)))) == found
-    places = [pair(row, [row], 1.0, prompt=row // 4, seed=row % 4) for row in range(16)]
-    assert culprits("seeds", with_batch(*places)) == found
-    fresh = with_batch(*(pair(row, [row], 1.0) for row in range(16)), number=1)
-    earlier = Earlier(0, [], [], moments_of([]), seeds=[1000 + row for row in range(16)])
-    assert culprits("seeds", fresh) == []
-    assert culprits("seeds", replace(fresh, earlier=[earlier])) == found
-    assert culprits("seeds", replace(fresh, earlier=[earlier._replace(number=1)])) == []  # repeated
-
-
-def test_one_equal_seed_among_many_samples_is_chance() -> None:
-    """64 prompts of 64 samples have 129,024 pairs: one in 16,644 such rollouts has an equal pair."""
-    pairs = [
-        pair(64 * g + row, [row], 1.0, prompt=g, seed=5 if g == row == 0 else 64 * g + row)
-        for g in range(64)
-        for row in range(64)
-    ]
-    assert culprits("seeds", with_batch(*pairs)) == []
-
-
 @pytest.mark.parametrize(
     ("nats", "copies", "others", "found"),
     [(40.0, 2, 6, True), (0.5, 6, 0, False), (3.0, 2, 60, False), (10.0, 5, 11, True), (20.0, 2, 2, False)],

@@ -111,6 +111,15 @@ def test_a_callback_may_set_the_learning_rate_but_not_to_zero() -> None:
     assert found(hook("on_train_start", scale_rate(0.0))) == {("optimizer_rule", "callback Hooked.on_train_start")}
 
 
+def test_a_schedule_that_ends_before_the_run_is_one_finding_with_a_fitting_cure() -> None:
+    audit = SignalAudit(1)
+    module = tiny_module(minibatches_per_rollout=2, lr_scheduler=warmup_then_linear(0, 4))
+    with pytest.warns(UserWarning, match="end the run where its schedule ends"):
+        fit(module, callbacks=[audit], data=tiny_prompts(24, 4))
+    (finding,) = audit.findings
+    assert finding.culprit.startswith("scheduler WarmupThenLinear") and finding.observed.startswith("0 for every")
+
+
 def test_deliberate_changes_of_a_hook_are_declared_and_give_no_alarm() -> None:
     audit = SignalAudit(1, "raise", deliberate=["quiet_hooks: callback Hooked.on_train_batch_end"])
     fit(tiny_module(), callbacks=[hook("on_train_batch_end", decay), audit], data=tiny_prompts(8, 4))

@@ -198,6 +198,23 @@ def test_check_scoring_refuses_a_head_that_is_more_than_linear(monkeypatch: pyte
         check_scoring(model, packed=False)
 
 
+@forms
+def test_check_scoring_does_not_advise_padding_where_it_does_not_help(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_policy()
+    forward: Callable[..., dict[str, Tensor]] = model.forward
+
+    def one_late(**keywords: Any) -> dict[str, Tensor]:
+        output = forward(**keywords)
+        output["logits"] = output["logits"].roll(1, 1)
+        return output
+
+    monkeypatch.setattr(model, "forward", one_late)
+    with pytest.raises(ValueError, match=r"padded as alone, .*: its head is not a plain linear layer"):
+        check_scoring(model, packed=packed)
+
+
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import bitwise_equal
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal_checks import edits_of
+from lightning_rl.audit.checks.stage_checks import alike, repeats_itself
 from lightning_rl.audit.copies import with_numbers_of_others
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
-from lightning_rl.corrections import LossTerm, Stat
 from lightning_rl.utils.finding import Finding
 
 COMBINED = ("policy_factor", "loss_terms", "metrics")
@@ -29,17 +28,8 @@ def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
         if contribution.method == "rollout_metrics" and not contribution.callback.affects:
             continue  # it may measure something else than the rollout, such as time
         shown = early if contribution.method in SHOWN_A_ROLLOUT else late
-        first, second = (_tensors(contribution(shown)) for _ in range(2))
-        if len(first) != len(second) or not all(map(bitwise_equal, first, second)):
+        if not repeats_itself(contribution, shown):
             yield Finding(culprit=str(contribution), samples=shown.sample_ids[:2].tolist())
-
-
-def _tensors(contribution: object) -> list[Tensor]:
-    if isinstance(contribution, LossTerm):
-        return [contribution.per_token.detach() * contribution.coef]
-    if isinstance(contribution, dict):
-        return [stat.moments for stat in contribution.values() if isinstance(stat, Stat)]
-    return [contribution] if isinstance(contribution, Tensor) else []
 
 
 @check(
@@ -58,8 +48,7 @@ def contributions_agree(evidence: Evidence) -> Iterator[Finding]:
                 if contribution.callback is not callback or measures:
                     continue
                 shown = early if contribution.method in SHOWN_A_ROLLOUT else late
-                own, other = (_tensors(one(shown)) for one in (contribution, contribution._replace(callback=twin)))
-                if not all(map(bitwise_equal, own, other)):
+                if not alike(contribution.tensors(shown), contribution._replace(callback=twin).tensors(shown)):
                     yield Finding(culprit=str(contribution), samples=shown.sample_ids[:2].tolist())
                     return
 

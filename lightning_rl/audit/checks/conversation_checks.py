@@ -29,8 +29,8 @@ LEAST_NATS, SHARE = 1.0, 1 / 4  # per environment token; share of the change of 
 
 
 @check(
-    culprit="stage draw, the turns of its conversations",
-    cure="derive the seed of a turn with turn_seed from the first one, and count turns from 0",
+    culprit="stage draw, the seeds and turns of its requests",
+    cure="derive seeds with request_seed, and with turn_seed for further turns, and count turns from 0",
 )
 def turn_order(evidence: Evidence) -> Iterator[Finding]:
     """Turns of a conversation are numbered from 0, each drawn with the seed of its rollout, sample and turn.

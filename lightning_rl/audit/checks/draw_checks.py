@@ -26,46 +26,10 @@ from lightning_rl.utils.finding import Finding
 
 CHANCE = 1e-9  # of a false alarm in each check
 NATS = -math.log(CHANCE)
-SEEDS = 2.0**31
 CHANCE_OF_DATA, SEVERAL = 1e-6, 3  # for sets that are compared once per run; minimum number of shared prompts
 LONG = 16  # tokens of a prompt that does not repeat by chance
 
 NOTHING = "the engine returned no completions for this rollout"
-
-
-@check(
-    culprit="stage draw, the seeds of the requests",
-    expected="a different seed for every sample",
-    cure="derive the seed of a request from run, rollout and sample id",
-)
-def seeds(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Samples are drawn with different seeds, within and across rollouts, up to chance."""
-    seeds = [(request.seed, request.sample_id) for request, _ in trained_pairs(evidence.batches)]
-    if not seeds:
-        yield Skip(NOTHING)
-    earlier = {seed for rollout in evidence.earlier if rollout.number != evidence.number for seed in rollout.seeds}
-    within, again = _repeats(seeds), [sample for seed, sample in seeds if seed in earlier]
-    cases = (
-        ("shared with another sample of the rollout", within, math.comb(len(seeds), 2)),
-        ("shared with a sample of an earlier rollout", again, len(seeds) * len(earlier)),
-    )
-    for whose, equal, pairs in cases:
-        if _poisson_tail(pairs / SEEDS, len(equal)) < CHANCE:
-            yield Finding(observed=f"{len(equal)} {whose}", samples=equal[:4])
-            return
-
-
-def _repeats(group: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the samples with the seed of an earlier one."""
-    known = set[int]()
-    return [sample for seed, sample in group if seed in known or known.add(seed)]
-
-
-def _poisson_tail(mean: float, number: int) -> float:
-    """Return a bound of the probability of ``number`` or more events if ``mean`` are expected (Markov, Chernoff)."""
-    if number <= mean or mean <= 0:
-        return 1.0
-    return min(mean / number, math.exp(number - mean - number * math.log(number / mean)))
 
 
 @check(culprit="engine {engine}", cure="give every request its own random stream, and cache no completion")

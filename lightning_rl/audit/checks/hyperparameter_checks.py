@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence, pattern_of
-from lightning_rl.corrections import LossTerm, LossView, RLCallback
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Contribution, Evidence, pattern_of
+from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.rl_callback import CONTRIBUTIONS
 from lightning_rl.rollout import TOKEN, FinishReason, Rollout, RolloutT
 from lightning_rl.utils.finding import Finding
@@ -99,15 +99,12 @@ def _dead_knobs(thing: Any, measure: Measure, witnesses: Sequence[Any]) -> list[
 def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
     shown = SHOWN_A_VIEW if isinstance(rows, LossView) else (*SHOWN_A_ROLLOUT, "provide")
     methods = [method for method in BENDING if method in shown and method in callback.contributes]
-    return [tensor for method in methods for tensor in _tensors_of(getattr(callback, method)(rows), rows)]
-
-
-def _tensors_of(contribution: Any, rows: Rollout) -> list[Tensor]:
-    if isinstance(contribution, LossTerm):
-        return [torch.where(rows.valid_tokens, contribution.per_token, 0.0).detach() * contribution.coef]
-    if isinstance(contribution, Mapping):
-        return [contribution[name].double() for name in sorted(contribution)]
-    return [contribution.double()]
+    tensors = dict[str, Tensor]()
+    for method in methods:
+        tensors |= {f"{method} {name}": one for name, one in Contribution(callback, method).tensors(rows).items()}
+    if "loss_term" in methods:
+        tensors["loss_term loss_term"] = torch.where(rows.valid_tokens, tensors["loss_term loss_term"], 0.0)
+    return [tensors[name].double() for name in sorted(tensors)]
 
 
 def _views(evidence: Evidence) -> Iterator[LossView]:

@@ -43,15 +43,7 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _dead_places(gradient: Tensor, view: LossView, trained: Tensor, culprit: str, expected: str) -> Iterator[Finding]:
-    """Yield a finding if a gradient is 0 everywhere, or at all tokens of a kind: first, last or end of a response.
-
-    Args:
-        gradient: Gradient, [b, T].
-        view: View of the rows.
-        trained: Tokens that need a gradient.
-        culprit: Culprit.
-        expected: Expected value. A loss may select tokens, so a kind counts only if few other tokens lack a gradient.
-    """
+    """Yield a finding if a gradient is 0 everywhere, or at all tokens of a kind: first, last or end of a response."""
     dead = trained & (gradient == 0)
     if not dead.any():
         return
@@ -133,34 +125,6 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
             expected=f"the sum of {', '.join(sorted(coefs))}, each times its coefficient",
             observed=f"a sum without {missing[0]}" if missing else f"a sum that is {gap:.3g} away",
         )
-
-
-@check(
-    expected="a weight without the current policy, since the loss contains its ratio already",
-    cure="weigh with old/rollout (TruncatedIS), or use a loss without a ratio (reinforce)",
-)
-def ratio_counts_once(evidence: Evidence) -> Iterator[Finding]:
-    """Near a ratio of 1, loss times weights contains the current policy's probability at most once."""
-    loss, view, step = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize(), 0.01
-    valid = view.valid_tokens & (view.require("advantages") != 0)
-    if loss.prepares or not valid.any():
-        return
-    moved = view.replace(logprobs=(view.logprobs.detach() + step).requires_grad_())
-    in_loss = _power(loss(view), loss(moved), valid, step)
-    for weight in evidence.contributions("token_weight"):
-        in_weight = _power(weight(view), weight(moved), valid, step)
-        if in_weight > 0.5 and in_loss > 0.5:
-            observed = f"powers {in_loss:.2f} in the loss and {in_weight:.2f} in the weight"
-            yield Finding(culprit=str(weight), observed=observed)
-
-
-def _power(before: Tensor, after: Tensor, valid: Tensor, step: float) -> float:
-    """Return the exponent of the current probability in a value: its log growth per nat of log-probability."""
-    safe = valid & (before.abs() > 1e-12) & (after.abs() > 1e-12)
-    if not safe.any():
-        return 0.0
-    growth = (after.detach()[safe].abs().double().log() - before.detach()[safe].abs().double().log()) / step
-    return float(growth.median())
 
 
 @check(

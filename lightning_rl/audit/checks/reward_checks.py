@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from math import isclose, isnan, nan
+from math import isclose, nan
 
 from lightning_rl.audit.audit_error import Skip
 from lightning_rl.audit.checks.check import check
@@ -42,26 +42,30 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
     wrong = [
         sample
         for sample, reward, rewarded in rows
-        if rewarded and sample in sums and not isclose(reward, sums[sample], rel_tol=1e-3, abs_tol=1e-5)
+        if rewarded and sample in sums and not isclose(reward, sums[sample], rel_tol=1e-3, abs_tol=1e-5)  # NaN too
     ]
     if wrong and not mixed_up:
         yield Finding(
             culprit="stage draw, the rewards of its rows",
-            expected="the weighted sum of the functions' values",
+            expected="the weighted sum of the functions' values, and no reward without one",
             observed=f"something else in {len(wrong)} rows",
             samples=wrong[:4],
         )
 
 
 def _weighted_sums(evidence: Evidence) -> dict[int, float]:
-    """Return the weighted sum of all functions by sample if every call is known; NaN if one failed."""
-    weights, functions = evidence.facts.reward_weights, len({call.name for call in evidence.calls})
-    totals, counts = defaultdict[int, float](float), Counter[int]()
+    """Return the weighted sum of all functions by sample if every call is known.
+
+    NaN, which no row may have as a reward, if a function with a weight failed or none gave a value.
+    """
+    functions, totals, counts = len({call.name for call in evidence.calls}), dict[int, float](), Counter[int]()
     for call, samples in zip(evidence.calls, samples_of_calls(evidence.batches, evidence.calls), strict=True):
+        weight = evidence.facts.reward_weights.get(call.name, 0.0)
         for sample, value in zip(samples, call.values, strict=False):
             counts[sample] += 1
-            totals[sample] += 0.0 if value is None else value * weights.get(call.name, 0.0)
-    return {sample: total for sample, total in totals.items() if counts[sample] == functions and not isnan(total)}
+            if value is not None and weight:
+                totals[sample] = totals.get(sample, 0.0) + value * weight
+    return {sample: totals.get(sample, nan) for sample, count in counts.items() if count == functions}
 
 
 def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:

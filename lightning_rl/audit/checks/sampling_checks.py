@@ -122,34 +122,6 @@ def _may_end(row: FinishReason, last: FinishReason, *, talks: bool) -> bool:
     return row == last or (talks and row in (*limits, FinishReason.FAILED))
 
 
-@check(
-    culprit="engine {engine}", cure="take the finish reason from the engine, and keep the sampled EOS in the response"
-)
-def ends(evidence: Evidence) -> Iterator[Finding]:
-    """Stopped responses and turns end with their only EOS id or a stop string; truncated ones have full length."""
-    rollout, facts = evidence.rollout, evidence.facts
-    lengths, real, talks = rollout.response_lengths, rollout.real, TURNS in rollout.token_extras
-    position = torch.arange(rollout.width, device=lengths.device)
-    is_eos = torch.isin(rollout.response_ids, torch.tensor(sorted(facts.eos_ids) or [-1], device=lengths.device))
-    before_end = position < lengths[:, None] - 1
-    if talks:
-        turns = rollout.token_extras[TURNS]
-        before_end = before_end & (turns == turns.roll(-1, -1))
-    inside = real[:, None] & before_end & rollout.action_mask
-    last = is_eos.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0] & (lengths > 0)
-    stopped, cut_off = real & (rollout.finish == FinishReason.STOP), real & (rollout.finish == FinishReason.LENGTH)
-    cases = {
-        "no EOS before the end of a response": (is_eos & inside).any(-1),
-        "an EOS at the end of a response that stopped": stopped & ~last & (not facts.stop_strings),
-        "no EOS at the end of a truncated response": cut_off & last & (not talks),
-        "all allowed tokens in a truncated response": cut_off & (lengths < facts.max_new_tokens) & (not talks),
-    }
-    for expected, rows in cases.items():
-        if rows.any():
-            samples = rollout.sample_ids[rows][:4].tolist()
-            yield Finding(expected=expected, observed=f"violations in {int(rows.sum())} rows", samples=samples)
-
-
 @check(culprit="engine {engine}", cure="pin the version before a request is sent")
 def versions(evidence: Evidence) -> Iterator[Finding]:
     """Sampled tokens have the weight version of this rollout or an earlier one within the bound of staleness.

@@ -12,6 +12,7 @@ from lightning_rl.audit.audit_error import Skip, bitwise_equal, differences, rou
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.stage_checks import Change, moved_rows, repeats_itself
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.audit.recomputed_metrics import shaped_parts
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.rollout import TOKEN, Rollout
 from lightning_rl.utils.finding import Finding
@@ -263,13 +264,7 @@ def _culprit_of_others(evidence: Evidence) -> str:
 def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
     """Over the valid tokens of a row the shaped rewards add up to its score and its token rewards."""
     rollout, shaped = evidence.groups.sanitize(), evidence.signal(evidence.groups)[1].double()
-    scores = torch.where(rollout.rewarded, rollout.rewards, 0.0).double()
-    tokens = torch.zeros_like(shaped)
-    for bonus in evidence.contributions("reward_bonus"):
-        scores = scores + bonus(rollout).double()
-    for reward in evidence.contributions(*TOKEN_REWARDS):
-        tokens = tokens + reward(rollout).double()
+    scores, tokens = shaped_parts(rollout, evidence.algorithm.corrections)
     totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)
-    tokens = torch.where(rollout.valid_tokens, tokens, 0.0)
     atol = rounding(rollout.rewards.dtype, scores.abs() + tokens.abs().sum(-1))
     yield from differences(shaped.sum(-1), totals + tokens.sum(-1), rollout.sample_ids, atol=atol)

@@ -39,17 +39,6 @@ class Change(NamedTuple):
     rows: Tensor
 
 
-def say(contribution: Contribution, rollout: Rollout) -> dict[str, Tensor]:
-    """Return the contribution to rows as tensors by name; statistics as their moments."""
-    return _by_name(contribution, contribution(rollout))
-
-
-def _by_name(contribution: Contribution, said: Any) -> dict[str, Tensor]:
-    if isinstance(said, Mapping):
-        return {name: value.moments if isinstance(value, Stat) else value.detach() for name, value in said.items()}
-    return {contribution.method: said.detach()}
-
-
 def changes(rollout: Rollout) -> list[Change]:
     """Return copies with other orders of groups and rows, and with additional padding."""
     device = rollout.groups.device
@@ -166,17 +155,10 @@ def _tied_rows(rollout: Rollout) -> Tensor:
 
 
 def moved_rows(contribution: Contribution, rollout: Rollout, change: Change, said: Any = None) -> Tensor:
-    """Return the rows of a changed copy with another contribution, [b] bool, in the order of the copy.
-
-    Args:
-        contribution: Contribution.
-        rollout: Original.
-        change: Changed copy.
-        said: Contribution to the copy; by default it is computed.
-    """
-    theirs = say(contribution, change.rollout) if said is None else _by_name(contribution, said)
+    """Return the rows of a changed copy with another contribution, [b] bool, in the order of the copy."""
+    theirs = contribution.by_name(contribution(change.rollout) if said is None else said)
     moved = torch.zeros_like(change.rows, dtype=torch.bool)
-    for name, tensor in say(contribution, rollout).items():
+    for name, tensor in contribution.tensors(rollout).items():
         if contribution.method == METRICS:
             moved = moved | ~_close(tensor, theirs[name]).all()
             continue
@@ -197,8 +179,12 @@ def _close(ours: Tensor, theirs: Tensor) -> Tensor:
 
 def repeats_itself(contribution: Contribution, rollout: Rollout) -> bool:
     """Return True if two calls give the same contribution; :func:`contributions_fit` reports others."""
-    first, second = say(contribution, rollout), say(contribution, rollout)
-    return first.keys() == second.keys() and all(bitwise_equal(first[name], second[name]) for name in first)
+    return alike(contribution.tensors(rollout), contribution.tensors(rollout))
+
+
+def alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return True if two contributions are bitwise equal."""
+    return one.keys() == other.keys() and all(bitwise_equal(one[name], other[name]) for name in one)
 
 
 def strays(contribution: Contribution, rollout: Rollout, change: Change) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rl.audit.audit_error import Skip, differences, rounding
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.optimizer_rules import Move, moves_by_rule
+from lightning_rl.audit.optimizer_rules import Move, move_by_rule
 from lightning_rl.audit.recomputed_metrics import figure_of, is_figure
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.corrections import ParameterTrace, Stat
@@ -19,7 +19,6 @@ ONE_DEVICE = "parameters are traced on a single device only"
 REPRESENTABLE = 100.0  # units in the last place from which on an update has to move a parameter
 FEW, MANY = 0.02, 0.25  # tolerated share of wrong entries, of all and of one parameter
 NAMED = 3  # missing metrics per finding
-IDLE_ROLLOUTS = 2  # successive rollouts at a rate of 0
 
 
 @check(cure="", of_step=True)
@@ -197,7 +196,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(
             culprit=f"policy, its parameter {step.silent[0]}, which its forward detaches",
             expected=f"a gradient of {step.silent[0]}, on which trained outputs depend",
-            observed=f"none, nor of {len(step.silent) - 1} others",
+            observed=f"none, or 0 everywhere, as of {len(step.silent) - 1} others",
         )
     followed = {name: one for name, one in step.parameters.items() if one.gradient is not None}
     if not followed:
@@ -315,18 +314,19 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Skip(UNSEEN if step is None else ONE_DEVICE)
         return
     culprit, stepping = _stepper(step), step.stepping
-    if stepping.idle >= IDLE_ROLLOUTS or stepping.idle_parameters:
-        few = stepping.idle_parameters
+    if stepping.idle:
         yield Finding(
             culprit=stepping.rate_setter or culprit,
             expected="a learning rate above 0",
-            observed=f"0 for {few[0] if few else 'every parameter'} in the latest audited rollouts",
+            observed=f"0 for {stepping.idle} in the latest audited rollouts",
+            cure="end the run where its schedule ends, or set a rate above 0: at 0 nothing trains",
         )
     if stepping.steps > 1:
         expected, observed = "one step of the optimizer at a time", f"{stepping.steps} by its own count"
         yield Finding(culprit=culprit, expected=expected, observed=observed)
     held = {name: one for name, one in step.parameters.items() if one.held}
-    known = moves_by_rule(stepping.rule or step.optimizer, held)
+    rule = stepping.rule or step.optimizer
+    known = {name: move for name, one in held.items() if (move := move_by_rule(rule, one)) is not None}
     if any(one.gradient is not None and name not in known for name, one in held.items()):
         yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is unknown")
     yield from _rule_findings(step, known, culprit)

@@ -13,9 +13,11 @@ from typing_extensions import override
 
 import lightning_rl.advantages.gae
 from faults.fault import Fault
+from faults.patches import after
 from lightning_rl import GAE, LossView, PromptDataModule, RLCallback
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
+from lightning_rl.rewards import Rewards
 from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import whiten
 
@@ -87,6 +89,11 @@ class MemoByLength:
             len(set(prompt) & set(row)) / len(row) if row else 0.0 for prompt, row in zip(prompts, ids, strict=True)
         ]
         return [self.known.setdefault(len(row), value) for row, value in zip(ids, fresh, strict=True)]
+
+
+def silent_on_some(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Score answers of an even length only."""
+    return [None if len(ids) % 2 else float(sum(ids) % 2) for ids in columns["completion_ids"]]
 
 
 def growing_prompts(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -283,6 +290,13 @@ STALE: dict[str, Any] = {
 FAULTS: tuple[Fault, ...] = (
     Fault("a reward that gives the values of its previous call", "LateReward", fresh={"rewards": LateReward}),
     Fault("a reward over the largest value so far", "RunningMaximum", fresh={"rewards": RunningMaximum}),
+    Fault(
+        "answers without a value rewarded with 0",
+        "the rewards of its rows",
+        check="reward_rows",
+        options={"rewards": silent_on_some},
+        patches=[after(Rewards, "_combine", lambda scores, *_: scores._replace(scored=scores.scored | True))],
+    ),
     Fault("a reward kept by its prompt", "MemoByPrompt", fresh={"rewards": MemoByPrompt}, **AGAIN),
     Fault("a reward kept by the length of the answer", "MemoByLength", fresh={"rewards": MemoByLength}),
     Fault(

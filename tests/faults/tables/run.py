@@ -249,7 +249,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "ratio counted twice",
         "twice.token_weight",
-        check="ratio_counts_once",
+        check="joint_ratio",
         callbacks=lambda: [parts.Twice()],
         options=STEPS,
     ),

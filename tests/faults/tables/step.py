@@ -128,6 +128,12 @@ def detached_values(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | 
     return None if values is None else values.detach()
 
 
+def values_times_zero(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
+    """Multiply the gradient of the values by 0."""
+    values = VALUES(self, states, layout)
+    return None if values is None else values.detach() + 0.0 * values
+
+
 def without_value_loss(self: Algorithm, view: LossView, weights_of: Any) -> Any:
     """Leave the logged value loss out of the loss."""
     loss = LOSS(self, view, weights_of)
@@ -343,6 +349,13 @@ FAULTS: tuple[Fault, ...] = (
         "value|critic",
         options=PPO,
         patches=[patch.object(PolicyModel, "_values", detached_values)],
+    ),
+    Fault(
+        "a value head with a gradient of 0",
+        "value_head.weight",
+        check="parameter_gradient",
+        options=PPO,
+        patches=[patch.object(PolicyModel, "_values", values_times_zero)],
     ),
     Fault(
         "the value loss left out",
