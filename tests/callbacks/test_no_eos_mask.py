@@ -83,10 +83,3 @@ def test_logs_the_share_of_real_rows_that_were_cut_off_even_if_they_are_dropped(
     assert 0 < cut_of_real < 1 and (rollout.finish[20:] == LENGTH).any()
     (stat,) = NoEOSMask(action).rollout_metrics(exclude_rows(padded, Corrections([NoEOSMask(action)]))[0]).values()
     assert float(stat.value()) == pytest.approx(cut_of_real)
-
-
-def test_padding_rows_are_neither_cut_off_nor_counted() -> None:
-    padding = two_rows(1.0).padding_rows(2)
-    callback = NoEOSMask("drop_tokens")
-    assert callback.reward_mask(padding).all() and not callback.exclude(padding).any()
-    assert callback.rollout_metrics(padding)["no_eos_mask/truncated"].moments[0] == 0
