@@ -96,19 +96,6 @@ def test_a_rejected_row_still_counts_in_the_denominator() -> None:
     assert run_step(view, callbacks=[REJECT], loss=Reinforce(), reduction=token_mean).gradient[1].tolist() == [-0.5] * 2
 
 
-FIELDS = [
-    "logprobs",
-    "entropy",
-    "old_logprobs",
-    "rollout_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "returns",
-    "values",
-    "current_values",
-]
-
-
 def test_a_rejected_token_may_have_an_infinite_loss() -> None:
     view = view_of([-1.0, -1.0], advantages=[INF, 1.0])
     first = callback_of("first", token_mask=lambda seen: torch.isfinite(seen.advantages))
@@ -143,10 +130,6 @@ def test_the_value_loss_is_clipped_around_the_old_value(clip: float | None, loss
     assert float(found.parts["loss/value"]) == loss
     assert torch.autograd.grad(found.total, view.require("current_values"))[0].item() == 2 * slope
     assert float(found.stats["value/error"].value()) == 0.5
-
-
-def test_without_a_critic_there_is_no_value_loss() -> None:
-    assert set(evaluate(view_of([-1.0], rollout_logprobs=[-1.0])).parts) == {"loss/total", "loss/policy"}
 
 
 def test_measures_come_from_untouched_log_probabilities_of_valid_tokens() -> None:

@@ -17,22 +17,6 @@ def view(current: list[float], old: list[float], returns: list[float]) -> LossVi
     return found.replace(current_values=found.require("current_values").requires_grad_())
 
 
-@pytest.mark.parametrize(
-    ("options", "current", "old", "loss"),
-    [
-        pytest.param({}, 0.5, 0.0, 0.5 * 0.8**2, id="clipped-at-0.2-by-default"),
-        pytest.param({"clip": 0.1}, 0.5, 0.0, 0.5 * 0.9**2, id="clip"),
-        pytest.param({"clip": None}, 0.5, 0.0, 0.5 * 0.5**2, id="no-clip"),
-        pytest.param({"clip": None, "huber": 0.25}, 0.5, 0.0, 0.25 * (0.5 - 0.125), id="huber"),
-        pytest.param({"clip": 0.1, "huber": 0.25}, 0.5, 0.0, 0.25 * (0.9 - 0.125), id="both"),
-        pytest.param({}, 1.5, 1.4, 0.5 * 0.5**2, id="within-the-clip"),
-    ],
-)
-def test_value_loss_by_hand(options: dict[str, Any], current: float, old: float, loss: float) -> None:
-    given = [torch.tensor([[number]]) for number in (current, old, 1.0)]
-    assert float(ValueLoss(**options)(*given)) == pytest.approx(loss)
-
-
 def test_a_value_loss_of_ones_own_is_reduced_like_the_others() -> None:
     class Absolute(ValueLoss):
         @override
@@ -45,25 +29,12 @@ def test_a_value_loss_of_ones_own_is_reduced_like_the_others() -> None:
     assert float(step.loss) == pytest.approx(0.5 * (0.6 + 2.3) / 2)
 
 
-def test_a_plain_function_is_refused_at_construction() -> None:
-    with pytest.raises(ValueError, match=r"expected value_loss to be an object such as ValueLoss\(coef=0.5\)"):
-        tiny_module(value_loss=lambda values, _, returns: values - returns)
-
-
 class Flattening(ValueLoss):
     """Is not per token."""
 
     @override
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
         return (values - returns).square().mean()
-
-
-class Writing(ValueLoss):
-    """Writes to what it is given."""
-
-    @override
-    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-        return (values - returns.mul_(2.0)).square()
 
 
 def test_a_value_loss_that_is_not_per_token_is_refused_by_its_name() -> None:

@@ -1,6 +1,5 @@
 """Blocks of Python on the pages run as pasted; commands and their options exist."""
 
-import ast
 import re
 import shlex
 import shutil
@@ -180,12 +179,6 @@ def test_every_substitution_is_needed() -> None:
     for written, small in SUBSTITUTIONS.items():
         assert written in text, written
         text = text.replace(written, small)
-
-
-def test_every_block_imports_what_it_uses() -> None:
-    for block in PYTHON:
-        tree = ast.parse(block.text)
-        assert any(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body) or "def " in block.text, block
 
 
 def parser_of(words: list[str]) -> tuple[ArgumentParser, list[str]]:

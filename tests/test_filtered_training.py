@@ -139,14 +139,6 @@ def test_switched_off_it_is_absent() -> None:
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-def test_a_filter_that_keeps_everything_trains_like_none() -> None:
-    plain, off = tiny_module(), tiny_module(top_k=VOCABULARY)
-    fit(plain, max_steps=2)
-    fit(off, max_steps=2)
-    for name, weight in weights_of(plain).items():
-        torch.testing.assert_close(weights_of(off)[name], weight)
-
-
 def test_a_filter_with_an_engine_that_cannot_say_what_it_kept_is_an_error_at_setup() -> None:
     engine = FakeEngine(lambda _: [2])
     with pytest.raises(ValueError, match=r'top_k=0, top_p=0.9, min_p=0.0 needs "sampling_mask" .* FakeEngine'):

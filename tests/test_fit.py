@@ -70,14 +70,7 @@ def test_the_order_never_matters_with_weights_and_masks_on_a_loss_without_a_rati
         return [OffPolicyIS(), *masks, OverlongPenalty(8, 4), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]
 
     expected = trained(corrections(), loss="reinforce")
-    assert not differing(trained(corrections()[::-1], loss="reinforce"), expected)
-    assert not differing(trained(corrections()[3:] + corrections()[:3], loss="reinforce"), expected)
-
-
-def test_a_reference_with_dropout_is_refused() -> None:
-    module = tiny_module(reference=lambda: tiny_policy(attention_dropout=0.1))
-    with pytest.raises(ValueError, match=r"config\.attention_dropout=0\.1"):
-        fit(module, callbacks=[ReferenceKL(0.1, as_loss=True)])
+    assert not differing(trained(corrections()[4::-1] + corrections()[5:], loss="reinforce"), expected)
 
 
 def test_a_reference_added_in_a_second_fit_is_still_the_policy_before_its_first_step() -> None:
@@ -89,12 +82,10 @@ def test_a_reference_added_in_a_second_fit_is_still_the_policy_before_its_first_
     assert all(torch.equal(weight, fresh[name]) for name, weight in reference.model.state_dict().items())
 
 
-@pytest.mark.parametrize("place", range(4), ids=["NoEOSMask", "OPSM", "RolloutKL", "ReferenceKL"])
-def test_a_correction_acts_and_its_removal_gives_the_run_without_it(place: int) -> None:
-    others = [correction for number, correction in enumerate(all_corrections()) if number != place]
-    without = trained(others)
-    assert differing(trained(all_corrections()), without)
-    assert not differing(trained([c for n, c in enumerate(all_corrections()) if n != place]), without)
+def test_every_correction_acts() -> None:
+    together = trained(all_corrections())
+    for place in range(4):
+        assert differing(together, trained([each for n, each in enumerate(all_corrections()) if n != place])), place
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
@@ -138,23 +129,12 @@ def test_engine_log_probabilities_are_recorded_wherever_the_engine_gives_them() 
         assert all((rollout.rollout_logprobs is not None) is returns_logprobs for rollout in watch.rollouts)
 
 
-def test_missing_log_probabilities_are_an_error_at_setup() -> None:
-    with pytest.raises(
-        ValueError, match=r"RolloutKL reads \"rollout_logprobs\", but FakeEngine gives none: use an engine"
-    ):
-        fit(tiny_module(engine=FakeEngine(lambda _: [1], returns_logprobs=False)), callbacks=[RolloutKL()])
-
-
 def test_off_policy_weights_train_on_a_loss_without_a_ratio() -> None:
     module = tiny_module(loss="reinforce", epochs_per_rollout=2)
     fit(module, callbacks=[OffPolicyIS()])
-    assert differing(module, trained_without_weights())
-
-
-def trained_without_weights() -> RLLightningModule:
-    module = tiny_module(loss="reinforce", epochs_per_rollout=2)
-    fit(module)
-    return module
+    plain = tiny_module(loss="reinforce", epochs_per_rollout=2)
+    fit(plain)
+    assert differing(module, plain)
 
 
 @pytest.mark.filterwarnings("ignore:rollout 0 taught the policy nothing")

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_rl import Engine, EngineError, RLCallback, RLLightningModule, Rollout, TransformersEngine
 from lightning_rl.callbacks import DynamicSampling
-from lightning_rl.checkpointing import INTERRUPTED, AtomicCheckpointIO, latest_checkpoint
+from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.engine import EngineState
 
@@ -102,8 +102,7 @@ class Lost(TransformersEngine):
         return super()._draw(requests, logprobs=logprobs)
 
 
-@pytest.mark.parametrize("at", [2, 9])
-def test_an_engine_that_is_lost_saves_the_last_step_and_the_run_goes_on_from_there(at: int, tmp_path: Path) -> None:
+def test_an_engine_that_is_lost_saves_the_last_step_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     def run(engine: Engine | None = None, ckpt_path: Path | None = None) -> RLLightningModule:
         module, data = module_of(engine=engine), tiny_prompts(8, 4)
         fit(
@@ -114,9 +113,8 @@ def test_an_engine_that_is_lost_saves_the_last_step_and_the_run_goes_on_from_the
 
     whole = run()
     with pytest.raises(EngineError, match="expected a server, got none"):
-        run(Lost(at))
-    steps = torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"]
-    assert steps % 4 == 0 and (steps > 0) == (at > 2), "between two rollouts, even if some groups were drawn already"
+        run(Lost(2))  # in the first rollout; test_exceptions.py has a later one
+    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 0
     resumed = run(ckpt_path=tmp_path / INTERRUPTED)
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
 
@@ -133,19 +131,3 @@ def test_an_engine_that_is_lost_while_it_is_validated_saves_the_last_step(tmp_pa
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 8
     resumed = run(ckpt_path=tmp_path / INTERRUPTED)
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
-
-
-def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saving = AtomicCheckpointIO()
-    saving.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
-
-    def dies(_: Any, file: Any) -> None:
-        file.write(b"half")
-        raise OSError("no space left")
-
-    monkeypatch.setattr(torch, "save", dies)
-    with pytest.raises(OSError, match="no space left"):
-        saving.save_checkpoint({"step": 2}, tmp_path / "b.ckpt")
-    assert latest_checkpoint(tmp_path) == tmp_path / "a.ckpt"
-    assert torch.load(tmp_path / "a.ckpt", weights_only=True) == {"step": 1}
-    assert latest_checkpoint(tmp_path / "nowhere") is None

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_rl import ClippedSurrogate, RLCallback, Rollout, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
-from lightning_rl.callbacks import OPSM, OffPolicyIS, ReferenceKL, RolloutKL
+from lightning_rl.callbacks import OPSM, ReferenceKL, RolloutKL
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.policy import Plan, PolicyModel
 from lightning_rl.policy.plan import RowLists, plan_of_rows
-from lightning_rl.update import accumulate_gradient, loss_view
+from lightning_rl.update import accumulate_gradient
 
 TOLERANCE = {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 1e-10}
 SPLITS = {
@@ -132,19 +132,3 @@ def test_a_rollout_of_only_padding_gives_zero_gradient_to_every_weight(dtype: to
     plan = plan_of_rows(rollout, [[[], []]])
     found = one_step(rollout, plan, packed=True, reduction=token_mean, dtype=dtype)
     assert len(found["gradient"]) and not found["gradient"].any()
-
-
-def test_importance_weights_do_not_depend_on_the_split(dtype: torch.dtype) -> None:
-    rollout = ragged_rollout(dtype=dtype).sanitize()
-    weights = OffPolicyIS()
-    model = PolicyModel(tiny_policy(dtype=dtype), None, temperature=1.0, packed=True)
-
-    def of(rows: list[list[int]]) -> Tensor:
-        parts = []
-        for microbatch in plan_of_rows(rollout, [rows]).step(0):
-            own = microbatch.rows_of(rollout)
-            view = loss_view(own, model(microbatch.layout))
-            parts.append(weights.token_weight(view).where(view.valid_tokens, 0.0).sum(-1))
-        return torch.cat(parts)
-
-    assert torch.allclose(of(SPLITS["one"]), of(SPLITS["halves"]), rtol=TOLERANCE[dtype] * 10, atol=0)

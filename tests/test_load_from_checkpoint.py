@@ -23,6 +23,12 @@ def saved(folder: Path, **options: Any) -> tuple[RLLightningModule, Path]:
     return module, folder / "whole.ckpt"
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[RLLightningModule, Path]:
+    """A module with every option at its default, and its checkpoint."""
+    return saved(tmp_path_factory.mktemp("plain"))
+
+
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -42,8 +48,8 @@ def test_weights_and_options_come_back(tmp_path: Path) -> None:
     assert loaded.sampling == SamplingParams(max_new_tokens=8, temperature=0.7)
 
 
-def test_only_code_has_to_be_given_again(tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
+def test_only_code_has_to_be_given_again(plain: tuple[RLLightningModule, Path]) -> None:
+    _, path = plain
     expected = (
         "expected policy= and rewards= to be passed, because a checkpoint stores no code: policy was "
         "kit.support.tiny_policy; rewards was kit.support.parity_reward"
@@ -61,16 +67,18 @@ def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None
     assert loaded.generate(["a b", "c"]) == module.generate(["a b", "c"])
 
 
-def test_options_replace_those_of_the_run(tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
+def test_options_replace_those_of_the_run(plain: tuple[RLLightningModule, Path]) -> None:
+    _, path = plain
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, group_size=2, loss="reinforce")
     assert loaded.group_size == 2 and type(loaded.loss).__name__ == "Reinforce"
 
 
 @pytest.mark.parametrize("option", ["policy", "tokenizer", "loss"])
-def test_a_dotted_name_in_a_checkpoint_is_not_imported(option: str, tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
-    checkpoint = torch.load(path, weights_only=True)
+def test_a_dotted_name_in_a_checkpoint_is_not_imported(
+    option: str, plain: tuple[RLLightningModule, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "planted.ckpt"
+    checkpoint = torch.load(plain[1], weights_only=True)
     described = {"path": "planted.it"} if option == "tokenizer" else "planted.it"
     checkpoint["lightning_rl"]["configuration"]["module"][option] = described
     torch.save(checkpoint, path)
@@ -96,8 +104,8 @@ def test_it_exports_a_critic_too(tmp_path: Path) -> None:
     assert equal(weights_of(loaded), weights_of(module))
 
 
-def test_a_loaded_module_evaluates_and_trains(tmp_path: Path) -> None:
-    module, path = saved(tmp_path)
+def test_a_loaded_module_evaluates_and_trains(plain: tuple[RLLightningModule, Path]) -> None:
+    module, path = plain
     data = partial(tiny_prompts, validation=[[2, 3], [4, 5]])
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
     trainer = fit(loaded, data=data(), limit_train_batches=1, num_sanity_val_steps=0)
@@ -106,25 +114,19 @@ def test_a_loaded_module_evaluates_and_trains(tmp_path: Path) -> None:
     assert trainer.validate(fresh, data(), verbose=False) == trainer.validate(module, data(), verbose=False)
 
 
-def test_generating_ahead_decodes_with_a_copy(tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
+def test_generating_ahead_decodes_with_a_copy(plain: tuple[RLLightningModule, Path]) -> None:
+    _, path = plain
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, max_staleness=1, loss="reinforce")
     with pytest.warns(UserWarning, match="max_staleness"):
         fit(loaded, limit_train_batches=2)
     assert loaded.run.replica is not None and loaded.run.replica is not loaded.required_policy.model
 
 
-def test_a_run_resumes_from_it_as_before(tmp_path: Path) -> None:
-    module, path = saved(tmp_path)
+def test_a_run_resumes_from_it_as_before(plain: tuple[RLLightningModule, Path]) -> None:
+    module, path = plain
     resumed = tiny_module()
     trainer = fit(resumed, ckpt_path=path, limit_train_batches=2)
     assert trainer.global_step == 2 and equal(weights_of(resumed), weights_of(module))
-
-
-def test_a_foreign_checkpoint_is_refused(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"expected a checkpoint of an RLLightningModule, got .*other\.ckpt"):
-        RLLightningModule.load_from_checkpoint(tmp_path / "other.ckpt")
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -159,8 +161,8 @@ def test_the_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert equal(dict(exported.named_parameters()), dict(module.required_policy.model.named_parameters()))
 
 
-def test_the_command_takes_code_again_by_its_name(tmp_path: Path) -> None:
-    _, path = saved(tmp_path)
+def test_the_command_takes_code_again_by_its_name(plain: tuple[RLLightningModule, Path], tmp_path: Path) -> None:
+    _, path = plain
     assert command(path, tmp_path / "export") == (
         "expected policy= to be passed, because a checkpoint stores no code: policy was kit.support.tiny_policy"
     )

@@ -78,9 +78,16 @@ def run(where: str = "", limit: float = 1e9, **options: Any) -> tuple[RLLightnin
     return module, exhausts, fit(module, callbacks=callbacks, data=tiny_prompts(4, 4), **options)
 
 
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[RLLightningModule, Exhausts, Trainer]:
+    return run()
+
+
 @pytest.mark.parametrize("where", ["forward", "loss", "backward"])
-def test_a_step_is_made_again_in_smaller_microbatches_with_the_same_gradient(where: str) -> None:
-    whole, seen, _ = run()
+def test_a_step_is_made_again_in_smaller_microbatches_with_the_same_gradient(
+    where: str, undisturbed: tuple[RLLightningModule, Exhausts, Trainer]
+) -> None:
+    whole, seen, _ = undisturbed
     with pytest.warns(UserWarning, match=r"out of memory in step 0 of rollout 0: the step is repeated with .*=32"):
         halved, again, trainer = run(where, 40)
     assert trainer.global_step == 2 and len(again.gradients) == len(seen.gradients) == 2

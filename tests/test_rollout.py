@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import io
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -235,12 +234,6 @@ def test_versions_tell_an_edit_and_a_swap_of_any_tensor() -> None:
         assert [key for key, version in rollout.versions().items() if version != before[key]] == [name]
         before = rollout.versions()
     assert rollout.replace(values=rollout.require("values").clone()).versions() != before
-
-
-def test_replace_leaves_the_original_alone() -> None:
-    rollout = whole_rollout()
-    assert rollout.replace(values=None).values is None and rollout.values is not None
-    assert math.isclose(float(rollout.rewards.sum()), float(whole_rollout().rewards.sum()))
 
 
 def test_samples_become_padded_rows_that_nobody_has_scored() -> None:

@@ -24,6 +24,7 @@ from lightning_rl import (
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
 from lightning_rl.callbacks import (
     OPSM,
+    AdaptiveKL,
     DynamicSampling,
     IcePop,
     NoEOSMask,
@@ -32,6 +33,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    TeacherKL,
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections
@@ -233,14 +235,16 @@ def test_legal_chains_pass() -> None:
     check(check_ratios, OPSM(), RolloutKL(), NoEOSMask(), ReferenceKL(as_loss=True), loss=ClippedSurrogate())
 
 
+@pytest.mark.parametrize("penalty", [ReferenceKL, AdaptiveKL, TeacherKL])
 @pytest.mark.parametrize("estimator", [GRPO(), RLOO()])
-def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any) -> None:
+def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator: Any, penalty: Any) -> None:
+    name = penalty.__name__
     with pytest.raises(
-        ValueError, match=rf"ReferenceKL returns a reward .* advantages={estimator.name} .*ReferenceKL\(as_loss=True\)"
+        ValueError, match=rf"{name} returns a reward .* advantages={estimator.name} .*{name}\(as_loss=True\)"
     ):
-        check(check_estimator, ReferenceKL(), advantages=estimator, critic=False)
-    check(check_estimator, ReferenceKL(as_loss=True), advantages=estimator, critic=False)
-    check(check_estimator, ReferenceKL(), advantages=GAE(), critic=True)
+        check(check_estimator, penalty(), advantages=estimator, critic=False)
+    check(check_estimator, penalty(as_loss=True), advantages=estimator, critic=False)
+    check(check_estimator, penalty(), advantages=GAE(), critic=True)
     own = callback_of("own", token_reward=lambda rollout: rollout.values)
     with pytest.raises(ValueError, match=r"Own returns .* per row: use a per-token estimator such as GAE"):
         check(check_estimator, own, advantages=estimator, critic=False)

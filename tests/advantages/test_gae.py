@@ -70,11 +70,6 @@ def test_discounts_outside_0_to_1_are_refused(knob: str, value: float) -> None:
         GAE(**knobs)
 
 
-def test_no_rows_are_no_error() -> None:
-    nothing = torch.zeros(0, 3)
-    assert gae(nothing, nothing, nothing.bool()).shape == (0, 3)
-
-
 def estimated(
     estimator: Estimator, shaped: Tensor, values: Tensor | None, valid: Tensor, total: GlobalSum = local_sum
 ) -> Advantages:

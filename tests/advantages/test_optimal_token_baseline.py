@@ -79,19 +79,6 @@ def test_rounding_leaves_the_size_of_an_almost_certain_token() -> None:
     assert ((found / true > 0.4) & (found / true < 2.1)).all()
 
 
-def test_equal_gradients_give_the_mean_of_the_group() -> None:
-    same = signal([1, 0, 0], [[1, 1]] * 3, [[HALF, HALF]] * 3, [[0.5, 0.5]] * 3)
-    assert_close(advantages(same), torch.tensor([[2 / 3] * 2, [-1 / 3] * 2, [-1 / 3] * 2], dtype=torch.float64))
-
-
-def test_no_other_baseline_has_less_variance() -> None:
-    """Of the gradient's squared size, W (G - b)^2 over the rows, at each step."""
-    sizes, returns = torch.tensor([[0.5, 1.0], [0.1, 0.6]]).double(), torch.tensor([[1.0, 1.0], [0.0, 0.0]]).double()
-    best = (sizes * advantages(PAIR).square()).sum(0)
-    for shift in (-0.1, 0.1):
-        assert ((sizes * (returns - (returns - advantages(PAIR)) - shift).square()).sum(0) > best).all()
-
-
 def test_holes_are_no_steps() -> None:
     holes = signal([1, 0], [[1, 0, 1], [0, 1, 1]], [[HALF, 0, HALF], [0, NINE, HALF]], [[0.5, 7, 0.5], [7, 0.9, 0.5]])
     found = advantages(holes)

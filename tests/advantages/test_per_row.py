@@ -92,13 +92,6 @@ def test_estimators_give_the_hand_worked_numbers(
 
 
 @centred
-@pytest.mark.parametrize("number", [2, 3, 11, 1000])
-@pytest.mark.parametrize("constant", [1.1, 0.1, -2.7, 1e8])
-def test_equal_rewards_give_exactly_0(estimator: RowEstimator, constant: float, number: int) -> None:
-    assert advantages(estimator, [constant] * number).count_nonzero() == 0
-
-
-@centred
 def test_a_large_offset_costs_no_precision(estimator: RowEstimator) -> None:
     scores, offset = [0.0, 1.0, 4.0], 2.0**20
     assert_close(advantages(estimator, [score + offset for score in scores]), advantages(estimator, scores))
@@ -122,11 +115,6 @@ def test_group_statistics_are_those_of_the_rewarded_rows() -> None:
     assert found.spread.tolist() == [True, True, False, False]
 
 
-def test_epsilon_is_added_to_the_deviation() -> None:
-    pair = torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([True, True])
-    assert_close(GRPO(epsilon=1.0).per_row(*pair), torch.tensor([0.5, -0.5]) / (HALF + 1))
-
-
 def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert all(resolve_advantages(name) is estimator for name, estimator in ESTIMATORS.items())
     assert resolve_advantages(centered) == FunctionEstimator(centered)
@@ -134,11 +122,9 @@ def test_names_resolve_and_an_unknown_one_lists_them() -> None:
         ValueError, match=r"out of grpo, .*, optimal_token_baseline, an object or a function, got 'grpoo'"
     ):
         resolve_advantages("grpoo")
-
-
-def test_a_class_is_not_taken_for_a_function() -> None:
     with pytest.raises(ValueError, match="expected an object as advantages, got the class Normalized: call it"):
         resolve_advantages(Normalized)  # pyright: ignore[reportArgumentType]
+    assert FunctionEstimator(partial(partial(by_group), scale=2.0)).name == "by_group"
 
 
 @pytest.mark.parametrize(
@@ -194,12 +180,6 @@ def test_normalized_at_every_level(mean: Level, std: Level, expected: list[float
     options: dict[str, Any] = {"mean": mean, "std": std, "leave_one_out": leave_one_out, "epsilon": 0.0}
     found = Normalized(**options).per_row(SCORES, PAIR_AND_THREE, EVERYONE)
     assert_close(found, torch.tensor(expected, dtype=torch.float64))
-
-
-def test_leaving_one_out_is_the_distance_to_the_mean_of_the_others() -> None:
-    found = Normalized(std="none", leave_one_out=True).per_row(SCORES, PAIR_AND_THREE, EVERYONE)
-    others = [3.0, 1.0, 3.0, 0.0, 3.0]
-    assert found.tolist() == [own - other for own, other in zip(SCORES.tolist(), others, strict=True)]
 
 
 def test_the_biased_deviation_divides_by_n_and_epsilon_is_added() -> None:
@@ -356,11 +336,6 @@ def test_a_users_function_that_compares_refuses_groups_of_one() -> None:
     with pytest.raises(ValueError, match="advantages=by_group compares the samples of a prompt, so group_size=1"):
         fit(tiny_module(advantages=by_group, group_size=1))
     assert fit(tiny_module(advantages=centered, group_size=1), max_steps=1).global_step == 1
-
-
-def test_a_function_is_called_by_its_own_name_whatever_is_bound_to_it() -> None:
-    assert FunctionEstimator(partial(by_group, scale=2.0)).name == "by_group"
-    assert FunctionEstimator(partial(partial(by_group), scale=2.0)).name == "by_group"
 
 
 def test_what_an_estimator_looks_at_is_declared() -> None:

@@ -1,5 +1,6 @@
 """Properties of every correction, with one example of each export."""
 
+import copy
 import inspect
 import math
 from typing import Any
@@ -21,7 +22,6 @@ from lightning_rl import (
     Reinforce,
     RLCallback,
     Rollout,
-    Stat,
 )
 from lightning_rl.callbacks import (
     OPSM,
@@ -222,22 +222,6 @@ def test_draws_no_global_random_numbers(correction: RLCallback) -> None:
 
 
 @each
-def test_a_padding_microbatch_contributes_exactly_0(correction: RLCallback) -> None:
-    rollout = finished(whole_rollout(), correction)
-    padding = view_on(rollout.padding_rows(3), correction)
-    step = run_step(padding, callbacks=[correction], loss=loss_of(correction))
-    assert step.loss == 0 and not step.gradient.any() and step.gradient.shape == (3, rollout.width)
-    corrections = Corrections([correction])
-    counted: list[Stat] = [
-        *corrections.metrics(padding).values(),
-        *corrections.policy_factor(padding).stats.values(),
-    ]
-    counted += [*corrections.rollout_metrics(padding).values(), *corrections.exclude(padding)[1].values()]
-    assert bool(counted) != isinstance(correction, LOGGED_BY_THE_CORE)
-    assert all(stat.moments[0] == 0 for stat in counted)
-
-
-@each
 def test_its_contributions_carry_no_gradient_but_that_of_its_term(correction: RLCallback) -> None:
     view = view_on(whole_rollout(), correction)
     for method in correction.contributes & {"sequence_mask", "token_mask", "token_weight"}:
@@ -260,17 +244,15 @@ def test_the_examples_meet_truncated_rows_and_holes() -> None:
     assert (rollout.action_mask.sum(-1) < rollout.response_lengths).any() and not rollout.valid_tokens.any(-1).all()
 
 
-@pytest.mark.parametrize(
-    "correction",
-    [one for one in EXAMPLES if one.contributes & AT_LOSS and not isinstance(one, ACTS_IN_THE_POLICY)],
-    ids=lambda correction: type(correction).__name__,
-)
-def test_none_waits_for_an_accelerator_between_microbatches(correction: RLCallback) -> None:
-    rollout = finished(whole_rollout().select(torch.arange(12)), correction)
+def test_none_waits_for_an_accelerator_between_microbatches() -> None:
+    at_loss = [one for one in EXAMPLES if one.contributes & AT_LOSS and not isinstance(one, ACTS_IN_THE_POLICY)]
+    corrections = [copy.copy(one).with_name(f"{one.name}{place}") for place, one in enumerate(at_loss)]
+    rollout = whole_rollout().select(torch.arange(12))
+    rollout = Corrections([one for one in corrections if "provide" in one.contributes]).provide(rollout)
     leaf = torch.zeros(rollout.response_ids.shape, device="meta", dtype=torch.float64, requires_grad=True)
 
     def table(microbatch: Microbatch) -> Outputs:
         return from_table(Outputs(leaf * 1, leaf * 2, None))(microbatch)
 
-    first, rest, _ = reads_within(rollout.sanitize(), table, an_algorithm([correction], loss=loss_of(correction)))
+    first, rest, _ = reads_within(rollout.sanitize(), table, an_algorithm(corrections, loss=Reinforce()))
     assert first + rest == []

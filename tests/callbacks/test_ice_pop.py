@@ -28,9 +28,3 @@ def test_logs_the_ratio_before_the_mask() -> None:
     logged = run_step(view, callbacks=[IcePop(0.5, 2.0)]).metrics
     assert logged["ice_pop/ratio"] == pytest.approx(2.0, rel=1e-6)
     assert logged["ice_pop/ratio_max"] == pytest.approx(3.0, rel=1e-6)
-
-
-@pytest.mark.parametrize(("low", "high"), [(-0.1, 2.0), (1.1, 2.0), (0.5, 0.9), (math.nan, 2.0)])
-def test_refuses_a_band_without_one(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match=r"expected (low in \[0, 1\]|high >= 1), got"):
-        IcePop(low, high)

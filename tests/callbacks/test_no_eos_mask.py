@@ -1,11 +1,9 @@
 """NoEOSMask: a response that was cut off gets no reward and enters no reward statistic."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from kit.support import ragged_rollout, rollout_of, run_step, view_of_rollout
 from torch import Tensor
 from torch.testing import assert_close
@@ -77,13 +75,6 @@ def test_only_the_finish_reason_decides(finish: FinishReason, rewarded: bool) ->
         assert NoEOSMask().exclude(wide).tolist() == [False]
 
 
-@given(st.lists(st.sampled_from([STOP, LENGTH, ABORT]), min_size=1, max_size=9))
-def test_dropping_and_masking_agree_on_the_rows(finish: list[FinishReason]) -> None:
-    rollout = rollout_of([1.0] * len(finish), [[1]] * len(finish), finish=torch.tensor(finish, dtype=torch.uint8))
-    callback = NoEOSMask("drop_tokens")
-    assert torch.equal(callback.exclude(rollout), ~callback.reward_mask(rollout))
-
-
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
 def test_logs_the_share_of_real_rows_that_were_cut_off_even_if_they_are_dropped(action: Any) -> None:
     rollout = ragged_rollout(24)
@@ -92,15 +83,3 @@ def test_logs_the_share_of_real_rows_that_were_cut_off_even_if_they_are_dropped(
     assert 0 < cut_of_real < 1 and (rollout.finish[20:] == LENGTH).any()
     (stat,) = NoEOSMask(action).rollout_metrics(exclude_rows(padded, Corrections([NoEOSMask(action)]))[0]).values()
     assert float(stat.value()) == pytest.approx(cut_of_real)
-
-
-def test_padding_rows_are_neither_cut_off_nor_counted() -> None:
-    padding = two_rows(1.0).padding_rows(2)
-    callback = NoEOSMask("drop_tokens")
-    assert callback.reward_mask(padding).all() and not callback.exclude(padding).any()
-    assert callback.rollout_metrics(padding)["no_eos_mask/truncated"].moments[0] == 0
-
-
-def test_an_unknown_action_is_refused() -> None:
-    with pytest.raises(ValueError, match="action zero_reward or drop_tokens, got 'drop'"):
-        NoEOSMask(cast(Any, "drop"))

@@ -26,14 +26,6 @@ def test_falls_linearly_within_the_cache(length: int, penalty: float) -> None:
     assert bonus.tolist() == [penalty, 0.0]
 
 
-@pytest.mark.parametrize(("length", "penalty"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (101, -1)])
-def test_can_be_asked_twice(length: int, penalty: float) -> None:
-    callback, rollout = OverlongPenalty(100, 20), rollout_of_lengths(length, 1)
-    bonus = callback.reward_bonus(rollout)
-    assert bonus.tolist() == pytest.approx([penalty, 0.0])
-    assert torch.equal(callback.reward_bonus(rollout), bonus)
-
-
 def test_enters_the_reward_before_the_group_is_normalised() -> None:
     rollout = rollout_of_lengths(10, 6)
     found, _, stats = estimate_signal(rollout, GRPO(), Corrections([OverlongPenalty(10, 4, coef=2.0)]))
@@ -53,9 +45,3 @@ def test_logs_mean_and_share() -> None:
     logged = OverlongPenalty(10, 4).rollout_metrics(rollout_of_lengths(10, 8, 6, 1))
     assert logged["overlong_penalty/penalty"].value() == -0.375
     assert logged["overlong_penalty/punished"].value() == 0.5
-
-
-@pytest.mark.parametrize("options", [(10, 0, 1.0), (10, 11, 1.0), (10, 4, -1.0)])
-def test_refuses_impossible_lengths(options: tuple[int, int, float]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        OverlongPenalty(*options[:2], coef=options[2])

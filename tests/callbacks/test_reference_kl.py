@@ -97,18 +97,6 @@ def test_estimators_that_train_nothing_as_a_loss_warn() -> None:
             ReferenceKL(estimator=estimator, as_loss=True)
 
 
-@pytest.mark.parametrize("beta", [-1e-9, NAN])
-def test_a_beta_below_0_is_refused(beta: float) -> None:
-    with pytest.raises(ValueError, match="expected beta >= 0"):
-        ReferenceKL(beta)
-
-
-@pytest.mark.parametrize("estimator", ["k4", ""])
-def test_an_unknown_estimator_is_refused_with_the_known_ones(estimator: str) -> None:
-    with pytest.raises(ValueError, match=f"out of k1, .*, binary_kl, an object or a function, got '{estimator}'"):
-        ReferenceKL(estimator=estimator)
-
-
 def test_an_estimator_may_be_an_object_or_a_function() -> None:
     view = view_of([-1.0, -2.0], ref_logprobs=[-1.5, -5.0])
     clamped = run_step(view, callbacks=[ReferenceKL(estimator=Clamped(k3, value=1.0), as_loss=True)])
@@ -152,8 +140,6 @@ def test_unbiased_its_expected_gradient_is_that_of_the_reverse_kl(estimator: str
 
 
 def test_unbiased_is_for_losses_and_k1_then_trains_something() -> None:
-    with pytest.raises(ValueError, match="expected as_loss=True with unbiased=True: a reward has no gradient"):
-        ReferenceKL(unbiased=True)
     with pytest.warns(UserWarning, match="ReferenceKL with abs as a loss"):
         ReferenceKL(estimator="abs", as_loss=True, unbiased=True)
     with warnings.catch_warnings():

@@ -52,17 +52,3 @@ def test_the_row_takes_part_in_the_baseline_with_its_new_reward() -> None:
 def test_a_row_without_reward_gets_none() -> None:
     rollout = samples([math.nan, 1.0]).replace(rewarded=torch.tensor([False, True]))
     assert StopProperly(reward=-1.0).reward_bonus(rollout).tolist() == [0.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scale": 1.5}, r"expected scale in \[0, 1\], got 1.5"),
-        ({"scale": -0.5}, r"expected scale in \[0, 1\], got -0.5"),
-        ({"reward": math.nan}, "expected reward to be a number or None, got nan"),
-        ({"reward": math.inf}, "expected reward to be a number or None and finite, got inf"),
-    ],
-)
-def test_refuses_options_out_of_range(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StopProperly(**options)

@@ -53,10 +53,3 @@ def test_what_is_left_out_counts_in_the_denominator() -> None:
     assert step.gradient.tolist() == [[0.0, -0.5]]
     assert step.metrics["total_variation_mask/rejected_tokens"] == 0.5
     assert step.metrics["total_variation_mask/distance_max"] == pytest.approx(0.75)
-
-
-def test_refuses_options_out_of_range() -> None:
-    with pytest.raises(ValueError, match=r"expected bound >= 0, got nan"):
-        TotalVariationMask(NAN)
-    with pytest.raises(ValueError, match="expected policy old or current, got 'ref'"):
-        TotalVariationMask(0.1, policy="ref")  # pyright: ignore[reportArgumentType]

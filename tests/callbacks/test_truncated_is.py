@@ -114,21 +114,3 @@ def test_a_loss_anchored_on_the_rollout_is_refused_with_a_way_out(loss: Any) -> 
     message = "rollout policy would count twice as denominator: leave TruncatedIS out; a mask"
     with pytest.raises(ValueError, match=message):
         fit(tiny_module(loss=loss), callbacks=[TruncatedIS()])
-
-
-@pytest.mark.parametrize(("level", "cap"), [("row", None), ("token", 0.5), ("token", NAN)])
-def test_refuses_unknown_levels_and_caps_below_one(level: str, cap: float | None) -> None:
-    with pytest.raises(ValueError, match=r"expected (level|cap)"):
-        TruncatedIS(level, cap=cap)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"floor": 1.5}, r"expected floor in \[0, 1\], got 1.5"),
-        ({"normalized": 1}, "expected normalized to be True or False, got 1"),
-    ],
-)
-def test_refuses_a_floor_above_one_and_a_flag_that_is_none(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TruncatedIS(**options)

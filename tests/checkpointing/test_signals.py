@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from kit.support import differing, fit, tiny_module, tiny_prompts
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
@@ -51,10 +51,16 @@ def run(folder: Path, *callbacks: Callback, **options: Any) -> tuple[RLLightning
     return module, fit(module, callbacks=callbacks, data=data, default_root_dir=folder, **options)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RLLightningModule]:
+    """Modules of runs of one epoch and of two that no signal ended."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {epochs: run(folder, max_epochs=epochs)[0] for epochs in (1, 2)}
+
+
 def test_the_signal_of_slurm_saves_at_the_end_of_the_step_queues_the_job_and_its_next_start_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: dict[int, RLLightningModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, _ = run(tmp_path / "whole")
     stub, said = tmp_path / "bin" / "scontrol", tmp_path / "said"
     stub.parent.mkdir()
     stub.write_text(f'#!/bin/sh\necho "$@" > {said}\n')
@@ -71,13 +77,12 @@ def test_the_signal_of_slurm_saves_at_the_end_of_the_step_queues_the_job_and_its
     assert saved["global_step"] == 5, "the signal came while the second rollout was made; its first step was made"
     resumed, trainer = run(tmp_path / "job", plugins=[SLURMEnvironment()])
     assert trainer.global_step == 16
-    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+    assert not differing(resumed, whole[1])
 
 
 def test_a_step_that_outlasts_the_grace_is_left_and_the_run_goes_on_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: dict[int, RLLightningModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, _ = run(tmp_path)
     monkeypatch.setattr(interrupts, "GRACE", 0.3)
     begin = time.monotonic()
     with pytest.raises(SIGTERMException) as ended:
@@ -85,7 +90,7 @@ def test_a_step_that_outlasts_the_grace_is_left_and_the_run_goes_on_before_it(
     assert time.monotonic() - begin < 30 and ended.value.code == 143
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 4
     resumed, _ = run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)
-    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+    assert not differing(resumed, whole[1])
 
 
 class SendsIn(Callback):
@@ -122,7 +127,11 @@ def test_sigterm_before_the_first_step_ends_the_run_at_once_and_says_that_nothin
     ],
 )
 def test_sigterm_after_the_last_step_ends_the_run_with_its_status_and_a_checkpoint(
-    hook: str, kind: type[SendsIn], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hook: str,
+    kind: type[SendsIn],
+    whole: dict[int, RLLightningModule],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = [signal.getsignal(number) for number in interrupts.SIGNALS]
     with pytest.raises(SIGTERMException) as ended:
@@ -131,9 +140,8 @@ def test_sigterm_after_the_last_step_ends_the_run_with_its_status_and_a_checkpoi
     assert ended.value.code == 143 and torch.load(path, weights_only=True)["global_step"] == 16
     assert f"after optimizer step 16: resume with ckpt_path={str(path)!r}" in caplog.text
     assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
-    whole, _ = run(tmp_path / "whole", max_epochs=2)
     resumed, _ = run(tmp_path, max_epochs=2, ckpt_path=path)
-    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
+    assert not differing(resumed, whole[2])
 
 
 def test_the_grace_ends_before_that_of_schedulers() -> None:

@@ -211,13 +211,6 @@ def test_names_must_be_there_and_unique() -> None:
     assert [c.name for c in Corrections([OPSM(), OPSM(0.5).with_name("a")]).callbacks] == ["a", "opsm"]
 
 
-def test_a_named_twin_is_a_copy_with_its_own_state_and_leaves_the_original_alone() -> None:
-    original = OPSM(0.5)
-    twin = original.with_name("opsm_tight")
-    assert (original.name, twin.name, twin.delta, OPSM.name) == ("opsm", "opsm_tight", 0.5, "opsm")
-    assert (original.state_key, twin.state_key) == ("opsm", "opsm_tight")
-
-
 def test_a_named_twin_logs_under_its_own_name() -> None:
     logged = run_step(view(), callbacks=[OPSM(0.5), OPSM(0.1).with_name("opsm_tight")]).metrics
     assert {"opsm/drift", "opsm/rejected", "opsm_tight/drift", "opsm_tight/rejected"} <= set(logged)
@@ -261,15 +254,6 @@ def test_contexts_are_nested_in_the_order_of_the_names_and_all_left() -> None:
     with Corrections(callbacks).forward_context(ragged_rollout()):
         seen.append("forward")
     assert seen == ["+a", "+b", "forward", "-b", "-a"]
-
-
-def test_a_callback_offers_what_its_class_overrides() -> None:
-    assert OPSM().contributes == {"sequence_mask", "metrics"}
-    assert RLCallback().contributes == frozenset()
-    corrections = Corrections([OPSM()])
-    assert [type(c) for c in corrections.contributors("sequence_mask")] == [OPSM] and not corrections.contributors(
-        "exclude"
-    )
 
 
 @pytest.mark.parametrize(

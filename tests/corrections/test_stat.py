@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import Stat
-from lightning_rl.corrections.stat import StatReduction, disjoint, merge_moments
+from lightning_rl.corrections.stat import StatReduction, merge_moments
 
 NAN, INF = math.nan, math.inf
 
@@ -127,21 +127,3 @@ def test_many_equals_one_by_one_in_any_dtype_and_carries_no_gradient(dtype: torc
     for name, stat in Stat.many(tensors, mask).items():
         assert_close(stat.moments, Stat.of(tensors[name], mask).moments)
         assert stat.moments.dtype == torch.float64 and not stat.moments.requires_grad
-
-
-def test_choosing_a_figure_leaves_the_original_alone() -> None:
-    stat = Stat.of(torch.tensor([1.0, 2.0]))
-    assert (stat.maximum().reduction, stat.std().reduction, stat.ess().reduction, stat.sum().reduction) == (
-        "max",
-        "std",
-        "ess",
-        "sum",
-    )
-    assert stat.reduction == "mean" and stat.maximum().moments is stat.moments
-
-
-def test_a_metric_from_two_places_is_refused() -> None:
-    once = {"a/b": Stat.single(1.0)}
-    assert set(disjoint(once, {"a/c": Stat.single(2.0)})) == {"a/b", "a/c"}
-    with pytest.raises(ValueError, match="expected each metric from one place, got a/b from two"):
-        disjoint(once, {"a/b": Stat.single(2.0)})

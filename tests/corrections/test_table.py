@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_rl import RLCallback, Rollout
 from lightning_rl.callbacks import OPSM, AdaptiveKL
-from lightning_rl.corrections import CONTRIBUTIONS, POLICY_LOSS_FACTORS, Corrections
+from lightning_rl.corrections import CONTRIBUTIONS, Corrections
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.corrections.rl_callback import Contribution
 from lightning_rl.distributed import ALONE
@@ -51,10 +51,6 @@ def test_whoever_overrides_a_method_is_its_contributor(name: str) -> None:
     corrections = Corrections([callback])
     assert callback.contributes == {name} and corrections.contributors(name) == (callback,)
     assert corrections.contributors(*(other for other in CONTRIBUTIONS if other != name)) == ()
-
-
-def test_what_multiplies_the_policy_loss_is_named_by_the_table() -> None:
-    assert POLICY_LOSS_FACTORS == ("sequence_mask", "token_mask", "token_weight")
 
 
 def test_contributors_of_several_methods_are_there_once_in_the_order_of_their_names() -> None:

@@ -45,13 +45,6 @@ def test_gspo_clips_the_row_and_not_the_token() -> None:
     assert_close(slope, torch.tensor([[inside, inside, 0.0], [0.0] * 3], dtype=torch.float64))
 
 
-def test_gmpo_clips_the_token_and_then_takes_the_mean() -> None:
-    value, slope = with_slope(lambda new: loss_of(GMPO(clip_low=0.25, clip_high=0.25), new, OLD, clean(GOOD), VALID))
-    first, second = -math.exp((0.25 - 0.1) / 2), 2 * math.exp((-0.2 + 0.0 - 0.25) / 3)
-    assert_close(value, torch.tensor([[first, first, 0.0], [second] * 3], dtype=torch.float64))
-    assert_close(slope, torch.tensor([[0.0, first, 0.0], [second, second, 0.0]], dtype=torch.float64))
-
-
 @pytest.mark.parametrize("loss", [GSPO(), GMPO()])
 def test_shapes_that_would_broadcast_are_refused_by_name(loss: PolicyLoss) -> None:
     with pytest.raises(ValueError, match=r"expected advantages of shape \[2, 3\], got \[2, 1\]"):

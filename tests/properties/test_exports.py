@@ -11,7 +11,6 @@ from lightning_rl.signal.reductions import REDUCTIONS
 from lightning_rl.signal.statistics import group_statistics
 from properties.batches import WITNESS
 from properties.exports import (
-    CORRECTIONS,
     ESTIMATOR_EXAMPLES,
     LOSS_EXAMPLES,
     REDUCTION_EXAMPLES,
@@ -37,11 +36,6 @@ def test_every_reduction_has_an_example() -> None:
     examples = REDUCTION_EXAMPLES.values()
     assert {one if one in exported_reductions() else type(one) for one in examples} == exported_reductions()
     assert REDUCTIONS.items() <= REDUCTION_EXAMPLES.items()
-
-
-def test_every_correction_has_an_example() -> None:
-    exported = {getattr(lightning_rl.callbacks, name) for name in lightning_rl.callbacks.__all__}
-    assert {type(correction) for correction in CORRECTIONS} == exported
 
 
 def test_the_package_exports_nothing_of_these_kinds_from_elsewhere() -> None:

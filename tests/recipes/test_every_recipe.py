@@ -80,9 +80,9 @@ def test_a_number_that_makes_no_run_is_refused_by_its_option(name: str, monkeypa
     assert ("samples" if name == "evaluation" else "rollouts") in numbers
     for option, default in numbers.items():
         least = command_line.MINIMUM.get(option, 1)
-        for number in [0.0, -1e-6] if isinstance(default, float) else [least - 1, -2]:
-            with pytest.raises(SystemExit, match=rf"^expected --{option} (to be|>) .*, got {number}$"):
-                run(name, f"--{option}={number}", monkeypatch=monkeypatch)
+        number = -1e-6 if isinstance(default, float) else least - 1
+        with pytest.raises(SystemExit, match=rf"^expected --{option} (to be|>) .*, got {number}$"):
+            run(name, f"--{option}={number}", monkeypatch=monkeypatch)
 
 
 def test_tiny_runs_refuse_such_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from kit.engine_requests import request_of
 from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokenizer
 from torch import Tensor
@@ -209,14 +207,6 @@ def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     assert data.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.cursor - 1
 
 
-def test_nothing_kept_at_all_gives_no_rows() -> None:
-    keeping = Keeping(lambda rollout: torch.zeros_like(rollout.trained))
-    keeping.max_rounds = 2
-    with pytest.warns(UserWarning, match="1 groups are missing after 2 rounds"):
-        rollout, _ = fill_rollout(sampler_of(keeping), stream().take, 1)
-    assert len(rollout) == 0
-
-
 def test_a_split_group_is_refused() -> None:
     splitting = Keeping(lambda rollout: rollout.sample_ids != 4)
     with pytest.raises(
@@ -238,14 +228,6 @@ def test_a_split_group_is_refused() -> None:
 def test_prompts_are_dealt_out_in_turn(number: int, wanted: list[int], hands: list[list[int]]) -> None:
     prompts = [Prompt(place, (2,), None, {}) for place in range(number)]
     assert [[prompt.index for prompt in hand] for hand in deal(prompts, wanted)] == hands
-
-
-@settings(deadline=None)
-@given(wanted=st.lists(st.integers(0, 6), min_size=1, max_size=5))
-def test_every_rank_gets_what_it_wants_and_no_prompt_is_lost(wanted: list[int]) -> None:
-    hands = deal([Prompt(place, (2,), None, {}) for place in range(sum(wanted))], wanted)
-    assert [len(hand) for hand in hands] == wanted
-    assert sorted(prompt.index for hand in hands for prompt in hand) == list(range(sum(wanted)))
 
 
 def greedy_or_not(request: Request) -> list[int]:
@@ -335,9 +317,3 @@ def test_only_rollouts_draw_baselines() -> None:
     assert isinstance(engine, FakeEngine)
     sampler.sample(stream().take(2), sampling=replace(sampler.sampling, temperature=0.0))  # as validation does
     assert [request.sample_id for request in engine.requests] == [0, 1]
-
-
-def test_a_rank_without_prompts_has_the_same_fields_with_a_baseline() -> None:
-    sampler = sampler_of(greedy_baseline=True)
-    none, some = (sample_groups(sampler, prompts) for prompts in ([], stream().take(1)))
-    assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, weights_of
+from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
 from torch.optim import AdamW
 
 from lightning_rl import RLCallback, RLLightningModule, warmup_then_linear
@@ -171,13 +171,3 @@ def test_a_run_whose_learning_rate_is_zero_ends(options: dict[str, Any], steps: 
     with pytest.warns(UserWarning, match="taught the policy nothing: the learning rate was 0"), ending:
         run(folder=tmp_path, rewards=parity_reward, **options)
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == steps
-
-
-def test_the_limit_is_checked_at_construction() -> None:
-    with pytest.raises(ValueError, match="expected max_idle_rollouts to be a whole number above 0 or None, got 0"):
-        tiny_module(max_idle_rollouts=0)
-
-
-def test_nothing_of_this_changes_what_a_run_learns() -> None:
-    weights = [weights_of(run(rewards=parity_reward, epochs=2, max_idle_rollouts=limit)) for limit in (1, None)]
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())

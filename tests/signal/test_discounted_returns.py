@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightning_rl import OPO, ReinforcePlusPlus, ReMax
+from lightning_rl import ReinforcePlusPlus, ReMax
 from lightning_rl.advantages import RewardSignal
-from lightning_rl.signal.discounted_returns import check_decay, discounted_returns, gae
+from lightning_rl.signal.discounted_returns import discounted_returns, gae
 
 NAN = math.nan
 HOLES = torch.tensor([[True, False, True, False, True]])
@@ -62,12 +62,6 @@ def test_a_discount_outside_0_to_1_is_refused(gamma: float) -> None:
         ReinforcePlusPlus(gamma=gamma)
 
 
-def test_the_message_names_the_decay() -> None:
-    check_decay(gamma=0.0, lam=1.0)
-    with pytest.raises(ValueError, match=r"expected lam in \[0, 1\], got 2"):
-        check_decay(gamma=1.0, lam=2)
-
-
 def signal(**given: Any) -> RewardSignal:
     shaped = torch.tensor([[0.0, 5.0, 1.0], [0.5, 3.0, 5.0]], dtype=torch.float64)
     known: dict[str, Any] = {
@@ -80,13 +74,6 @@ def signal(**given: Any) -> RewardSignal:
         **given,
     }
     return RewardSignal(**known)
-
-
-def test_opo_weighs_with_the_valid_tokens_of_each_row() -> None:
-    given = {"scores": torch.tensor([1.0, 0.0], dtype=torch.float64), "groups": torch.zeros(2).long()}
-    valid = torch.tensor([[1, 0, 0], [1, 1, 1]], dtype=torch.bool)
-    found = OPO()(signal(**given, valid_tokens=valid)).advantages
-    assert found.tolist() == [[0.75, 0.0, 0.0], [-0.25, -0.25, -0.25]]
 
 
 def test_remax_subtracts_the_greedy_score_from_each_token() -> None:

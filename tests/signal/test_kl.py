@@ -90,11 +90,6 @@ def test_the_exponential_goes_on_as_its_tangent() -> None:
     assert_close(gradient, torch.tensor([1.0, math.exp(19), edge, edge, edge], dtype=torch.float64))
 
 
-def test_k3_is_exact_up_to_a_gap_of_20() -> None:
-    gap = torch.tensor([-19.9, -2.7], dtype=torch.float64)
-    assert_close(k3(gap, torch.zeros(2, dtype=torch.float64)), torch.exp(-gap) - 1 + gap)
-
-
 @given(st.floats(-200, 200), st.floats(-200, 200))
 def test_k2_and_k3_are_never_negative(current: float, other: float) -> None:
     pair = torch.tensor([current], dtype=torch.float64), torch.tensor([other], dtype=torch.float64)
@@ -148,11 +143,6 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         kl_estimator(Clamped)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_object_or_a_function_is_its_own_estimator() -> None:
-    bounded = Clamped(k3, value=3.0)
-    assert kl_estimator(k2) is k2 and kl_estimator(bounded) is bounded
-
-
 @pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-3])
 def test_k3_is_accurate_and_never_negative_for_the_smallest_gaps_in_float32(size: float) -> None:
     gap = size * torch.linspace(-1, 1, 4001)
@@ -201,12 +191,6 @@ def test_both_bounds_of_clamped_bind_on_either_side() -> None:
     assert torch.equal(Clamped(k2, value=math.inf)(gaps, nothing), k2(gaps, nothing))
     for bound, slopes in (({"value": 3.0}, [0, 1, 1, 0]), ({"value": 99.0, "log_ratio": 2.0}, [0, 1, 1, 0])):
         assert slope(Clamped(k1, **bound), gaps, nothing).tolist() == slopes
-
-
-@pytest.mark.parametrize("bounds", [{"value": 0.0}, {"log_ratio": -1.0}, {"value": math.nan}])
-def test_clamped_refuses_bounds_that_are_not_positive(bounds: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"expected (value|log_ratio) > 0, got"):
-        Clamped(k3, **bounds)
 
 
 def test_importance_is_1_with_the_score_function_gradient_on_own_samples() -> None:

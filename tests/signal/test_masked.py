@@ -14,7 +14,6 @@ from lightning_rl.signal.masked import (
     global_moments,
     group_index,
     last_true,
-    local_sum,
     masked_fill_invalid,
     row_mean,
     whiten,
@@ -136,21 +135,9 @@ def test_ranks_whiten_with_the_statistics_of_all() -> None:
     assert all((row == 0).all() for row in torch.cat(found)[~mask])
 
 
-def test_no_rows_are_no_error() -> None:
-    nothing, mask = torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)
-    assert row_mean(nothing, mask).shape == (0,)
-    assert last_true(mask).shape == whiten(nothing, mask).shape == (0, 3)
-    assert group_index(torch.zeros(0, dtype=torch.int64))[1] == 0
-
-
 def test_groups_are_numbered_whatever_their_ids() -> None:
     index, number = group_index(torch.tensor([7, -1, 7, 10**12]))
     assert (index.tolist(), number) == ([1, 0, 1, 2], 3)
-
-
-def test_the_sum_of_one_rank_is_its_own() -> None:
-    values = torch.tensor([1.0, 2.0])
-    assert local_sum(values) is values
 
 
 def test_global_moments_by_hand() -> None:

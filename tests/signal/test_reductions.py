@@ -1,10 +1,7 @@
 """Reductions: a weight for each token that does not depend on how the step is cut."""
 
-from typing import Any
-
 import pytest
 import torch
-from kit.support import ragged_rollout
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -58,19 +55,6 @@ def test_a_step_without_a_valid_token_weighs_0_and_not_nan(reduction: Reduction,
         assert found.shape == (rows, 2) and not found.any()
 
 
-@pytest.mark.parametrize(
-    ("reduction", "total"),
-    [(token_mean, 1.0), (sequence_mean, 11 / 12), (prompt_mean, 1.0)],
-    ids=["token_mean", "sequence_mean", "prompt_mean"],
-)
-def test_a_constant_loss_is_the_constant_unless_rows_are_empty(reduction: Reduction, total: float) -> None:
-    rollout = ragged_rollout()
-    tokens = rollout.valid_tokens
-    assert tokens.any(-1).sum() == 11
-    found = reduction(tokens, rollout.trained, rollout.groups, local_sum)
-    assert_close(found.sum(), torch.tensor(total, dtype=torch.float64))
-
-
 def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert resolve_reduction("token_mean", 9) is token_mean
     assert resolve_reduction("sequence_mean", 9) is sequence_mean
@@ -79,20 +63,10 @@ def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     assert resolve_reduction(token_mean, 9) is token_mean
     with pytest.raises(ValueError, match=r"token_mean, sequence_mean, prompt_mean, sequence_sum_norm, an object or a"):
         resolve_reduction("mean", 9)
-
-
-@pytest.mark.parametrize("wrong", [None, 5])
-def test_what_is_neither_name_nor_function_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=f"an object or a function, got {wrong}"):
-        resolve_reduction(wrong, 9)
-
-
-def test_a_class_is_not_taken_for_a_function() -> None:
+    with pytest.raises(ValueError, match="an object or a function, got None"):
+        resolve_reduction(None, 9)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="expected an object as reduction, got the class SequenceSumNorm: call it"):
         resolve_reduction(SequenceSumNorm, 9)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_length_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="length >= 1, got 0"):
         SequenceSumNorm(0)
 

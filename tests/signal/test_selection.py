@@ -12,7 +12,7 @@ from kit.lockstep import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_rl.signal.selection import covariances, largest, local_values, shuffled_keys, smallest_with_mean_below
+from lightning_rl.signal.selection import covariances, largest, shuffled_keys, smallest_with_mean_below
 
 NAN = math.nan
 fixed = settings(max_examples=25, derandomize=True, database=None, deadline=None)
@@ -102,11 +102,6 @@ def test_any_cut_and_any_order_choose_the_same_whatever_the_ties(
 
     everywhere(largest, number)
     everywhere(smallest_with_mean_below, number / 2)
-
-
-def test_the_concatenation_of_one_rank_is_its_own() -> None:
-    values = torch.tensor([1.0, 2.0])
-    assert local_values(values) is values
 
 
 def test_keys_are_uniform_and_do_not_repeat() -> None:

@@ -55,7 +55,8 @@ def runs(folder: Path, ranks: int, strategies: list[str], cases: list[str], agai
      for name in STRATEGIES],
 )  # fmt: skip
 def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
-    runs(tmp_path, 2, [strategy], ["critic", "masked"])
+    """Under DDP and FSDP2 also with a rank that has nothing to train; the long tests run every case everywhere."""
+    runs(tmp_path, 2, [strategy], ["critic", "masked"] if strategy in ("ddp", "fsdp2") else ["critic"])
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,8 @@ def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
     [pytest.param(name, marks=pytest.mark.slow if name == "ddp" else pytest.mark.long)
      for name in STRATEGIES],
 )  # fmt: skip
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_conversations_are_the_same_on_every_rank(strategy: str, ranks: int, tmp_path: Path) -> None:
-    runs(tmp_path, ranks, [strategy], ["conversations", "contexts"])
+def test_rewritten_contexts_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
+    runs(tmp_path, 2, [strategy], ["contexts"])
 
 
 @pytest.mark.parametrize(
