@@ -36,8 +36,6 @@ from lightning_rl.checkpointing import (
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.corrections.overrides import writers_among
-from lightning_rl.corrections.weight_watch import WeightWatch
 from lightning_rl.data import Prompt, PromptDataModule, StepIndex, StepLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.environments import ConversationLimits
@@ -495,7 +493,6 @@ class RLLightningModule(LightningModule):
             root = parallel.strategy.root_device
             reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh), root)
             self.run.reference = reference
-        self.run.corrections.weights = WeightWatch(self.required_policy, sharded=self.parallel.sharded)
         model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
             self.run.reference = AdapterOffScorer(self.required_policy, model)
@@ -799,7 +796,7 @@ class RLLightningModule(LightningModule):
         current = self.run.current
         if current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
-        current.check_edits("between optimizer steps", self._writers)
+        current.check_edits()
         self.seed_generators(batch)
         tokens = sum(len(microbatch.layout.targets) for microbatch in current.plan.step(batch.step))
         tokens = int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
@@ -818,8 +815,6 @@ class RLLightningModule(LightningModule):
         if step.gradient is not None:
             self.run.idle.note(step.norm, step.rates)
             self._measure(step.gradient, step.norm, step.rates[0], step.tokens, step.trace)
-            if batch.step == self.steps_per_rollout - 1:  # earlier steps are checked at the start of the next one
-                cast(CurrentRollout, self.run.current).check_edits("during its last optimizer step", self._writers)
         self.run.count(batch.rollout)
         if step.trace is not None:
             self.run.corrections.observe_step(step.trace)
@@ -855,9 +850,6 @@ class RLLightningModule(LightningModule):
     def seed_generators(self, step_index: StepIndex) -> None:
         """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
         seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
-
-    def _writers(self) -> list[str]:
-        return writers_among(callbacks_of(self.trainer))
 
     def _trace(self, step_index: StepIndex, *, with_parameters: bool) -> StepTrace | None:
         """Return the trace of this optimizer step for observers, or None; ``with_parameters`` adds the parameters."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_rl.algorithm import NEW_TENSOR, Algorithm, LossParts
-from lightning_rl.corrections import LossView, ParameterTrace, Stat, StepTrace
+from lightning_rl.algorithm import Algorithm, LossParts
+from lightning_rl.corrections import Corrections, LossView, ParameterTrace, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.policy import Microbatch, Outputs
@@ -19,12 +19,10 @@ from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
-from lightning_rl.utils.mutation_guard import EditWatch, comparing_later
 
 Forward = Callable[[Microbatch], Outputs]
 """Maps a microbatch to the outputs of a policy or of a table, with gradient."""
 
-KEPT = "code that kept the view until the backward, such as a callback with on_before_backward,"
 TRACED_ENTRIES = 64  # per parameter
 
 
@@ -38,6 +36,7 @@ class StepWeights:
     rollout: Rollout
     microbatches: tuple[Microbatch, ...]
     global_sum: GlobalSum
+    corrections: Corrections = field(default_factory=Corrections)
     _weights: dict[int, Tensor] = field(default_factory=dict)  # by id, since a reduction may be unhashable
 
     def of(self, reduction: Reduction, microbatch: Microbatch) -> Tensor:
@@ -55,10 +54,9 @@ class StepWeights:
             in_step[microbatch.index] = True
         valid, trained = self.rollout.valid_tokens & in_step[:, None], self.rollout.trained & in_step
         name, groups = getattr(reduction, "__name__", type(reduction).__name__), self.rollout.groups
-        watch = EditWatch(lambda: [("valid_tokens", valid), ("trained", trained), ("groups", groups)])
-        weights = reduction(valid, trained, groups, self.global_sum)
-        watch.after(f"the reduction {name}", NEW_TENSOR)
-        watch.close()
+        fields = [("valid_tokens", valid), ("trained", trained), ("groups", groups)]
+        args = valid, trained, groups, self.global_sum
+        weights = self.corrections.call(f"the reduction {name}", reduction, *args, shown=lambda: fields)
         if weights.shape != valid.shape:
             raise ValueError(
                 f"expected the reduction {name} to return a weight per token {list(valid.shape)}, got "
@@ -166,7 +164,8 @@ def accumulate_gradient(
             microbatches; the message names the sample.
         torch.OutOfMemoryError: If memory runs out without ``notices_exhaustion``, or while ranks exchange gradients.
     """
-    weights, gradient = StepWeights(rollout, microbatches, collectives.sum), StepGradient()
+    weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
+    gradient = StepGradient()
     entropy_gradient, prepared, alone = algorithm.trains_entropy, None, collectives.ranks == 1
     finite = FiniteOutputs(rollout.groups.device)
 
@@ -194,33 +193,31 @@ def accumulate_gradient(
             traced.parts = loss.parts
         return loss
 
-    with comparing_later():
-        for number, microbatch in enumerate(microbatches):
-            last = number == len(microbatches) - 1
-            with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
-                loss = None
-                with _noting_exhaustion(gradient, noted=notices_exhaustion):
-                    loss = loss_of(microbatch, number)
-                loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
-                if loss is not None:
-                    backward(loss.total)
-                    if loss.gradients is not None:
-                        loss.gradients.refuse(KEPT, "do not keep a view")
-                    gradient.add(loss)
-            if gradient.exhausted and alone:
-                break
+    for number, microbatch in enumerate(microbatches):
+        last = number == len(microbatches) - 1
+        with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
+            loss = None
+            with _noting_exhaustion(gradient, noted=notices_exhaustion):
+                loss = loss_of(microbatch, number)
+            loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
+            if loss is not None:
+                backward(loss.total)
+                gradient.add(loss)
+        if gradient.exhausted and alone:
+            break
     finite.check()
     return gradient
 
 
 def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectives) -> Sequence[Tensor] | None:
-    """Return the output of the loss's ``prepare``; raise an error if it modified a view."""
-    watches = [EditWatch(view.tensors) for view in views]
-    prepared = algorithm.loss.prepare(views, collectives.sum, collectives.concat)
-    for watch in watches:
-        watch.after(f"prepare of the loss {algorithm.loss.name}", NEW_TENSOR)
-        watch.close()
-    return prepared
+    """Return the output of the loss's ``prepare``."""
+    who, args = f"prepare of the loss {algorithm.loss.name}", (views, collectives.sum, collectives.concat)
+
+    def fields() -> list[tuple[str, Tensor]]:
+        numbered = [(view.tensors(), number) for number, view in enumerate(views)]
+        return [(f"{name} of microbatch {number}", one) for tensors, number in numbered for name, one in tensors]
+
+    return algorithm.corrections.call(who, algorithm.loss.prepare, *args, shown=fields)
 
 
 @contextmanager

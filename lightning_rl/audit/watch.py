@@ -1,6 +1,6 @@
 """Detection of hooks that edit the fields of a finished rollout."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -10,8 +10,9 @@ from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
 from lightning_rl.audit.audit_error import bitwise_equal, differences
+from lightning_rl.audit.checksum_guard import ChecksumGuard
 from lightning_rl.audit.user_hooks import StateWatch, hooks_by_action
-from lightning_rl.corrections import RLCallback
+from lightning_rl.corrections.call_user import VERSIONS
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.finding import Finding
@@ -71,13 +72,16 @@ class HookProfiler:
 class FieldWatch:
     """Compares the fields of a finished rollout before and after every hook that could edit them.
 
-    Lightning runs each hook as an action of the Trainer's profiler, and the corrections report each contribution, so
-    callbacks are not modified.
+    Lightning runs each hook as an action of the Trainer's profiler, and the guard of the corrections is around each
+    call of user code, so callbacks are not modified.
 
     Args:
         module: Module of the run; the profiler of its Trainer is replaced until :meth:`release`.
         callbacks: Callbacks to watch.
         after_step: Function called after each training step.
+
+    Attributes:
+        guard: Guard of the corrections.
     """
 
     def __init__(
@@ -91,14 +95,13 @@ class FieldWatch:
         self.edited = False
         self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, after_step)
         self._trainer.profiler = self._profiler
-        module.run.corrections.before_each = self._before_contribution
-        module.run.corrections.after_each = self._after_contribution
+        self.guard = module.run.corrections.guard = ChecksumGuard(self)
 
     def release(self) -> None:
         """Restore the profiler and the corrections."""
         if self._trainer.profiler is self._profiler:
             self._trainer.profiler = self._profiler.profiler
-        self._module.run.corrections.before_each = self._module.run.corrections.after_each = None
+        self._module.run.corrections.guard = VERSIONS
 
     def arm(self) -> None:
         """Watch the next finished rollout from the first callback that observes it."""
@@ -114,19 +117,28 @@ class FieldWatch:
         """Stop watching until armed again."""
         self._armed, self._finished, self._raw = False, None, {}
 
-    def _before_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
-        if method == "observe" and self._armed:
-            self.begin(rollout)
-        if rollout is self._finished:
-            self.look(rollout=rollout)
-        if callback.name in self.state.names:
-            self.state.enter()
+    @property
+    def active(self) -> bool:
+        """True if the current rollout is audited."""
+        return self.state.active
 
-    def _after_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
-        if callback.name in self.state.names:
-            self.state.leave(f"callback {callback.name}.{method}")
-        if rollout is self._finished:
-            self.look(f"callback {callback.name}.{method}", rollout)
+    def before_call(self, who: str, args: Sequence[object]) -> None:
+        """Record fields and state before a call of user code, such as ``"observe of tracker"``."""
+        method, _, name = who.partition(" of ")
+        if method == "observe" and self._armed and isinstance(args[0], Rollout):
+            self.begin(args[0])
+        if self._finished is not None and args[0] is self._finished:
+            self.look(rollout=self._finished)
+        if name in self.state.names:
+            self.state.enter(contribution=True)
+
+    def after_call(self, who: str, args: Sequence[object]) -> None:
+        """Compare fields and state after a call of user code."""
+        method, _, name = who.partition(" of ")
+        if name in self.state.names:
+            self.state.leave(f"callback {name}.{method}")
+        if self._finished is not None and args[0] is self._finished:
+            self.look(f"callback {name}.{method}", self._finished)
 
     def look(self, culprit: str = UNKNOWN, rollout: Rollout | None = None) -> None:
         """Record fields that differ, with the culprit; a reported change becomes the new reference."""

@@ -25,7 +25,7 @@ from lightning_rl.rollouts.rollback import Failure, Mark
 from lightning_rl.rollouts.zero_gradient import IdleRollouts
 from lightning_rl.run_spec import Needs
 from lightning_rl.update import ParameterTracer
-from lightning_rl.utils.mutation_guard import EditError, Seal
+from lightning_rl.utils.mutation_guard import EditError, Versions
 
 MAX_NONFINITE_IN_A_ROW = 3
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
@@ -40,37 +40,29 @@ class CurrentRollout:
         number: Number of the rollout.
         rollout: Rollout with advantages.
         plan: Plan of every pass over it.
-        seal: Checksum of its fields when it was finished.
+        versions: Versions of its fields when it was finished.
     """
 
     number: int
     rollout: Rollout
     plan: Plan
-    seal: Seal
+    versions: Versions
 
     @staticmethod
     def of(number: int, rollout: Rollout, plan: Plan) -> "CurrentRollout":
-        """Seal a rollout."""
-        return CurrentRollout(number=number, rollout=rollout, plan=plan, seal=Seal.of(rollout.tensors()))
+        """Begin the optimizer steps on a rollout."""
+        return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=Versions(rollout.tensors()))
 
-    def check_edits(self, since: str, hooks: Callable[[], Sequence[str]] = tuple) -> None:
+    def check_edits(self) -> None:
         """Check that the rollout has not been modified since it was finished.
-
-        Args:
-            since: Period of the edit, to complete the message "was written to in place ...".
-            hooks: Returns the names of hooks that may have modified it; called only after an edit.
 
         Raises:
             EditError: With the names of the modified fields.
         """
-        fields = self.rollout.tensors()
-        if self.seal.holds(fields):
-            return
-        if edited := self.seal.changes(Seal.of(fields, self.seal)):
-            who = f"one of {', '.join(names)}" if (names := hooks()) else "some callback"
+        if edited := self.versions.changes(self.rollout.tensors()):
             raise EditError(
-                f"the held rollout was written to in place {since}: {', '.join(edited)}; {who} keeps a reference to it "
-                "and edits it"
+                f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
+                "keeps a reference to it and edits it: SignalAudit names the callback"
             )
 
     def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
