@@ -1,16 +1,14 @@
 """Update: the gradient of one optimizer step, accumulated over its microbatches."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm, LossParts
-from lightning_rl.corrections import Corrections, LossView, ParameterTrace, Stat, StepTrace
+from lightning_rl.corrections import Corrections, LossView, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.policy import Microbatch, Outputs
@@ -22,8 +20,6 @@ from lightning_rl.signal.reductions import Reduction
 
 Forward = Callable[[Microbatch], Outputs]
 """Maps a microbatch to the outputs of a policy or of a table, with gradient."""
-
-TRACED_ENTRIES = 64  # per parameter
 
 
 @dataclass(slots=True)
@@ -257,139 +253,3 @@ def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False
         values["old_logprobs"] = outputs.logprobs.detach()
     entropy = outputs.entropy if entropy_gradient else outputs.entropy.detach()
     return LossView(**values, logprobs=outputs.logprobs, entropy=entropy, current_values=outputs.values)
-
-
-class ParameterTracer:
-    """Tracer of sampled entries of every trained parameter through one optimizer step, for a :class:`StepTrace`.
-
-    Args:
-        model: Unsharded model.
-        trace: Trace to write to.
-        optimizer: Optimizer of the step; its state is copied now, before the step.
-    """
-
-    def __init__(self, model: nn.Module, trace: StepTrace, optimizer: torch.optim.Optimizer) -> None:
-        self.trace, self.optimizer = trace, optimizer
-        self._modules = list(model.named_modules())
-        trace.optimizer = type(optimizer).__name__
-        self._handles: list[RemovableHandle] = []
-        self._parts: dict[str, list[Tensor]] = {}
-        trained = {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
-        earlier, states = _copies(trained), _states(optimizer, trained)
-        for name, parameter in trained.items():
-            trace.parameters[name] = ParameterTrace(
-                summed=torch.zeros_like(earlier[name], dtype=torch.float64), before=earlier[name], state=states[name]
-            )
-            self._follow(name, parameter)
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the current parameters of the initial modules, each under its first name."""
-        names = dict[nn.Parameter, str]()
-        for prefix, module in self._modules:
-            for name, parameter in module._parameters.items():  # noqa: SLF001  named_parameters is slow
-                if parameter is not None:
-                    names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
-        return {name: parameter for parameter, name in names.items()}
-
-    def _follow(self, name: str, parameter: nn.Parameter) -> None:
-        parts = self._parts[name] = []
-
-        def add(gradient: Tensor) -> None:
-            parts.append(_entries(gradient).clone())
-
-        handle = parameter.register_hook(add)
-        hooks: Any = parameter._backward_hooks  # noqa: SLF001  run in this order; ours has to be the first
-        others = [key for key in hooks if key != handle.id]
-        for key in others:
-            hooks[key] = hooks.pop(key)
-        self._handles.append(handle)
-
-    def after_clipping(self) -> None:
-        """Record the complete gradient before the optimizer is called, since an optimizer may ignore hooks."""
-        self.before_step(self.optimizer)
-        for trace in self.trace.parameters.values():
-            trace.clipped = trace.gradient
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record gradients and options inside of the optimizer, after the hooks before its step."""
-        numbers = {
-            id(parameter): numbers
-            for group in optimizer.param_groups
-            for numbers in [_numbers(group)]
-            for parameter in group["params"]
-        }
-        parameters = self._parameters()
-        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        copies = _copies({name: gradient for name, gradient in gradients.items() if name in self.trace.parameters})
-        for name, trace in self.trace.parameters.items():
-            held = numbers.get(id(parameters[name]))
-            trace.options, trace.held, trace.lr = held or {}, held is not None, (held or {}).get("lr", 0.0)
-            trace.gradient = copies[name].double() if name in copies else None
-            trace.dtype = copies[name].dtype if name in copies else None
-        self._add_up()
-        exact = [part if part.dtype == torch.float64 else part.float() for part in gradients.values()]
-        self.trace.clipped_norm = float(nn.utils.get_total_norm(exact))
-
-    def _add_up(self) -> None:
-        """Sum the gradients of all backward passes so far."""
-        for name, parts in self._parts.items():
-            trace = self.trace.parameters[name]
-            if len(parts) == 1:
-                trace.summed, trace.passes = parts[0].double(), 1
-            elif parts:
-                stacked = torch.stack(parts).double()
-                trace.summed, trace.magnitude, trace.passes = stacked.sum(0), stacked.abs().sum(0), len(parts)
-
-    def after_step(self) -> None:
-        """Record the parameters after the optimizer step."""
-        parameters = self._parameters().items()
-        for name, after in _copies({name: one for name, one in parameters if name in self.trace.parameters}).items():
-            self.trace.parameters[name].after = after
-        self.release()
-
-    def release(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-def _entries(parameter: Tensor) -> Tensor:
-    """Return entries sampled evenly from a tensor."""
-    number, flat = parameter.numel(), parameter.detach()
-    stride, flat = max(number // TRACED_ENTRIES, 1), flat if flat.is_contiguous() else flat.flatten()
-    return flat.as_strided((min(number, TRACED_ENTRIES),), (stride,))
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric options of a parameter group."""
-    numbers = {name: float(value) for name, value in group.items() if isinstance(value, bool | int | float)}
-    numbers["lr"] = float(group.get("lr", 0.0))  # may be a tensor
-    betas = group.get("betas")
-    return numbers | ({} if betas is None else {"beta1": float(betas[0]), "beta2": float(betas[1])})
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy sampled entries of each tensor with few operations, which is fast for many small tensors."""
-    copies, by_kind = dict[str, Tensor](), dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
-    for name, tensor in tensors.items():  # optimizers may keep step counts on the CPU
-        by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = _entries(tensor)
-    for entries in by_kind.values():
-        whole = torch.cat(list(entries.values()))
-        copies |= dict(zip(entries, whole.split([len(part) for part in entries.values()]), strict=True))
-    return copies
-
-
-def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return copies of the optimizer state of each parameter: entries of tensors of its shape, and scalars."""
-    tensors = {
-        f"{key} {name}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
-    }
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    for label, entries in _copies(tensors).items():
-        key, _, name = label.partition(" ")
-        states[name][key] = entries
-    return states

@@ -28,7 +28,8 @@ class HookProfiler:
         culprits: Culprits of the watched actions.
         look: Function called before each action, and with the culprit after it, unless the action raised.
         state: Watch of the state besides the fields.
-        after_step: Function called after each training step.
+        before: Function called with each action that is no hook, before it starts.
+        after: Function called with each action that is a hook, after it.
     """
 
     def __init__(
@@ -37,14 +38,20 @@ class HookProfiler:
         culprits: Mapping[str, str],
         look: Callable[..., None],
         state: StateWatch,
-        after_step: Callable[[], None],
+        before: Callable[[str], None],
+        after: Callable[[str], None],
     ) -> None:
         self.profiler, self.culprits, self.look, self.state = profiler, culprits, look, state
-        self.after_step = after_step
+        self.before, self.after = before, after
 
     def __getattr__(self, name: str) -> Any:
         """Return attributes of the wrapped profiler."""
         return getattr(self.profiler, name)
+
+    def start(self, action_name: str) -> None:
+        """Start an action that is no hook, such as ``"optimizer_step"``."""
+        self.before(action_name)
+        self.profiler.start(action_name)
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
@@ -59,8 +66,7 @@ class HookProfiler:
             yield action_name
         if action_name in self.state.setting:
             self.state.after_rates(self.state.setting[action_name])
-        if action_name.endswith(".training_step"):
-            self.after_step()
+        self.after(action_name)
         if action_name in self.state.actions:
             self.state.leave(self.state.actions[action_name])
         if action_name in self.state.between:
@@ -78,14 +84,19 @@ class FieldWatch:
     Args:
         module: Module of the run; the profiler of its Trainer is replaced until :meth:`release`.
         callbacks: Callbacks to watch.
-        after_step: Function called after each training step.
+        before: Function called with each action that is no hook, before it starts.
+        after: Function called with each action that is a hook, after it.
 
     Attributes:
         guard: Guard of the corrections.
     """
 
     def __init__(
-        self, module: RLLightningModule, callbacks: Iterable[Callback], after_step: Callable[[], None]
+        self,
+        module: RLLightningModule,
+        callbacks: Iterable[Callback],
+        before: Callable[[str], None],
+        after: Callable[[str], None],
     ) -> None:
         self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
         self.callbacks = callbacks = list(callbacks)
@@ -93,7 +104,7 @@ class FieldWatch:
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
-        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, after_step)
+        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, before, after)
         self._trainer.profiler = self._profiler
         self.guard = module.run.corrections.guard = ChecksumGuard(self)
 

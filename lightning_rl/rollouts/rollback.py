@@ -43,10 +43,6 @@ class Run(Protocol):
         """Complete the step of a step index, as a checkpoint expects."""
         ...
 
-    def drop_tracer(self) -> None:
-        """Release the tracer of an interrupted step."""
-        ...
-
 
 @dataclass(slots=True)
 class Mark:
@@ -153,7 +149,6 @@ def settle(
     if run.settled is not None and run.settled in (error, error.__cause__):
         return run.unsettled
     mark, run.mark, run.settled = run.mark, None, error
-    run.drop_tracer()
     run.unsettled = None if mark is None else mark.undo(run, stream, trainer, steps_per_rollout)
     if run.unsettled is None and run.current is not None:
         run.unsettled = _edits(run.current)

@@ -24,7 +24,6 @@ from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.rollback import Failure, Mark
 from lightning_rl.rollouts.zero_gradient import IdleRollouts
 from lightning_rl.run_spec import Needs
-from lightning_rl.update import ParameterTracer
 from lightning_rl.utils.mutation_guard import EditError, Versions
 
 MAX_NONFINITE_IN_A_ROW = 3
@@ -138,7 +137,6 @@ class RunState:
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
     failed_folder: Path | None = None
-    tracer: ParameterTracer | None = None
     step_index: int | None = None
     built_alone: bool = False
     stepped: bool = False
@@ -171,12 +169,6 @@ class RunState:
         if last:
             self.current = None
 
-    def drop_tracer(self) -> None:
-        """Release the tracer of an interrupted step."""
-        if self.tracer is not None:
-            self.tracer.release()
-            self.tracer = None
-
     def max_tokens_per_microbatch(self, asked: int) -> int:
         """Return the maximum number of tokens per microbatch: ``asked``, or less after memory ran out with it."""
         return self.budget[1] if self.budget is not None and self.budget[0] == asked else asked
@@ -199,8 +191,6 @@ class RunState:
         if torch.isfinite(norm):
             self.nonfinite_in_a_row = 0
             self.stepped = True
-            if self.tracer is not None:
-                self.tracer.after_clipping()
             return True
         self.skipped += 1
         self.nonfinite_in_a_row += 1
@@ -254,7 +244,7 @@ class RunState:
         loaded, self.loaded, self.current = self.loaded, None, None
         if loaded is None or not self.name:
             self.name = new_run()
-        self.rollout_stats, self.tracer, self.step_index, self.idle = {}, None, None, IdleRollouts()
+        self.rollout_stats, self.step_index, self.idle = {}, None, IdleRollouts()
         self.mark = self.late_error = self.settled = self.unsettled = self.failure = self.budget = None
         self.schedule_behind = False
         self.prefetcher.close()
