@@ -178,7 +178,7 @@ def test_only_the_steps_that_somebody_wants_are_traced() -> None:
     observer, other = Observer(every=3), Observer().with_name("other")
     train(other, observer)
     assert [2 * trace.rollout_number + trace.step for trace in observer.traces] == [0, 3, 6]
-    assert observer.asked == list(range(8)), "once for each step, whatever the other one wants"
+    assert observer.asked == list(range(8)), "once for each step, also if another one wants it"
 
 
 @pytest.mark.filterwarnings("ignore:rollout . taught the policy nothing")
