@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +16,9 @@ from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.reductions import Reduction
-from lightning_rl.utils.mutation_guard import EditWatch, GradientSeal, refuse_grad_mode
 
 WeightsOf = Callable[[Reduction], Tensor]
 """Weight of each token of a microbatch under a reduction of the whole optimizer step, shape [b, T]."""
-
-NEW_TENSOR = "return a new tensor"
 
 
 class LossParts(NamedTuple):
@@ -32,13 +28,11 @@ class LossParts(NamedTuple):
         total: Share of this microbatch in the step's loss, with gradient.
         parts: Share of this microbatch in each logged part by metric name, detached and without coefficients.
         stats: Statistics of the microbatch.
-        gradients: Seal on the gradients of the view; None without one.
     """
 
     total: Float[Tensor, ""]
     parts: dict[str, Tensor]
     stats: dict[str, Stat]
-    gradients: GradientSeal | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +68,9 @@ class Algorithm:
     def microbatch_loss(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """Return the loss of one microbatch, its parts and statistics."""
         view = view.sanitize()
-        with self.corrections.watching(view) as watch:
-            return self._watched_loss(view, weights_of, watch)
-
-    def _watched_loss(self, view: LossView, weights_of: WeightsOf, watch: EditWatch) -> LossParts:
-        """Return the loss of a sanitized view, and detect modifications of its fields."""
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.corrections.policy_factor(view)
-        raw = _checked_loss(f"loss {self.loss.name}", view, partial(self.loss, view), watch)
+        raw = self._per_token(f"the loss {self.loss.name}", self.loss, view, seen=view)
         parts = {"loss/policy": _reduce(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
         for name, term in self.corrections.loss_terms(view):
@@ -92,18 +81,25 @@ class Algorithm:
             parts[f"{name}/loss"] = _reduce(per_token, term_weights, valid)
             total = total + term.coef * parts[f"{name}/loss"]
         if view.current_values is not None and view.values is not None and view.returns is not None:
-            per_token = partial(self.value_loss, view.current_values, view.values, view.returns)
-            error = _checked_loss(f"value loss {type(self.value_loss).__name__}", view, per_token, watch)
+            who, values = f"the value loss {type(self.value_loss).__name__}", (view.current_values, view.values)
+            error = self._per_token(who, self.value_loss, *values, view.returns, seen=view)
             parts["loss/value"] = _reduce(error, weights, valid)
             total = total + self.value_loss.coef * parts["loss/value"]
         parts = {"loss/total": total, **parts}
         detached = {name: part.detach() for name, part in parts.items()}
         with torch.no_grad():
-            by_core, by_loss = policy_metrics(view), self.loss.metrics(view)
-            if type(self.loss).metrics is not PolicyLoss.metrics:
-                watch.after(f"metrics of the loss {self.loss.name}", NEW_TENSOR)
-            metrics = by_core, by_loss, self.corrections.metrics(view)
-        return LossParts(total, detached, disjoint(stats, *metrics), watch.gradients)
+            who = f"metrics of the loss {self.loss.name}"
+            by_loss = self.corrections.call(who, self.loss.metrics, view, shown=view.tensors)
+            metrics = policy_metrics(view), by_loss, self.corrections.metrics(view)
+        return LossParts(total, detached, disjoint(stats, *metrics))
+
+    def _per_token(self, who: str, loss: Callable[..., Tensor], *args: object, seen: LossView) -> Tensor:
+        """Return the output of a loss; raise an error if it has another shape."""
+        raw = self.corrections.call(who, loss, *args, shown=seen.tensors)
+        if not isinstance(raw, Tensor) or raw.shape != seen.valid_tokens.shape:
+            expected, got = list(seen.valid_tokens.shape), list(raw.shape) if isinstance(raw, Tensor) else repr(raw)
+            raise ValueError(f"expected {who} to return a value per token {expected}, got {got}")
+        return raw
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:
@@ -128,18 +124,6 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
         ratio = stats["policy/ratio_max"]
         stats |= {"policy/ratio_max": ratio.maximum(), "policy/ess": ratio.ess()}
     return stats
-
-
-def _checked_loss(label: str, view: LossView, loss: Callable[[], Tensor], watch: EditWatch) -> Tensor:
-    """Return the output of a loss; raise an error if it has another shape or the loss modified the view."""
-    enabled = torch.is_grad_enabled()
-    raw = loss()
-    refuse_grad_mode(f"the {label}", enabled=enabled)
-    watch.after(f"the {label}", NEW_TENSOR)
-    if not isinstance(raw, Tensor) or raw.shape != view.valid_tokens.shape:
-        expected, got = list(view.valid_tokens.shape), list(raw.shape) if isinstance(raw, Tensor) else repr(raw)
-        raise ValueError(f"expected the {label} to return a value per token {expected}, got {got}")
-    return raw
 
 
 def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:

@@ -36,8 +36,6 @@ from lightning_rl.checkpointing import (
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.corrections.overrides import writers_among
-from lightning_rl.corrections.weight_watch import WeightWatch
 from lightning_rl.data import Prompt, PromptDataModule, StepIndex, StepLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.environments import ConversationLimits
@@ -88,7 +86,7 @@ from lightning_rl.rollouts.zero_gradient import census
 from lightning_rl.run_spec import RunSpec, check_run, filter_problems, needed_extras, needs
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
-from lightning_rl.update import MadeStep, ParameterTracer, StepGradient, accumulate_gradient
+from lightning_rl.update import MadeStep, StepGradient, accumulate_gradient
 from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers, refuse_old_names
 from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.seeding import seed_everything
@@ -495,7 +493,6 @@ class RLLightningModule(LightningModule):
             root = parallel.strategy.root_device
             reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh), root)
             self.run.reference = reference
-        self.run.corrections.weights = WeightWatch(self.required_policy, sharded=self.parallel.sharded)
         model = self.required_policy.model
         if self.run.needs.ref_logprobs and self.run.reference is None:
             self.run.reference = AdapterOffScorer(self.required_policy, model)
@@ -799,11 +796,11 @@ class RLLightningModule(LightningModule):
         current = self.run.current
         if current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
-        current.check_edits("between optimizer steps", self._writers)
+        current.check_edits()
         self.seed_generators(batch)
         tokens = sum(len(microbatch.layout.targets) for microbatch in current.plan.step(batch.step))
         tokens = int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
-        trace = self._trace(batch, with_parameters=tokens > 0)
+        trace = self._trace(batch)
         if not tokens:
             self.run.skipped += 1
             self.run.note_step()
@@ -818,8 +815,6 @@ class RLLightningModule(LightningModule):
         if step.gradient is not None:
             self.run.idle.note(step.norm, step.rates)
             self._measure(step.gradient, step.norm, step.rates[0], step.tokens, step.trace)
-            if batch.step == self.steps_per_rollout - 1:  # earlier steps are checked at the start of the next one
-                cast(CurrentRollout, self.run.current).check_edits("during its last optimizer step", self._writers)
         self.run.count(batch.rollout)
         if step.trace is not None:
             self.run.corrections.observe_step(step.trace)
@@ -856,23 +851,14 @@ class RLLightningModule(LightningModule):
         """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
         seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
 
-    def _writers(self) -> list[str]:
-        return writers_among(callbacks_of(self.trainer))
-
-    def _trace(self, step_index: StepIndex, *, with_parameters: bool) -> StepTrace | None:
-        """Return the trace of this optimizer step for observers, or None; ``with_parameters`` adds the parameters."""
-        corrections, parallel = self.run.corrections, self.parallel
-        if not corrections.traces_step(step_index.rollout, step_index.step):
+    def _trace(self, step_index: StepIndex) -> StepTrace | None:
+        """Return the trace of this optimizer step for observers, or None."""
+        if not self.run.corrections.traces_step(step_index.rollout, step_index.step):
             return None
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # under 16-mixed
-        scale = parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
+        scale = self.parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
         trace = StepTrace(rollout_number=step_index.rollout, step=step_index.step, scale=scale)
         trace.log(self.run.rollout_stats)
-        watchers = [callback for callback in corrections.contributors("observe_step") if callback.traces_parameters]
-        watching = any(callback.traces_step(step_index.rollout, step_index.step) for callback in watchers)
-        if with_parameters and watching and parallel.ranks == 1 and not parallel.sharded:
-            optimizer = cast(LightningOptimizer, self.optimizers()).optimizer
-            self.run.tracer = ParameterTracer(self.required_policy, trace, optimizer)
         return trace
 
     def _gradient(self, step_index: StepIndex, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
@@ -882,7 +868,6 @@ class RLLightningModule(LightningModule):
         if not repeats or not process_maximum(int(gradient.exhausted)):
             return gradient, trace
         current = cast(CurrentRollout, self.run.current)
-        self.run.drop_tracer()
         self.required_policy.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -895,7 +880,7 @@ class RLLightningModule(LightningModule):
             f"max_tokens_per_microbatch={budget}; pass this value to RLLightningModule"
         )
         self.seed_generators(step_index)
-        trace = self._trace(step_index, with_parameters=True)
+        trace = self._trace(step_index)
         return self._accumulate(step_index, trace), trace
 
     def _accumulate(
@@ -919,11 +904,9 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the weights are about to change, and pass the gradient to the parameter tracer."""
+        """Record that the weights are about to change."""
         if self.run.mark is not None:
             self.run.mark.stepping = True
-        if self.run.tracer is not None:
-            self.run.tracer.before_step(optimizer)
 
     def _optimizer_step(self, gradient: StepGradient, step_index: StepIndex) -> tuple[Tensor, list[float]]:
         """Step optimizer and scheduler, or neither if the gradient is not finite.
@@ -967,9 +950,6 @@ class RLLightningModule(LightningModule):
                 trace.log(stats)
         if trace is not None:
             trace.norm, trace.made = norm, bool(torch.isfinite(norm))
-        if self.run.tracer is not None:
-            self.run.tracer.after_step()
-            self.run.tracer = None
 
     # The engine and its weights.
 

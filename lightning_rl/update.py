@@ -1,16 +1,14 @@
 """Update: the gradient of one optimizer step, accumulated over its microbatches."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from lightning_rl.algorithm import NEW_TENSOR, Algorithm, LossParts
-from lightning_rl.corrections import LossView, ParameterTrace, Stat, StepTrace
+from lightning_rl.algorithm import Algorithm, LossParts
+from lightning_rl.corrections import Corrections, LossView, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.policy import Microbatch, Outputs
@@ -19,13 +17,9 @@ from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
-from lightning_rl.utils.mutation_guard import EditWatch, comparing_later
 
 Forward = Callable[[Microbatch], Outputs]
 """Maps a microbatch to the outputs of a policy or of a table, with gradient."""
-
-KEPT = "code that kept the view until the backward, such as a callback with on_before_backward,"
-TRACED_ENTRIES = 64  # per parameter
 
 
 @dataclass(slots=True)
@@ -38,6 +32,7 @@ class StepWeights:
     rollout: Rollout
     microbatches: tuple[Microbatch, ...]
     global_sum: GlobalSum
+    corrections: Corrections = field(default_factory=Corrections)
     _weights: dict[int, Tensor] = field(default_factory=dict)  # by id, since a reduction may be unhashable
 
     def of(self, reduction: Reduction, microbatch: Microbatch) -> Tensor:
@@ -55,10 +50,9 @@ class StepWeights:
             in_step[microbatch.index] = True
         valid, trained = self.rollout.valid_tokens & in_step[:, None], self.rollout.trained & in_step
         name, groups = getattr(reduction, "__name__", type(reduction).__name__), self.rollout.groups
-        watch = EditWatch(lambda: [("valid_tokens", valid), ("trained", trained), ("groups", groups)])
-        weights = reduction(valid, trained, groups, self.global_sum)
-        watch.after(f"the reduction {name}", NEW_TENSOR)
-        watch.close()
+        fields = [("valid_tokens", valid), ("trained", trained), ("groups", groups)]
+        args = valid, trained, groups, self.global_sum
+        weights = self.corrections.call(f"the reduction {name}", reduction, *args, shown=lambda: fields)
         if weights.shape != valid.shape:
             raise ValueError(
                 f"expected the reduction {name} to return a weight per token {list(valid.shape)}, got "
@@ -166,7 +160,8 @@ def accumulate_gradient(
             microbatches; the message names the sample.
         torch.OutOfMemoryError: If memory runs out without ``notices_exhaustion``, or while ranks exchange gradients.
     """
-    weights, gradient = StepWeights(rollout, microbatches, collectives.sum), StepGradient()
+    weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
+    gradient = StepGradient()
     entropy_gradient, prepared, alone = algorithm.trains_entropy, None, collectives.ranks == 1
     finite = FiniteOutputs(rollout.groups.device)
 
@@ -194,33 +189,31 @@ def accumulate_gradient(
             traced.parts = loss.parts
         return loss
 
-    with comparing_later():
-        for number, microbatch in enumerate(microbatches):
-            last = number == len(microbatches) - 1
-            with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
-                loss = None
-                with _noting_exhaustion(gradient, noted=notices_exhaustion):
-                    loss = loss_of(microbatch, number)
-                loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
-                if loss is not None:
-                    backward(loss.total)
-                    if loss.gradients is not None:
-                        loss.gradients.refuse(KEPT, "do not keep a view")
-                    gradient.add(loss)
-            if gradient.exhausted and alone:
-                break
+    for number, microbatch in enumerate(microbatches):
+        last = number == len(microbatches) - 1
+        with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
+            loss = None
+            with _noting_exhaustion(gradient, noted=notices_exhaustion):
+                loss = loss_of(microbatch, number)
+            loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
+            if loss is not None:
+                backward(loss.total)
+                gradient.add(loss)
+        if gradient.exhausted and alone:
+            break
     finite.check()
     return gradient
 
 
 def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectives) -> Sequence[Tensor] | None:
-    """Return the output of the loss's ``prepare``; raise an error if it modified a view."""
-    watches = [EditWatch(view.tensors) for view in views]
-    prepared = algorithm.loss.prepare(views, collectives.sum, collectives.concat)
-    for watch in watches:
-        watch.after(f"prepare of the loss {algorithm.loss.name}", NEW_TENSOR)
-        watch.close()
-    return prepared
+    """Return the output of the loss's ``prepare``."""
+    who, args = f"prepare of the loss {algorithm.loss.name}", (views, collectives.sum, collectives.concat)
+
+    def fields() -> list[tuple[str, Tensor]]:
+        numbered = [(view.tensors(), number) for number, view in enumerate(views)]
+        return [(f"{name} of microbatch {number}", one) for tensors, number in numbered for name, one in tensors]
+
+    return algorithm.corrections.call(who, algorithm.loss.prepare, *args, shown=fields)
 
 
 @contextmanager
@@ -260,139 +253,3 @@ def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False
         values["old_logprobs"] = outputs.logprobs.detach()
     entropy = outputs.entropy if entropy_gradient else outputs.entropy.detach()
     return LossView(**values, logprobs=outputs.logprobs, entropy=entropy, current_values=outputs.values)
-
-
-class ParameterTracer:
-    """Tracer of sampled entries of every trained parameter through one optimizer step, for a :class:`StepTrace`.
-
-    Args:
-        model: Unsharded model.
-        trace: Trace to write to.
-        optimizer: Optimizer of the step; its state is copied now, before the step.
-    """
-
-    def __init__(self, model: nn.Module, trace: StepTrace, optimizer: torch.optim.Optimizer) -> None:
-        self.trace, self.optimizer = trace, optimizer
-        self._modules = list(model.named_modules())
-        trace.optimizer = type(optimizer).__name__
-        self._handles: list[RemovableHandle] = []
-        self._parts: dict[str, list[Tensor]] = {}
-        trained = {name: parameter for name, parameter in self._parameters().items() if parameter.requires_grad}
-        earlier, states = _copies(trained), _states(optimizer, trained)
-        for name, parameter in trained.items():
-            trace.parameters[name] = ParameterTrace(
-                summed=torch.zeros_like(earlier[name], dtype=torch.float64), before=earlier[name], state=states[name]
-            )
-            self._follow(name, parameter)
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return the current parameters of the initial modules, each under its first name."""
-        names = dict[nn.Parameter, str]()
-        for prefix, module in self._modules:
-            for name, parameter in module._parameters.items():  # noqa: SLF001  named_parameters is slow
-                if parameter is not None:
-                    names.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
-        return {name: parameter for parameter, name in names.items()}
-
-    def _follow(self, name: str, parameter: nn.Parameter) -> None:
-        parts = self._parts[name] = []
-
-        def add(gradient: Tensor) -> None:
-            parts.append(_entries(gradient).clone())
-
-        handle = parameter.register_hook(add)
-        hooks: Any = parameter._backward_hooks  # noqa: SLF001  run in this order; ours has to be the first
-        others = [key for key in hooks if key != handle.id]
-        for key in others:
-            hooks[key] = hooks.pop(key)
-        self._handles.append(handle)
-
-    def after_clipping(self) -> None:
-        """Record the complete gradient before the optimizer is called, since an optimizer may ignore hooks."""
-        self.before_step(self.optimizer)
-        for trace in self.trace.parameters.values():
-            trace.clipped = trace.gradient
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record gradients and options inside of the optimizer, after the hooks before its step."""
-        numbers = {
-            id(parameter): numbers
-            for group in optimizer.param_groups
-            for numbers in [_numbers(group)]
-            for parameter in group["params"]
-        }
-        parameters = self._parameters()
-        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        copies = _copies({name: gradient for name, gradient in gradients.items() if name in self.trace.parameters})
-        for name, trace in self.trace.parameters.items():
-            held = numbers.get(id(parameters[name]))
-            trace.options, trace.held, trace.lr = held or {}, held is not None, (held or {}).get("lr", 0.0)
-            trace.gradient = copies[name].double() if name in copies else None
-            trace.dtype = copies[name].dtype if name in copies else None
-        self._add_up()
-        exact = [part if part.dtype == torch.float64 else part.float() for part in gradients.values()]
-        self.trace.clipped_norm = float(nn.utils.get_total_norm(exact))
-
-    def _add_up(self) -> None:
-        """Sum the gradients of all backward passes so far."""
-        for name, parts in self._parts.items():
-            trace = self.trace.parameters[name]
-            if len(parts) == 1:
-                trace.summed, trace.passes = parts[0].double(), 1
-            elif parts:
-                stacked = torch.stack(parts).double()
-                trace.summed, trace.magnitude, trace.passes = stacked.sum(0), stacked.abs().sum(0), len(parts)
-
-    def after_step(self) -> None:
-        """Record the parameters after the optimizer step."""
-        parameters = self._parameters().items()
-        for name, after in _copies({name: one for name, one in parameters if name in self.trace.parameters}).items():
-            self.trace.parameters[name].after = after
-        self.release()
-
-    def release(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
-def _entries(parameter: Tensor) -> Tensor:
-    """Return entries sampled evenly from a tensor."""
-    number, flat = parameter.numel(), parameter.detach()
-    stride, flat = max(number // TRACED_ENTRIES, 1), flat if flat.is_contiguous() else flat.flatten()
-    return flat.as_strided((min(number, TRACED_ENTRIES),), (stride,))
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric options of a parameter group."""
-    numbers = {name: float(value) for name, value in group.items() if isinstance(value, bool | int | float)}
-    numbers["lr"] = float(group.get("lr", 0.0))  # may be a tensor
-    betas = group.get("betas")
-    return numbers | ({} if betas is None else {"beta1": float(betas[0]), "beta2": float(betas[1])})
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy sampled entries of each tensor with few operations, which is fast for many small tensors."""
-    copies, by_kind = dict[str, Tensor](), dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
-    for name, tensor in tensors.items():  # optimizers may keep step counts on the CPU
-        by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = _entries(tensor)
-    for entries in by_kind.values():
-        whole = torch.cat(list(entries.values()))
-        copies |= dict(zip(entries, whole.split([len(part) for part in entries.values()]), strict=True))
-    return copies
-
-
-def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return copies of the optimizer state of each parameter: entries of tensors of its shape, and scalars."""
-    tensors = {
-        f"{key} {name}": value
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
-    }
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    for label, entries in _copies(tensors).items():
-        key, _, name = label.partition(" ")
-        states[name][key] = entries
-    return states

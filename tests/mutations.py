@@ -56,7 +56,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
      "lightning_rl/update.py", "backward(loss.total)", "backward(loss.total / len(microbatches))"),
     ("test_1_05_the_gradient_is_that_of_the_whole_step_for_every_split_and_number_of_ranks",
      "lightning_rl/update.py",
-     "trained, groups, self.global_sum)", "trained, groups, lambda own: own)"),
+     "trained, groups, self.global_sum", "trained, groups, lambda own: own"),
     ("test_1_06_a_penalty_at_a_masked_token_reaches_no_return", "lightning_rl/signal/shaped_rewards.py",
      "return masked_fill_invalid(token_rewards, valid_tokens) + scalar", "return token_rewards + scalar"),
     ("test_1_07_every_source_of_log_probabilities_knows_the_temperature", "lightning_rl/policy/model.py",

@@ -1,61 +1,39 @@
-"""Edits: every way of writing to what was only shown is noticed, in every run, with who did it and what."""
+"""Edits: every write in place to a shown tensor is found by its version, in every run, with its author and field."""
 
 import copy
-import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.support import (
-    an_algorithm,
-    callback_of,
-    fit,
-    ragged_rollout,
-    tiny_module,
-    tiny_prompts,
-    view_of_rollout,
-)
+from kit.support import an_algorithm, callback_of, fit, ragged_rollout, tiny_module, tiny_prompts, view_of_rollout
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
 from typing_extensions import override
 
-from lightning_rl import GRPO, LossView, Rollout, Stat
+from lightning_rl import GRPO, LossView, Rollout, Stat, ValueLoss
 from lightning_rl.advantages.estimator import Advantages, RewardSignal
-from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.corrections import Corrections, LossTerm, RLCallback
+from lightning_rl.corrections.call_user import call_user
 from lightning_rl.corrections.trace import StepTrace
-from lightning_rl.corrections.weight_watch import WeightWatch
 from lightning_rl.losses import ClippedSurrogate
 from lightning_rl.policy import Outputs, make_plan
-from lightning_rl.recording import RolloutRecorder
-from lightning_rl.reporting import SampleTable
 from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.update import StepWeights, accumulate_gradient, from_table
-from lightning_rl.utils.mutation_guard import (
-    EditError,
-    EditWatch,
-    changed_entries,
-    checksum,
-    copy_plain,
-    device_checksums,
-    same_plain,
-)
+from lightning_rl.utils.mutation_guard import EditError, changed_entries, copy_plain, same_plain
 
 FIELD = "old_logprobs"
 Edit = Callable[[Rollout], None]
 
 
-def through_data(rows: Rollout) -> None:
-    getattr(rows, FIELD).data.mul_(2.0)
+def in_place(rows: Rollout) -> None:
+    getattr(rows, FIELD).mul_(2.0)
 
 
-def through_a_pointer(rows: Rollout) -> None:
-    ctypes.c_float.from_address(getattr(rows, FIELD).data_ptr()).value = -5.0
+def through_a_view(rows: Rollout) -> None:
+    getattr(rows, FIELD)[0, :1] = 3.0
 
 
 def by_another_tensor(rows: Rollout) -> None:
@@ -66,12 +44,7 @@ def by_taking_it_away(rows: Rollout) -> None:
     object.__setattr__(rows, FIELD, None)
 
 
-WAYS = [
-    through_data,
-    through_a_pointer,
-    by_another_tensor,
-    by_taking_it_away,
-]
+WAYS = [in_place, through_a_view, by_another_tensor, by_taking_it_away]
 way = pytest.mark.parametrize("edit", WAYS, ids=lambda edit: edit.__name__)
 
 
@@ -102,7 +75,7 @@ def test_the_callback_that_edits_a_rollout_is_named_with_the_field(edit: Edit) -
 @pytest.mark.parametrize("method", ["sequence_mask", "token_weight", "loss_term", "metrics"])
 def test_the_callback_that_edits_the_view_of_a_microbatch_is_named(method: str) -> None:
     def contribute(view: LossView) -> Any:
-        through_data(view)
+        in_place(view)
         return {
             "sequence_mask": torch.ones(len(view), dtype=torch.bool),
             "token_weight": torch.ones(view.valid_tokens.shape),
@@ -122,7 +95,7 @@ def test_a_loss_that_edits_the_view_is_named() -> None:
     class Careful(ClippedSurrogate):
         @override
         def __call__(self, view: LossView) -> Tensor:
-            through_data(view)
+            in_place(view)
             return torch.zeros_like(view.logprobs)
 
     rows = a_view()
@@ -137,7 +110,7 @@ def test_a_loss_that_edits_while_it_prepares_is_named() -> None:
     class Preparing(ClippedSurrogate):
         @override
         def prepare(self, views: Sequence[LossView], global_sum: Any, global_concat: Any) -> None:
-            views[0].require("advantages").data.zero_()
+            views[0].require("advantages").zero_()
 
     rollout = finite_rollout()
     plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=4096)
@@ -148,26 +121,6 @@ def test_a_loss_that_edits_while_it_prepares_is_named() -> None:
         )
 
 
-# Gradients of what is shown.
-
-
-def a_view_with_gradients() -> LossView:
-    """Every tensor of a view that can have a gradient has one, as an output of a policy and no leaf."""
-    rollout = finite_rollout()
-    made = [torch.full(rollout.response_ids.shape, -1.0, requires_grad=True) * 1.0 for _ in range(3)]
-    view = view_of_rollout(rollout, made[0])
-    return view.replace(entropy=made[1], current_values=made[2], values=torch.zeros(12, 7), returns=torch.ones(12, 7))
-
-
-GRADIENT_WAYS: dict[str, Callable[[Tensor], object]] = {
-    "register_hook": lambda tensor: tensor.register_hook(lambda gradient: gradient * 0.5),
-    "register_hook that only looks": lambda tensor: tensor.register_hook(lambda _: None),
-    "hook of the node": lambda tensor: tensor.grad_fn.register_hook(lambda *_: (None,)),  # pyright: ignore[reportOptionalMemberAccess]
-    "multi-grad hook": lambda tensor: register_multi_grad_hook((tensor,), lambda _: None, mode="any"),
-    "detach_": lambda tensor: tensor.detach_(),
-}
-
-
 def loss_of_view(view: LossView, **parts: Any) -> Tensor:
     def weigh(reduction: Reduction) -> Tensor:
         return reduction(view.valid_tokens, view.trained, view.groups, local_sum)
@@ -175,48 +128,25 @@ def loss_of_view(view: LossView, **parts: Any) -> Tensor:
     return an_algorithm(**parts).microbatch_loss(view, weigh).total
 
 
-@pytest.mark.parametrize(
-    ("method", "field", "way"),
-    [
-        *(("loss_term", "logprobs", way) for way in GRADIENT_WAYS),
-        *(("loss_term", field, "register_hook") for field in ("entropy", "current_values")),
-        *((method, "logprobs", "register_hook") for method in ("token_mask", "metrics")),
-    ],
-)
-def test_the_callback_that_hangs_a_hook_on_a_gradient_is_named(method: str, field: str, way: str) -> None:
-    def contribute(view: LossView) -> Any:
-        GRADIENT_WAYS[way](getattr(view, field))
-        given = {"token_mask": view.valid_tokens, "metrics": {"vandal/zero": Stat.of(view.rewards)}}
-        return given.get(method, LossTerm(per_token=view.logprobs, coef=1.0))
-
-    with pytest.raises(EditError, match=rf"^{method} of vandal .*the gradient of {field}.*: return a new"):
-        loss_of_view(a_view_with_gradients(), callbacks=[callback_of("vandal", **{method: contribute})])
-
-
-def test_a_loss_that_hangs_a_hook_on_a_gradient_is_named() -> None:
-    class Halving(ClippedSurrogate):
+def test_metrics_of_a_loss_and_a_value_loss_that_edit_are_named() -> None:
+    class Measuring(ClippedSurrogate):
         @override
-        def __call__(self, view: LossView) -> Tensor:
-            view.logprobs.register_hook(lambda gradient: gradient * 0.5)
-            return super().__call__(view)
+        def metrics(self, view: LossView) -> dict[str, Stat]:
+            in_place(view)
+            return super().metrics(view)
 
-    with pytest.raises(EditError, match=r"^the loss Halving .*the gradient of logprobs.*: return a new tensor"):
-        loss_of_view(a_view_with_gradients(), loss=Halving())
+    class Scaling(ValueLoss):
+        @override
+        def __call__(self, current: Tensor, values: Tensor, returns: Tensor) -> Tensor:
+            returns *= 0.5
+            return super().__call__(current, values, returns)
 
-
-def test_terms_of_their_own_may_hang_hooks_on_what_they_made_and_look_at_gradients() -> None:
-    looked = list[Tensor]()
-
-    def term(view: LossView) -> LossTerm:
-        view.logprobs.retain_grad()  # a copy, which changes nothing
-        looked.append(view.logprobs)
-        own = view.logprobs * 2.0
-        own.register_hook(lambda gradient: gradient * 0.5)
-        return LossTerm(per_token=own, coef=1.0)
-
-    loss = loss_of_view(a_view_with_gradients(), callbacks=[callback_of("own", loss_term=term)])
-    loss.backward()
-    assert looked[0].grad is not None and looked[0].grad.abs().sum() > 0
+    with pytest.raises(EditError, match=rf"^metrics of the loss Measuring wrote in place to {FIELD}: return a new"):
+        loss_of_view(a_view(), loss=Measuring())
+    shape = a_view().valid_tokens.shape
+    values = {"current_values": torch.ones(shape), "values": torch.zeros(shape), "returns": torch.ones(shape)}
+    with pytest.raises(EditError, match=r"^the value loss Scaling wrote in place to returns: return a new"):
+        loss_of_view(a_view().replace(**values), value_loss=Scaling())
 
 
 @pytest.mark.parametrize("field", ["scores", "groups"])
@@ -225,8 +155,7 @@ def test_an_estimator_that_edits_what_it_sees_is_named(field: str) -> None:
     class Shaping(type(GRPO())):
         @override
         def __call__(self, signal: RewardSignal) -> Advantages:
-            values = getattr(signal, field).numpy()
-            values[-1] = values[-1] == 0
+            getattr(signal, field)[-1] = 0
             return super().__call__(signal)
 
     with pytest.raises(EditError, match=rf"^the estimator Shaping wrote in place to .*{field}"):
@@ -236,7 +165,7 @@ def test_an_estimator_that_edits_what_it_sees_is_named(field: str) -> None:
 def test_a_reduction_that_edits_what_it_sees_is_named() -> None:
 
     def sorting(valid: Tensor, trained: Tensor, groups: Tensor, global_sum: Any) -> Tensor:
-        groups.data.fill_(0)
+        groups.fill_(0)
         return valid.float()
 
     rollout = finite_rollout()
@@ -275,13 +204,11 @@ class Observer(RLCallback):
 
 
 OBSERVERS: list[tuple[str, Callable[..., None], str]] = [
-    ("observe", lambda rollout: rollout.advantages.data.zero_(), "advantages"),
-    ("observe_generated", lambda pairs: pairs[1][1].logprobs.data.zero_(), "logprobs of sample 1"),
-    ("observe_rewards", lambda rollout, _calls: rollout.rewards.data.zero_(), "rewards"),
-    ("observe_rewards", lambda _rollout, calls: calls[0].values.reverse(), "values of a reward"),
-    ("observe_rewards", lambda _rollout, calls: calls[0].completions.pop(), "completions of a reward"),
-    ("observe_step", lambda trace: trace.microbatches[0].view.advantages.data.zero_(), "advantages of microbatch 0"),
-    ("observe_step", lambda trace: trace.microbatches[0].gradient.numpy().fill(0), "gradient of microbatch 0"),
+    ("observe", lambda rollout: rollout.advantages.zero_(), "advantages"),
+    ("observe_generated", lambda pairs: pairs[1][1].logprobs.zero_(), "logprobs of sample 1"),
+    ("observe_rewards", lambda rollout, _calls: rollout.rewards.zero_(), "rewards"),
+    ("observe_step", lambda trace: trace.microbatches[0].view.advantages.zero_(), "advantages of microbatch 0"),
+    ("observe_step", lambda trace: trace.microbatches[0].gradient.fill_(0), "gradient of microbatch 0"),
 ]
 
 
@@ -291,77 +218,11 @@ def test_an_observer_that_edits_what_it_is_shown_is_named(method: str, edit: Cal
         fit(tiny_module(), callbacks=[Observer(method, edit)], data=tiny_prompts(4))
 
 
-WEIGHT_WAYS: dict[str, Callable[[Tensor], object]] = {
-    "through data": lambda weight: weight.data.mul_(0.9),
-    "by other data": lambda weight: setattr(weight, "data", weight.data.clone()),
-    "by a pointer": lambda weight: setattr(ctypes.c_float.from_address(weight.data_ptr()), "value", 7.0),
-}
-CONTRIBUTED: dict[str, Callable[[Any], Any]] = {
-    "reward_mask": lambda rollout: rollout.trained,
-    "reward_bonus": lambda rollout: torch.zeros(len(rollout)),
-    "exclude": lambda rollout: ~rollout.trained,
-    "rollout_metrics": lambda rollout: {"vandal/zero": Stat.of(rollout.rewards)},
-    "loss_term": lambda view: LossTerm(per_token=view.logprobs * 0.0, coef=1.0),
-    "token_mask": lambda view: view.valid_tokens,
-    "metrics": lambda view: {"vandal/zero": Stat.of(view.rewards)},
-    "observe": lambda _: None,
-    "observe_generated": lambda _: None,
-    "observe_rewards": lambda _: None,
-    "observe_step": lambda _: None,
-}
-
-
-def vandal_of(method: str, way: str, module: Any) -> RLCallback:
-    def contribute(seen: Any) -> Any:
-        WEIGHT_WAYS[way](next(iter(module.policy.parameters())))
-        return CONTRIBUTED[method](seen)
-
-    return callback_of("vandal", **{method: contribute})
-
-
-WAYS_AND_METHODS = [("loss_term", way) for way in WEIGHT_WAYS]
-WAYS_AND_METHODS += [(method, "through data") for method in CONTRIBUTED if method != "loss_term"]
-
-
-@pytest.mark.parametrize(("method", "way"), WAYS_AND_METHODS)
-def test_the_callback_that_writes_to_the_weights_of_the_policy_is_named(method: str, way: str) -> None:
-    module = tiny_module()
-    with pytest.raises(EditError, match=rf"^{method} of vandal wrote in place to the policy's weights, model\."):
-        fit(module, callbacks=[vandal_of(method, way, module)], data=tiny_prompts(4))
-
-
-def test_every_weight_counts_and_reading_them_is_no_edit() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 40), torch.nn.Linear(40, 1, bias=False, dtype=torch.bfloat16))
-    watch = WeightWatch(model)
-    before = watch.look()
-    assert all(weight.detach().sum() for weight in model.parameters())
-    watch.refuse("a reader", before, "")
-    for name, weight in model.named_parameters():
-        before = watch.look()
-        weight.data.neg_()
-        with pytest.raises(EditError, match=f"^x wrote in place to the policy's weights, {name}: y"):
-            watch.refuse("x", before, "y")
-    before = watch.look()
-    model.to(torch.float64)
-    with pytest.raises(EditError, match=r"weights, 0\.weight and 2 more: y"):
-        watch.refuse("x", before, "y")
-
-
-def test_observers_of_the_library_edit_nothing(tmp_path: Path) -> None:
-    """They are not watched where they are alone; beside a user's observer everyone is."""
-    watched = list[str]()
-    for method in ("observe_generated", "observe_step"):
-        user = Observer(method, lambda *_: watched.append("called"))
-        own = [SignalAudit(1), SignalLedger(), RolloutRecorder(tmp_path / method, 1), SampleTable(1)]
-        fit(tiny_module(), callbacks=[user, *own], data=tiny_prompts(8, 4), default_root_dir=tmp_path)
-    assert len(watched) >= 4
-
-
 def test_a_context_of_the_forward_that_edits_its_rows_is_named() -> None:
     @contextmanager
     def entering(rows: Rollout) -> Any:
         yield
-        rows.response_ids.data.zero_()
+        rows.response_ids.zero_()
 
     corrections = Corrections([callback_of("context", forward_context=entering)])
     with pytest.raises(EditError, match=r"^forward_context of context wrote in place to response_ids"):  # noqa: SIM117
@@ -384,22 +245,19 @@ class Keeping(RLCallback):
     @override
     def on_after_backward(self, *_: Any, **__: Any) -> None:
         if self.hook == "on_after_backward":
-            self.kept.require("advantages").data.mul_(0.5)
+            self.kept.require("advantages").mul_(0.5)
 
     @override
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         if self.hook == "on_train_batch_end":
-            self.kept.require("advantages").numpy()[0] = 9.0
+            self.kept.require("advantages")[0] = 9.0
 
 
-@pytest.mark.parametrize(
-    ("hook", "since"),
-    [("on_after_backward", "during its last optimizer step"), ("on_train_batch_end", "between optimizer steps")],
-)
-def test_a_hook_of_lightning_that_edits_the_held_rollout_is_among_those_named(hook: str, since: str) -> None:
-    names = r"one of callback keeping.on_train_batch_end, callback keeping.on_after_backward keeps a reference"
-    with pytest.raises(EditError, match=rf"^the held rollout was written to in place {since}: advantages; {names}"):
-        fit(tiny_module(minibatches_per_rollout=1 if hook == "on_after_backward" else 2), callbacks=[Keeping(hook)])
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
+def test_an_edit_of_the_held_rollout_ends_the_run_before_the_next_step(hook: str) -> None:
+    message = r"^the held rollout was written to in place since it was finished: advantages; some callback keeps"
+    with pytest.raises(EditError, match=message):
+        fit(tiny_module(minibatches_per_rollout=2), callbacks=[Keeping(hook)])
 
 
 def test_reading_in_every_way_is_no_edit() -> None:
@@ -415,63 +273,35 @@ def test_reading_in_every_way_is_no_edit() -> None:
     assert Corrections([callback_of("reading", reward_bonus=reading)]).reward_bonus(rollout) is not None
 
 
-# What tells edits.
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_gradient_mode_is_restored_after_user_code(enabled: bool) -> None:
+    def switching(seen: Rollout) -> Tensor:
+        torch.set_grad_enabled(not enabled)
+        return seen.rewards
 
-TENSORS = [
-    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
-    torch.tensor([[1, 2], [3, 4]]),
-    torch.tensor([True, False, True]),
-    torch.tensor([7], dtype=torch.uint8),
-    torch.arange(12.0).reshape(3, 4)[:, :3],
-    torch.tensor([1.0 + 2.0j]),
-    torch.zeros(0, 3),
-    torch.tensor(3.0, dtype=torch.float64),
-    torch.zeros(2).expand(3, 2),
-]
+    with torch.set_grad_enabled(enabled):
+        Corrections([callback_of("switching", reward_bonus=switching)]).reward_bonus(finite_rollout())
+        assert torch.is_grad_enabled() == enabled
 
 
-@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}")
-def test_every_element_counts_whatever_the_type(tensor: Tensor) -> None:
-    plain = tensor.clone()
-    before, on_device = checksum(tensor), device_checksums([("field", tensor)])
-    assert checksum(plain) == before and device_checksums([("field", plain)]).equal(on_device)
-    for place in range(plain.numel()):
-        changed = plain.clone()
-        changed.view(-1)[place] = (
-            ~changed.view(-1)[place] if changed.dtype == torch.bool else changed.view(-1)[place] + 1
-        )
-        assert checksum(changed) != before
-        assert not device_checksums([("field", changed)]).equal(on_device)
+def test_a_loss_term_without_gradients_leaves_those_of_the_loss() -> None:
+    def switching(view: LossView) -> LossTerm:
+        torch.set_grad_enabled(False)
+        return LossTerm(per_token=view.logprobs * 0.0, coef=1.0)
+
+    view, plain = a_view(), a_view()
+    loss_of_view(view, callbacks=[callback_of("a_switch", loss_term=switching)]).backward()
+    loss_of_view(plain).backward()
+    assert view.logprobs.grad is not None and plain.logprobs.grad is not None
+    assert view.logprobs.grad.equal(plain.logprobs.grad)
 
 
-def test_on_a_device_each_field_has_a_sum_of_its_own_that_knows_the_places() -> None:
-    first, second = torch.zeros(4096), torch.arange(5)
-    before = device_checksums([("first", first), ("second", second)])
-    assert before.shape == (2,) and before.dtype == torch.int64
-    first[0], first[1024] = 1.0, 1.0
-    moved = first.clone()
-    moved[0], moved[2048] = 0.0, 1.0
-    sums = [device_checksums([("first", tensor), ("second", second)]) for tensor in (first, moved)]
-    assert sums[0][0] != sums[1][0] != before[0]
-    assert sums[0][1] == sums[1][1] == before[1]
+def test_a_stop_iteration_of_user_code_is_an_error_that_names_the_function() -> None:
+    def exhausted(seen: Rollout) -> Tensor:
+        return next(iter([seen.rewards][1:]))
 
-
-class Elsewhere(Tensor):
-    """A tensor that says that it is not on the CPU."""
-
-    is_cpu = False
-
-
-def test_on_a_device_edits_are_compared_once_at_the_end() -> None:
-    tensor, other = torch.zeros(4).as_subclass(Elsewhere), torch.ones(3)
-    watch = EditWatch(lambda: [("rewards", tensor), ("groups", other)])
-    watch.after("the loss w", "it was not this one")
-    tensor.data[1] = 1.0
-    watch.after("the loss x", "return a new tensor")
-    watch.after("the loss y", "nor this one")
-    with pytest.raises(EditError, match=r"^the loss x wrote in place to rewards: return a new tensor"):
-        watch.close()
-    watch.close()
+    with pytest.raises(RuntimeError, match=r"^expected no StopIteration to leave .*exhausted \(.*test_mutation_guard"):
+        call_user("the estimator x", exhausted, finite_rollout(), shown=list)
 
 
 def test_copies_of_plain_values_share_no_container() -> None:

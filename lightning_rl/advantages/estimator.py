@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -56,6 +56,11 @@ class RewardSignal:
     rollout_logprobs: Float[Tensor, "B T"] | None = None
     sum_pi_squared: Float[Tensor, "B T"] | None = None
     global_sum: GlobalSum = local_sum
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return every tensor with its name."""
+        values = ((spec.name, getattr(self, spec.name)) for spec in fields(self))
+        return [(name, value) for name, value in values if isinstance(value, Tensor)]
 
     def require(self, name: str, who: str) -> Tensor:
         """Return a field that must not be None.

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
@@ -40,6 +41,7 @@ from lightning_rl.audit.forwards import (
     token_gradients,
 )
 from lightning_rl.audit.logged_rows import RowWatch
+from lightning_rl.audit.parameter_tracer import ParameterTracer
 from lightning_rl.audit.prompt_watch import PromptWatch
 from lightning_rl.audit.rates import StepRates
 from lightning_rl.audit.recomputed_metrics import callback_figures, sampling_figures
@@ -94,7 +96,6 @@ class SignalAudit(RLCallback):
     """
 
     name = "signal_audit"
-    traces_parameters = True
 
     def __init__(
         self,
@@ -188,13 +189,19 @@ class SignalAudit(RLCallback):
         self._count(begin)
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.fields.guard.end_backward()
+
+    @override
     def traces_step(self, rollout_number: int, step: int) -> bool:
-        return self._run is not None and self._run.traces_step()
+        return self._run is not None and self._run.begin_trace()
 
     @override
     def observe_step(self, trace: StepTrace) -> None:
         begin = time.perf_counter()
         if self._run is not None:
+            self._run.end_trace()
             with fork_generators(self._run.module.device):
                 self._run.look_at_step(trace) if trace.made else self._run.miss_step(trace)
             self._run.expect_row()
@@ -259,7 +266,8 @@ class _RunWatch:
         others = [callback for callback in callbacks_of(module.trainer) if callback is not audit]
         self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
         self._row = RowWatch(module)
-        self.fields = FieldWatch(module, others, after_step=self._row.close)
+        self.tracer: ParameterTracer | None = None
+        self.fields = FieldWatch(module, others, before=self._before_action, after=self._after_action)
         self.audited, self.turn, self._number = False, 0, 0
         self.batches: list[Sequence[tuple[Request, Completion]]] = []
         self.calls: list[RewardCall] = []
@@ -356,14 +364,45 @@ class _RunWatch:
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
         return self._evidence
 
-    def traces_step(self) -> bool:
+    def _traces_step(self) -> bool:
         """Return True to request the trace of an optimizer step; a gradient scaler rules it out."""
         scaled = getattr(self.module.trainer.precision_plugin, "scaler", None) is not None
         return self.audited and not scaled
 
+    def begin_trace(self) -> bool:
+        """Trace the parameters through the optimizer step that begins now, and return True to request its trace."""
+        self.release_tracer()  # of a step that ran out of memory and is repeated
+        traced, module = self._traces_step(), self.module
+        if traced and module.parallel.ranks == 1 and not module.parallel.sharded:
+            optimizer = cast(LightningOptimizer, module.optimizers()).optimizer
+            self.tracer = ParameterTracer(module.required_policy, optimizer)
+        return traced
+
+    def _before_action(self, action: str) -> None:
+        if action == "optimizer_step" and self.tracer is not None:  # started between clipping and the optimizer
+            self.tracer.before_optimizer()
+
+    def _after_action(self, action: str) -> None:
+        if action.endswith(".training_step"):
+            self._row.close()
+        of_module = action.startswith("[LightningModule]")  # runs after the same hook of every callback
+        if of_module and action.endswith(".on_before_optimizer_step") and self.tracer is not None:
+            self.tracer.before_step()
+
+    def end_trace(self) -> None:
+        """Record the parameters after an optimizer step."""
+        if self.tracer is not None:
+            self.tracer.after_step()
+
+    def release_tracer(self) -> None:
+        """Remove the hooks of the tracer."""
+        if self.tracer is not None:
+            self.tracer.release()
+            self.tracer = None
+
     def keep_algorithm(self) -> None:
         """Copy the corrections before the backward pass, since they may adapt after the step."""
-        if self._evidence is not None and self._algorithm is None and self.traces_step():
+        if self._evidence is not None and self._algorithm is None and self._traces_step():
             self._algorithm = repeatable(self.module.algorithm, self._corrections)
 
     def look_at_step(self, trace: StepTrace) -> None:
@@ -380,7 +419,11 @@ class _RunWatch:
         self._passes[trace.step] = step.rows.sample_ids
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
         step.recomputed = recompute_step(evidence, step)
-        step.stepping, step.frozen = self._rates.note(trace), self._rates.names_without_gradient()
+        if self.tracer is not None:
+            step.optimizer, step.norm = type(self.tracer.optimizer).__name__, self.tracer.norm
+            step.parameters = self.tracer.parameters
+        step.stepping = self._rates.note(trace.rollout_number, step.parameters, step.optimizer)
+        step.frozen = self._rates.names_without_gradient()
         step.silent = silent_parameters(module, step)
         step.blamed = self._culprits()
         if not self._own_figures:  # a collective, so on all ranks even if only one has an edit
@@ -440,6 +483,7 @@ class _RunWatch:
     def release(self) -> None:
         """Remove all instrumentation from the run."""
         self.fields.release()
+        self.release_tracer()
         self._row.close()
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.audit_error import rounding
-from lightning_rl.corrections import ParameterTrace
+from lightning_rl.audit.parameter_tracer import ParameterTrace
 
 
 class Move(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_rl.corrections import ParameterTrace, StepTrace
+from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.naming import name_of
 
@@ -90,25 +90,25 @@ class StepRates:
         """Begin an audited optimizer step."""
         self._counts = _counts(self._module.trainer.optimizers)
 
-    def note(self, trace: StepTrace) -> Stepping:
-        """Return the state of the optimizers after an audited step."""
-        idle = self._note_rates(trace)
-        self._note_direction(trace.parameters)
+    def note(self, rollout_number: int, parameters: Mapping[str, ParameterTrace], optimizer: str) -> Stepping:
+        """Return the state of the optimizers after an audited step; ``optimizer`` is the name of a class."""
+        idle = self._note_rates(rollout_number, parameters)
+        self._note_direction(parameters)
         optimizers = self._module.trainer.optimizers
         return Stepping(
-            rule=rule_of(optimizers[0]) if len(optimizers) == 1 else trace.optimizer,
+            rule=rule_of(optimizers[0]) if len(optimizers) == 1 else optimizer,
             steps=self._own_steps(optimizers),
-            uphill=self._uphill == self._steps and self._steps >= (1 if self._first == trace.rollout_number else 3),
+            uphill=self._uphill == self._steps and self._steps >= (1 if self._first == rollout_number else 3),
             idle=idle,
             rate_setter=self._rate_setter() if idle else "",
         )
 
-    def _note_rates(self, trace: StepTrace) -> str:
+    def _note_rates(self, rollout_number: int, parameters: Mapping[str, ParameterTrace]) -> str:
         """Return the part that is in its second audited rollout at a rate of 0, once."""
-        rates = {name: one.lr for name, one in trace.parameters.items() if one.held}
-        new, running = trace.rollout_number != self._rollout, _parts_at_work(rates)
-        self._rollout = trace.rollout_number
-        if running or not trace.parameters:
+        rates = {name: one.lr for name, one in parameters.items() if one.held}
+        new, running = rollout_number != self._rollout, _parts_at_work(rates)
+        self._rollout = rollout_number
+        if running or not parameters:
             self._idle = 0
         elif new:
             self._idle += 1

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.audit.rates import Stepping
-from lightning_rl.corrections import ParameterTrace, StepTrace
+from lightning_rl.corrections import StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
 from lightning_rl.rollout import Rollout
@@ -120,12 +121,9 @@ class StepEvidence:
                 for name in (microbatches[0].further if microbatches else ())
             },
             number=trace.step,
-            optimizer=trace.optimizer,
             masks=collectives.objects(tuple(mask.cpu() for mask in masks)),
             rank=rank,
             weights=reduction(*masks, collectives.sum),
-            norm=trace.clipped_norm,
-            parameters=trace.parameters,
             logged=trace.logged,
         )
 

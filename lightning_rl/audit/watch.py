@@ -1,6 +1,6 @@
 """Detection of hooks that edit the fields of a finished rollout."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -10,8 +10,9 @@ from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
 from lightning_rl.audit.audit_error import bitwise_equal, differences
+from lightning_rl.audit.checksum_guard import ChecksumGuard
 from lightning_rl.audit.user_hooks import StateWatch, hooks_by_action
-from lightning_rl.corrections import RLCallback
+from lightning_rl.corrections.call_user import VERSIONS
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.finding import Finding
@@ -27,7 +28,8 @@ class HookProfiler:
         culprits: Culprits of the watched actions.
         look: Function called before each action, and with the culprit after it, unless the action raised.
         state: Watch of the state besides the fields.
-        after_step: Function called after each training step.
+        before: Function called with each action that is no hook, before it starts.
+        after: Function called with each action that is a hook, after it.
     """
 
     def __init__(
@@ -36,14 +38,20 @@ class HookProfiler:
         culprits: Mapping[str, str],
         look: Callable[..., None],
         state: StateWatch,
-        after_step: Callable[[], None],
+        before: Callable[[str], None],
+        after: Callable[[str], None],
     ) -> None:
         self.profiler, self.culprits, self.look, self.state = profiler, culprits, look, state
-        self.after_step = after_step
+        self.before, self.after = before, after
 
     def __getattr__(self, name: str) -> Any:
         """Return attributes of the wrapped profiler."""
         return getattr(self.profiler, name)
+
+    def start(self, action_name: str) -> None:
+        """Start an action that is no hook, such as ``"optimizer_step"``."""
+        self.before(action_name)
+        self.profiler.start(action_name)
 
     @contextmanager
     def profile(self, action_name: str) -> Iterator[str]:
@@ -58,8 +66,7 @@ class HookProfiler:
             yield action_name
         if action_name in self.state.setting:
             self.state.after_rates(self.state.setting[action_name])
-        if action_name.endswith(".training_step"):
-            self.after_step()
+        self.after(action_name)
         if action_name in self.state.actions:
             self.state.leave(self.state.actions[action_name])
         if action_name in self.state.between:
@@ -71,17 +78,25 @@ class HookProfiler:
 class FieldWatch:
     """Compares the fields of a finished rollout before and after every hook that could edit them.
 
-    Lightning runs each hook as an action of the Trainer's profiler, and the corrections report each contribution, so
-    callbacks are not modified.
+    Lightning runs each hook as an action of the Trainer's profiler, and the guard of the corrections is around each
+    call of user code, so callbacks are not modified.
 
     Args:
         module: Module of the run; the profiler of its Trainer is replaced until :meth:`release`.
         callbacks: Callbacks to watch.
-        after_step: Function called after each training step.
+        before: Function called with each action that is no hook, before it starts.
+        after: Function called with each action that is a hook, after it.
+
+    Attributes:
+        guard: Guard of the corrections.
     """
 
     def __init__(
-        self, module: RLLightningModule, callbacks: Iterable[Callback], after_step: Callable[[], None]
+        self,
+        module: RLLightningModule,
+        callbacks: Iterable[Callback],
+        before: Callable[[str], None],
+        after: Callable[[str], None],
     ) -> None:
         self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
         self.callbacks = callbacks = list(callbacks)
@@ -89,16 +104,15 @@ class FieldWatch:
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
-        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, after_step)
+        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, before, after)
         self._trainer.profiler = self._profiler
-        module.run.corrections.before_each = self._before_contribution
-        module.run.corrections.after_each = self._after_contribution
+        self.guard = module.run.corrections.guard = ChecksumGuard(self)
 
     def release(self) -> None:
         """Restore the profiler and the corrections."""
         if self._trainer.profiler is self._profiler:
             self._trainer.profiler = self._profiler.profiler
-        self._module.run.corrections.before_each = self._module.run.corrections.after_each = None
+        self._module.run.corrections.guard = VERSIONS
 
     def arm(self) -> None:
         """Watch the next finished rollout from the first callback that observes it."""
@@ -114,19 +128,28 @@ class FieldWatch:
         """Stop watching until armed again."""
         self._armed, self._finished, self._raw = False, None, {}
 
-    def _before_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
-        if method == "observe" and self._armed:
-            self.begin(rollout)
-        if rollout is self._finished:
-            self.look(rollout=rollout)
-        if callback.name in self.state.names:
-            self.state.enter()
+    @property
+    def active(self) -> bool:
+        """True if the current rollout is audited."""
+        return self.state.active
 
-    def _after_contribution(self, callback: RLCallback, method: str, rollout: Rollout) -> None:
-        if callback.name in self.state.names:
-            self.state.leave(f"callback {callback.name}.{method}")
-        if rollout is self._finished:
-            self.look(f"callback {callback.name}.{method}", rollout)
+    def before_call(self, who: str, args: Sequence[object]) -> None:
+        """Record fields and state before a call of user code, such as ``"observe of tracker"``."""
+        method, _, name = who.partition(" of ")
+        if method == "observe" and self._armed and isinstance(args[0], Rollout):
+            self.begin(args[0])
+        if self._finished is not None and args[0] is self._finished:
+            self.look(rollout=self._finished)
+        if name in self.state.names:
+            self.state.enter(contribution=True)
+
+    def after_call(self, who: str, args: Sequence[object]) -> None:
+        """Compare fields and state after a call of user code."""
+        method, _, name = who.partition(" of ")
+        if name in self.state.names:
+            self.state.leave(f"callback {name}.{method}")
+        if self._finished is not None and args[0] is self._finished:
+            self.look(f"callback {name}.{method}", self._finished)
 
     def look(self, culprit: str = UNKNOWN, rollout: Rollout | None = None) -> None:
         """Record fields that differ, with the culprit; a reported change becomes the new reference."""

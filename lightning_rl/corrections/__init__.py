@@ -13,7 +13,7 @@ from lightning_rl.corrections.rl_callback import (
     RLCallback,
 )
 from lightning_rl.corrections.stat import Stat
-from lightning_rl.corrections.trace import MicrobatchTrace, ParameterTrace, StepTrace
+from lightning_rl.corrections.trace import MicrobatchTrace, StepTrace
 from lightning_rl.corrections.view import LossView
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "LossTerm",
     "LossView",
     "MicrobatchTrace",
-    "ParameterTrace",
     "RLCallback",
     "ReplayCorrections",
     "Stat",

@@ -3,29 +3,21 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_rl.corrections.overrides import is_own
+from lightning_rl.corrections.call_user import VERSIONS, Guard, call_user
 from lightning_rl.corrections.rl_callback import CONTRIBUTIONS, LossTerm, RLCallback
 from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
-from lightning_rl.corrections.weight_watch import WeightWatch
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout, RolloutT
-from lightning_rl.utils.mutation_guard import (
-    EditWatch,
-    Fields,
-    changed_entries,
-    copy_plain,
-    refuse_edits,
-    refuse_grad_mode,
-    same_plain,
-)
+from lightning_rl.utils.mutation_guard import Fields
 
+ReturnT = TypeVar("ReturnT")
 RESERVED = frozenset(
     (
         "advantage",
@@ -51,9 +43,6 @@ LOGGED_BY_CORE = {
     "token_weight": ("weight_mean", "ess"),
     "loss_term": ("loss",),
 }
-PURE = "return a new tensor and modify nothing in place (use x * y, not x *= y; no .data, .numpy() or set_)"
-
-ONLY_SHOWN = "change weights only through the optimizer"
 
 
 class PolicyFactor(NamedTuple):
@@ -71,10 +60,7 @@ class Corrections:
         collectives: Operations over the ranks of the run, for the callbacks.
 
     Attributes:
-        before_each: Hook called with (callback, method, rollout or view) before each contribution and observation, or
-            None.
-        after_each: Hook called with the same arguments after it, or None.
-        weights: Detects writes of user callbacks to the policy's weights, or None.
+        guard: Detects edits by user code.
 
     Raises:
         ValueError: If a name is empty or used twice.
@@ -82,10 +68,8 @@ class Corrections:
 
     def __init__(self, callbacks: Sequence[RLCallback] = (), collectives: Collectives | None = None) -> None:
         self.callbacks = tuple(sorted(callbacks, key=lambda callback: callback.name))
-        self.before_each: Callable[[RLCallback, str, Rollout], None] | None = None
-        self.after_each: Callable[[RLCallback, str, Rollout], None] | None = None
-        self.weights: WeightWatch | None = None
-        self._watch: EditWatch | None = None
+        self.guard: Guard = VERSIONS
+        self._step_observers: tuple[RLCallback, ...] = ()
         names = [callback.name for callback in self.callbacks]
         for callback in self.callbacks:
             if callback.name in RESERVED:
@@ -199,16 +183,12 @@ class Corrections:
     def forward_context(self, rows: Rollout) -> Iterator[None]:
         """Enter the contexts of all callbacks, nested."""
         with ExitStack() as stack:
+            if entered := self._contributors["forward_context"]:
+                who = f"forward_context of {', '.join(callback.name for callback in entered)}"
+                stack.enter_context(self.guard.around(who, rows.tensors, (rows,)))
             for _, context in self._each("forward_context", rows):
                 stack.enter_context(context)
-            entered = self._contributors["forward_context"]
-            watch = EditWatch(rows.tensors) if entered else None
             yield
-        if watch is not None:
-            watch.after(
-                f"forward_context of {', '.join(c.name for c in entered)}", "read the rows without modifying them"
-            )
-            watch.close()
 
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
         """Return all statistics of a finished rollout."""
@@ -225,84 +205,37 @@ class Corrections:
 
     def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """Call ``observe_generated`` with the requests and completions of the engine."""
-        self._show("observe_generated", tuple(pairs), lambda: _pair_tensors(pairs))
+        for callback in self._contributors["observe_generated"]:
+            self._ask(callback, "observe_generated", tuple(pairs), shown=lambda: _pair_tensors(pairs))
 
     def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
         """Call ``observe_rewards`` with the samples of one round and the calls of the reward functions."""
-        lists = copy_plain([call._asdict() for call in calls]) if self._contributors["observe_rewards"] else None
-        for callback, _ in self._each("observe_rewards", rollout, calls):
-            now = [call._asdict() for call in calls]
-            if not same_plain(now, lists):
-                names = [name for old, new in zip(lists or (), now, strict=True) for name in changed_entries(old, new)]
-                refuse_edits(f"observe_rewards of {callback.name}", [f"{name} of a reward" for name in names], PURE)
+        for _ in self._each("observe_rewards", rollout, calls):
+            pass
 
     def traces_step(self, rollout_number: int, step: int) -> bool:
-        """Return True if a callback observes the optimizer step."""
-        return any(c.traces_step(rollout_number, step) for c in self._contributors["observe_step"])
+        """Return True if a callback observes the optimizer step that begins now; each of them is asked."""
+        asked = self._contributors["observe_step"]
+        self._step_observers = tuple(callback for callback in asked if callback.traces_step(rollout_number, step))
+        return bool(self._step_observers)
 
     def observe_step(self, trace: StepTrace) -> None:
-        """Call ``observe_step`` of every callback that observes the step."""
-        observers = [c for c in self._contributors["observe_step"] if c.traces_step(trace.rollout_number, trace.step)]
-        self._show("observe_step", trace, trace.tensors, observers)
+        """Call ``observe_step`` of every callback that observes the step, see :meth:`traces_step`."""
+        for callback in self._step_observers:
+            self._ask(callback, "observe_step", trace, shown=trace.tensors)
 
-    @contextmanager
-    def watching(self, seen: Rollout) -> Iterator[EditWatch]:
-        """Detect modifications of ``seen`` inside of the context.
+    def call(self, who: str, function: Callable[..., ReturnT], *args: object, shown: Callable[[], Fields]) -> ReturnT:
+        """Call user code of the signal under the guard of this run; see :func:`call_user`."""
+        return call_user(who, function, *args, shown=shown, guard=self.guard)
 
-        Raises:
-            EditError: If a callback, or the caller's function, modified it; the message names it and the fields.
-        """
-        outer, watch = self._watch, EditWatch(seen.tensors, seen)
-        self._watch = watch
-        try:
-            yield watch
-            watch.close()
-        finally:
-            self._watch = outer
+    def _ask(self, callback: RLCallback, method: str, *args: object, shown: Callable[[], Fields]) -> Any:
+        return self.call(f"{method} of {callback.name}", getattr(callback, method), *args, shown=shown)
 
     def _each(self, method: str, seen: Rollout, *further: Any) -> Iterator[tuple[RLCallback, Any]]:
-        if not self._contributors[method]:
-            return
-        watch = self._watch
-        if watch is None or watch.subject is not seen:
-            watch = EditWatch(seen.tensors, seen)
         for callback in self._contributors[method]:
-            if self.before_each is not None:
-                self.before_each(callback, method, seen)
-            with self._bracket(callback, method) as who:
-                contribution = getattr(callback, method)(seen, *further)
-            watch.after(who, PURE)
-            if self.after_each is not None:
-                self.after_each(callback, method, seen)
+            contribution = self._ask(callback, method, seen, *further, shown=seen.tensors)
             _check(callback, method, contribution, seen)
             yield callback, contribution
-        if watch is not self._watch:
-            watch.close()
-
-    @contextmanager
-    def _bracket(self, callback: RLCallback, method: str) -> Iterator[str]:
-        """Detect a changed gradient mode and modified weights around a call."""
-        who, enabled = f"{method} of {callback.name}", torch.is_grad_enabled()
-        weights = None if is_own(callback) else self.weights
-        before = None if weights is None else weights.look()
-        yield who
-        refuse_grad_mode(who, enabled=enabled)
-        if weights is not None and before is not None:
-            weights.refuse(who, before, ONLY_SHOWN)
-
-    def _show(
-        self, method: str, value: Any, fields: Callable[[], Fields], observers: Sequence[RLCallback] | None = None
-    ) -> None:
-        """Call an observer method with a value other than a rollout; detect modifications by user callbacks."""
-        observers = self._contributors[method] if observers is None else observers
-        watch = None if all(map(is_own, observers)) else EditWatch(fields)
-        for callback in observers:
-            with self._bracket(callback, method) as who:
-                getattr(callback, method)(value)
-            if watch is not None:
-                watch.after(who, PURE)
-        if watch is not None:
-            watch.close()
 
     def _sum(self, method: str, rollout: Rollout) -> Tensor | None:
         total = None

@@ -121,7 +121,6 @@ class RLCallback(Callback):
         chooses_rows: True if its loss term skips rows, so that it may train nothing.
         trains_entropy: True if its loss term needs the gradient of ``view.entropy``.
         max_rounds: Maximum number of sampling rounds per rollout, if it filters groups.
-        traces_parameters: True if the steps it observes need sampled entries of every parameter.
         collectives: Operations over the ranks of the run; set by the core at setup.
     """
 
@@ -141,7 +140,6 @@ class RLCallback(Callback):
     chooses_rows: bool = False
     trains_entropy: bool = False
     max_rounds: int = 10
-    traces_parameters: bool = False
     collectives: Collectives = ALONE
 
     @property
@@ -235,6 +233,8 @@ class RLCallback(Callback):
 
     def traces_step(self, rollout_number: int, step: int) -> bool:
         """Return True to observe an optimizer step, which costs a copy of the policy's outputs.
+
+        Called once before the step, and again before a repetition after memory ran out.
 
         Args:
             rollout_number: Number of the rollout.

@@ -1,4 +1,4 @@
-"""StepTrace: outputs, gradients, parameters and metrics of one optimizer step, for observers."""
+"""StepTrace: outputs, gradients and metrics of one optimizer step, for observers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,39 +8,6 @@ from torch import Tensor
 
 from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.view import LossView
-
-
-@dataclass(kw_only=True)
-class ParameterTrace:
-    """Sampled entries of one parameter through a step, [N] each, on a single device.
-
-    Attributes:
-        summed: Sum of the gradients of all backward passes, float64.
-        magnitude: Sum of their absolute values, for rounding bounds; None for that of ``summed``.
-        passes: Number of backward passes.
-        clipped: Gradient after clipping, before the optimizer step, float64.
-        gradient: Gradient that the optimizer used, after its step hooks, float64.
-        dtype: Dtype of the gradient; None without one.
-        before: Values before the step.
-        after: Values after the step.
-        held: True if the optimizer contains the parameter.
-        lr: Learning rate.
-        options: Numeric options of its parameter group, such as ``weight_decay``, ``beta1``, ``beta2``.
-        state: Optimizer state before the step by name: entries, and scalars.
-    """
-
-    summed: Tensor
-    magnitude: Tensor | None = None
-    passes: int = 0
-    clipped: Tensor | None = None
-    gradient: Tensor | None = None
-    dtype: torch.dtype | None = None
-    before: Tensor | None = None
-    after: Tensor | None = None
-    held: bool = True
-    lr: float = 0.0
-    options: Mapping[str, float] = field(default_factory=dict)
-    state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -70,10 +37,7 @@ class StepTrace:
         microbatches: Microbatches in order, with those of padding.
         scale: Factor on the loss before the backward: number of ranks times the scale of a gradient scaler.
         norm: Gradient norm before clipping, over all ranks; None for a step without a valid token.
-        clipped_norm: Norm of the gradient that the optimizer used; None on several devices.
         made: True if the optimizer made the step.
-        optimizer: Name of its class; empty if parameters are not traced.
-        parameters: Parameter traces by name; empty on several devices, or if not requested.
         logged: Moments of the logged statistics by metric, of the rollout, the step and its microbatches.
     """
 
@@ -82,10 +46,7 @@ class StepTrace:
     microbatches: list[MicrobatchTrace] = field(default_factory=list)
     scale: float = 1.0
     norm: Tensor | None = None
-    clipped_norm: float | None = None
     made: bool = False
-    optimizer: str = ""
-    parameters: dict[str, ParameterTrace] = field(default_factory=dict)
     logged: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def follow(self, view: LossView) -> MicrobatchTrace:
@@ -105,13 +66,11 @@ class StepTrace:
         return trace
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return every tensor of rows and parameters with its name."""
+        """Return every tensor of rows with its name."""
         named: list[tuple[str, Tensor]] = []
         for number, microbatch in enumerate(self.microbatches):
             tensors = [*microbatch.view.tensors(), ("gradient", microbatch.gradient), *microbatch.parts.items()]
             named += [(f"{name} of microbatch {number}", tensor) for name, tensor in tensors]
-        for name, entries in self.parameters.items():
-            named.append((f"the gradient of {name}", entries.summed))
         return named
 
     def log(self, stats: Mapping[str, Stat]) -> None:

@@ -1,19 +1,16 @@
 """Estimation of the advantage of every token from rewards and log-probabilities."""
 
-from contextlib import nullcontext
-from dataclasses import fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_rl.advantages import Advantages, Estimator, RewardSignal
-from lightning_rl.corrections import REWARDS, Corrections, Stat
+from lightning_rl.advantages import Estimator, RewardSignal
+from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURN_REWARDS, TURNS, Rollout
 from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
-from lightning_rl.utils.mutation_guard import EditWatch
 
 
 class SignalledRollout(NamedTuple):
@@ -45,8 +42,7 @@ def estimate_signal(
         ValueError: If a reward or an advantage is not finite; with the id of the sample.
     """
     rollout = corrections.provide(rollout).sanitize()
-    with corrections.watching(rollout) if corrections.contributors(*REWARDS) else nullcontext():
-        bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
+    bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
     scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
     if bonus is not None:
         scores = (scores.double() + bonus).to(scores.dtype)
@@ -70,7 +66,8 @@ def estimate_signal(
         sum_pi_squared=rollout.token_extras.get(SUM_PI_SQUARED),
         global_sum=global_sum,
     )
-    advantages, returns = _checked_advantages(estimator, rewards)
+    who = f"the estimator {estimator.name}"
+    advantages, returns = corrections.call(who, estimator, rewards, shown=rewards.tensors)
     _check_finite(advantages, rollout)
     stats = reward_metrics(rollout, scores, shaped)
     if GREEDY_SCORE in rollout.extras:
@@ -112,20 +109,6 @@ def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
     candidates = torch.where(population, place, len(groups))
     first = torch.full_like(groups, len(groups))[:number].scatter_reduce_(0, index, candidates, "amin")
     return place == first[index]
-
-
-def _checked_advantages(estimator: Estimator, rewards: RewardSignal) -> Advantages:
-    """Return the advantages of an estimator, after a check that it did not modify its inputs."""
-
-    def tensors() -> list[tuple[str, Tensor]]:
-        values = ((spec.name, getattr(rewards, spec.name)) for spec in fields(rewards))
-        return [(name, value) for name, value in values if isinstance(value, Tensor)]
-
-    watch = EditWatch(tensors)
-    advantages = estimator(rewards)
-    watch.after(f"the estimator {estimator.name}", "it returns new tensors (use x - y, not x -= y)")
-    watch.close()
-    return advantages
 
 
 def _check_finite(advantages: Tensor, rollout: Rollout) -> None:

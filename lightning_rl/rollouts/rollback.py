@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import PromptDataModule, StepIndex
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.utils.mutation_guard import EditError, WeightEditError
+from lightning_rl.utils.mutation_guard import EditError
 
 
 class Current(Protocol):
@@ -21,7 +21,7 @@ class Current(Protocol):
         """Number of the rollout."""
         ...
 
-    def check_edits(self, since: str) -> None:
+    def check_edits(self) -> None:
         """Raise an EditError if the rollout was modified."""
         ...
 
@@ -41,10 +41,6 @@ class Run(Protocol):
 
     def end_step(self, step_index: StepIndex, *, last: bool) -> None:
         """Complete the step of a step index, as a checkpoint expects."""
-        ...
-
-    def drop_tracer(self) -> None:
-        """Release the tracer of an interrupted step."""
         ...
 
 
@@ -153,10 +149,7 @@ def settle(
     if run.settled is not None and run.settled in (error, error.__cause__):
         return run.unsettled
     mark, run.mark, run.settled = run.mark, None, error
-    run.drop_tracer()
     run.unsettled = None if mark is None else mark.undo(run, stream, trainer, steps_per_rollout)
-    if run.unsettled is None and isinstance(error, WeightEditError):
-        run.unsettled = str(error)
     if run.unsettled is None and run.current is not None:
         run.unsettled = _edits(run.current)
     number = mark.step_index.rollout if mark is not None else None if run.current is None else run.current.number
@@ -169,7 +162,7 @@ def settle(
 def _edits(current: Current) -> str | None:
     """Return the message about in-place edits of the current rollout, or None."""
     try:
-        current.check_edits("since it was finished")
+        current.check_edits()
     except EditError as edited:
         return str(edited)
     return None

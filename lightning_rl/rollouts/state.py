@@ -24,8 +24,7 @@ from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.rollback import Failure, Mark
 from lightning_rl.rollouts.zero_gradient import IdleRollouts
 from lightning_rl.run_spec import Needs
-from lightning_rl.update import ParameterTracer
-from lightning_rl.utils.mutation_guard import EditError, Seal
+from lightning_rl.utils.mutation_guard import EditError, Versions
 
 MAX_NONFINITE_IN_A_ROW = 3
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
@@ -40,37 +39,29 @@ class CurrentRollout:
         number: Number of the rollout.
         rollout: Rollout with advantages.
         plan: Plan of every pass over it.
-        seal: Checksum of its fields when it was finished.
+        versions: Versions of its fields when it was finished.
     """
 
     number: int
     rollout: Rollout
     plan: Plan
-    seal: Seal
+    versions: Versions
 
     @staticmethod
     def of(number: int, rollout: Rollout, plan: Plan) -> "CurrentRollout":
-        """Seal a rollout."""
-        return CurrentRollout(number=number, rollout=rollout, plan=plan, seal=Seal.of(rollout.tensors()))
+        """Begin the optimizer steps on a rollout."""
+        return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=Versions(rollout.tensors()))
 
-    def check_edits(self, since: str, hooks: Callable[[], Sequence[str]] = tuple) -> None:
+    def check_edits(self) -> None:
         """Check that the rollout has not been modified since it was finished.
-
-        Args:
-            since: Period of the edit, to complete the message "was written to in place ...".
-            hooks: Returns the names of hooks that may have modified it; called only after an edit.
 
         Raises:
             EditError: With the names of the modified fields.
         """
-        fields = self.rollout.tensors()
-        if self.seal.holds(fields):
-            return
-        if edited := self.seal.changes(Seal.of(fields, self.seal)):
-            who = f"one of {', '.join(names)}" if (names := hooks()) else "some callback"
+        if edited := self.versions.changes(self.rollout.tensors()):
             raise EditError(
-                f"the held rollout was written to in place {since}: {', '.join(edited)}; {who} keeps a reference to it "
-                "and edits it"
+                f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
+                "keeps a reference to it and edits it: SignalAudit names the callback"
             )
 
     def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
@@ -146,7 +137,6 @@ class RunState:
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
     failed_folder: Path | None = None
-    tracer: ParameterTracer | None = None
     step_index: int | None = None
     built_alone: bool = False
     stepped: bool = False
@@ -179,12 +169,6 @@ class RunState:
         if last:
             self.current = None
 
-    def drop_tracer(self) -> None:
-        """Release the tracer of an interrupted step."""
-        if self.tracer is not None:
-            self.tracer.release()
-            self.tracer = None
-
     def max_tokens_per_microbatch(self, asked: int) -> int:
         """Return the maximum number of tokens per microbatch: ``asked``, or less after memory ran out with it."""
         return self.budget[1] if self.budget is not None and self.budget[0] == asked else asked
@@ -207,8 +191,6 @@ class RunState:
         if torch.isfinite(norm):
             self.nonfinite_in_a_row = 0
             self.stepped = True
-            if self.tracer is not None:
-                self.tracer.after_clipping()
             return True
         self.skipped += 1
         self.nonfinite_in_a_row += 1
@@ -262,7 +244,7 @@ class RunState:
         loaded, self.loaded, self.current = self.loaded, None, None
         if loaded is None or not self.name:
             self.name = new_run()
-        self.rollout_stats, self.tracer, self.step_index, self.idle = {}, None, None, IdleRollouts()
+        self.rollout_stats, self.step_index, self.idle = {}, None, IdleRollouts()
         self.mark = self.late_error = self.settled = self.unsettled = self.failure = self.budget = None
         self.schedule_behind = False
         self.prefetcher.close()

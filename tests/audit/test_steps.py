@@ -17,7 +17,8 @@ from typing_extensions import override
 from lightning_rl import LossView, RLCallback, RLLightningModule, Stat, warmup_then_linear
 from lightning_rl.audit import SignalAudit
 from lightning_rl.audit.optimizer_rules import move_by_rule
-from lightning_rl.corrections import ParameterTrace, StepTrace
+from lightning_rl.audit.parameter_tracer import ParameterTrace
+from lightning_rl.corrections import StepTrace
 from lightning_rl.optimizers import fused_adamw
 from lightning_rl.rollouts.sample import Sampler
 

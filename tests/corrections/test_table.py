@@ -1,7 +1,8 @@
 """The table of contributions is complete, and copies that are alone leave the callbacks of the run untouched."""
 
 import inspect
-from typing import get_args, get_type_hints
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from typing_extensions import override
 from lightning_rl import RLCallback, Rollout
 from lightning_rl.callbacks import OPSM, AdaptiveKL
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections
+from lightning_rl.corrections.call_user import VersionGuard
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.corrections.rl_callback import Contribution
 from lightning_rl.distributed import ALONE
 from lightning_rl.signal.masked import local_sum
+from lightning_rl.utils.mutation_guard import Fields
 
 NO_CONTRIBUTION = {"with_name", "traces_step"}
 RETURNS = {
@@ -95,10 +98,23 @@ def test_what_happens_alone_leaves_the_state_of_the_run_untouched(kind: type[Cor
     assert isinstance(copied, AdaptiveKL) and copied.state_dict() != before
 
 
-def test_the_seam_after_each_contribution_sees_callback_method_and_what_was_seen() -> None:
+class Noting(VersionGuard):
+    """Notes every call of user code and the first argument."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    @override
+    def around(self, who: str, shown: Callable[[], Fields], args: Sequence[object]) -> Any:
+        self.calls.append((who, args[0]))
+        return super().around(who, shown, args)
+
+
+def test_the_guard_is_around_each_contribution_and_observation() -> None:
     mask, watcher = callback_of("mask", reward_mask=lambda seen: seen.trained), Counting()
-    corrections, rollout, calls = Corrections([mask, watcher]), ragged_rollout(), list[tuple[str, str, bool]]()
-    corrections.after_each = lambda callback, method, seen: calls.append((callback.name, method, seen is rollout))
+    corrections, rollout, guard = Corrections([mask, watcher]), ragged_rollout(), Noting()
+    corrections.guard = guard
     corrections.reward_mask(rollout)
     corrections.observe(rollout)
-    assert calls == [("mask", "reward_mask", True), ("counting", "observe", True)]
+    assert [who for who, _ in guard.calls] == ["reward_mask of mask", "observe of counting"]
+    assert all(seen is rollout for _, seen in guard.calls)

@@ -14,7 +14,7 @@ from lightning_rl import Estimator, FinishReason, LossTerm, LossView, RLCallback
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.callbacks import OPSM, OverlongPenalty, ReferenceKL
 from lightning_rl.generation import Completion, Request
-from lightning_rl.utils.mutation_guard import Seal
+from lightning_rl.utils.mutation_guard import Versions
 
 
 class InPlaceKL(ReferenceKL):
@@ -130,7 +130,7 @@ class Swapping(RLCallback):
         current = pl_module.run.current
         if current is not None and batch.step:
             changed = current.rollout.replace(advantages=-current.rollout.require("advantages"))
-            pl_module.run.current = dataclasses.replace(current, rollout=changed, seal=Seal.of(changed.tensors()))
+            pl_module.run.current = dataclasses.replace(current, rollout=changed, versions=Versions(changed.tensors()))
 
 
 class MovingReference(RLCallback):

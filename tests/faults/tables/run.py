@@ -164,7 +164,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "advantages edited between steps",
         "late_edit.on_train_batch_end",
-        check="edits",
+        check="raw_fields",
         callbacks=lambda: [parts.LateEdit()],
         options=STEPS,
     ),

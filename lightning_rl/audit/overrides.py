@@ -1,7 +1,5 @@
 """Names and overridden Lightning hooks of user callbacks, for messages."""
 
-from collections.abc import Iterable
-
 from lightning.pytorch import Callback
 
 from lightning_rl.corrections.rl_callback import RLCallback
@@ -33,16 +31,3 @@ def overrides(part: object, hook: str, base: type) -> bool:
     function = getattr(method, "__func__", method)
     home = str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
     return function is not getattr(base, hook) or home not in OWN
-
-
-def writers_among(callbacks: Iterable[Callback]) -> list[str]:
-    """Return the methods of user callbacks that run while a rollout is held and could modify it."""
-    names = list[str]()
-    for callback in callbacks:
-        if is_own(callback):
-            continue
-        methods = [hook for hook in STEP_HOOKS if overrides(callback, hook, Callback)]
-        if isinstance(callback, RLCallback) and "observe_step" in callback.contributes:
-            methods.append("observe_step")
-        names += [f"callback {name_of_callback(callback)}.{method}" for method in methods]
-    return names

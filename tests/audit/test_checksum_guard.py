@@ -1,0 +1,486 @@
+"""Edits on audited rollouts: by any means, of weights, and hooks on gradients, with their author and field."""
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.support import an_algorithm, callback_of, fit, ragged_rollout, tiny_module, tiny_prompts, view_of_rollout
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from typing_extensions import override
+
+from lightning_rl import GRPO, LossView, Rollout, Stat
+from lightning_rl.advantages.estimator import Advantages, RewardSignal
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.audit.checksum_guard import ChecksumGuard, Seal, checksum, device_checksums
+from lightning_rl.corrections import Corrections, LossTerm, RLCallback
+from lightning_rl.corrections.trace import StepTrace
+from lightning_rl.losses import ClippedSurrogate
+from lightning_rl.policy import Outputs, make_plan
+from lightning_rl.recording import RolloutRecorder
+from lightning_rl.reporting import SampleTable
+from lightning_rl.rollouts.estimate_signal import estimate_signal
+from lightning_rl.signal.masked import local_sum
+from lightning_rl.signal.reductions import Reduction
+from lightning_rl.update import StepWeights, accumulate_gradient, from_table
+from lightning_rl.utils.mutation_guard import EditError
+
+FIELD = "old_logprobs"
+Edit = Callable[[Rollout], None]
+
+
+class Auditing:
+    """Watch of a rollout that is audited, or not."""
+
+    def __init__(self, *, active: bool = True) -> None:
+        self.active = active
+
+    def before_call(self, who: str, args: Sequence[object]) -> None:
+        """Record nothing."""
+
+    def after_call(self, who: str, args: Sequence[object]) -> None:
+        """Compare nothing."""
+
+
+def guarded(*callbacks: RLCallback, active: bool = True) -> Corrections:
+    """Return corrections as an audit sets them up."""
+    corrections = Corrections(callbacks)
+    corrections.guard = ChecksumGuard(Auditing(active=active))
+    return corrections
+
+
+def guarded_algorithm(*callbacks: RLCallback, **parts: Any) -> Algorithm:
+    return an_algorithm(**parts).replace(corrections=guarded(*callbacks))
+
+
+def through_data(rows: Rollout) -> None:
+    getattr(rows, FIELD).data.mul_(2.0)
+
+
+def through_a_pointer(rows: Rollout) -> None:
+    ctypes.c_float.from_address(getattr(rows, FIELD).data_ptr()).value = -5.0
+
+
+def by_another_tensor(rows: Rollout) -> None:
+    object.__setattr__(rows, FIELD, getattr(rows, FIELD) * 2)
+
+
+def through_numpy(rows: Rollout) -> None:
+    getattr(rows, FIELD).numpy()[0] = 7.0
+
+
+def by_other_memory(rows: Rollout) -> None:
+    getattr(rows, FIELD).data = getattr(rows, FIELD) * 2
+
+
+WAYS = [through_data, through_numpy, through_a_pointer, by_other_memory, by_another_tensor]
+way = pytest.mark.parametrize("edit", WAYS, ids=lambda edit: edit.__name__)
+
+
+def finite_rollout() -> Rollout:
+    return ragged_rollout().map(
+        lambda tensor, _axes, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor
+    )
+
+
+def a_view() -> LossView:
+    rollout = finite_rollout()
+    return view_of_rollout(rollout, torch.full(rollout.response_ids.shape, -1.0, requires_grad=True))
+
+
+@way
+def test_the_callback_that_edits_a_rollout_is_named_with_the_field(edit: Edit) -> None:
+    def bonus(seen: Rollout) -> Tensor:
+        edit(seen)
+        return torch.zeros(len(seen))
+
+    corrections = guarded(
+        callback_of("alpha", reward_bonus=lambda s: s.rewards), callback_of("vandal", reward_bonus=bonus)
+    )
+    with pytest.raises(EditError, match=rf"^reward_bonus of vandal wrote in place to {FIELD}: return a new"):
+        corrections.reward_bonus(finite_rollout())
+
+
+@pytest.mark.parametrize("method", ["sequence_mask", "token_weight", "loss_term", "metrics"])
+def test_the_callback_that_edits_the_view_of_a_microbatch_is_named(method: str) -> None:
+    def contribute(view: LossView) -> Any:
+        through_data(view)
+        return {
+            "sequence_mask": torch.ones(len(view), dtype=torch.bool),
+            "token_weight": torch.ones(view.valid_tokens.shape),
+            "loss_term": None,
+            "metrics": {"vandal/zero": Stat.of(view.rewards)},
+        }[method]
+
+    algorithm = guarded_algorithm(callback_of("vandal", **{method: contribute}))
+    with pytest.raises(EditError, match=rf"^{method} of vandal wrote in place to {FIELD}:"):
+        algorithm.microbatch_loss(
+            a_view(), lambda weigh: weigh(torch.ones(12, 7).bool(), torch.ones(12).bool(), torch.zeros(12), local_sum)
+        )
+
+
+def test_a_loss_that_edits_the_view_is_named() -> None:
+
+    class Careful(ClippedSurrogate):
+        @override
+        def __call__(self, view: LossView) -> Tensor:
+            through_data(view)
+            return torch.zeros_like(view.logprobs)
+
+    rows = a_view()
+    with pytest.raises(EditError, match=rf"^the loss Careful wrote in place to {FIELD}: return a new tensor"):
+        guarded_algorithm(loss=Careful()).microbatch_loss(
+            rows, lambda weigh: weigh(rows.valid_tokens, rows.trained, rows.groups, local_sum)
+        )
+
+
+def test_a_loss_that_edits_while_it_prepares_is_named() -> None:
+
+    class Preparing(ClippedSurrogate):
+        @override
+        def prepare(self, views: Sequence[LossView], global_sum: Any, global_concat: Any) -> None:
+            views[0].require("advantages").data.zero_()
+
+    rollout = finite_rollout()
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=4096)
+    outputs = Outputs(torch.full(rollout.response_ids.shape, -1.0, requires_grad=True), torch.ones(12, 7), None)
+    with pytest.raises(EditError, match=r"^prepare of the loss Preparing wrote in place to advantages"):
+        accumulate_gradient(
+            rollout, plan.step(0), from_table(outputs), guarded_algorithm(loss=Preparing()), backward=lambda _loss: None
+        )
+
+
+def test_a_rollout_that_is_not_audited_is_compared_by_version() -> None:
+    def editing(edit: Callable[[Tensor], object]) -> Corrections:
+        def bonus(seen: Rollout) -> Tensor:
+            edit(seen.rewards)
+            return torch.zeros(len(seen))
+
+        return guarded(callback_of("vandal", reward_bonus=bonus), active=False)
+
+    editing(lambda rewards: rewards.data.zero_()).reward_bonus(finite_rollout())
+    with pytest.raises(EditError, match=r"^reward_bonus of vandal wrote in place to rewards"):
+        editing(lambda rewards: rewards.zero_()).reward_bonus(finite_rollout())
+
+
+# Gradients of what is shown.
+
+
+def a_view_with_gradients() -> LossView:
+    """Every tensor of a view that can have a gradient has one, as an output of a policy and no leaf."""
+    rollout = finite_rollout()
+    made = [torch.full(rollout.response_ids.shape, -1.0, requires_grad=True) * 1.0 for _ in range(3)]
+    view = view_of_rollout(rollout, made[0])
+    return view.replace(entropy=made[1], current_values=made[2], values=torch.zeros(12, 7), returns=torch.ones(12, 7))
+
+
+GRADIENT_WAYS: dict[str, Callable[[Tensor], object]] = {
+    "register_hook": lambda tensor: tensor.register_hook(lambda gradient: gradient * 0.5),
+    "register_hook that only looks": lambda tensor: tensor.register_hook(lambda _: None),
+    "hook of the node": lambda tensor: tensor.grad_fn.register_hook(lambda *_: (None,)),  # pyright: ignore[reportOptionalMemberAccess]
+    "multi-grad hook": lambda tensor: register_multi_grad_hook((tensor,), lambda _: None, mode="any"),
+    "detach_": lambda tensor: tensor.detach_(),
+}
+
+
+def loss_of_view(view: LossView, *callbacks: RLCallback, **parts: Any) -> Tensor:
+    def weigh(reduction: Reduction) -> Tensor:
+        return reduction(view.valid_tokens, view.trained, view.groups, local_sum)
+
+    return guarded_algorithm(*callbacks, **parts).microbatch_loss(view, weigh).total
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "way"),
+    [
+        *(("loss_term", "logprobs", way) for way in GRADIENT_WAYS),
+        *(("loss_term", field, "register_hook") for field in ("entropy", "current_values")),
+        *((method, "logprobs", "register_hook") for method in ("token_mask", "metrics")),
+    ],
+)
+def test_the_callback_that_hangs_a_hook_on_a_gradient_is_named(method: str, field: str, way: str) -> None:
+    def contribute(view: LossView) -> Any:
+        GRADIENT_WAYS[way](getattr(view, field))
+        given = {"token_mask": view.valid_tokens, "metrics": {"vandal/zero": Stat.of(view.rewards)}}
+        return given.get(method, LossTerm(per_token=view.logprobs, coef=1.0))
+
+    with pytest.raises(EditError, match=rf"^{method} of vandal .*the gradient of {field}.*: return a new"):
+        loss_of_view(a_view_with_gradients(), callback_of("vandal", **{method: contribute}))
+
+
+def test_a_loss_that_hangs_a_hook_on_a_gradient_is_named() -> None:
+    class Halving(ClippedSurrogate):
+        @override
+        def __call__(self, view: LossView) -> Tensor:
+            view.logprobs.register_hook(lambda gradient: gradient * 0.5)
+            return super().__call__(view)
+
+    with pytest.raises(EditError, match=r"^the loss Halving .*the gradient of logprobs.*: return a new tensor"):
+        loss_of_view(a_view_with_gradients(), loss=Halving())
+
+
+def test_terms_of_their_own_may_hang_hooks_on_what_they_made_and_look_at_gradients() -> None:
+    looked = list[Tensor]()
+
+    def term(view: LossView) -> LossTerm:
+        view.logprobs.retain_grad()  # a copy, which changes nothing
+        looked.append(view.logprobs)
+        own = view.logprobs * 2.0
+        own.register_hook(lambda gradient: gradient * 0.5)
+        return LossTerm(per_token=own, coef=1.0)
+
+    loss = loss_of_view(a_view_with_gradients(), callback_of("own", loss_term=term))
+    loss.backward()
+    assert looked[0].grad is not None and looked[0].grad.abs().sum() > 0
+
+
+class Late(RLCallback):
+    """Keeps the view of a microbatch, and halves its gradient from a hook of Lightning."""
+
+    name = "late"
+
+    @override
+    def token_mask(self, view: LossView) -> Tensor:
+        self.kept = view
+        return torch.ones_like(view.valid_tokens)
+
+    @override
+    def on_before_backward(self, *_: Any, **__: Any) -> None:
+        self.kept.logprobs.register_hook(lambda gradient: gradient * 0.5)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_on_a_kept_view_is_found_after_its_backward(first: bool) -> None:
+    callbacks = [Late(), SignalAudit(1)]
+    message = r"^code that kept the view until the backward, .*, registered a hook on the gradient of logprobs"
+    with pytest.raises(EditError, match=message):
+        fit(tiny_module(), callbacks=callbacks if first else callbacks[::-1], data=tiny_prompts(4))
+
+
+@pytest.mark.parametrize("field", ["scores", "groups"])
+def test_an_estimator_that_edits_what_it_sees_is_named(field: str) -> None:
+
+    class Shaping(type(GRPO())):
+        @override
+        def __call__(self, signal: RewardSignal) -> Advantages:
+            values = getattr(signal, field).numpy()
+            values[-1] = values[-1] == 0
+            return super().__call__(signal)
+
+    with pytest.raises(EditError, match=rf"^the estimator Shaping wrote in place to .*{field}"):
+        estimate_signal(finite_rollout(), Shaping(), guarded())
+
+
+def test_a_reduction_that_edits_what_it_sees_is_named() -> None:
+
+    def sorting(valid: Tensor, trained: Tensor, groups: Tensor, global_sum: Any) -> Tensor:
+        groups.data.fill_(0)
+        return valid.float()
+
+    rollout = finite_rollout()
+    microbatches = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=4096).step(0)
+    with pytest.raises(EditError, match=r"^the reduction sorting wrote in place to groups: return a new tensor"):
+        StepWeights(rollout, microbatches, local_sum, guarded()).of(sorting, microbatches[0])
+
+
+class Observer(RLCallback):
+    """Edits what one of the observing methods is shown."""
+
+    name = "observer"
+
+    def __init__(self, method: str, edit: Callable[..., None]) -> None:
+        self.method, self.edit = method, edit
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self._look("observe", rollout)
+
+    @override
+    def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._look("observe_generated", pairs)
+
+    @override
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
+        self._look("observe_rewards", rollout, calls)
+
+    @override
+    def observe_step(self, trace: StepTrace) -> None:
+        self._look("observe_step", trace)
+
+    def _look(self, method: str, *shown: Any) -> None:
+        if method == self.method:
+            self.edit(*shown)
+
+
+OBSERVERS: list[tuple[str, Callable[..., None], str]] = [
+    ("observe", lambda rollout: rollout.advantages.data.zero_(), "advantages"),
+    ("observe_generated", lambda pairs: pairs[1][1].logprobs.data.zero_(), "logprobs of sample 1"),
+    ("observe_rewards", lambda rollout, _calls: rollout.rewards.data.zero_(), "rewards"),
+    ("observe_step", lambda trace: trace.microbatches[0].view.advantages.data.zero_(), "advantages of microbatch 0"),
+    ("observe_step", lambda trace: trace.microbatches[0].gradient.numpy().fill(0), "gradient of microbatch 0"),
+]
+
+
+@pytest.mark.parametrize(("method", "edit", "what"), OBSERVERS, ids=[f"{m}-{w}" for m, _, w in OBSERVERS])
+def test_an_observer_that_edits_what_it_is_shown_is_named(method: str, edit: Callable[..., None], what: str) -> None:
+    with pytest.raises(EditError, match=rf"^{method} of observer wrote in place to {what}"):
+        fit(tiny_module(), callbacks=[Observer(method, edit), SignalAudit(1)], data=tiny_prompts(4))
+
+
+WEIGHT_WAYS: dict[str, Callable[[Tensor], object]] = {
+    "through data": lambda weight: weight.data.mul_(0.9),
+    "by other data": lambda weight: setattr(weight, "data", weight.data.clone()),
+    "by a pointer": lambda weight: setattr(ctypes.c_float.from_address(weight.data_ptr()), "value", 7.0),
+}
+CONTRIBUTED: dict[str, Callable[[Any], Any]] = {
+    "reward_mask": lambda rollout: rollout.trained,
+    "reward_bonus": lambda rollout: torch.zeros(len(rollout)),
+    "exclude": lambda rollout: ~rollout.trained,
+    "rollout_metrics": lambda rollout: {"vandal/zero": Stat.of(rollout.rewards)},
+    "loss_term": lambda view: LossTerm(per_token=view.logprobs * 0.0, coef=1.0),
+    "token_mask": lambda view: view.valid_tokens,
+    "metrics": lambda view: {"vandal/zero": Stat.of(view.rewards)},
+    "observe": lambda _: None,
+    "observe_generated": lambda _: None,
+    "observe_rewards": lambda _: None,
+    "observe_step": lambda _: None,
+}
+
+
+def vandal_of(method: str, way: str, module: Any) -> RLCallback:
+    def contribute(seen: Any) -> Any:
+        WEIGHT_WAYS[way](next(iter(module.policy.parameters())))
+        return CONTRIBUTED[method](seen)
+
+    return callback_of("vandal", **{method: contribute})
+
+
+WAYS_AND_METHODS = [("loss_term", way) for way in WEIGHT_WAYS]
+WAYS_AND_METHODS += [(method, "through data") for method in CONTRIBUTED if method != "loss_term"]
+
+
+@pytest.mark.parametrize(("method", "way"), WAYS_AND_METHODS)
+def test_the_callback_that_writes_to_the_weights_of_the_policy_is_named(method: str, way: str) -> None:
+    module, audit = tiny_module(), SignalAudit(1, checks=["quiet_hooks"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(module, callbacks=[vandal_of(method, way, module), audit], data=tiny_prompts(4))
+    found = [finding for finding in audit.findings if finding.expected.startswith("weights")]
+    assert {finding.culprit for finding in found} == {f"callback vandal.{method}"}
+
+
+def test_observers_of_the_library_edit_nothing(tmp_path: Path) -> None:
+    watched = list[str]()
+    for method in ("observe_generated", "observe_step"):
+        user = Observer(method, lambda *_: watched.append("called"))
+        own = [SignalAudit(1), SignalLedger(), RolloutRecorder(tmp_path / method, 1), SampleTable(1)]
+        fit(tiny_module(), callbacks=[user, *own], data=tiny_prompts(8, 4), default_root_dir=tmp_path)
+    assert len(watched) >= 4
+
+
+def test_a_context_of_the_forward_that_edits_its_rows_is_named() -> None:
+    @contextmanager
+    def entering(rows: Rollout) -> Iterator[None]:
+        yield
+        rows.response_ids.data.zero_()
+
+    corrections = guarded(callback_of("context", forward_context=entering))
+    with pytest.raises(EditError, match=r"^forward_context of context wrote in place to response_ids"):  # noqa: SIM117
+        with corrections.forward_context(finite_rollout()):
+            pass
+
+
+class Keeping(RLCallback):
+    """Keeps the finished rollout, and edits it in a hook of Lightning."""
+
+    name = "keeping"
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.kept = rollout
+
+    @override
+    def on_after_backward(self, *_: Any, **__: Any) -> None:
+        if self.hook == "on_after_backward":
+            self.kept.require("advantages").data.mul_(0.5)
+
+    @override
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        if self.hook == "on_train_batch_end":
+            self.kept.require("advantages").numpy()[0] = 9.0
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
+def test_a_hook_of_lightning_that_edits_the_held_rollout_is_named(hook: str) -> None:
+    audit, minibatches = SignalAudit(1, checks=["raw_fields"]), 1 if hook == "on_after_backward" else 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(tiny_module(minibatches_per_rollout=minibatches), callbacks=[Keeping(hook), audit], data=tiny_prompts(4))
+    assert {(finding.check, finding.culprit) for finding in audit.findings} == {
+        ("raw_fields", f"callback keeping.{hook}")
+    }
+
+
+# Checksums.
+
+TENSORS = [
+    torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    torch.tensor([[1, 2], [3, 4]]),
+    torch.tensor([True, False, True]),
+    torch.tensor([7], dtype=torch.uint8),
+    torch.arange(12.0).reshape(3, 4)[:, :3],
+    torch.tensor([1.0 + 2.0j]),
+    torch.zeros(0, 3),
+    torch.tensor(3.0, dtype=torch.float64),
+    torch.zeros(2).expand(3, 2),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}")
+def test_every_element_counts_whatever_the_type(tensor: Tensor) -> None:
+    plain = tensor.clone()
+    before, on_device = checksum(tensor), device_checksums([tensor])
+    assert checksum(plain) == before and device_checksums([plain]).equal(on_device)
+    for place in range(plain.numel()):
+        changed = plain.clone()
+        changed.view(-1)[place] = (
+            ~changed.view(-1)[place] if changed.dtype == torch.bool else changed.view(-1)[place] + 1
+        )
+        assert checksum(changed) != before
+        assert not device_checksums([changed]).equal(on_device)
+
+
+def test_on_a_device_each_field_has_a_sum_of_its_own_that_knows_the_places() -> None:
+    first, second = torch.zeros(4096), torch.arange(5)
+    before = device_checksums([first, second])
+    assert before.shape == (2,) and before.dtype == torch.int64
+    first[0], first[1024] = 1.0, 1.0
+    moved = first.clone()
+    moved[0], moved[2048] = 0.0, 1.0
+    sums = [device_checksums([tensor, second]) for tensor in (first, moved)]
+    assert sums[0][0] != sums[1][0] != before[0]
+    assert sums[0][1] == sums[1][1] == before[1]
+
+
+class Elsewhere(Tensor):
+    """A tensor that is not on the CPU."""
+
+    is_cpu = False
+
+
+def test_on_a_device_each_edited_field_is_named() -> None:
+    tensor, other = torch.zeros(4).as_subclass(Elsewhere), torch.ones(3)
+    fields = [("rewards", tensor), ("groups", other)]
+    seal = Seal(fields)
+    assert seal.changes(fields) == []
+    tensor.data[1] = 1.0
+    assert seal.changes(fields) == ["rewards"]
