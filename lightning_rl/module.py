@@ -1,6 +1,5 @@
 """RLLightningModule: the training loop over rollouts, as hooks of a LightningModule."""
 
-import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
@@ -26,8 +25,6 @@ from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing import (
     Interrupts,
-    check_agreement,
-    hash_weights,
     protect_checkpoints,
     protect_resume,
     read_checkpoint,
@@ -36,24 +33,22 @@ from lightning_rl.checkpointing import (
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.data import Prompt, PromptDataModule, StepIndex, StepLoader, prompt_stream_of
-from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
+from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, prompt_stream_of
+from lightning_rl.distributed import Parallel, check_agreement, parallel_of, process_count, process_maximum
 from lightning_rl.environments import ConversationLimits
-from lightning_rl.environments.outcome import report_environments
 from lightning_rl.environments.parsing import AnswerParser, ParserSource, check_source
 from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck, factories_of
 from lightning_rl.environments.tools import Tool
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.evaluation.evaluation import evaluations_of
+from lightning_rl.evaluation.evaluator import Evaluator
+from lightning_rl.evaluation.generate import generate, sampling_for
 from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
-from lightning_rl.evaluation.prompt_encoding import encode_prompts, is_single
-from lightning_rl.evaluation.questions import Questions, questions_of, with_eos
-from lightning_rl.evaluation.records import Record, write_records
-from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
+from lightning_rl.evaluation.questions import with_eos
+from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine, request_seed
-from lightning_rl.generation.weights.sync import synchronize
-from lightning_rl.generation.weights.weight_stream import persistent_buffers
+from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
 from lightning_rl.metrics import global_values, log_for_monitors, log_rest, log_row, rows_every
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
@@ -61,15 +56,14 @@ from lightning_rl.policy import PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
-    build_policy,
-    build_reference,
     build_tokenizer,
     max_prompt_length,
 )
-from lightning_rl.policy.compilation import BACKENDS, compile_layers
-from lightning_rl.policy.liger import apply_liger
-from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
-from lightning_rl.policy.memory import local_bytes, optimizer_weights, states_per_weight
+from lightning_rl.policy.compilation import BACKENDS
+from lightning_rl.policy.lora import AdapterOffScorer
+from lightning_rl.policy.memory import resident_bytes
+from lightning_rl.policy.run_models import RunModels
+from lightning_rl.policy.tensor_hash import hash_weights
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
@@ -77,13 +71,14 @@ from lightning_rl.rewards.timeouts import CLOCK
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
+from lightning_rl.rollouts.loop import Ahead, RolloutLoop, Synchronous, generates_concurrently
 from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.rollback import settle
-from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal, staleness
+from lightning_rl.rollouts.sample import Sampler, staleness
 from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
 from lightning_rl.rollouts.zero_gradient import census
-from lightning_rl.run_spec import RunSpec, check_run, filter_problems, needed_extras, needs
+from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, StepGradient, accumulate_gradient
@@ -102,7 +97,6 @@ RENAMED = {
     "reward_seconds": "reward_timeout",
     "token_budget": "max_tokens_per_microbatch",
 }
-VALIDATION_BATCH_SIZE = 256  # used if there is no data module
 
 # Lightning warns of checkpoints that are saved after the optimizer step; resuming here relies on them.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
@@ -313,10 +307,7 @@ class RLLightningModule(LightningModule):
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
         self._parallel: Parallel | None = None
-        self._questions: tuple[Questions, ...] = ()
-        self._evaluation: EvaluationRun | None = None
-        self._predictions: list[Record] = []
-        self._val_limit: int | float | None = None
+        self.evaluator = Evaluator(self.evaluations, seed=seed, environments=bool(self.environments))
         options |= {"engine": self.engine, "tokenizer": self.tokenizer, "rewards": self.rewards.sources}
         options |= {"advantages": self.estimator, "loss": self.loss, "reduction": self.reduction}
         options |= self.sources
@@ -355,6 +346,14 @@ class RLLightningModule(LightningModule):
         return prompt_stream_of(self.trainer)
 
     @property
+    def _data(self) -> PromptDataModule | None:
+        """Data module of the trainer; None if none is attached or required."""
+        if self._trainer is None:
+            return None
+        fits = self.trainer.state.fn == TrainerFn.FITTING
+        return self.prompt_stream if fits or self.trainer.datamodule is not None else None  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
     def required_policy(self) -> PolicyModel:
         """Policy; raises RuntimeError if it has not been built."""
         if self.policy is None:
@@ -365,6 +364,19 @@ class RLLightningModule(LightningModule):
     def _folder(self) -> Path:
         """Log folder of the run."""
         return Path(self.trainer.log_dir or self.trainer.default_root_dir)
+
+    @property
+    def models(self) -> RunModels:
+        """Builder of the models, with the options of this run."""
+        return RunModels(
+            sources=self.sources,
+            temperature=self.sampling.temperature,
+            packed=self.packing,
+            attention=self.attention,
+            checkpointing=self.activation_checkpointing,
+            backend=self.backend,
+            liger=self.liger,
+        )
 
     @property
     def sampler(self) -> Sampler:
@@ -402,7 +414,7 @@ class RLLightningModule(LightningModule):
             limits=replace(self.limits, length=length, vocabulary=vocabulary),
             tokenizer=self.tokenizer,
             close=frozenset(self.run.sampling.eos_token_ids or ()),
-            template_options=self.prompt_stream.template_options if self._has_data else {},
+            template_options={} if self._data is None else self._data.template_options,
             parse=self._parse,
             schemas=self._schemas,
             seed=self.seed,
@@ -437,7 +449,7 @@ class RLLightningModule(LightningModule):
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
         if stage == "fit":
             self.rewards.check_weights()
-            self._limit_validation()
+            self.evaluator.limit_validation(self.trainer, self.prompt_stream)
         self.run.failed_folder = self._folder / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         self.save_hyperparameters(self.run.configuration)
@@ -466,61 +478,59 @@ class RLLightningModule(LightningModule):
     def configure_model(self) -> None:
         """Build and shard policy and reference once, and check that the prompts fit the policy."""
         with torch.device("cpu"):  # Lightning sets the accelerator as default device; the strategy moves the model
-            self._build()
+            self._build_models()
+            self._encode_prompts()
 
-    def _build(self) -> None:
-        parallel, alone = self.parallel, self.run.built_alone
-        if alone:
+    def _build_models(self) -> None:
+        """Build the models that are missing; shard them, or a policy that was built before there was a Trainer."""
+        run, models, parallel = self.run, self.models, self.parallel
+        if alone := run.built_alone:
             self._end_stage(self.engine.end_stage)  # started by generate(); a Trainer may need a copy of the policy
-            self.run.built_alone = False
+            run.built_alone = False
         with parallel.building():
-            built = (
-                self._build_policy(split=parallel.splits_first)
-                if self.policy is None
-                else self.policy
-                if alone
-                else None
-            )
-            self._add_replica(built)
-            reference = self._build_reference(built)
-            self._use_kernels(built, None if reference is None else cast(PolicyModel, reference.scoring))
-        self._check_agreement(built, reference)
-        if built is not None:
-            self.policy = cast(PolicyModel, parallel.shard(built, built.layers(), self.device_mesh))
-            if built.files is not None:
+            new = self.policy if alone else None
+            if self.policy is None:
+                new = models.build_policy(split=parallel.splits_first)
+            if new is not None and self.engine.capabilities.shares_policy and (parallel.sharded or self.max_staleness):
+                run.replica = models.build_replica(parallel, new, self.trainer.precision_plugin.convert_module)
+            reference = None
+            if run.needs.ref_logprobs and run.reference is None:
+                initial = not run.stepped and (new is not None or not parallel.sharded)
+                reference = models.build_reference(parallel, new or self.required_policy, initial=initial)
+            frozen = None if reference is None else cast(PolicyModel, reference.scoring)
+            models.use_kernels(parallel, *(model for model in (new, frozen) if model is not None))
+        self._check_ranks(new, reference)
+        if new is not None:
+            self.policy = cast(PolicyModel, parallel.shard(new, new.layers(), self.device_mesh))
+            if new.files is not None:
                 self.policy.fill(parallel.strategy.root_device)
         if reference is not None:
             root = parallel.strategy.root_device
             reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh), root)
-            self.run.reference = reference
-        model = self.required_policy.model
-        if self.run.needs.ref_logprobs and self.run.reference is None:
-            self.run.reference = AdapterOffScorer(self.required_policy, model)
-        self.run.sampling = with_eos(self.sampling, model, self.tokenizer)
+            run.reference = reference
+        if run.needs.ref_logprobs and run.reference is None:
+            run.reference = AdapterOffScorer(self.required_policy, self.required_policy.model)
+
+    def _encode_prompts(self) -> None:
+        """Encode the prompts of training and evaluation, and check that they fit the policy and the environments."""
+        model, run = self.required_policy.model, self.run
+        run.sampling = with_eos(self.sampling, model, self.tokenizer)
         vocabulary = model.config.get_text_config().vocab_size
         check = RowCheck(tuple(self.environments)) if self.environments else None
-        if self._has_data:
+        if self._data is not None:
             longest = max_prompt_length(model, self.sampling.max_new_tokens)
-            self.prompt_stream.connect(self.tokenizer, longest, vocabulary, check)
-        self._questions = tuple(
-            questions_of(
-                evaluation,
-                model=model,
-                tokenizer=self.tokenizer,
-                sampling=self.sampling,
-                rewards=self.rewards,
-                check=check,
-            )
-            for evaluation in self.evaluations
+            self._data.connect(self.tokenizer, longest, vocabulary, check)
+        evaluated = self.evaluator.encode(
+            model, self.tokenizer, sampling=run.sampling, rewards=self.rewards, check=check
         )
         if (environments := self._conversations) is not None:
-            first = self.prompt_stream.first() if self._has_data else None
+            first = None if self._data is None else self._data.first()
             checked = environments.check(self.tool_parser, first)
             self._parse, self._schemas = checked.parse, checked.schemas
-        for sampling in (self.run.sampling, *(questions.sampling for questions in self._questions)):
+        for sampling in (run.sampling, *evaluated):
             setup_checks.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
 
-    def _check_agreement(self, built: PolicyModel | None, reference: Scorer | None) -> None:
+    def _check_ranks(self, built: PolicyModel | None, reference: Scorer | None) -> None:
         """Check that all ranks have the same unsharded weights and the same data."""
         if process_count() == 1:
             return
@@ -530,61 +540,8 @@ class RLLightningModule(LightningModule):
             for name, model in {"policy": built, "reference": frozen}.items()
             if model is not None
         }
-        rows = {"data": self.prompt_stream.fingerprint} if self._has_data else {}
+        rows = {} if self._data is None else {"data": self._data.fingerprint}
         check_agreement({**weights, **rows})
-
-    def _build_policy(self, *, split: bool = False) -> PolicyModel:
-        return build_policy(
-            self.sources["policy"],
-            self.sources["critic"],
-            temperature=self.sampling.temperature,
-            packed=self.packing,
-            attention=self.attention,
-            checkpointing=self.activation_checkpointing,
-            split=split,
-        )
-
-    def _use_kernels(self, *policies: PolicyModel | None) -> None:
-        """Apply the kernel options to new models."""
-        device = self.parallel.strategy.root_device
-        for policy in policies:
-            if policy is None:
-                continue
-            dtype = self.parallel.compute_dtype(policy.model.dtype)
-            setup_checks.check_attention(self.attention, policy, device, dtype)
-            for model in policy.models() if self.liger else ():
-                apply_liger(model)
-            if self.backend:
-                compile_layers(policy, policy.layers(), self.backend)
-
-    def _add_replica(self, built: PolicyModel | None) -> None:
-        """Copy a new policy, in the compute dtype, for an engine that cannot decode with the policy itself."""
-        if built is None or not self.engine.capabilities.shares_policy:
-            return
-        if self.parallel.sharded or self.max_staleness:
-            whole = copy.deepcopy(built) if built.files is None else self._build_policy()
-            replica = cast(PolicyModel, self.trainer.precision_plugin.convert_module(whole))
-            dtype = self.parallel.compute_dtype(replica.model.dtype)
-            if dtype != torch.float16:  # sums would overflow
-                replica.to(dtype)
-            self.run.replica = replica.model.requires_grad_(requires_grad=False)
-
-    def _build_reference(self, built: PolicyModel | None) -> Scorer | None:
-        """Build the reference; return None if nothing reads it or the policy without adapters serves as reference."""
-        source, policy = self.sources["reference"], built or self.required_policy
-        present = self.run.reference is not None or (source is None and bool(adapters_of(policy.model)))
-        if not self.run.needs.ref_logprobs or present:
-            return None
-        split = self.run.stepped or (built is None and self.parallel.sharded)
-        frozen, files = build_reference(
-            source,
-            self.sources["policy"],
-            None if split else policy.model,
-            packed=self.packing,
-            split=self.parallel.splits_first,
-        )
-        options = {"packed": self.packing, "attention": self.attention, "files": files}
-        return Scorer(frozen, temperature=self.sampling.temperature, **options)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -632,11 +589,12 @@ class RLLightningModule(LightningModule):
             )
         with self._undoing():
             self.run.idle.check(self.max_idle_rollouts)
-            flying = self._flying(batch.rollout)
-            rollout, sampled, noted = self._sample(batch, batch_idx)
+            loop, end = self.rollout_loop, (batch.index + remaining_tickets(self.trainer, batch_idx))
+            in_flight = loop.in_flight(batch.rollout)
+            rollout, sampled, noted = loop.sample(batch.rollout, end / self.steps_per_rollout)
             self.rest()  # frees the engine's memory for the log-probability passes
             self.run.current, stats = self._finish(rollout, batch.rollout)
-            times = {**flying, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
+            times = {**in_flight, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
             stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
             shown = {**stats, **noted, **census(self.run.current.rollout)}
             self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
@@ -668,34 +626,34 @@ class RLLightningModule(LightningModule):
 
     def _skip_rollout(self, step_index: StepIndex) -> None:
         """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
-        number, known = step_index.rollout, self.run.current is not None or step_index.rollout in self.run.prefetcher
+        number, begun = step_index.rollout, self.run.current is not None
         self.run.current = None
-        self.run.prefetcher.drop(number)
         if step_index.step == 0:
             rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
-            if not known:
-                self._next_prompts()
+            if not begun:
+                self.rollout_loop.skip(number)
+        self.run.prefetcher.drop(number)
 
-    def _sample(self, step_index: StepIndex, batch_idx: int) -> ScoredGroups:
-        """Return the scored samples of a rollout, generated now or ahead."""
-        sampler, number = self.sampler, step_index.rollout
-        groups = self.prompt_stream.prompts_per_rollout // self.parallel.ranks
-        first = None if self._streams else self._take_ahead(number)
-        with self._phase("sync"):
-            self.sync(number)
-        if self._streams:  # submit all rollouts that may be generated with these weights
-            self._prefetch(sampler, step_index, batch_idx)
-            first = self._take_ahead(number)
-        with self._phase("generate"):
-            if not isinstance(first, Samples):
-                first = sampler.generate_together(sampler.requests(first or self._next_prompts(), number))
-        if sampler.max_rounds == 1:  # the engine has no more requests for this rollout
-            self._prefetch(sampler, step_index, batch_idx)
-        with self._phase("reward"):
-            scored = sampler.fill_groups(self.prompt_stream.take, groups, number, rank=self.parallel.rank, first=first)
-        self._prefetch(sampler, step_index, batch_idx)
-        check_staleness(scored.rollout, number, self.max_staleness)
-        return scored
+    @property
+    def rollout_loop(self) -> RolloutLoop:
+        """Loop that generates the rollouts, when needed or ahead."""
+        parts: dict[str, Any] = {
+            "sampler": self.sampler,
+            "stream": self.prompt_stream,
+            "rank": self.parallel.rank,
+            "ranks": self.parallel.ranks,
+            "sync": self.sync,
+            "phase": self._phase,
+        }
+        if not self.max_staleness:
+            return Synchronous(**parts)
+        return Ahead(
+            **parts,
+            prefetcher=self.run.prefetcher,
+            max_staleness=self.max_staleness,
+            skipped=self.skip_rollouts,
+            device=self.device,
+        )
 
     def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """Add plan, log-probabilities and signal to a rollout, and pass it to the observers."""
@@ -721,47 +679,6 @@ class RLLightningModule(LightningModule):
         corrections.observe(rollout)
         measured = corrections.rollout_metrics(rollout)
         return current, {**excluded, **signal, **staleness(rollout, number), **measured}
-
-    def _next_prompts(self) -> list[Prompt]:
-        """Return this rank's share of the prompts of one rollout."""
-        ranks, stream = self.parallel.ranks, self.prompt_stream
-        share = stream.prompts_per_rollout // ranks
-        return deal(stream.take(share * ranks), [share] * ranks)[self.parallel.rank]
-
-    @property
-    def _streams(self) -> bool:
-        """True if rollouts are generated concurrently and generation continues during weight syncs."""
-        return self.max_staleness > 1 and self.engine.capabilities.concurrent
-
-    def _take_ahead(self, number: int) -> Samples | Sequence[Prompt] | None:
-        """Return the samples or waiting prompts that the prefetcher holds for a rollout."""
-        if not self.max_staleness:
-            return None
-        with self._phase("wait"):
-            if self.run.corrections.contributors("keep_groups") and not self._streams:
-                self.run.prefetcher.drain()  # the engine must be free to resample groups that a filter drops
-            return self.run.prefetcher.take(number)
-
-    def _flying(self, number: int) -> dict[str, Stat]:
-        """Return metrics of the requests in flight."""
-        if not self.max_staleness:
-            return {}
-        tokens, oldest = self.engine.in_flight.tokens(), self.engine.in_flight.oldest()
-        age = Stat.single(0 if oldest is None else number - oldest)
-        return {"in_flight/tokens": Stat.single(tokens), "in_flight/staleness": age.maximum()}
-
-    def _prefetch(self, sampler: Sampler, step_index: StepIndex, batch_idx: int) -> None:
-        """Submit the next rollouts to the prefetcher, up to the end of the run."""
-        end = step_index.index + remaining_tickets(self.trainer, batch_idx)
-        prefetcher, streams = self.run.prefetcher, self._streams
-        at_once = 1 + self.max_staleness if streams else 1
-        submit = partial(prefetcher.submit, sampler=sampler, device=self.device, at_once=at_once)
-        for number in range(step_index.rollout + (not streams), step_index.rollout + 1 + self.max_staleness):
-            skipped, held = number in self.skip_rollouts, prefetcher.waiting_prompts(number)
-            if held is not None and streams and not skipped:
-                submit(number, held)
-            elif number not in prefetcher and number * self.steps_per_rollout < end:
-                (prefetcher.hold if skipped else submit)(number, self._next_prompts())
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -960,58 +877,49 @@ class RLLightningModule(LightningModule):
         """
         if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
             self.run.prefetcher.drain()
+        weight_sync = self.weight_sync
         if not (self.run.engine_started and self.engine.started):
-            self._start_engine()
-        merged = bool(adapters_of(self.required_policy.model))  # adapters are merged in full precision
-        synchronize(
-            self.engine,
-            self._policy_weights(None if merged else self.engine.dtype),
-            version,
-            self.required_policy,
+            self._check_process_group()
+            weight_sync.start(self.tokenizer, device=self.device, resident=self._resident_bytes())
+            self.run.engine_started = True
+        weight_sync.send(version)
+
+    @property
+    def weight_sync(self) -> WeightSync:
+        """Connection that sends the policy's weights to the engine."""
+        return WeightSync(
+            engine=self.engine,
+            policy=self.required_policy,
+            parallel=self.parallel,
+            replica=self.run.replica,
             packed=self.packing,
             context=self._canary_context,
         )
 
-    def _start_engine(self) -> None:
+    def _check_process_group(self) -> None:
         world_size = 1 if self._trainer is None else self.trainer.world_size
         if process_count() != world_size:
             raise RuntimeError(
                 f"expected a process group of {world_size} ranks as in the trainer, got {process_count()} ranks: "
                 "do not start an engine or call init_process_group before trainer.fit"
             )
-        if self.run.replica is not None:
-            nn.Module.to(self.run.replica, self.device)
-        strategy, model = self.parallel.strategy, self.required_policy.model
-        dtype = self.parallel.compute_dtype(model.dtype)
-        self.engine.check_memory(model, dtype=dtype, resident=self._resident_bytes())
-        self.engine.start(self.run.replica or model, self.tokenizer, device=strategy.root_device, dtype=dtype)
-        self.run.engine_started = self.engine.started = True
-        self.engine.expect(self._policy_weights())
 
     def _resident_bytes(self) -> float:
         """Return the bytes that this rank holds during generation, optimizer states included."""
-        policy, reference = self.required_policy, self.run.reference
-        frozen = (
-            reference.model.parameters() if type(reference) is Scorer else ()
-        )  # other references share the policy's parameters
-        weights = local_bytes([*policy.parameters(), *frozen])
-        if self._trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
-            return weights
-        optimizer = self.trainer.optimizers[0]
-        trained = local_bytes(optimizer_weights(optimizer))
-        return weights + trained * (states_per_weight(optimizer) + self.parallel.copies_gradients)
+        reference = self.run.reference
+        # other references share the policy's parameters
+        frozen = reference.model.parameters() if type(reference) is Scorer else ()
+        fits = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        return resident_bytes(
+            [*self.required_policy.parameters(), *frozen],
+            self.trainer.optimizers[0] if fits else None,
+            copies_gradients=self.parallel.copies_gradients,
+        )
 
     @contextmanager
     def _canary_context(self) -> Iterator[None]:
         with self._phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
             yield
-
-    def _policy_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.parallel.full_parameters(self.required_policy, dtype=dtype):
-            if name.startswith("model."):
-                yield name.removeprefix("model."), weight
-            del weight  # frees it before the next one is gathered
-        yield from persistent_buffers(self.required_policy.model)
 
     def rest(self) -> None:
         """Put an engine that shares the trainer's device to sleep until the next sync, to free its memory."""
@@ -1029,8 +937,7 @@ class RLLightningModule(LightningModule):
         if self.engine.capabilities.concurrent:
             self.engine.close()  # cancels rollouts that will not be trained on
         self.run.prefetcher.close()
-        for questions in self._questions:
-            questions.rewards.close()
+        self.evaluator.close()
         self.rewards.close()
         if self.environment_workers is not None:
             self.environment_workers.close()
@@ -1041,59 +948,24 @@ class RLLightningModule(LightningModule):
     def teardown(self, stage: str) -> None:
         """Release the engine, and restore the Trainer's ``limit_val_batches``."""
         self._end_stage(self.engine.end_stage)
-        if self._val_limit is not None:
-            self.trainer.limit_val_batches, self._val_limit = self._val_limit, None
+        self.evaluator.restore_limit(self.trainer)
 
     # Evaluation, answers, export.
-
-    def _questions_for(self, stage: str) -> list[Questions]:
-        """Return the data module's validation prompts and the evaluations of a stage."""
-        default = self._greedy(self.prompt_stream.validation_prompts() if self._has_data else ())
-        further = [q for q in self._questions if q.evaluation is not None and stage in q.evaluation.stages]
-        return [*([default] if default.prompts else []), *further]
-
-    def _greedy(self, prompts: Sequence[Prompt]) -> Questions:
-        """Return questions that sample one greedy answer per prompt."""
-        sampling = replace(self.run.sampling, temperature=0.0)
-        return Questions(evaluation=None, prompts=tuple(prompts), sampling=sampling, rewards=self.rewards)
-
-    @property
-    def _has_data(self) -> bool:
-        """True if a data module is attached or required."""
-        if self._trainer is None:
-            return False
-        return self.trainer.datamodule is not None or self.trainer.state.fn == TrainerFn.FITTING  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _limit_validation(self) -> None:
-        """Disable validation in a fit with nothing to evaluate; Lightning would warn about an empty loader."""
-        evaluates = self.prompt_stream.validation is not None or any("val" in e.stages for e in self.evaluations)
-        if not evaluates:
-            self._val_limit, self.trainer.limit_val_batches = self.trainer.limit_val_batches, 0
 
     @override
     def val_dataloader(self) -> EvaluationLoader:
         """Return the validation loader; the data module's method of this name calls it."""
-        return self._evaluation_loader("val")
+        return self.evaluator.loader("val", self._data)
 
     @override
     def test_dataloader(self) -> EvaluationLoader:
         """Return the test loader."""
-        return self._evaluation_loader("test")
+        return self.evaluator.loader("test", self._data)
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
         """Return a loader of the data module's prompts, in order."""
         return EvaluationLoader([self.prompt_stream.prediction_prompts()], self.prompt_stream.validation_batch_size)
-
-    def _evaluation_loader(self, stage: str) -> EvaluationLoader:
-        prompts = [questions.prompts for questions in self._questions_for(stage)]
-        if not prompts:
-            raise ValueError(
-                f'expected prompts to evaluate in stage "{stage}", got none: pass validation= to PromptDataModule, or '
-                "evaluation=Evaluation(...) to RLLightningModule"
-            )
-        size = self.prompt_stream.validation_batch_size if self._has_data else VALIDATION_BATCH_SIZE
-        return EvaluationLoader(prompts, size)
 
     @override
     def on_validation_epoch_start(self) -> None:
@@ -1101,70 +973,34 @@ class RLLightningModule(LightningModule):
         self._begin_evaluation("val")
 
     @override
-    @refuse_stop_iteration
-    @torch.no_grad()
-    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Generate and score samples for a batch of prompts."""
-        self._evaluation_run.answer(batch, self.sampler)
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        """Log validation metrics over all ranks, and write the samples."""
-        self._end_evaluation()
-
-    @override
     def on_test_epoch_start(self) -> None:
         """Send the weights to the engine."""
         self._begin_evaluation("test")
 
+    def _begin_evaluation(self, stage: str) -> None:
+        self.evaluator.begin(stage, self._data, self.parallel, self.device)
+        self.sync(max(self.engine.version, 0))
+
     @override
     @refuse_stop_iteration
     @torch.no_grad()
-    def test_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Generate and score samples for a batch of prompts."""
-        self._evaluation_run.answer(batch, self.sampler)
+        self.evaluator.answer(batch, self.sampler)
+
+    test_step = validation_step
 
     @override
-    def on_test_epoch_end(self) -> None:
-        """Log test metrics over all ranks, and write the samples."""
-        self._end_evaluation()
-
-    @property
-    def _evaluation_run(self) -> EvaluationRun:
-        if self._evaluation is None:
-            raise RuntimeError("expected on_validation_epoch_start or on_test_epoch_start first, got a batch")
-        return self._evaluation
-
-    def _begin_evaluation(self, stage: str) -> None:
-        self._evaluation = EvaluationRun(
-            self._questions_for(stage),
-            stage,
-            collectives=self.parallel.collectives,
-            rank=self.parallel.rank,
-            device=self.device,
-            seed=self.seed,
-            talks=bool(self.environments),
-        )
-        self.sync(max(self.engine.version, 0))
-
-    def _end_evaluation(self) -> None:
-        run, self._evaluation = self._evaluation_run, None
-        figures = run.figures()
-        for name, value in figures.items():
-            self.log(name, value, prog_bar=name in run.on_the_bar, batch_size=1)
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        file = f"step_{self.trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
-        run.report(self.run.failed_folder, file)
-        warn_of_nan(figures)
-        if self.trainer.loggers and not self.trainer.sanity_checking:
-            folder = self._folder
-            run.write(folder / "evaluations", file, writing=self.trainer.is_global_zero)
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics over all ranks, and write the samples."""
+        self.evaluator.end(self.trainer, self.log, self._folder / "evaluations", self.run.failed_folder)
         self.rest()
+
+    on_test_epoch_end = on_validation_epoch_end
 
     @override
     def on_predict_epoch_start(self) -> None:
         """Send the weights to the engine."""
-        self._predictions = []
         self.sync(max(self.engine.version, 0))
 
     @override
@@ -1172,17 +1008,12 @@ class RLLightningModule(LightningModule):
     @torch.no_grad()
     def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
         """Return a greedy completion of each prompt of the batch, on every rank."""
-        records = predict(self._greedy(()), batch, self.sampler, rank=self.parallel.rank, seed=self.seed)
-        self._predictions += records
-        return records
+        return self.evaluator.predict(batch, self.sampler, self.parallel.rank)
 
     @override
     def on_predict_epoch_end(self) -> None:
         """Write ``completions.jsonl`` to the logger's folder, or to ``default_root_dir`` without a logger."""
-        folder = self._folder
-        if self.trainer.is_global_zero:
-            write_records(folder / "completions.jsonl", self._predictions)
-        self._predictions = []
+        self.evaluator.write_predictions(self._folder / "completions.jsonl", writing=self.trainer.is_global_zero)
         self.rest()
 
     def generate(
@@ -1211,37 +1042,13 @@ class RLLightningModule(LightningModule):
             ValueError: If a prompt is too long for the model, or if ``samples`` > 1 and the temperature is 0.
         """
         if self.policy is None and self._trainer is None:
-            self.policy, self.run.built_alone = self._build_policy(), True
-        if sampling is None:
-            sampling = replace(self.sampling, temperature=temperature or 0.0)
-        elif temperature is not None:
-            raise ValueError(
-                f"expected sampling= or temperature={temperature}, got both: write "
-                f"SamplingParams(temperature={temperature})"
-            )
-        check_counts(1, samples=1 if samples is None else samples)
-        for problem in filter_problems(sampling, self.engine):
-            raise ValueError(problem)
-        if samples is not None and samples > 1 and sampling.temperature == 0:
-            raise ValueError(
-                f"expected a temperature above 0, because samples={samples} greedy answers would all be the same, got "
-                "0: pass temperature=1.0"
-            )
-        single = is_single(prompts)
-        model = self.required_policy.model
-        rows = encode_prompts([prompts] if single else prompts, self.tokenizer, model, sampling.max_new_tokens)
+            self.policy, self.run.built_alone = self.models.build_policy(), True
+        chosen = sampling_for(self.sampling, self.engine, samples=samples, sampling=sampling, temperature=temperature)
         self.sync(max(self.engine.version, 0))
-        size, sampler = samples or 1, self.sampler
-        asked = sampler.requests(
-            rows, 0, group_size=size, sampling=with_eos(sampling, model, self.tokenizer), baseline=False
-        )
-        outcomes = [transcript.outcome for transcript in sampler.converse(asked.by_prompt)]
-        report_environments(outcomes, None)
-        texts = sampler.texts([outcome.answer for outcome in outcomes])
+        model = self.required_policy.model
+        answers = generate(prompts, samples=samples, sampling=chosen, sampler=self.sampler, model=model)
         self.rest()
-        texts = self.parallel.collectives.share(texts)
-        answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]
-        return answers[0] if single else answers
+        return answers
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write policy and tokenizer to a Hugging Face folder, and a separate critic to ``folder/critic``.
@@ -1287,7 +1094,7 @@ class RLLightningModule(LightningModule):
         checkpoint = read_checkpoint(checkpoint_path, map_location)
         described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
         module = cls(**restore_options(described, kwargs))
-        module.policy, module.run.built_alone = module._build_policy(), True
+        module.policy, module.run.built_alone = module.models.build_policy(), True
         module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
         module.run.stepped = True
         return module
@@ -1296,7 +1103,7 @@ class RLLightningModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
         hurried = self.run.settled is not None or bool(CLOCK.stopped_by)
-        if hurried or not self._streams:
+        if hurried or not generates_concurrently(self.engine, self.max_staleness):
             self.run.prefetcher.drain(hurried=hurried)
         reference = self.run.reference
         hparams = checkpoint.get(

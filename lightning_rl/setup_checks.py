@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -22,8 +21,7 @@ from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.losses import ValueLoss
 from lightning_rl.optimizers import OptimizerBuilder
-from lightning_rl.policy import PolicyModel
-from lightning_rl.policy.attention import ATTENTIONS, AUTO, choose_attention, hardware_of
+from lightning_rl.policy.attention import ATTENTIONS, AUTO
 from lightning_rl.policy.compilation import BACKENDS
 from lightning_rl.utils.arguments import check_choices
 from lightning_rl.utils.trainer import callbacks_of
@@ -51,12 +49,6 @@ def check_kernel_options(*, attention: str, backend: bool | str, liger: bool, pa
         )
     if backend and liger:
         raise ValueError("expected compile= or liger=, got both, which replace the same operations: remove one of them")
-
-
-def check_attention(attention: str, policy: PolicyModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError if the attention kernel does not support the model's dtype or head sizes."""
-    for size in policy.head_sizes():
-        choose_attention(attention, hardware_of(device), dtype, frozenset((size,)))
 
 
 def check_flags(trainer: Trainer) -> None:

@@ -4,7 +4,7 @@ from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointErro
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_run
 from lightning_rl.checkpointing.interrupts import INTERRUPTED, FirstToHear, Interrupts
 from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_options, write_pretrained
-from lightning_rl.checkpointing.rank_consistency import check_agreement, hash_weights, protect_resume
+from lightning_rl.checkpointing.same_checkpoint import protect_resume
 
 __all__ = [
     "INTERRUPTED",
@@ -12,8 +12,6 @@ __all__ = [
     "CheckpointError",
     "FirstToHear",
     "Interrupts",
-    "check_agreement",
-    "hash_weights",
     "latest_checkpoint",
     "new_run",
     "protect_checkpoints",

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
+from lightning_rl.distributed.agreement import check_agreement
 from lightning_rl.distributed.collectives import (
     ALONE,
     Alone,
@@ -35,6 +36,7 @@ __all__ = [
     "FSDP2Strategy",
     "Parallel",
     "RunEndError",
+    "check_agreement",
     "cure_of",
     "failing_together",
     "meet",

@@ -196,6 +196,21 @@ def states_per_weight(optimizer: Optimizer) -> float:
     return 2 / optimizer_weights(optimizer)[0].itemsize if "8bit" in type(optimizer).__name__ else 2.0
 
 
+def resident_bytes(tensors: Iterable[Tensor], optimizer: Optimizer | None, *, copies_gradients: bool) -> float:
+    """Return the bytes that a rank holds during generation.
+
+    Args:
+        tensors: Weights of policy, critic and reference.
+        optimizer: Optimizer of a fit; None outside of a fit.
+        copies_gradients: True if the strategy holds a second copy of the gradients.
+    """
+    weights = local_bytes(tensors)
+    if optimizer is None:
+        return weights
+    trained = local_bytes(optimizer_weights(optimizer))
+    return weights + trained * (states_per_weight(optimizer) + copies_gradients)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRoom:
     """Room for vLLM in the process of the trainer.

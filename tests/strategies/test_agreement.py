@@ -15,8 +15,10 @@ from kit.ranks import STRATEGIES, run_ranks
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Trainer
 
-from lightning_rl.checkpointing import AtomicCheckpointIO, rank_consistency
-from lightning_rl.checkpointing.rank_consistency import check_agreement, hash_weights, identity_of
+from lightning_rl.checkpointing import AtomicCheckpointIO
+from lightning_rl.checkpointing.same_checkpoint import identity_of
+from lightning_rl.distributed import agreement, check_agreement
+from lightning_rl.policy.tensor_hash import hash_weights
 
 ALIKE = {"checkpoint": "last.ckpt of run a at step 2", "policy": "p", "reference": "r", "data": "d"}
 
@@ -31,8 +33,8 @@ def test_the_ranks_that_differ_are_named_with_both_sides(
     def gather(value: tuple[str, dict[str, str]]) -> list[Any]:
         return [value, value, ("elsewhere", {**value[1], what: other})]
 
-    monkeypatch.setattr(rank_consistency, "process_objects", gather)
-    mine = ALIKE.get(what, rank_consistency.__version__)
+    monkeypatch.setattr(agreement, "process_objects", gather)
+    mine = ALIKE.get(what, agreement.__version__)
     with pytest.raises(ValueError, match="on all ranks, got") as refused:
         check_agreement(ALIKE)
     assert f"the same {what} on all ranks, got {mine} on rank 0 ({socket.gethostname()})" in str(refused.value)

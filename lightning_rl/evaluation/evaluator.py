@@ -1,0 +1,165 @@
+"""Evaluator: the evaluations of a module in the validation, test and prediction of a Trainer."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_rl.data import PromptDataModule
+from lightning_rl.data.row_schema import ColumnCheck
+from lightning_rl.distributed import Parallel
+from lightning_rl.evaluation.evaluation import Evaluation
+from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
+from lightning_rl.evaluation.questions import Questions, questions_of
+from lightning_rl.evaluation.records import Record, write_records
+from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
+from lightning_rl.generation import SamplingParams
+from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.sample import Sampler
+
+BATCH_SIZE = 256  # used if there is no data module
+
+
+class Evaluator:
+    """Evaluations of a module.
+
+    Args:
+        evaluations: Evaluations, run in addition to the validation prompts of the data module.
+        seed: Seed of the run.
+        environments: True if the samples use environments.
+    """
+
+    def __init__(self, evaluations: Sequence[Evaluation], *, seed: int, environments: bool) -> None:
+        self.evaluations, self.seed, self.environments = tuple(evaluations), seed, environments
+        self._questions: tuple[Questions, ...] = ()
+        self._greedy: Questions | None = None
+        self._run: EvaluationRun | None = None
+        self._predictions: list[Record] = []
+        self._val_limit: int | float | None = None
+
+    def encode(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        sampling: SamplingParams,
+        rewards: Rewards,
+        check: ColumnCheck | None,
+    ) -> list[SamplingParams]:
+        """Encode the prompts of all evaluations, and return the sampling parameters of each.
+
+        Args:
+            model: Model of the policy.
+            tokenizer: Tokenizer of the policy.
+            sampling: Sampling parameters for training, the default.
+            rewards: Rewards of training, the default.
+            check: Raises for a row whose columns do not fit the run.
+        """
+        self._greedy = Questions(
+            evaluation=None, prompts=(), sampling=replace(sampling, temperature=0.0), rewards=rewards
+        )
+        options = {"model": model, "tokenizer": tokenizer, "sampling": sampling, "rewards": rewards, "check": check}
+        self._questions = tuple(questions_of(evaluation, **options) for evaluation in self.evaluations)
+        return [questions.sampling for questions in self._questions]
+
+    @property
+    def greedy(self) -> Questions:
+        """Questions without prompts that sample one greedy answer, with the rewards of training."""
+        if self._greedy is None:
+            raise RuntimeError("expected encode first: fit or validate the module")
+        return self._greedy
+
+    def questions(self, stage: str, stream: PromptDataModule | None) -> list[Questions]:
+        """Return the validation prompts of the data module and the evaluations of a stage, ``"val"`` or ``"test"``."""
+        default = replace(self.greedy, prompts=tuple(() if stream is None else stream.validation_prompts()))
+        further = [q for q in self._questions if q.evaluation is not None and stage in q.evaluation.stages]
+        return [*([default] if default.prompts else []), *further]
+
+    def limit_validation(self, trainer: Trainer, stream: PromptDataModule) -> None:
+        """Disable validation in a fit with nothing to evaluate; Lightning would warn about an empty loader."""
+        evaluates = stream.validation is not None or any("val" in e.stages for e in self.evaluations)
+        if not evaluates:
+            self._val_limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
+
+    def restore_limit(self, trainer: Trainer) -> None:
+        """Restore the Trainer's ``limit_val_batches``."""
+        if self._val_limit is not None:
+            trainer.limit_val_batches, self._val_limit = self._val_limit, None
+
+    def loader(self, stage: str, stream: PromptDataModule | None) -> EvaluationLoader:
+        """Return the loader of a stage.
+
+        Raises:
+            ValueError: If there is nothing to evaluate.
+        """
+        prompts = [questions.prompts for questions in self.questions(stage, stream)]
+        if not prompts:
+            raise ValueError(
+                f'expected prompts to evaluate in stage "{stage}", got none: pass validation= to PromptDataModule, or '
+                "evaluation=Evaluation(...) to RLLightningModule"
+            )
+        return EvaluationLoader(prompts, BATCH_SIZE if stream is None else stream.validation_batch_size)
+
+    def begin(self, stage: str, stream: PromptDataModule | None, parallel: Parallel, device: torch.device) -> None:
+        """Begin the evaluations of a stage."""
+        self._predictions = []
+        self._run = EvaluationRun(
+            self.questions(stage, stream),
+            stage,
+            collectives=parallel.collectives,
+            rank=parallel.rank,
+            device=device,
+            seed=self.seed,
+            talks=self.environments,
+        )
+
+    def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
+        """Generate and score the samples of a batch."""
+        self._active.answer(batch, sampler)
+
+    @property
+    def _active(self) -> EvaluationRun:
+        if self._run is None:
+            raise RuntimeError("expected on_validation_epoch_start or on_test_epoch_start first, got a batch")
+        return self._run
+
+    def end(self, trainer: Trainer, log: Callable[..., None], folder: Path, failed_folder: Path | None) -> None:
+        """Log the metrics over all ranks, and write the samples. A collective.
+
+        Args:
+            trainer: Trainer of the stage.
+            log: ``LightningModule.log``.
+            folder: Folder for the samples.
+            failed_folder: Folder for samples with failed rewards.
+        """
+        run, self._run = self._active, None
+        figures = run.figures()
+        for name, value in figures.items():
+            log(name, value, prog_bar=name in run.on_the_bar, batch_size=1)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        file = f"step_{trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
+        run.report(failed_folder, file)
+        warn_of_nan(figures)
+        if trainer.loggers and not trainer.sanity_checking:
+            run.write(folder, file, writing=trainer.is_global_zero)
+
+    def predict(self, batch: EvaluationBatch, sampler: Sampler, rank: int) -> list[Record]:
+        """Return a greedy completion of each prompt of a batch, the same on every rank. A collective."""
+        records = predict(self.greedy, batch, sampler, rank=rank, seed=self.seed)
+        self._predictions += records
+        return records
+
+    def write_predictions(self, path: Path, *, writing: bool) -> None:
+        """Write the predictions so far to a file, on the one process with ``writing``."""
+        if writing:
+            write_records(path, self._predictions)
+        self._predictions = []
+
+    def close(self) -> None:
+        """Close the rewards of the evaluations."""
+        for questions in self._questions:
+            questions.rewards.close()

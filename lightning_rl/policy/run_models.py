@@ -1,0 +1,107 @@
+"""RunModels: policy, critic, reference and replica of a run, built and sharded."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lightning_rl.distributed import Parallel
+from lightning_rl.policy.attention import choose_attention, hardware_of
+from lightning_rl.policy.build import ModelSource, build_policy, build_reference
+from lightning_rl.policy.compilation import compile_layers
+from lightning_rl.policy.liger import apply_liger
+from lightning_rl.policy.lora import adapters_of
+from lightning_rl.policy.model import PolicyModel, Scorer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunModels:
+    """Builder of the models of a run.
+
+    Args:
+        sources: Sources of ``"policy"``, ``"critic"`` and ``"reference"``.
+        temperature: Temperature of the policy.
+        packed: True to run microbatches without padding.
+        attention: Kernel for packed sequences.
+        checkpointing: True for activation checkpointing.
+        backend: Backend of ``torch.compile``; None to not compile.
+        liger: True for the kernels of liger-kernel.
+    """
+
+    sources: Mapping[str, Any]
+    temperature: float
+    packed: bool
+    attention: str
+    checkpointing: bool
+    backend: str | None
+    liger: bool
+
+    def build_policy(self, *, split: bool = False) -> PolicyModel:
+        """Return policy and critic on one device, or with ``split`` without weights if they come from a folder."""
+        return build_policy(
+            self.sources["policy"],
+            self.sources["critic"],
+            temperature=self.temperature,
+            packed=self.packed,
+            attention=self.attention,
+            checkpointing=self.checkpointing,
+            split=split,
+        )
+
+    def build_reference(self, parallel: Parallel, policy: PolicyModel, *, initial: bool) -> Scorer | None:
+        """Return the reference, not sharded; None for a policy with adapters, which serves as reference without them.
+
+        Args:
+            parallel: Strategy of the run.
+            policy: Policy.
+            initial: True if the policy is whole and has not been trained, so that it can be copied.
+        """
+        source: ModelSource | None = self.sources["reference"]
+        if source is None and adapters_of(policy.model):
+            return None
+        frozen, files = build_reference(
+            source,
+            self.sources["policy"],
+            policy.model if initial else None,
+            packed=self.packed,
+            split=parallel.splits_first,
+        )
+        options: dict[str, Any] = {"packed": self.packed, "attention": self.attention, "files": files}
+        return Scorer(frozen, temperature=self.temperature, **options)
+
+    def build_replica(
+        self, parallel: Parallel, policy: PolicyModel, convert: Callable[[nn.Module], nn.Module]
+    ) -> PreTrainedModel:
+        """Return a frozen copy of a new policy in the compute dtype, for an engine that cannot decode with the policy.
+
+        Args:
+            parallel: Strategy of the run.
+            policy: New policy.
+            convert: ``convert_module`` of the precision plugin.
+        """
+        whole = copy.deepcopy(policy) if policy.files is None else self.build_policy()
+        replica = cast(PolicyModel, convert(whole))
+        dtype = parallel.compute_dtype(replica.model.dtype)
+        if dtype != torch.float16:  # sums would overflow
+            replica.to(dtype)
+        return replica.model.requires_grad_(requires_grad=False)
+
+    def use_kernels(self, parallel: Parallel, *policies: PolicyModel) -> None:
+        """Apply the kernel options to new models.
+
+        Raises:
+            ValueError: If the attention kernel does not support the model's dtype or head sizes.
+        """
+        hardware = hardware_of(parallel.strategy.root_device)
+        for policy in policies:
+            dtype = parallel.compute_dtype(policy.model.dtype)
+            for size in policy.head_sizes():
+                choose_attention(self.attention, hardware, dtype, frozenset((size,)))
+            for model in policy.models() if self.liger else ():
+                apply_liger(model)
+            if self.backend:
+                compile_layers(policy, policy.layers(), self.backend)
