@@ -226,8 +226,7 @@ class Engine(ABC):
             ValueError: If it does not fit; names the option to pass.
         """
 
-    @abstractmethod
-    def start(
+    def start(  # noqa: B027  an engine may have nothing to build
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.generation.engine import Completion, Engine, Request
@@ -31,17 +30,6 @@ class FakeEngine(Engine):
         self.script, self.returns_logprobs = script, returns_logprobs
         self.logprob = logprob
         self.requests: list[Request] = []
-
-    @override
-    def start(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        pass
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -8,10 +8,9 @@ or all tokens certain.
 """
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -28,7 +27,6 @@ CERTAIN_TOKENS = 64  # sampled tokens above temperature 0 that are never all cer
 SHOWN = 8  # token ids in a message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
     """Requests sent to an engine in one call, and the checks of its answer.
 
@@ -41,21 +39,18 @@ class Answers:
             tokenizer.
     """
 
-    engine: Engine
-    requests: Sequence[Request]
-    logprobs: bool
-    vocabulary: int | None = None
-    text: Callable[[Sequence[int]], str] | None = None
-    oldest: int = field(init=False)  # version of the engine when it was asked
-
-    def __post_init__(self) -> None:
-        """Store the engine's current version."""
-        object.__setattr__(self, "oldest", self.engine.version)
-
-    @property
-    def name(self) -> str:
-        """Name of the engine in messages."""
-        return type(self.engine).__name__
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        *,
+        logprobs: bool,
+        vocabulary: int | None = None,
+        text: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.engine, self.requests, self.logprobs = engine, requests, logprobs
+        self.vocabulary, self.text = vocabulary, text
+        self.name, self.oldest = type(engine).__name__, engine.version  # of the engine when it was asked
 
     def check(self, given: Sequence[Completion]) -> list[Completion]:
         """Return the completions, with faulty samples replaced by aborted ones (:attr:`FinishReason.ABORT`).
@@ -84,16 +79,12 @@ class Answers:
                 f"expected {len(self.requests)} completions from {self.name}, one for each request, got {got}: return "
                 "a list that answers every request once, in order, with ABORT for failed ones"
             )
-        checked = [self.check_alone(place, completion) for place, completion in enumerate(given)]
+        checked = [self._check_alone(place, completion) for place, completion in enumerate(given)]
         faults = {place: self._fault(place, completion) for place, completion in enumerate(checked)}
         return checked, {place: fault for place, fault in faults.items() if fault}
 
-    def check_alone(self, place: int, given: Completion) -> Completion:
-        """Return one completion, after the checks that need no other one.
-
-        Raises:
-            EngineError: As :meth:`check`.
-        """
+    def _check_alone(self, place: int, given: Completion) -> Completion:
+        """Return one completion, after the checks that need no other one."""
         request = self.requests[place]
         if not isinstance(given, Completion) or not isinstance(given.finish, FinishReason):
             cure = "return Completion(token_ids=, logprobs=, finish=FinishReason.STOP, version=self.version)"
@@ -259,16 +250,15 @@ class TurnAnswers:
     """
 
     def __init__(self, engine: Engine, **options: Any) -> None:
-        self._of, self._name = partial(Answers, engine=engine, **options), type(engine).__name__
-        self._lock = threading.Lock()
+        self._of, self._name = partial(Answers, engine, **options), type(engine).__name__
         self._open: dict[int, Answers] = {}  # by id() of the request
         self._checked: dict[int, tuple[Request, Completion]] = {}  # the request is kept so that its id stays unique
         self._bad: list[tuple[int, int, str]] = []  # sample, turn, fault
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Store requests before the engine receives them."""
-        with self._lock:
-            self._open |= {id(request): self._of(requests=(request,)) for request in requests}
+        for request in requests:
+            self._open[id(request)] = self._of((request,))
 
     def check(self, request: Request, completion: Completion) -> Completion:
         """Return the completion, or an aborted one if it is faulty.
@@ -276,8 +266,7 @@ class TurnAnswers:
         Raises:
             EngineError: If it does not fit the request; names engine, sample, turn and prompt.
         """
-        with self._lock:
-            answers = self._open.pop(id(request), None)
+        answers = self._open.pop(id(request), None)
         if answers is None:
             raise EngineError(
                 f"expected {self._name} to answer each request once, got a second answer to sample "
@@ -285,10 +274,9 @@ class TurnAnswers:
             )
         (checked,), faults = answers.examine([completion])
         checked = _give_up(checked) if faults else checked
-        with self._lock:
-            self._checked[id(request)] = request, checked
-            if faults:
-                self._bad.append((request.sample_id, request.turn, f"got {faults[0]} for {answers.where(0)}"))
+        self._checked[id(request)] = request, checked
+        if faults:
+            self._bad.append((request.sample_id, request.turn, f"got {faults[0]} for {answers.where(0)}"))
         return checked
 
     def answer_to(self, request: Request) -> Completion | None:

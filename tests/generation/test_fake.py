@@ -60,13 +60,3 @@ def test_the_script_sees_every_request_in_order_and_all_are_kept() -> None:
     assert [completion.token_ids for completion in found] == [(5,), (3,)]
     engine.generate([a_request(9)])
     assert [request.sample_id for request in engine.requests] == [5, 3, 9]
-
-
-def test_a_weight_stream_is_consumed_to_its_end() -> None:
-    stream = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
-    FakeEngine(lambda _: []).load_weights(stream, 0)
-    assert next(stream, None) is None
-
-
-def test_an_engine_may_be_unable_to_return_log_probabilities() -> None:
-    assert not FakeEngine(lambda _: [], returns_logprobs=False).capabilities.returns_logprobs

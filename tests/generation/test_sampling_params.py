@@ -81,12 +81,6 @@ def test_a_large_vocabulary_keeps_what_a_sort_of_it_keeps(spread: float) -> None
         assert torch.equal(kept[row], RowFilters([keep], scores.device).mask(scores[[row]], torch.tensor([0]))[0])
 
 
-def test_rows_have_filters_of_their_own() -> None:
-    scores = torch.tensor([CHANCES] * 3).log()
-    filters = RowFilters([SamplingParams(), SamplingParams(top_k=1), SamplingParams(top_p=0.6)], scores.device)
-    assert filters.mask(scores, torch.tensor([2, 0, 1])).sum(-1).tolist() == [2, 5, 1]
-
-
 def test_greedy_rows_keep_every_token() -> None:
     scores = torch.tensor([CHANCES] * 2).log()
     filters = RowFilters([SamplingParams(top_k=1, temperature=0.0), SamplingParams(top_k=2)], scores.device)

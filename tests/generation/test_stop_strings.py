@@ -67,11 +67,6 @@ def test_a_stop_string_in_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatc
     assert found == ((4, 5), FinishReason.LENGTH)
 
 
-def test_stop_strings_without_a_tokenizer_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected a tokenizer, because stop strings need one"):
-        continued(tiny_policy(), (2,), None, stop=("x",), max_new_tokens=2)
-
-
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte."""
     words = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}

@@ -217,17 +217,6 @@ def test_a_response_ends_for_the_reason_given(eos_ids: set[int], limit: int, len
     assert completion.logprobs is not None and len(completion.logprobs) == length
 
 
-def test_requests_with_different_ends_share_a_batch() -> None:
-    model = constant([9.0 if token == 3 else -9.0 for token in range(VOCABULARY)])
-    first, second, third = requests_for([(2,)] * 3, max_new_tokens=3)
-    changed = [with_sampling(first, eos_token_ids=[]), with_sampling(second, eos_token_ids=[3, 4]), third]
-    assert what(draw(model, changed)) == [
-        ((3,) * 3, FinishReason.LENGTH),
-        ((3,), FinishReason.STOP),
-        ((3,) * 3, FinishReason.LENGTH),
-    ]
-
-
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 4.0])
 def test_a_token_of_probability_zero_is_never_drawn(temperature: float) -> None:
     model = constant([-torch.inf, 0.0, -torch.inf, 0.5, -torch.inf, -torch.inf], eos=None)

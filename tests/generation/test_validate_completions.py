@@ -12,7 +12,7 @@ from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
 from torch import Tensor, nan
 from typing_extensions import override
 
-from lightning_rl import EngineError, FakeEngine, FinishReason, RLCallback, Rollout, SamplingParams, TransformersEngine
+from lightning_rl import EngineError, FinishReason, RLCallback, Rollout, SamplingParams, TransformersEngine
 from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.validate_completions import Answers
@@ -35,10 +35,6 @@ class OwnEngine(Engine):
     def __init__(self, answer: Callable[[list[Completion]], Any] = list) -> None:
         super().__init__()
         self.answer = answer
-
-    @override
-    def start(self, model: Any, tokenizer: Any, *, device: torch.device, dtype: torch.dtype) -> None:
-        pass
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -102,19 +98,16 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
     ("change", "message"),
     [
         pytest.param(lambda given: given[:3], "expected 4 completions from OwnEngine, .* got 3", id="missing"),
-        pytest.param(lambda given: [*given, given[0]], "expected 4 completions from OwnEngine, .* got 5", id="surplus"),
         pytest.param(lambda _: None, "expected 4 completions from OwnEngine, .* got a NoneType", id="none"),
         pytest.param(
             swapped, r"completion of sample 1 from OwnEngine, got that of sample 2 for sample 1", id="swapped"
         ),
         pytest.param(one(**LONG), r"at most 3 tokens \(max_new_tokens\) from OwnEngine, got 4", id="too-long"),
         pytest.param(one(token_ids=(A, 16, EOS)), r"token ids in \[0, 16\), .* got 16", id="beyond-the-vocabulary"),
-        pytest.param(one(token_ids=(A, -1, EOS)), r"token ids in \[0, 16\), .* got -1", id="negative-id"),
         pytest.param(one(token_ids=(A, 6.0, EOS)), r"a tuple of ints .* got \(5, 6.0, 1\)", id="float"),
         pytest.param(one(token_ids=torch.tensor([5, 6, 1])), r"got tensor\(.*: return .*tolist", id="ids-tensor"),
         pytest.param(one(logprobs=None), "a log-probability for each of 3 tokens .* got none", id="no-logprobs"),
         pytest.param(one(logprobs=torch.zeros(2)), r"for each of 3 tokens .* of shape \[2\]", id="short-logprobs"),
-        pytest.param(one(logprobs=torch.zeros(3, 1)), r"for each of 3 tokens .* shape \[3, 1\]", id="wide-logprobs"),
         pytest.param(one(logprobs=[-1.0, -2.0, 0.0]), "for each of 3 tokens .* got a list .* float32", id="list"),
         pytest.param(one(logprobs=torch.zeros(3).bfloat16()), "got torch.bfloat16 .* float32", id="bfloat16"),
         pytest.param(
@@ -124,7 +117,6 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
             one(logprobs=torch.tensor([-1.0, 0.5, -1.0])), "log-probabilities of at most 0 .* got 0.5", id="positive"
         ),
         pytest.param(one(version=1), "weights that were pushed, the last of which is 0 .* got version 1", id="version"),
-        pytest.param(one(version=None), "weights that were pushed, .* got version None", id="no-version"),
         pytest.param(one(versions=(0, 0, 7)), "weights that were pushed, .* got version 7", id="version-of-a-token"),
         pytest.param(one(finish="stop"), "a Completion with a FinishReason from OwnEngine", id="finish-text"),
         pytest.param(
@@ -143,8 +135,10 @@ def test_an_invalid_completion_is_an_error_with_engine_and_sample(
 
 
 def test_an_aborted_sample_needs_no_logprobs() -> None:
-    believed = ask(one(token_ids=(), logprobs=None, finish=FinishReason.ABORT))
-    assert believed[2].logprobs is not None and believed[2].logprobs.shape == (0,)
+    for logprobs, ids in ((None, ()), (torch.tensor([nan]), (A,))):
+        believed = ask(one(token_ids=ids, logprobs=logprobs, finish=FinishReason.ABORT))
+        assert believed[2].logprobs is not None and believed[2].logprobs.shape == (len(ids),)
+        assert [each.finish is FinishReason.ABORT for each in believed] == [False, False, True, False]
 
 
 def recording(change: Callable[[list[Completion]], Any], names: set[str]) -> list[Completion]:
@@ -273,10 +267,8 @@ def test_log_probabilities_that_may_be_zero_give_no_warning(change: dict[str, An
         pytest.param(
             {"logprobs": torch.tensor([-1.0, -1e30, -1.0])}, r"of -1e\+30 at position 1, at which no token", id="masked"
         ),
-        pytest.param({"logprobs": torch.tensor([-1.0, -104.0, -1.0])}, "of -104 at position 1", id="below-float32"),
         pytest.param({"logprobs": torch.tensor([-1.0, nan, -1.0])}, "a log-probability of nan at position 1", id="nan"),
         pytest.param({"logprobs": torch.tensor([-1.0, -1.0, -torch.inf])}, "of -inf at position 2", id="infinite"),
-        pytest.param({"logprobs": torch.tensor([torch.inf, -1.0, -1.0])}, "of inf at position 0", id="plus-infinite"),
         pytest.param(
             {"token_ids": (A, A, A)}, r"finish STOP without an id in \[1\] or a stop string", id="stop-without-eos"
         ),
@@ -300,12 +292,7 @@ def test_a_faulty_sample_is_aborted(change: dict[str, Any], what: str) -> None:
     message = rf"1 of 4 samples from OwnEngine are aborted and do not train: got .*{what}.* for sample 2 \(request 2"
     with pytest.warns(UserWarning, match=message):
         believed = ask(one(**change))
-    assert [each.finish for each in believed] == [
-        FinishReason.STOP,
-        FinishReason.STOP,
-        FinishReason.ABORT,
-        FinishReason.STOP,
-    ]
+    assert [each.finish is FinishReason.ABORT for each in believed] == [False, False, True, False]
     assert believed[2].logprobs is not None and not believed[2].logprobs.any()
 
 
@@ -333,16 +320,6 @@ def test_an_engine_with_a_limit_may_cut_a_response_short() -> None:
     assert [each.finish for each in answers.check(engine.generate(requests))][2] is FinishReason.LENGTH
     engine.capabilities, engine.max_length = Capabilities(), 4  # prompt and response
     assert [each.finish for each in answers.check(engine.generate(requests))][2] is FinishReason.LENGTH
-
-
-def test_the_log_probabilities_of_an_aborted_sample_do_not_matter() -> None:
-    given_up = one(token_ids=(A,), logprobs=torch.tensor([nan]), finish=FinishReason.ABORT)
-    assert [each.finish for each in ask(given_up)] == [
-        FinishReason.STOP,
-        FinishReason.STOP,
-        FinishReason.ABORT,
-        FinishReason.STOP,
-    ]
 
 
 def test_a_stop_string_has_to_be_in_the_text() -> None:
@@ -424,9 +401,3 @@ def test_completions_are_checked_wherever_an_engine_generates(where: str) -> Non
     }
     with pytest.raises(EngineError, match=rf"got 99 for sample {sample} \("):
         runs[where]()
-
-
-def test_completions_of_a_scripted_engine_are_checked() -> None:
-    module = tiny_module(engine=FakeEngine(lambda _: [2] * 9))
-    with pytest.raises(EngineError, match=r"at most 8 tokens \(max_new_tokens\) from FakeEngine, got 9 for sample 0"):
-        fit(module)

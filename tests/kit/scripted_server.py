@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -75,7 +74,7 @@ class ScriptedServer:
         context: ssl.SSLContext | None = None,
         **holds: Any,
     ) -> None:
-        self.script, self.release, self.holds = script, release, {**HOLDS, "process": token_hex(8), **holds}
+        self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
         self.key, self.engines, self.connections = KEY, 1, 0
         self.weights: dict[str, Tensor] = {}
@@ -151,7 +150,7 @@ class ScriptedServer:
         if method == "lightning_rl_load":
             self.weights = dict(read_weights(Path(arguments[0])))
             self.loads.append(arguments[0])
-        if method.removeprefix("lightning_rl_") in ("gpu", "join", "membership", "receive", "leave"):
+        if method.removeprefix("lightning_rl_") in ("join", "member", "receive", "leave"):
             return getattr(self.worker, method)(*arguments)
         return {}
 

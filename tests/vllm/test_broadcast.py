@@ -21,7 +21,7 @@ from lightning_rl import Rollout, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation.vllm import broadcast
 from lightning_rl.generation.vllm.broadcast import Broadcast
-from lightning_rl.generation.vllm.server_client import Endpoint
+from lightning_rl.generation.vllm.server_client import ServerClient
 
 pytestmark = pytest.mark.slow
 
@@ -43,13 +43,13 @@ def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that collects the URLs of servers that load a file."""
-    loaded, honest = list[str](), Endpoint.load
+    loaded, honest = list[str](), ServerClient.load
 
-    def load(endpoint: Endpoint, *arguments: Any) -> None:
-        loaded.append(endpoint.url)
-        honest(endpoint, *arguments)
+    def load(client: ServerClient, *arguments: Any) -> None:
+        loaded.append(client.url)
+        honest(client, *arguments)
 
-    monkeypatch.setattr(Endpoint, "load", load)
+    monkeypatch.setattr(ServerClient, "load", load)
     return loaded
 
 
@@ -99,7 +99,7 @@ def test_servers_stay_loadable_after_an_unknown_tensor(
     other.send(weights, pool.push.next_label(1))
     other.close()
     assert all(f"expected {server.url} to load weights, but it failed: " in caplog.text for server in both)
-    assert [server.endpoint.label() for server in pool.servers] == [None, None]
+    assert [server.client.label() for server in pool.servers] == [None, None]
     moved(model, 0.02)
     requests = requests_for(prompts_of(8, 20))
     assert worst(model, requests, synced(engine, model, 1).generate(requests, logprobs=True)) < 1e-4
@@ -109,13 +109,13 @@ def test_servers_stay_loadable_after_an_unknown_tensor(
 def test_a_run_with_a_changing_list_of_servers(
     both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (one, two), honest, asked, listing = both, Endpoint.draw, list[str](), tmp_path / "servers"
+    (one, two), honest, asked, listing = both, ServerClient.draw, list[str](), tmp_path / "servers"
     listing.write_text(one.url)
     engine = VLLMServerEngine(listing, api_key=SECRET, patience=300, timeout=120, transfer="broadcast")
 
-    def draw(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
-        asked.append(endpoint.url)
-        return honest(endpoint, name, *arguments)
+    def draw(client: ServerClient, name: str, *arguments: Any) -> Any:
+        asked.append(client.url)
+        return honest(client, name, *arguments)
 
     class Change(Watch):
         """List two servers after the second rollout, and only the second one after the fourth."""
@@ -127,11 +127,11 @@ def test_a_run_with_a_changing_list_of_servers(
             if listed is not None:
                 listing.write_text("\n".join(listed))
                 pool, end = engine._running(), time.monotonic() + 120  # noqa: SLF001
-                while [server.endpoint.url for server in pool.ready()] != listed:
+                while [server.client.url for server in pool.ready()] != listed:
                     assert time.monotonic() < end, "the list was not followed"
                 asked.append("changed")
 
-    monkeypatch.setattr(Endpoint, "draw", draw)
+    monkeypatch.setattr(ServerClient, "draw", draw)
     watch = Change()
     fit(a_run(one, engine=engine), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(24, 4))
     check_run(watch, 6)
@@ -143,18 +143,18 @@ def test_a_run_with_a_changing_list_of_servers(
 def test_a_killed_server_loads_a_file_and_joins_the_next_sync(
     both: tuple[Served, Served], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, honest, asked, left = loads(monkeypatch), Endpoint.draw, list[str](), list[Any]()
+    files, honest, asked, left = loads(monkeypatch), ServerClient.draw, list[str](), list[Any]()
     (one, _), killing = both, threading.Lock()
 
-    def deadly(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
+    def deadly(client: ServerClient, name: str, *arguments: Any) -> Any:
         with killing:
             asked.append(name)
             if len(asked) == 40:
                 left.append(one.kill())
                 one.start()
-        return honest(endpoint, name, *arguments)
+        return honest(client, name, *arguments)
 
-    monkeypatch.setattr(Endpoint, "draw", deadly)
+    monkeypatch.setattr(ServerClient, "draw", deadly)
     watch = Watch()
     module = a_run(one, engine=an_engine(one, transfer="broadcast", patience=600))
     fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))

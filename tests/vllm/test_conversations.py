@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from kit import vllm_talks
-from kit.conversations import CONVERSATIONS
 from kit.ranks import run_ranks
-from kit.support import fit, recorder, tiny_module, tiny_prompts, tiny_tokenizer, weights_of
+from kit.support import tiny_tokenizer
 from kit.talks import TURNS, Echo, What, openings, what_was_said
 from kit.vllm_models import VOCABULARY, Starter, a_model, synced, worst
 from typing_extensions import override
 
-from lightning_rl import Engine, EngineError, FinishReason, Rollout, SamplingParams, VLLMEngine
+from lightning_rl import EngineError, FinishReason, SamplingParams, VLLMEngine
 from lightning_rl.environments import (
     Conversation,
     ConversationLimits,
@@ -26,7 +25,6 @@ from lightning_rl.environments import (
     play,
 )
 from lightning_rl.generation import Request
-from lightning_rl.generation.engine import Exchange
 from lightning_rl.generation.validate_completions import TurnAnswers
 
 
@@ -142,32 +140,3 @@ def test_ranks_that_share_an_engine_generate_as_one_rank(tmp_path: Path) -> None
     first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
     assert len(alone[0]) == vllm_talks.NUMBER and len({max(numbers) for _, numbers, _ in alone[0]}) > 2
     assert alone == [[*first[0], *second[0]], first[1]] and second[1] == []
-
-
-class InRounds(VLLMEngine):
-    """Engine that waits for the slowest conversation before each turn."""
-
-    @override
-    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
-        Engine._converse(self, exchange, logprobs=logprobs)  # noqa: SLF001
-
-
-def test_a_fit_trains_the_same_in_rounds_and_without() -> None:
-    def trained(kind: type[VLLMEngine]) -> tuple[list[Rollout], dict[str, torch.Tensor]]:
-        options = {"kv_cache_memory_bytes": 2**25, "block_size": 32, "max_num_seqs": 64, "canary": False}
-        ends = {"max_new_tokens": 30, "max_turn_tokens": 8, "max_turns": TURNS, "eos_token_ids": [1, *range(20, 60)]}
-        module = tiny_module(
-            policy=a_model, engine=kind(**options), **{**CONVERSATIONS, **ends}, minibatches_per_rollout=2
-        )
-        seen: list[Rollout] = []
-        fit(module, callbacks=[recorder(seen)("seen")], data=tiny_prompts(8, 4))
-        return seen, weights_of(module)
-
-    (continuous, ours), (rounds, theirs) = trained(VLLMEngine), trained(InRounds)
-    assert len(continuous) == len(rounds) == 2 and int(continuous[0].token_extras["turns"].max()) > 2
-    for one, other in zip(continuous, rounds, strict=True):
-        known = dict(other.tensors())
-        assert {name for name, tensor in one.tensors() if not torch.equal(tensor, known[name])} == set()
-        differences = one.require("rollout_logprobs") - one.require("old_logprobs")
-        assert float(differences[one.action_mask].abs().max()) <= 1e-4
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

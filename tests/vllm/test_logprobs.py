@@ -7,13 +7,11 @@ import pytest
 import torch
 from kit.engine_requests import launch
 from kit.vllm_models import (
-    EOS,
     FAMILIES,
     VOCABULARY,
     Starter,
     a_model,
     mean_gap,
-    moved,
     prompts_of,
     requests_for,
     synced,
@@ -24,7 +22,7 @@ from kit.vllm_models import (
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lightning_rl import FinishReason, TransformersEngine
+from lightning_rl import TransformersEngine
 from lightning_rl.generation.sampling_params import RowFilters
 from lightning_rl.policy.lora import base_model_of
 
@@ -120,16 +118,6 @@ def test_tokens_are_sampled_with_the_probabilities_of_the_softmax(start_engine: 
     assert float(((cells[0] - cells[1]).square() / cells[1]).sum()) < degrees + 4 * (2 * degrees) ** 0.5
 
 
-def test_scores_of_given_tokens(start_engine: Starter) -> None:
-    model = a_model()
-    engine, rows = synced(start_engine(model), model), prompts_of(5, 60, seed=3)
-    rows = [[4, *row] for row in rows]
-    ours = TransformersEngine()
-    launch(ours, model)
-    for found, expected in zip(engine.score(rows), ours.score(rows), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-
-
 def test_a_bf16_engine_of_a_float32_trainer_rounds_the_weights(start_engine: Starter) -> None:
     model = a_model()
     engine = synced(start_engine(model, dtype=torch.bfloat16), model)
@@ -169,25 +157,3 @@ def test_adapters_are_merged_into_the_stream(start_engine: Starter) -> None:
             for name, parameter in model.named_parameters():
                 if "lora_A" in name:
                     parameter += 0.05
-
-
-def test_a_sync_leaves_nothing_shared_with_the_trainer(start_engine: Starter) -> None:
-    model = a_model()
-    engine, requests = synced(start_engine(model), model), requests_for(prompts_of(4))
-    before = engine.generate(requests, logprobs=True)
-    moved(model, 0.05)
-    after = engine.generate(requests, logprobs=True)
-    assert [c.token_ids for c in before] == [c.token_ids for c in after]
-
-
-@pytest.mark.parametrize("eos", [{EOS}, set()], ids=["eos", "none"])
-def test_responses_end_with_their_eos_or_at_the_limit(eos: set[int], start_engine: Starter) -> None:
-    model = a_model()
-    engine = synced(start_engine(model), model)
-    options: dict[str, Any] = {"eos_token_ids": sorted(eos | set(range(20, 40)) if eos else eos), "max_new_tokens": 12}
-    requests = requests_for(prompts_of(30), **options)
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
-        ended = [token in request.eos_token_ids for token in completion.token_ids]
-        assert not any(ended[:-1]), "it should have ended earlier"
-        assert completion.finish is (FinishReason.STOP if ended[-1] else FinishReason.LENGTH)
-        assert ended[-1] or len(completion.token_ids) == 12

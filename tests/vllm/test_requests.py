@@ -12,7 +12,7 @@ from kit.vllm_models import EOS, VOCABULARY, Starter, a_model, prompts_of, reque
 from kit.vllm_rank import an_engine
 
 from lightning_rl import FinishReason, TransformersEngine, VLLMEngine
-from lightning_rl.generation import Completion, EngineState
+from lightning_rl.generation import Completion
 
 
 def what(completions: list[Completion]) -> list[tuple[tuple[int, ...], list[float]]]:
@@ -38,12 +38,6 @@ def test_samples_of_one_prompt_differ_by_their_seed_alone(engine: VLLMEngine) ->
     assert len({completion.token_ids for completion in engine.generate(requests)}) == 8
     same = [replace(request, seed=2**31 - 1) for request in requests]
     assert len({completion.token_ids for completion in engine.generate(same)}) == 1
-
-
-def test_log_probabilities_are_returned_only_if_requested(engine: VLLMEngine) -> None:
-    assert engine.generate([]) == []
-    (completion,) = engine.generate(requests_for([[5]]))
-    assert completion.logprobs is None and len(completion.token_ids) == 20
 
 
 @pytest.mark.parametrize(
@@ -121,20 +115,6 @@ def test_stop_strings_end_a_response_where_the_embedded_engine_ends_it(
     requests = requests_for([[n % 14 + 2] for n in range(40)], temperature=0.0, stop=stop, eos_token_ids=[EOS])
     found, expected = engine.generate(requests), ours.generate(requests)
     assert [(c.token_ids, c.finish) for c in found] == [(c.token_ids, c.finish) for c in expected]
-
-
-def test_an_engine_generates_only_with_the_trainers_weights(start_engine: Starter) -> None:
-    model, request = a_model(), requests_for([[5]])
-    engine = synced(start_engine(model), model)
-    expected = engine.generate(request)
-    engine.sleep()
-    with pytest.raises(RuntimeError, match="expected a synced engine, got one that is asleep"):
-        engine.generate(request)
-    engine.wake()
-    with pytest.raises(RuntimeError, match="got one that is awake"):
-        engine.generate(request)
-    assert synced(engine, model).state is EngineState.SYNCED
-    assert engine.generate(request) == expected
 
 
 def test_building_an_engine_leaves_the_process_as_it_was() -> None:

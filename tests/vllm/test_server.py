@@ -9,7 +9,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from kit.served import SECRET, Served
 from kit.served_runs import MODEL, a_run, an_engine, check_run
 from kit.support import fit, tiny_prompts, tiny_tokenizer
 from kit.talks import TURNS, openings, what_was_said
-from kit.vllm_models import Starter, a_model, prompts_of, requests_for, synced, worst
+from kit.vllm_models import Starter, prompts_of, requests_for, synced, worst
 from kit.vllm_rank import Watch
 from transformers import AutoTokenizer
 
@@ -30,7 +29,7 @@ from lightning_rl.callbacks import RolloutKL
 from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
 from lightning_rl.generation.vllm.http import Cancelled, Client
-from lightning_rl.generation.vllm.server_client import Endpoint, Label
+from lightning_rl.generation.vllm.server_client import Label, ServerClient
 
 pytestmark = pytest.mark.slow
 
@@ -126,8 +125,8 @@ def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLL
     with pytest.raises(
         RuntimeError, match=f"it failed: expected a folder of weights on {tempfile.gettempdir()}, got /etc"
     ):
-        Endpoint(server.url, SECRET, 60).load(Path("/etc"), Label("mine", 0, 0))
-    assert Endpoint(server.url, SECRET, 60).label() is None, "and the label is gone"
+        ServerClient(server.url, SECRET, 60).load(Path("/etc"), Label("mine", 0, 0))
+    assert ServerClient(server.url, SECRET, 60).label() is None, "and the label is gone"
 
 
 def test_stop_strings_need_the_same_tokenizer_at_the_server(server: Served) -> None:
@@ -223,17 +222,15 @@ def test_a_run_sees_engine_and_trainer_agree(server: Served) -> None:
 def test_the_canary_finds_a_server_that_was_not_synced(
     path: str, message: str, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, watch = Endpoint._post, Watch()  # noqa: SLF001
+    honest, watch = ServerClient._post, Watch()  # noqa: SLF001
 
-    def forgetful(endpoint: Endpoint, asked: str, body: Any = None) -> Any:
+    def forgetful(client: ServerClient, asked: str, body: Any = None) -> Any:
         skipped = asked == path and (body is None or body["method"] == "lightning_rl_load")
         return (
-            {"results": [{}], "success": True}
-            if skipped and len(watch.rollouts) == 2
-            else honest(endpoint, asked, body)
+            {"results": [{}], "success": True} if skipped and len(watch.rollouts) == 2 else honest(client, asked, body)
         )
 
-    monkeypatch.setattr(Endpoint, "_post", forgetful)
+    monkeypatch.setattr(ServerClient, "_post", forgetful)
     with pytest.raises(CanaryError, match=message):
         fit(a_run(server), callbacks=[watch], data=tiny_prompts(16, 4))
     assert len(watch.rollouts) == 2
@@ -242,18 +239,18 @@ def test_the_canary_finds_a_server_that_was_not_synced(
 def test_a_run_survives_a_killed_server(
     server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    honest, asked, left = Endpoint.draw, list[str](), list[Any]()
+    honest, asked, left = ServerClient.draw, list[str](), list[Any]()
     killing = threading.Lock()
 
-    def deadly(endpoint: Endpoint, name: str, *arguments: Any) -> Any:
+    def deadly(client: ServerClient, name: str, *arguments: Any) -> Any:
         with killing:
             asked.append(name)
             if len(asked) == 40:
                 left.append(server.kill())
                 server.start()
-        return honest(endpoint, name, *arguments)
+        return honest(client, name, *arguments)
 
-    monkeypatch.setattr(Endpoint, "draw", deadly)
+    monkeypatch.setattr(ServerClient, "draw", deadly)
     watch = Watch()
     with caplog.at_level(logging.WARNING):
         fit(a_run(server), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
@@ -273,15 +270,3 @@ def test_several_engines_at_one_port_are_refused(tmp_path: Path) -> None:
         engine.close()
     finally:
         served.stop()
-
-
-@pytest.mark.long
-def test_a_mixture_of_experts_agrees_with_the_trainer(tmp_path: Path) -> None:
-    model = a_model("qwen3_moe")
-    served, watch = Served(model, tmp_path), Watch()
-    try:
-        policy = partial(a_model, "qwen3_moe", architectures=model.config.architectures)
-        fit(a_run(served, policy=policy), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(20, 4))
-        check_run(watch, 5)
-    finally:
-        assert served.stop() == (0, [])

@@ -9,7 +9,6 @@ from kit.vllm_models import Starter, a_model, moved, prompts_of, requests_for, s
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl import VLLMEngine
 from lightning_rl.generation import EngineState
 from lightning_rl.generation.vllm import internals
 
@@ -48,15 +47,6 @@ def test_names_and_shapes_are_compared_before_anything_is_loaded(
         engine.expect(weights(model, **changed))
     engine.expect(weights(model))
     assert engine.state is EngineState.SYNCED
-
-
-def test_a_name_that_the_engine_does_not_know_is_named(start_engine: Starter) -> None:
-    model = a_model()
-    stranger = [("model.layers.0.self_attn.q_proj.scale", torch.zeros(2)), *weights(model)]
-    with pytest.raises(
-        ValueError, match=r"names of the engine's tensors, got model.layers.0.self_attn.q_proj.scale \[2\]"
-    ):
-        start_engine(model).expect(stranger)
 
 
 def broken(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -117,9 +107,3 @@ def test_a_sync_that_could_not_drop_the_prefix_cache_is_an_error(start_engine: S
     assert engine.state is EngineState.AWAKE
     core.abort_request(["running"])
     assert synced(engine, model).state is EngineState.SYNCED
-
-
-@pytest.mark.parametrize("option", ["logprobs_mode", "load_format", "generation_config", "model", "enable_lora"])
-def test_options_that_would_change_the_meaning_are_refused(option: str) -> None:
-    with pytest.raises(ValueError, match=f"expected no {option}, because VLLMEngine sets it itself"):
-        VLLMEngine(**{option: "other"})  # pyright: ignore[reportArgumentType]

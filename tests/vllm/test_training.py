@@ -1,8 +1,5 @@
 """Training with vLLM: agreement of engine and trainer, exact resume, and several ranks."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 from kit import vllm_rank
-from kit.ranks import free_port, run_ranks
+from kit.ranks import run_ranks
 from kit.support import a_trainer, fit, tiny_module, tiny_prompts, weights_of
 from kit.vllm_models import a_model
 from kit.vllm_rank import Watch, an_engine
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW
 
 from lightning_rl import RLLightningModule
 from lightning_rl.callbacks import NoEOSMask, RolloutKL
-from lightning_rl.generation import CanaryError, EngineState
-from lightning_rl.generation.vllm import internals
+from lightning_rl.generation import EngineState
 from lightning_rl.generation.vllm.vllm_version import load_vllm
 
 
@@ -73,32 +69,6 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
         assert resumed.global_step == whole.global_step == 8
         first, second = weights_of(whole), weights_of(resumed)
         assert [name for name in first if not torch.equal(first[name], second[name])] == []
-
-
-def test_samples_are_those_of_a_run_that_sleeps_between_rollouts() -> None:
-    found: list[dict[str, Tensor]] = []
-    for sleeps in (False, True):
-        module = a_run(engine=an_engine(sleeps=sleeps))
-        fit(module, data=tiny_prompts(8, 4))
-        found.append(weights_of(module))
-    assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
-
-
-def test_a_sync_that_goes_wrong_ends_the_run_before_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, honest, syncs = a_run(), internals.reload, []
-
-    def forgetful(llm: Any, weights: Any) -> None:
-        syncs.append(len(syncs))
-        if len(syncs) < 3:
-            honest(llm, weights)
-        else:
-            list(weights)
-
-    monkeypatch.setattr(internals, "reload", forgetful)
-    watch = Watch()
-    with pytest.raises(CanaryError, match="version 2, but its log-probabilities are bit for bit those of version 1"):
-        fit(module, callbacks=[watch], data=tiny_prompts(16, 4))
-    assert len(watch.rollouts) == 2
 
 
 @pytest.mark.parametrize(
@@ -157,21 +127,5 @@ def test_two_ranks_train_as_one(strategy: str, shared: int, tmp_path: Path) -> N
         assert sorted(known) == sorted(ids.tolist())
         for place, row in zip(ids.tolist(), responses, strict=True):
             assert row[row != 0].tolist() == known[place][known[place] != 0].tolist()
-    for row in [*first["rows"], *second["rows"]]:
-        assert abs(row["kl/rollout"]) < 1e-5
-
-
-def test_ranks_that_lightning_starts_share_an_engine(tmp_path: Path) -> None:
-    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    environment |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    script = Path(vllm_rank.__file__)
-    environment["PYTHONPATH"] = f"{script.parents[1]}{os.pathsep}{script.parents[2]}"
-    command = [sys.executable, str(script), str(tmp_path), "ddp", "2", "2"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    first, second = (torch.load(tmp_path / f"2-{rank}.pt") for rank in range(2))
-    assert (first["world"], second["world"], first["sum"], second["sum"]) == (2, 2, 2.0, 2.0)
-    assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
     for row in [*first["rows"], *second["rows"]]:
         assert abs(row["kl/rollout"]) < 1e-5

@@ -1,9 +1,10 @@
 """Push of the weights to all ready servers through a process group."""
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
 from lightning_rl.generation.vllm.group import BUCKET_BYTES, Group, GroupError, Invitation, gpu_of, open_store
 from lightning_rl.generation.vllm.http import Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.scheduler import Server
-from lightning_rl.generation.vllm.server_client import Label
+from lightning_rl.generation.vllm.server_client import Label, Member
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.weights.buckets import Bytes, Spare, Specification, cut, pack
 from lightning_rl.generation.weights.weight_stream import Stream
@@ -67,75 +68,64 @@ class Broadcast:
     def _send(self, group: Group, stream: Stream, label: Label) -> list[Bytes]:
         with ThreadPoolExecutor(len(self._members)) as threads:
             answers = [threads.submit(_receive, server, group, label) for server in self._members]
+            flats, failure = list[Bytes](), ""
             try:
-                flats, failure = self._send_buckets(group, stream)
+                for flat in pack(stream, self._buckets, self._device):
+                    failure = failure or _failure_of(group, flat)
+                    flats.append(flat.cpu())
             except BaseException:
-                self._end_group()
+                self._end_group()  # so that servers that wait for a bucket stop
                 raise
             if group.is_over:
-                self._end_group()  # so that servers that wait for a bucket stop
+                self._end_group()
         for why in {failure, *(answer.result() for answer in answers)} - {""}:
             LOG.warning("version %d did not reach every server by broadcast: %s", label.version, why)
         if group.is_over:
             self._end_group()
         return flats
 
-    def _send_buckets(self, group: Group, stream: Stream) -> tuple[list[Bytes], str]:
-        """Return all buckets, even if the group broke, and the reason if it did."""
-        flats, failure = list[Bytes](), ""
-        try:
-            for flat in pack(stream, self._buckets, self._device):
-                failure = failure or _failure_of(group, lambda flat=flat: group.send(flat))
-                flats.append(flat.cpu())
-        except BaseException:
-            with suppress(GroupError):
-                group.send_failure()
-            raise
-        return flats, failure or _failure_of(group, group.flush)
-
     def _group_of(self, servers: Sequence[Server]) -> Group | None:
         """Return the group of all servers that answer, a new one if needed; None if there are none."""
-        names = _ask(servers, lambda server: server.endpoint.membership())
-        if self._group is not None and self._members == servers and set(names.values()) == {self._group.name}:
+        members = _ask(servers, lambda server: server.client.members())
+        names = {member.group for workers in members.values() for member in workers}
+        if self._group is not None and self._members == servers == list(members) and names == {self._group.name}:
             return self._group
         self._end_group()
-        left = [server for server in servers if server in names]
-        while left and self._group is None:
-            left = self._form(left)
+        while members and self._group is None:
+            joined = self._form(members)
+            members = {server: members[server] for server in joined}
         return self._group
 
-    def _form(self, servers: Sequence[Server]) -> list[Server]:
-        """Form a group if every server joins; return the servers that would join.
+    def _form(self, members: Mapping[Server, Sequence[Member]]) -> list[Server]:
+        """Form a group if every server joins; return the servers that joined.
 
         Raises:
             ValueError: If two members share a GPU, which NCCL does not support.
         """
-        counts = _ask(servers, lambda server: server.endpoint.count_workers())
-        if len(counts) < len(servers):
-            return list(counts)
         if self._backend == "nccl":
-            self._check_gpus(servers)
+            self._check_gpus(members)
+        servers = list(members)
         host = _host_for(servers)
         store = open_store(host)
         self._groups += 1
         name = f"{self._pool.push.run}/{self._groups}"
-        size = 1 + sum(counts.values())
+        *firsts, size = itertools.accumulate(map(len, members.values()), initial=1)
         invitation = Invitation(name, host, store.port, size, self._backend, BUCKET_BYTES)
-        firsts = {server: 1 + sum(list(counts.values())[:number]) for number, server in enumerate(servers)}
-        joined = _ask(servers, lambda server: server.endpoint.join(invitation, firsts[server], self._tensors))
+        ranks = dict(zip(servers, firsts, strict=True))
+        joined = _ask(servers, lambda server: server.client.join(invitation, ranks[server], self._tensors))
         if len(joined) == len(servers):
             self._group = Group(invitation, self._tensors, rank=0, device=self._device, store=store)
-            self._members = list(servers)
+            self._members = servers
         return list(joined)
 
-    def _check_gpus(self, servers: Sequence[Server]) -> None:
+    def _check_gpus(self, members: Mapping[Server, Sequence[Member]]) -> None:
         owners = {gpu_of(self._device): "the trainer"}
-        for server, gpus in _ask(servers, lambda server: server.endpoint.gpus()).items():
-            for gpu in gpus:
-                if (owner := owners.setdefault(gpu, server.endpoint.url)) != server.endpoint.url:
+        for server, workers in members.items():
+            for worker in workers:
+                if (owner := owners.setdefault(worker.gpu, server.client.url)) != server.client.url:
                     raise ValueError(
                         f'expected a GPU for each member of a group with transfer="broadcast", got one for {owner} and '
-                        f'{server.endpoint.url}: pass transfer="file", or use a separate GPU for each'
+                        f'{server.client.url}: pass transfer="file", or use a separate GPU for each'
                     )
 
     def _end_group(self) -> None:
@@ -147,13 +137,13 @@ class Broadcast:
         """Close the group, and make its servers leave it."""
         members = [server for server in self._members if server in self._pool.servers]
         self._end_group()
-        _ask(members, lambda server: server.endpoint.leave())
+        _ask(members, lambda server: server.client.leave())
 
 
 def _receive(server: Server, group: Group, label: Label) -> str:
     """Make a server receive the stream; return the error, or an empty string."""
     try:
-        server.endpoint.receive(group.name, label)
+        server.client.receive(group.name, label)
     except LOST as error:
         group.give_up()
         return str(error)
@@ -162,10 +152,10 @@ def _receive(server: Server, group: Group, label: Label) -> str:
     return ""
 
 
-def _failure_of(group: Group, send: Callable[[], None]) -> str:
-    """Return the message of an error instead of raising it, as the error would keep connections alive."""
+def _failure_of(group: Group, flat: Bytes) -> str:
+    """Send a bucket; return the message of an error, which would keep connections alive if it were raised."""
     try:
-        send()
+        group.broadcast(flat)
     except GroupError as error:
         group.give_up()
         return str(error)
@@ -179,7 +169,7 @@ def _ask(servers: Sequence[Server], call: Callable[[Server], Answer]) -> dict[Se
         try:
             return [(server, call(server))]
         except LOST as error:
-            LOG.warning("%s is left out of a broadcast: %s", server.endpoint.url, error)
+            LOG.warning("%s is left out of a broadcast: %s", server.client.url, error)
             return []
 
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
@@ -188,6 +178,6 @@ def _ask(servers: Sequence[Server], call: Callable[[Server], Answer]) -> dict[Se
 
 def _host_for(servers: Sequence[Server]) -> str:
     """Return the address of this machine as seen from the servers; loopback if all of them are on it."""
-    parts = [urlsplit(server.endpoint.url) for server in servers]
+    parts = [urlsplit(server.client.url) for server in servers]
     beyond = [part for part in parts if part.hostname not in LOOPBACK]
     return address_towards(str(beyond[0].hostname), beyond[0].port or 80) if beyond else LOOPBACK[0]

@@ -17,10 +17,11 @@ READ = 1.0  # seconds between two reads
 LEAVING = 5.0  # seconds that the end of a run waits for the function that lists servers
 
 Listing = str | Sequence[str] | Path | Callable[[], Iterable[str]]
+Urls = tuple[str, ...]
 
 
-class Members:
-    """List of server URLs.
+class ServerList:
+    """URLs of the servers of a run.
 
     Args:
         servers: Fixed URLs; or a file with one URL per line, in which empty lines and comments (``#``) are ignored; or
@@ -37,13 +38,15 @@ class Members:
         urls = list(self._lines()) if self.fixed else []
         if self.fixed and (not urls or len(urls) != len(self.read())):
             raise ValueError(f"expected URLs of one or more servers, each of them once, got {urls}")
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @property
     def source(self) -> str:
         """Name of the file or the function; empty for fixed URLs."""
         return "" if self.fixed else str(getattr(self._servers, "__qualname__", self._servers))
 
-    def read(self) -> tuple[str, ...]:
+    def read(self) -> Urls:
         """Return the URLs, normalized and without repetitions.
 
         Raises:
@@ -69,13 +72,13 @@ class Members:
             servers = servers()
         return [servers] if isinstance(servers, str) else servers
 
-    def wait(self, patience: float) -> tuple[str, ...]:
+    def wait(self, patience: float) -> Urls:
         """Return the first usable list.
 
         Raises:
             EngineError: If there is none within ``patience`` seconds.
         """
-        end, said = time.monotonic() + patience, ""
+        end, logged = time.monotonic() + patience, ""
         while True:
             try:
                 return self.read()
@@ -83,76 +86,56 @@ class Members:
                 why = quote(str(error))
             if time.monotonic() >= end:
                 raise EngineError(f"expected servers to be listed by {self.source} within {patience:g} s: {why}")
-            if why != said:
+            if why != logged:
                 LOG.warning("waiting up to %g s for servers to be listed by %s: %s", patience, self.source, why)
-                said = why
+                logged = why
             time.sleep(min(READ, patience))
 
+    def watch(self, urls: Urls, follow: Callable[[Urls], object], *, store: Store | None, name: str, rank: int) -> None:
+        """Call ``follow`` in a thread with each changed list, unless the URLs are fixed.
 
-class Membership:
-    """Updates a run's servers from their list: rank 0 reads it and passes it to the other ranks through the store.
+        Rank 0 reads the list, and passes it to the other ranks through the store of the process group. A list is used
+        once two reads agree, which excludes a list that is being written. An unusable list changes nothing and is
+        logged.
 
-    A list is used once two reads agree, which excludes a list that is being written. An unusable list changes nothing
-    and is logged.
+        Args:
+            urls: URLs at the start of the run.
+            follow: Function called with the URLs.
+            store: Store of the process group; None for a single process.
+            name: Key in the store.
+            rank: Rank of this process.
+        """
 
-    Args:
-        members: List of servers.
-        urls: URLs at the start of the run.
-        follow: Function called in a thread with each new list.
-        store: Store of the process group; None for a single process.
-        name: Key in the store.
-        reads: True on rank 0.
-    """
+        def watch() -> None:
+            used, before, logged = urls, urls, ""
+            while not self._ended.wait(READ):
+                try:
+                    found, why = (self.read() if rank == 0 else _urls_in(store, name) or used), ""
+                except ValueError as error:
+                    found, why = used, quote(str(error))
+                except RuntimeError:  # the store of rank 0 is gone
+                    return
+                if why and why != logged:
+                    LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self.source, why)
+                stable, before, logged = set(found) == set(before), found, why
+                if stable and set(found) != set(used) and not self._ended.is_set():
+                    used = found
+                    follow(used)
+                    if rank == 0 and store is not None:
+                        store.set(name, "\n".join(used))
 
-    def __init__(
-        self,
-        members: Members,
-        urls: Sequence[str],
-        follow: Callable[[Sequence[str]], object],
-        *,
-        store: Store | None,
-        name: str,
-        reads: bool,
-    ) -> None:
-        self._members, self._urls, self._follow = members, tuple(urls), follow
-        self._store, self._name, self._reads = store, name, reads
-        self._before, self._said = self._urls, ""  # URLs and error of the previous read
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="servers-listed", daemon=True)
-        if not members.fixed:
+        if not self.fixed:
+            self._ended.clear()
+            self._thread = threading.Thread(target=watch, name="servers-listed", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """Stop reading; a function that does not return is abandoned."""
         self._ended.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(LEAVING)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(READ):
-            urls = self._read() if self._reads else self._receive()
-            if set(urls) != set(self._urls) and not self._ended.is_set():
-                self._urls = urls
-                self._follow(urls)
-                if self._reads and self._store is not None:
-                    self._store.set(self._name, "\n".join(urls))
 
-    def _read(self) -> tuple[str, ...]:
-        """Return the list if it equals the previous read, otherwise the URLs in use."""
-        try:
-            urls, why = self._members.read(), ""
-        except ValueError as error:
-            urls, why = self._urls, quote(str(error))
-        if why and why != self._said:
-            LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self._members.source, why)
-        before, self._before, self._said = self._before, urls, why
-        return urls if set(urls) == set(before) else self._urls
-
-    def _receive(self) -> tuple[str, ...]:
-        """Return the URLs that rank 0 uses; stop if its store is gone."""
-        try:
-            if self._store is not None and self._store.check([self._name]):
-                return tuple(self._store.get(self._name).decode().split("\n"))
-        except RuntimeError:
-            self._ended.set()
-        return self._urls
+def _urls_in(store: Store | None, name: str) -> Urls:
+    """Return the URLs that rank 0 uses; none before the first change."""
+    return tuple(store.get(name).decode().split("\n")) if store is not None and store.check([name]) else ()

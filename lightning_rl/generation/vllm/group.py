@@ -1,8 +1,7 @@
 """Process group of a trainer's rank 0 and the workers of its servers, for the broadcast of weights.
 
-It is separate from the groups of trainer and engine: NCCL between GPUs, otherwise gloo. It transfers only flat bytes,
-nothing is unpickled. Each bucket follows a header with its size; both ends compute the same layout, and a size of -1
-means that the trainer's stream failed.
+It is separate from the groups of trainer and engine: NCCL between GPUs, otherwise gloo. It transfers only flat bytes in
+buckets, whose layout both ends compute; nothing is unpickled.
 """
 
 import socket
@@ -20,17 +19,16 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lightning_rl.generation.vllm.address import address_towards
-from lightning_rl.generation.weights.buckets import Bytes, Specification, allocate, cut, unpack
+from lightning_rl.generation.weights.buckets import Bytes, Specification, allocate, cut
 
-BUCKET_BYTES = 2**28  # sender and receiver hold two buckets each, besides the weights being loaded
+BUCKET_BYTES = 2**28  # sender and receiver hold one bucket each, besides the weights being loaded
 STALL = 60.0  # seconds without progress of a member after which the group counts as broken
 POLL = 0.001  # seconds between two checks of a broadcast
-FAILED = -1  # header instead of a size
 Value = TypeVar("Value")
 
 
 class GroupError(RuntimeError):
-    """Broken group: a member left or is too slow, or the trainer's stream failed."""
+    """Broken group: a member left or is too slow."""
 
 
 class Invitation(NamedTuple):
@@ -76,7 +74,7 @@ class Group:
         self._store = connect(invitation.host, invitation.port) if store is None else store
         self._group: Any = None
         self._first: Future[Any] | None = None  # first broadcast, in which NCCL connects
-        self._under_way: list[tuple[dist.Work, Tensor]] = []
+        self._work: tuple[dist.Work, Tensor] | None = None  # last broadcast
         self._broken = threading.Event()
         self.whole = False  # True once the last stream has been received completely
 
@@ -94,92 +92,40 @@ class Group:
         """Make a member that waits in another thread raise."""
         self._broken.set()
 
-    def send(self, flat: Bytes) -> None:
-        """Start to send a bucket, after the previous one has been sent.
-
-        Raises:
-            GroupError: If the group is broken.
-        """
-        self._connect()
-        self._wait()
-        self._post(self._header(flat.nbytes))
-        self._post(flat)
-
-    def flush(self) -> None:
-        """Return once the last bucket has been sent.
-
-        Raises:
-            GroupError: If the group is broken.
-        """
-        self._wait()
-
-    def send_failure(self) -> None:
-        """Make the receivers stop, because no more buckets of this stream follow.
-
-        Raises:
-            GroupError: If the group is broken.
-        """
-        self._connect()
-        self._post(self._header(FAILED))
-        self._wait()
-
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one stream while the next bucket is received. They share memory only with their bucket.
+        """Yield the tensors of one stream, which share memory only with their bucket.
 
         Raises:
-            GroupError: If the group is broken, or the stream failed.
+            GroupError: If the group is broken.
         """
         self.whole = False
+        for bucket in self.buckets:
+            flat = allocate(bucket, self.device)
+            self.broadcast(flat)
+            self.whole = bucket is self.buckets[-1]
+            yield from ((piece.name, piece.view(flat)) for piece in bucket)
+
+    def broadcast(self, flat: Bytes) -> None:
+        """Send a bucket from rank 0, or receive it.
+
+        Raises:
+            GroupError: If the group is broken.
+        """
         self._connect()
-        flat = self._ask(0)
-        for number, bucket in enumerate(self.buckets):
-            last = number == len(self.buckets) - 1
-            coming = flat if last else self._ask(number + 1)
-            self._wait(leave=0 if last else 1)
-            self.whole = last
-            yield from unpack(flat, bucket)
-            flat = coming
-
-    def _ask(self, number: int) -> Bytes:
-        """Start to receive a bucket and return its memory."""
-        header, expected = self._header(0), self.buckets[number][-1].end
-        self._post(header)
-        work, _ = self._under_way.pop()
-        self._finish(work)
-        if (size := int(header)) != expected:
-            why = "the trainer's stream failed" if size == FAILED else f"got {size} bytes"
-            raise GroupError(f"expected {expected} bytes in bucket {number} of group {self.name}, but {why}")
-        flat = allocate(self.buckets[number], self.device)
-        self._post(flat)
-        return flat
-
-    def _header(self, value: int) -> Tensor:
-        return torch.tensor([value], dtype=torch.int64, device=self.device)
-
-    def _post(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        broadcast, connects = partial(self._group.broadcast, [tensor], options), self._first is None
+        broadcast, connects = partial(self._group.broadcast, [flat], options), self._first is None
         if self._first is None:
             self._first = call_in_thread(broadcast)
         self._await(self._first.done)
         try:  # check the first every time: after its error NCCL would connect, and block, again
             first = self._first.result()
             work = first if connects else broadcast()
-        except RuntimeError as error:
-            raise self._end_error(str(error)) from error
-        self._under_way.append((work, tensor))
-
-    def _wait(self, *, leave: int = 0) -> None:
-        """Wait for broadcasts in order, except for the last ``leave``."""
-        while len(self._under_way) > leave:
-            work, _ = self._under_way.pop(0)
-            self._finish(work)
-
-    def _finish(self, work: dist.Work) -> None:
-        self._await(work.is_completed)
-        try:
+            self._work = work, flat
+            self._await(work.is_completed)
             work.wait()
+        except GroupError:
+            raise
         except RuntimeError as error:
             raise self._end_error(str(error)) from error
 
@@ -195,7 +141,7 @@ class Group:
         return GroupError(f"group {self.name} is broken: {why}")
 
     def _connect(self) -> None:
-        """Create the process group."""
+        """Create the process group, unless it exists."""
         if self._group is not None:
             return
         store = PrefixStore(self.name, self._store)
@@ -210,10 +156,9 @@ class Group:
         connecting, nccl = self._first is not None and not self._first.done(), self.invitation.backend == "nccl"
         if nccl and self._group is not None and not connecting:
             self._group.abort()
-        stuck = connecting or any(not work.is_completed() for work, _ in self._under_way)
-        parts = [self._group, *self._under_way]
-        self._group = self._first = None
-        self._under_way.clear()
+        stuck = connecting or (self._work is not None and not self._work[0].is_completed())
+        parts = [self._group, self._work]
+        self._group = self._first = self._work = None
         if stuck:  # the destructor of a gloo group waits for its broadcasts
             threading.Thread(target=parts.clear, name="leave-group", daemon=True).start()
         else:  # now: a gloo thread that outlives the interpreter aborts the process

@@ -5,11 +5,9 @@ All calls of a process run in one thread, with aiohttp, over keep-alive connecti
 
 import asyncio
 import json
-import re
 import socket
 import ssl
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,7 +22,6 @@ HINTS = {
     404: "start the server by lightning-rl serve",
 }
 PORTS = {"http": 80, "https": 443}
-HOST, PATH = re.compile(r"[\w.:-]+"), re.compile(r"[\w./~%-]*")
 BUSY = (408, 429)  # statuses after which a retry may succeed
 OF_REQUEST = (400, 413, 422)  # statuses that concern the request, not the client
 CONNECTING = 10.0  # seconds
@@ -94,7 +91,7 @@ class Client:
             Cancelled: If the client was closed.
         """
         if self._closed:
-            raise Cancelled(f"{self.url}{path} was cancelled before it began")
+            raise Cancelled(f"{self.url}{path} was cancelled")
         deadline = asyncio.timeout(timeout)
         self._deadlines.add(deadline)
         try:
@@ -113,31 +110,23 @@ class Client:
             self._deadlines.discard(deadline)
         return self._parse(path, status, text)
 
-    async def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        """Return status and body; a kept connection that was closed while it was idle is replaced by another one."""
-        while True:
-            reused = list[bool]()
-            try:
-                async with self._open().request(
-                    method, self.url + path, json=body, allow_redirects=False, trace_request_ctx=reused
-                ) as answer:
-                    return answer.status, await answer.read()
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                if not reused or self._closed:
-                    raise
+    async def _exchange(self, method: str, path: str, body: Any, *, again: bool = True) -> tuple[int, bytes]:
+        """Return status and body; a call is repeated once, as a server may close a connection that was kept."""
+        try:
+            async with self._open().request(method, self.url + path, json=body, allow_redirects=False) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            if self._closed or not again:
+                raise
+        return await self._exchange(method, path, body, again=False)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            tracing = aiohttp.TraceConfig()
-            tracing.on_connection_reuseconn.append(_note_reuse)
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, ssl=self._trust, keepalive_timeout=KEPT, socket_factory=_open_socket
-                ),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING),
-                headers=self._headers,
-                trace_configs=[tracing],
+            connector = aiohttp.TCPConnector(
+                limit=0, ssl=self._trust, keepalive_timeout=KEPT, socket_factory=_open_socket
             )
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._session
 
     def _parse(self, path: str, status: int, text: bytes) -> Any:
@@ -177,13 +166,6 @@ class Client:
             await self._session.close()
 
 
-async def _note_reuse(
-    _: aiohttp.ClientSession, context: SimpleNamespace, __: aiohttp.TraceConnectionReuseconnParams
-) -> None:
-    """Record that a request uses a kept connection."""
-    context.trace_request_ctx.append(True)
-
-
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Return a socket with TCP keepalive, so that proxies keep it open: a server sends nothing while it generates."""
     family, kind, protocol, *_ = address
@@ -212,8 +194,7 @@ def read_url(text: str) -> SplitResult:
         host, port = parts.hostname or "", parts.port
     except ValueError:
         parts, host, port = urlsplit(""), "", None
-    sound = parts.scheme in PORTS and HOST.fullmatch(host) and PATH.fullmatch(parts.path) and port != 0
-    if not sound or parts.query or parts.fragment:
+    if parts.scheme not in PORTS or not host or port == 0 or parts.query or parts.fragment:
         raise ValueError(f"expected a URL such as http://127.0.0.1:8000, got {text!r}")
     netloc = f"[{host}]" if ":" in host else host
     if port not in (None, PORTS[parts.scheme]):

@@ -72,7 +72,7 @@ class RouteListener:
     """
 
     def __init__(self, llm: Any) -> None:
-        (self._runner,) = llm.collective_rpc(_runner_of)
+        (self._runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
         self._now: list[Tensor] = []
         self._requests: dict[str, list[tuple[Tensor, Tensor]]] = {}
         model: nn.Module = self._runner.model
@@ -140,7 +140,3 @@ def mask_from(output: Any, vocabulary: int) -> UInt8[Tensor, "L V8"]:
 
 def _forward_length(output: Any) -> int:
     return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
-
-
-def _runner_of(worker: Any) -> Any:
-    return worker.model_runner

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_rl.generation.vllm.http import Unanswered
-from lightning_rl.generation.vllm.server_client import Endpoint
+from lightning_rl.generation.vllm.server_client import ServerClient
 
 
 @dataclass(slots=True, eq=False)
 class Server:
     """One server of a pool."""
 
-    endpoint: Endpoint
+    client: ServerClient
     ready: bool = False  # has the current weights and accepts requests
     listed: bool = True  # False once it was removed from the list
     outstanding: int = 0  # tokens of its requests, with the maximum of responses

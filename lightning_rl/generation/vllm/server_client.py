@@ -43,6 +43,13 @@ class Label(NamedTuple):
         return None if match is None else Label(match[1], int(match[2]), int(match[3]))
 
 
+class Member(NamedTuple):
+    """Worker of a server."""
+
+    group: str  # name of its group; empty without one
+    gpu: str  # UUID; empty on a CPU
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Response of a server to one request."""
@@ -56,28 +63,19 @@ class Sample:
     cached: int  # prompt tokens found in the prefix cache
 
 
-class Endpoint:
-    """Client of one server; ``timeout`` is in seconds, for one response or load.
+class ServerClient(Client):
+    """Client of one vLLM server; ``timeout`` is in seconds, for one response or load.
 
     Every call may raise :class:`Unanswered` (also for invalid answers) or :class:`Refused`.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float, ca: Path | None = None) -> None:
-        self._client = Client(url, key, ca)
-        self.url = self._client.url
+        super().__init__(url, key, ca)
         self.timeout = timeout
-
-    def abort(self) -> None:
-        """Cancel the calls in flight, because the server is lost."""
-        self._client.abort()
-
-    def close(self) -> None:
-        """Cancel the calls in flight and every later one."""
-        self._client.close()
 
     def check_health(self) -> None:
         """Return if the server accepts requests."""
-        self._client.call("GET", "/health", timeout=PROBE)
+        self.call("GET", "/health", timeout=PROBE)
 
     def describe(self) -> Description:
         """Return the server's description.
@@ -132,7 +130,7 @@ class Endpoint:
 
     def label(self) -> Label | None:
         """Return the label of the server's weights, or None if no trainer has pushed any."""
-        answer = self._client.call("GET", "/weight_info", timeout=self.timeout)
+        answer = self.call("GET", "/weight_info", timeout=self.timeout)
         with self._parsing():
             return Label.read(str(answer["weight_version"]))
 
@@ -182,15 +180,11 @@ class Endpoint:
                 said = quote(str(result["error"]))
                 raise RuntimeError(f"expected {self.url} to load weights, but it failed: {said}")
 
-    def count_workers(self) -> int:
-        """Return the number of processes that hold a part of the server's weights."""
-        return self._world_size("false")
-
-    def gpus(self) -> list[str]:
-        """Return the GPU of each of these processes."""
-        results = self._on_workers("lightning_rl_gpu")
+    def members(self) -> list[Member]:
+        """Return the group and the GPU of each process that holds a part of the server's weights."""
+        results = self._on_workers("lightning_rl_member")
         with self._parsing():
-            return [str(result["gpu"]) for result in results]
+            return [Member(str(result["group"]), str(result["gpu"])) for result in results]
 
     def join(self, invitation: Invitation, first: int, tensors: Sequence[Specification]) -> None:
         """Make every worker join a group, with ranks from ``first`` on.
@@ -202,16 +196,9 @@ class Endpoint:
             if "error" in result:
                 raise GroupError(f"expected {self.url} to join a group, but it failed: {quote(str(result['error']))}")
 
-    def membership(self) -> str:
-        """Return the name of the group that every worker is in; empty without one."""
-        results = self._on_workers("lightning_rl_membership")
-        with self._parsing():
-            names = {str(result["name"]) for result in results}
-        return names.pop() if len(names) == 1 else ""
-
     def leave(self) -> None:
         """Make every worker leave its group."""
-        self._client.call("POST", "/collective_rpc", {"method": "lightning_rl_leave", "args": []}, timeout=LEAVING)
+        self.call("POST", "/collective_rpc", {"method": "lightning_rl_leave", "args": []}, timeout=LEAVING)
 
     def clear_label(self) -> None:
         """Replace the label of the server's weights, so that no trainer accepts tokens from them."""
@@ -231,7 +218,7 @@ class Endpoint:
         body: dict[str, Any] = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
         if salt is not None:
             body["cache_salt"] = salt
-        answer = await self._client.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
+        answer = await self.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
         with self._parsing():
             (choice,) = answer["choices"]
             tokens, logprobs, prompt_logprobs = tuple(choice["token_ids"]), None, torch.zeros(0)
@@ -269,10 +256,10 @@ class Endpoint:
             return answer["results"]
 
     def _get(self, path: str) -> Any:
-        return self._client.call("GET", path, timeout=PROBE)
+        return self.call("GET", path, timeout=PROBE)
 
     def _post(self, path: str, body: Any = None) -> Any:
-        return self._client.call("POST", path, body, timeout=self.timeout)
+        return self.call("POST", path, body, timeout=self.timeout)
 
 
 def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:

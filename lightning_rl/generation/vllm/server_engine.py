@@ -23,10 +23,10 @@ from lightning_rl.distributed import failing_together, process_count, process_ob
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
-from lightning_rl.generation.vllm.discovery import Listing, Members, Membership
+from lightning_rl.generation.vllm.discovery import Listing, ServerList
 from lightning_rl.generation.vllm.http import read_url, trust
 from lightning_rl.generation.vllm.scheduler import Seat
-from lightning_rl.generation.vllm.server_client import Endpoint
+from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
@@ -98,18 +98,17 @@ class VLLMServerEngine(Engine):
         if self.ca is not None:
             trust(self.ca)
         self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
-        self._members = Members(self.servers, self._check_url)
+        self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
-        self._membership: Membership | None = None
         self._broadcast: Broadcast | None = None
 
     def _check_url(self, url: str) -> None:
         if read_url(url).hostname not in LOOPBACK and self.storage is None:
             raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
 
-    def _endpoint(self, url: str) -> Endpoint:
-        return Endpoint(url, self._key, self.timeout, self.ca)
+    def _client_of(self, url: str) -> ServerClient:
+        return ServerClient(url, self._key, self.timeout, self.ca)
 
     @override
     def start(
@@ -132,7 +131,7 @@ class VLLMServerEngine(Engine):
         check_text_only(model, "VLLMServerEngine")
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
-            urls = self._members.wait(self.patience) if rank == 0 else ()
+            urls = self._list.wait(self.patience) if rank == 0 else ()
         proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve()), urls
         run, storage, urls = process_objects(proposal)[0]
         self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
@@ -147,25 +146,24 @@ class VLLMServerEngine(Engine):
             private=self.storage is None,
         )
         pool = self._pool = ServerPool(
-            [self._endpoint(url) for url in urls],
+            [self._client_of(url) for url in urls],
             push,
             patience=self.patience,
             rank=rank,
             at_once=self.at_once,
-            source=self._members.source,
+            source=self._list.source,
         )
         push.open()
         for error in pool.refresh():
-            if isinstance(error, ValueError) and self._members.fixed:
+            if isinstance(error, ValueError) and self._list.fixed:
                 raise error
         pool.watch(pool.servers)
-        self._membership = Membership(
-            self._members,
+        self._list.watch(
             urls,
-            lambda urls: pool.follow(urls, self._endpoint),
+            lambda urls: pool.follow(urls, self._client_of),
             store=process_store(),
             name=f"lightning-rl/servers/{run}",
-            reads=rank == 0,
+            rank=rank,
         )
         pool.wait(strict=True)
         served = push.description
@@ -325,9 +323,7 @@ class VLLMServerEngine(Engine):
         """Cancel every call and delete the written weights; the servers keep running."""
         super().close()
         pool, self._pool = self._pool, None
-        membership, self._membership = self._membership, None
-        if membership is not None:
-            membership.close()
+        self._list.close()
         broadcast, self._broadcast = self._broadcast, None
         if broadcast is not None:
             broadcast.close()

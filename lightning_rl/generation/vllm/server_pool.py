@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lightning_rl.generation.engine import EngineError, Request
 from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
-from lightning_rl.generation.vllm.server_client import Endpoint, Sample
+from lightning_rl.generation.vllm.server_client import Sample, ServerClient
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights.weight_stream import Shape
 
@@ -30,7 +30,7 @@ class ServerPool:
     """Sends each request to a server with a free slot, and to another one if that server is lost.
 
     Args:
-        endpoints: Clients of the servers.
+        clients: Clients of the servers.
         push: Push that brings a server to the current weights.
         patience: Seconds without a ready server after which requests fail.
         rank: Rank of this process.
@@ -43,7 +43,7 @@ class ServerPool:
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
+        clients: Sequence[ServerClient],
         push: WeightPush,
         *,
         patience: float,
@@ -53,7 +53,7 @@ class ServerPool:
     ) -> None:
         self.push, self.patience, self.rank, self.at_once, self.source = push, patience, rank, at_once, source
         self.oldest = 0
-        self._places = Places([Server(endpoint) for endpoint in endpoints], at_once=at_once, rank=rank)
+        self._places = Places([Server(client) for client in clients], at_once=at_once, rank=rank)
         self._expiry: asyncio.TimerHandle | None = None  # of the patience of waiting requests
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -70,24 +70,24 @@ class ServerPool:
     def watch(self, servers: Sequence[Server]) -> None:
         """Start a thread for each server that checks its health and recovers it."""
         for server in servers:
-            name = f"watch-{server.endpoint.url}"
+            name = f"watch-{server.client.url}"
             self._watchers.append(threading.Thread(target=self._watch, args=(server,), name=name, daemon=True))
             self._watchers[-1].start()
 
-    def follow(self, urls: Sequence[str], connect: Callable[[str], Endpoint]) -> None:
+    def follow(self, urls: Sequence[str], connect: Callable[[str], ServerClient]) -> None:
         """Replace the servers by those of these URLs. Called by one thread.
 
         A new server gets requests once it has the current weights and the same log-probabilities of the canary's
         tokens as another server. A removed one gets no more requests, and is closed when its requests in flight have
         ended.
         """
-        known = {server.endpoint.url: server for server in self.servers}
+        known = {server.client.url: server for server in self.servers}
         servers = [known.get(url) or Server(connect(url)) for url in urls]
         gone = [server for server in self.servers if server not in servers]
-        new = [server for server in servers if server.endpoint.url not in known]
+        new = [server for server in servers if server.client.url not in known]
         for server in gone:
             server.listed = False
-            self.push.forget(server.endpoint.url)
+            self.push.forget(server.client.url)
         with self._changed:
             self._places.servers = servers
             self._open += new
@@ -100,16 +100,16 @@ class ServerPool:
         with server.loading:
             if self.push.writes:
                 with suppress(Unanswered, Refused, Cancelled):
-                    server.endpoint.leave()
-            LOG.warning("%s is closed: it was removed from the list, and its requests have ended", server.endpoint.url)
-            server.endpoint.close()
+                    server.client.leave()
+            LOG.warning("%s is closed: it was removed from the list, and its requests have ended", server.client.url)
+            server.client.close()
             self._open.remove(server)
 
     def close(self) -> None:
         """Stop all threads and cancel every call."""
         self._closed.set()
         for server in list(self._open):
-            server.endpoint.close()
+            server.client.close()
         self._notify()
         for watcher in self._watchers:
             watcher.join()
@@ -151,7 +151,7 @@ class ServerPool:
 
     def _missing(self) -> tuple[str, str]:
         """Return a description of the servers, and the reasons for which they are not ready."""
-        reasons = "; ".join(f"{server.endpoint.url}: {server.error}" for server in self.servers)
+        reasons = "; ".join(f"{server.client.url}: {server.error}" for server in self.servers)
         return f"{len(self.servers)} servers" + (f" that {self.source} lists" if self.source else ""), reasons
 
     def _none_ready(self) -> EngineError:
@@ -219,7 +219,7 @@ class ServerPool:
     def ask_all(
         self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, salt: str | None = None
     ) -> dict[str, Sample]:
-        """Return the response of every ready server by URL. For ``salt`` see :meth:`.Endpoint.draw`.
+        """Return the response of every ready server by URL. For ``salt`` see :meth:`.ServerClient.draw`.
 
         Raises:
             EngineError: If no server answered.
@@ -232,7 +232,7 @@ class ServerPool:
             self.wait()
             servers = self.ready()
             answers = zip(servers, self.run(ask, servers), strict=True)
-            if samples := {server.endpoint.url: sample for server, sample in answers if sample is not None}:
+            if samples := {server.client.url: sample for server, sample in answers if sample is not None}:
                 return samples
         raise EngineError(f"expected a server to answer request {name} in {ATTEMPTS} attempts, got none")
 
@@ -251,10 +251,10 @@ class ServerPool:
         Raises:
             EngineError: If the server rejects this request. A server that rejects the client is removed.
         """
-        run, url = self.push.run, server.endpoint.url
+        run, url = self.push.run, server.client.url
         try:
             numbered = f"{run}-{name}-{self.rank}-{next(self._numbers)}"
-            sample = await server.endpoint.draw(numbered, ids, parameters, salt)
+            sample = await server.client.draw(numbered, ids, parameters, salt)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a complete response from {url}, got an aborted one")
             for label in set(sample.labels):
@@ -279,7 +279,7 @@ class ServerPool:
         """
         with self._changed:
             self.push.proof = proof
-            late = [server for server in self.servers if server.ready and server.endpoint.url not in scored]
+            late = [server for server in self.servers if server.ready and server.client.url not in scored]
             for server in late:
                 server.ready = False
         for server in late:
@@ -308,7 +308,7 @@ class ServerPool:
         self.push.sent = list(sent)
         for server in self.ready():
             try:
-                server.endpoint.compare(sent)
+                server.client.compare(sent)
             except (Unanswered, Refused) as error:
                 self.remove(server, error)
             except ValueError as error:
@@ -336,7 +336,7 @@ class ServerPool:
             while not restored:
                 proof = self.push.proof
                 try:
-                    self.push.update(server.endpoint)
+                    self.push.update(server.client)
                 except Cancelled:
                     self._check_open()
                     return None
@@ -351,7 +351,7 @@ class ServerPool:
         with self._changed:
             if server in self.servers and (server.ready or str(server.error) != str(why)):
                 message = "lost %s: %s; its requests go to other servers until it is back"
-                LOG.warning(message, server.endpoint.url, why)
+                LOG.warning(message, server.client.url, why)
             server.ready, server.error = False, why
             server.due = time.monotonic() + min(BACKOFF * 2 ** min(server.losses, MAX_DOUBLINGS), MAX_BACKOFF)
             server.losses += 1
@@ -367,7 +367,7 @@ class ServerPool:
             if self.push.proof is not proof:
                 return False
             if server.losses and not server.ready:
-                LOG.warning("%s is back, with the current weights", server.endpoint.url)
+                LOG.warning("%s is back, with the current weights", server.client.url)
             server.ready, self._waits = True, False
         self._notify()
         return True
@@ -378,14 +378,14 @@ class ServerPool:
                 self._let_go(server)
                 return
             try:
-                server.endpoint.check_health()
+                server.client.check_health()
                 if server.listed and not server.ready:
                     self._join(server)
             except Cancelled:
                 return
             except Exception as error:  # noqa: BLE001  the thread has to survive, or the server stays lost
                 if server.ready:
-                    server.endpoint.abort()
+                    server.client.abort()
                 self.remove(server, error)
 
     def _pause(self, server: Server) -> float:
@@ -428,7 +428,7 @@ class ServerPool:
 
 
 def _names(servers: Sequence[Server]) -> str:
-    return ", ".join(server.endpoint.url for server in servers) or "none"
+    return ", ".join(server.client.url for server in servers) or "none"
 
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

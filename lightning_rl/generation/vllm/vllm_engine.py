@@ -143,6 +143,7 @@ class VLLMEngine(Engine):
 
     @property
     def _tensor_parallel(self) -> int:
+        """Number of ranks that share this engine."""
         return self.options.get("tensor_parallel_size", 1)
 
     @property
@@ -234,7 +235,7 @@ class VLLMEngine(Engine):
         self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
         self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
         (self._plan,) = self._llm.apply_model(partial(internals.plan_of, self._llm.llm_engine.vllm_config))
-        (self._model,) = self._llm.apply_model(_identity)
+        (self._model,) = self._llm.apply_model(lambda model: model)
         self._extras = OutputExtras(self._llm, self.extras, vocabulary) if self.extras else None
 
     def _llm_options(self, model: PreTrainedModel) -> dict[str, Any]:
@@ -327,7 +328,7 @@ class VLLMEngine(Engine):
     @override
     def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
         """Add each request to the running batch at once; ranks that share the engine generate in rounds."""
-        if self._ranks > 1:
+        if self._tensor_parallel > 1:
             super()._converse(exchange, logprobs=logprobs)
             return
         if self._extras is not None:
@@ -386,18 +387,13 @@ class VLLMEngine(Engine):
             raise
 
     @property
-    def _ranks(self) -> int:
-        """Number of ranks that share this engine."""
-        return self._llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size
-
-    @property
     def _group(self) -> Any:
         """Process group of the ranks that share this engine."""
         return import_module("vllm.distributed.parallel_state").get_tp_group().cpu_group
 
     @override
     def _across(self, value: Value) -> list[Value]:
-        if self._ranks == 1:
+        if self._tensor_parallel == 1:
             return [value]
         values: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
@@ -405,7 +401,7 @@ class VLLMEngine(Engine):
 
     def _gather(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
         """Return the requests of all ranks that share this engine, and the index of this rank's first one."""
-        if self._ranks == 1:
+        if self._tensor_parallel == 1:
             return requests, 0
         parts = self._across(list(requests))
         return [request for part in parts for request in part], sum(map(len, parts[: dist.get_rank(self._group)]))
@@ -509,7 +505,3 @@ def check_device(device: torch.device, executor: str | None) -> None:
         f"expected the trainer on cuda:0, where vLLM generates in a single process, got {device}: set "
         f"CUDA_VISIBLE_DEVICES={name.strip()} and pass devices=1 to the Trainer"
     )
-
-
-def _identity(model: Any) -> Any:
-    return model

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.vllm.http import Unanswered, quote
-from lightning_rl.generation.vllm.server_client import Endpoint, Label
+from lightning_rl.generation.vllm.server_client import Label, ServerClient
 from lightning_rl.generation.vllm.storage import RunFolder
 from lightning_rl.generation.vllm.vllm_sampling import SCORING
 from lightning_rl.generation.vllm.worker_extension import Description
@@ -72,7 +72,7 @@ class WeightPush:
         self._description: Description | None = None
         self._versions: dict[int, int] = {}  # by number of the push
         self._loaded: set[str] = set()
-        self._processes: dict[str, str] = {}  # random name of the process of each described server, by URL
+        self._described: set[str] = set()
         self._spare: tuple[Label, Spare] | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
@@ -156,8 +156,7 @@ class WeightPush:
     def forget(self, url: str) -> None:
         """Drop what is known of a removed server."""
         self._loaded.discard(url)
-        with self._lock:
-            self._processes.pop(url, None)
+        self._described.discard(url)
 
     def lacks_proof(self) -> bool:
         """Return True if the canary has not checked the current weights at any server yet."""
@@ -168,7 +167,7 @@ class WeightPush:
         """Delete the folder."""
         self.folder.close()
 
-    def update(self, endpoint: Endpoint) -> None:
+    def update(self, client: ServerClient) -> None:
         """Bring a server to the current weights, unless it has them, and compare it with the proof if there is one.
 
         Raises:
@@ -178,66 +177,53 @@ class WeightPush:
         """
         current = None
         while current is None or current != self.current:  # it may change meanwhile
-            current, label = self.current, endpoint.label()
-            if label is None or label.run != self.run or endpoint.url not in self._processes:
-                self._check(endpoint, label)
+            current, label = self.current, client.label()
+            if label is None or label.run != self.run or client.url not in self._described:
+                self._check(client, label)
             if current is None:
                 return
             if label != current:
                 if not self.writes:
                     waits = "waits for rank 0 to push the weights of version"
-                    raise Unanswered(f"{endpoint.url} {waits} {current.version}")
-                endpoint.load(self._folder_with(current), current)
-                self._loaded.add(endpoint.url)
+                    raise Unanswered(f"{client.url} {waits} {current.version}")
+                client.load(self._folder_with(current), current)
+                self._loaded.add(client.url)
             try:
-                self._prove(endpoint, current)
+                self._prove(client, current)
             except CanaryError:
-                endpoint.clear_label()
+                client.clear_label()
                 raise
 
-    def _check(self, endpoint: Endpoint, label: Label | None) -> None:
-        if label is not None and label.run != self.run and endpoint.url in self._loaded:
-            raise ValueError(
-                f"expected {endpoint.url} to serve one trainer, but another one has loaded weights into it"
-            )
-        description = endpoint.describe()
-        process, description = description.process, description._replace(process="")
+    def _check(self, client: ServerClient, label: Label | None) -> None:
+        if label is not None and label.run != self.run and client.url in self._loaded:
+            raise ValueError(f"expected {client.url} to serve one trainer, but another one has loaded weights into it")
+        description = client.describe()
         policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
-        _compare(endpoint.url, description, policy, "the policy has")
+        _compare(client.url, description, policy, "the policy has")
         with self._lock:
             self._description = self._description or description
-        _compare(endpoint.url, description, self._description._asdict(), "the other servers have")
+        _compare(client.url, description, self._description._asdict(), "the other servers have")
         if self._tokenizer is not None:
             ids = list(range(min(self._vocabulary, len(self._tokenizer), DECODED)))
-            alike = description.has_tokenizer and endpoint.detokenize(ids) == self._tokenizer.decode(ids)
+            alike = description.has_tokenizer and client.detokenize(ids) == self._tokenizer.decode(ids)
             if self.has_tokenizer and not alike and self.current is not None:
-                raise ValueError(f"expected the trainer's tokenizer at {endpoint.url}, as the other servers have")
+                raise ValueError(f"expected the trainer's tokenizer at {client.url}, as the other servers have")
             self.has_tokenizer = self.has_tokenizer and alike
         if self.sent:
-            endpoint.compare(self.sent)
-        self._note_process(endpoint.url, process)  # last, so that a server that was refused is checked again
+            client.compare(self.sent)
+        self._described.add(client.url)  # last, so that a server that was refused is checked again
 
-    def _note_process(self, url: str, process: str) -> None:
-        """Raise if a server is known by another URL, as it would get weights and requests twice."""
-        with self._lock:
-            others = [other for other, known in self._processes.items() if known == process and other != url]
-            if process and others:
-                raise ValueError(
-                    f"expected each server once, but {url} and {others[0]} are the same server: list one of them"
-                )
-            self._processes[url] = process
-
-    def _prove(self, endpoint: Endpoint, label: Label) -> None:
+    def _prove(self, client: ServerClient, label: Label) -> None:
         proof = self.proof
         if proof is None or proof.label != label or self._canary is None:
             return
-        sample = endpoint.sample(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
+        sample = client.sample(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
         gap = (sample.prompt_logprobs - proof.logprobs).double().abs()
         served = self.description
         rounding = Rounding.of({getattr(torch, served.dtype)}, tf32=served.device != "cpu")
         if not self._canary.within(gap, rounding):
             raise CanaryError(
-                f"expected {endpoint.url} to agree with another server on version {label.version}, but its "
+                f"expected {client.url} to agree with another server on version {label.version}, but its "
                 f"log-probabilities differ by up to {float(gap.max()):.2g}"
             )
 

@@ -9,7 +9,6 @@ import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from lightning_rl.generation.weights.weight_folder import read_weights
 from lightning_rl.generation.weights.weight_stream import Stream
 
 STORAGE = "LIGHTNING_RL_STORAGE"  # folder of weights; by default that for temporary files
-PROCESS = token_hex(8)  # random name of this process
 HOST = "LIGHTNING_RL_HOST"  # address at which the server listens; by default loopback
 
 
@@ -38,7 +36,6 @@ class Description(NamedTuple):
     has_tokenizer: bool
     logprobs_mode: str  # distribution of its log-probabilities
     generation_config: str  # source of its sampling defaults
-    process: str = ""  # random name, which identifies a server behind two URLs
 
 
 class WeightLoader:
@@ -64,12 +61,7 @@ class WeightLoader:
             has_tokenizer=not model.skip_tokenizer_init,
             logprobs_mode=str(model.logprobs_mode),
             generation_config=str(model.generation_config),
-            process=PROCESS,
         )._asdict()
-
-    def lightning_rl_gpu(self) -> dict[str, str]:
-        """Return the UUID of this worker's GPU, see :func:`.group.gpu_of`."""
-        return {"gpu": gpu_of(self.device)}
 
     def lightning_rl_compare(self, sent: Sequence[Sequence[Any]]) -> dict[str, str]:
         """Compare the names and shapes of synced tensors with those of this worker."""
@@ -108,9 +100,10 @@ class WeightLoader:
             return {"error": f"{type(error).__name__}: {error}"}
         return {}
 
-    def lightning_rl_membership(self) -> dict[str, str]:
-        """Return the name of this worker's group; empty without one."""
-        return {"name": "" if self.lightning_rl_group is None else self.lightning_rl_group.name}
+    def lightning_rl_member(self) -> dict[str, str]:
+        """Return the name of this worker's group, and the UUID of its GPU; empty without one."""
+        group, gpu = self.lightning_rl_group, gpu_of(self.device) if self.device.type == "cuda" else ""
+        return {"group": "" if group is None else group.name, "gpu": gpu}
 
     def lightning_rl_receive(self, name: str) -> dict[str, str]:
         """Load the weights that are broadcast in a group; a failed load leaves a mixture, which a later load repairs.

@@ -83,12 +83,6 @@ def pack(stream: Stream, buckets: Sequence[Bucket], device: torch.device) -> Ite
         yield flat
 
 
-def unpack(flat: Bytes, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a bucket as views of it."""
-    for piece in bucket:
-        yield piece.name, piece.view(flat)
-
-
 class Spare(NamedTuple):
     """Weights that were sent, in main memory."""
 
@@ -98,5 +92,5 @@ class Spare(NamedTuple):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield a copy of each tensor."""
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
-            for name, weight in unpack(flat, bucket):
-                yield name, weight.clone()
+            for piece in bucket:
+                yield piece.name, piece.view(flat).clone()

@@ -12,7 +12,6 @@ from lightning_rl.generation.weights.weight_stream import Stream
 from lightning_rl.utils.atomic_write import write_atomically
 
 PART_BYTES = 2**30  # bytes of tensors that the writer and each reader hold at once
-INDEX = "index.json"
 
 
 def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
@@ -29,61 +28,47 @@ def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES)
 
 def _write_parts(stream: Stream, folder: Path, part_bytes: int) -> None:
     folder.mkdir()
-    parts: dict[str, list[str]] = {}
-    open_part: dict[str, Tensor] = {}
-
-    def close() -> None:
-        name = f"{len(parts):05d}.safetensors"
-        save_file(open_part, folder / name)
-        parts[name] = list(open_part)
-        open_part.clear()
-
+    part: dict[str, Tensor] = {}
     for name, weight in stream:
-        open_part[name] = weight.contiguous()
+        part[name] = weight.contiguous()
         del weight
-        if sum(tensor.nbytes for tensor in open_part.values()) >= part_bytes:
-            close()
-    if open_part:
-        close()
-    (folder / INDEX).write_text(json.dumps(parts))
+        if sum(tensor.nbytes for tensor in part.values()) >= part_bytes:
+            _save(part, folder)
+            part.clear()
+    if part:
+        _save(part, folder)
+
+
+def _save(part: dict[str, Tensor], folder: Path) -> None:
+    names = json.dumps(list(part))  # a file of safetensors has an order of names other than the stream's
+    save_file(part, folder / f"{len(list(folder.iterdir())):05d}.safetensors", metadata={"names": names})
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors of a folder one at a time, in the order of its parts.
+    """Return the tensors of a folder one at a time, in the order in which they were written.
 
-    Every part is compared with the index before the first tensor is read, so a damaged file is found before any weight
-    is loaded.
+    Every part is opened before the first tensor is read, so a damaged file is found before any weight is loaded.
 
     Raises:
         FileNotFoundError: If the folder does not exist.
         ValueError: If a part is damaged; names it.
     """
-    if not (folder / INDEX).is_file():
+    if not folder.is_dir():
         raise FileNotFoundError(
             f"expected weights in {folder}, which does not exist here: pass storage= on all machines"
         )
-    parts = _read_index(folder)
-    for part, names in parts.items():
+    parts: dict[Path, list[str]] = {}
+    for part in sorted(folder.glob("*.safetensors")):
         try:
-            with safe_open(folder / part, framework="pt") as file:
-                keys = sorted(file.keys())
+            with safe_open(part, framework="pt") as file:
+                parts[part] = json.loads(file.metadata()["names"])
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"expected weights in {folder / part}, got a damaged file: {error}") from error
-        if keys != sorted(names):
-            raise ValueError(f"expected {len(names)} tensors in {folder / part}, got {len(keys)}")
-    return _tensors(folder, parts)
+            raise ValueError(f"expected weights in {part}, got a damaged file: {error}") from error
+    return _tensors(parts)
 
 
-def _read_index(folder: Path) -> dict[str, list[str]]:
-    path = folder / INDEX
-    try:
-        return dict(json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"expected an index of weights in {path}, got a damaged file: {error}") from error
-
-
-def _tensors(folder: Path, parts: dict[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(parts: dict[Path, list[str]]) -> Iterator[tuple[str, Tensor]]:
     for part, names in parts.items():
-        with safe_open(folder / part, framework="pt") as file:
+        with safe_open(part, framework="pt") as file:
             for name in names:
                 yield name, file.get_tensor(name)

@@ -162,28 +162,6 @@ def test_a_sync_between_two_turns_changes_the_version_of_later_tokens() -> None:
     assert [turn.completion.version for turn in transcript.row.turns] == [0, 0, 5, 5]
 
 
-def test_a_turn_from_older_weights_than_the_first_is_repeated() -> None:
-    server, older = ScriptedServer(), list[str]()
-    with servers(server):
-        engine, model = an_engine(server), tiny_model("llama", 1, dtype=torch.float32)
-        older.append(server.label)
-        engine.load_weights(model.named_parameters(), 5)
-
-        def script(body: dict[str, Any], answer: Answer) -> Answer:
-            if which(body)[1] == 2 and asked(server).count(which(body)) == 1:
-                assert isinstance(answer, dict)
-                (choice,) = answer["choices"]
-                span = {"version": older[0], "start": 0, "end": len(choice["token_ids"])}
-                return {**answer, "choices": [{**choice, "weight_versions": [span]}]}
-            return answer
-
-        server.script = script
-        (transcript,) = held(engine, [opening(0)])
-        engine.close()
-    assert [turn.completion.version for turn in transcript.row.turns] == [5] * TURNS
-    assert asked(server) == [(0, 0), (0, 1), (0, 2), (0, 2), (0, 3)]
-
-
 def test_a_failure_cancels_the_others_and_closes_every_environment() -> None:
     gate, environments = threading.Event(), [Echo() for _ in range(5)]
 

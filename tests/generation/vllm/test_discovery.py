@@ -1,11 +1,9 @@
 """Servers that are added and removed during a run: samples stay the same, and an unusable list changes nothing."""
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from transformers import PreTrainedModel
 from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngine
 from lightning_rl.generation import Canary, Completion, Request
 from lightning_rl.generation.vllm import discovery, server_pool
-from lightning_rl.generation.vllm.discovery import Members
+from lightning_rl.generation.vllm.discovery import ServerList
 
 MODEL: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 
@@ -93,26 +91,6 @@ def names_of(server: ScriptedServer) -> list[str]:
     return [body["request_id"] for body in server.requests]
 
 
-@contextmanager
-def until_the_log_says(caplog: pytest.LogCaptureFixture, text: str) -> Iterator[None]:
-    """Wait at the end of the context until the log contains a text."""
-    said = threading.Event()
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if text in record.getMessage():
-                said.set()
-
-    listener = Listener()
-    logger = logging.getLogger("lightning_rl")
-    logger.addHandler(listener)
-    try:
-        yield
-        assert said.wait(20), f"expected {text!r} in the log, got {caplog.text}"
-    finally:
-        logger.removeHandler(listener)
-
-
 def draw_in_a_thread(engine: VLLMServerEngine, number: int) -> Callable[[], list[Completion]]:
     """Start to generate, and return a function that waits for the completions."""
     drawn = list[Completion]()
@@ -132,10 +110,10 @@ def draw_in_a_thread(engine: VLLMServerEngine, number: int) -> Callable[[], list
 def test_a_list_may_repeat_a_server_in_several_spellings(tmp_path: Path) -> None:
     file = tmp_path / "servers"
     file.write_text("# of node 2\nhttp://a:1/\n\n  https://b:2  # the slow one\nhttp://a:1\n")
-    assert Members(file, lambda _: None).read() == ("http://a:1", "https://b:2")
-    assert Members(lambda: "http://a:1", lambda _: None).read() == ("http://a:1",)
+    assert ServerList(file, lambda _: None).read() == ("http://a:1", "https://b:2")
+    assert ServerList(lambda: "http://a:1", lambda _: None).read() == ("http://a:1",)
     spelled = ["http://a", "HTTP://A:80/", "http://a:080", " http://a\n", "https://[::1]:443", "https://[::1]"]
-    assert Members(lambda: spelled, lambda _: None).read() == ("http://a", "https://[::1]")
+    assert ServerList(lambda: spelled, lambda _: None).read() == ("http://a", "https://[::1]")
     with pytest.raises(ValueError, match="each of them once"):
         VLLMServerEngine(["http://127.0.0.1:8000", "http://127.0.0.1:08000/"])
 
@@ -148,7 +126,7 @@ def test_an_invalid_url_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "servers"
     file.write_text(f"# of node 2\nhttp://a:1\n{line}\n")
     with pytest.raises(ValueError, match=r"^expected a URL such as http://127.0.0.1:8000, got ") as caught:
-        Members(file, lambda _: None).read()
+        ServerList(file, lambda _: None).read()
     assert line in str(caught.value)
 
 
@@ -214,56 +192,6 @@ def test_a_run_waits_for_its_first_list_and_logs_the_reason(
 # Added servers.
 
 
-@pytest.mark.parametrize("transfer", ["file", "broadcast"])
-def test_one_server_with_two_urls_is_refused_at_the_start(
-    one: ScriptedServer, transfer: Literal["file", "broadcast"]
-) -> None:
-    names = [one.url, f"http://localhost:{one.port}"]
-    engine = VLLMServerEngine(names, api_key=KEY, transfer=transfer)
-    with (
-        closing(engine),
-        pytest.raises(ValueError, match=r"each server once, but .* and .* are the same server: list one"),
-    ):
-        launch(engine, the_model())
-
-
-def test_a_listed_server_with_two_urls_is_used_once(one: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
-    listed = Listed(one)
-    engine, other = an_engine(listed), f"http://localhost:{one.port}"
-    with until_the_log_says(caplog, f"but {other} and {one.url} are the same server: list one of them"):
-        listed.say([one.url, other])
-    with until_the_log_says(caplog, f"{other} is back, with the current weights"):
-        listed.say([other])
-    push(engine, 1)
-    check(engine.generate(requests(8)), versions=[1])
-    engine.close()
-    assert len(one.loads) == 2, "weights came once with each sync"
-
-
-def test_a_server_added_during_a_rollout_generates_from_the_current_weights(
-    one: ScriptedServer, two: ScriptedServer
-) -> None:
-    listed = Listed(one)
-    engine = an_engine(listed, at_once=2)
-    push(engine, 1)
-
-    def script(body: dict[str, Any], answer: Answer) -> Answer:
-        if len(one.requests) == 5:
-            listed.change(one, two)
-        if len(one.requests) >= 5:
-            two.until(lambda known: bool(known.requests))
-        return answer
-
-    one.script = script
-    drawn = engine.generate(requests(40))
-    engine.close()
-    check(drawn, [1])
-    assert sorted(samples_of(one) + samples_of(two)) == list(range(40)) and samples_of(two)
-    assert len(two.loads) == 1 and two.label.endswith("/1")
-    paths = [path.partition("?")[0] for path in two.calls]
-    assert paths.index("/update_weight_version") < paths.index("/inference/v1/generate")
-
-
 def test_a_new_server_generates_only_after_its_log_probabilities_agree(
     one: ScriptedServer, two: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -321,18 +249,6 @@ def test_a_server_of_another_model_is_left_out_even_under_the_right_label(
             an_engine(Listed(other))
 
 
-def test_an_unreachable_server_is_used_once_it_is_there(one: ScriptedServer, caplog: pytest.LogCaptureFixture) -> None:
-    absent, listed = ScriptedServer(), Listed(one)
-    absent.kill()
-    engine = an_engine(listed)
-    listed.change(one, absent)
-    check(engine.generate(requests(8)))
-    with servers(late := ScriptedServer(port=absent.port)):
-        late.until(lambda known: bool(known.loads))
-        engine.close()
-    assert f"lost {absent.url}: no answer" in caplog.text
-
-
 # Removed servers.
 
 
@@ -364,15 +280,6 @@ def test_a_removed_server_is_closed_after_its_requests_have_ended(
     assert one.cut == 0 and f"{one.url} is closed" in caplog.text
     push(engine, 1)
     assert (one.label[-2:], two.label[-2:]) == ("/0", "/1")
-    engine.close()
-
-
-def test_requests_at_a_removed_server_that_dies_are_sent_to_another(one: ScriptedServer, two: ScriptedServer) -> None:
-    gate, _, engine, wait = remove_a_busy_server(one, two)
-    one.kill()
-    check(wait())
-    gate.set()
-    assert set(samples_of(two)) == set(range(40))
     engine.close()
 
 

@@ -80,8 +80,3 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_request_is_answered_once_while_servers_die() -> None:
     check(600, every=150)
-
-
-@pytest.mark.long
-def test_ten_thousand_requests_while_twenty_servers_die() -> None:
-    check(10_000, every=500)

@@ -26,22 +26,18 @@ def ask(server: RawServer, path: str = "/", **options: Any) -> Any:
 
 def trickle(server: RawServer, connection: socket.socket, path: str) -> None:
     """Send one byte at a time, each within any limit for a single read."""
-    data = whole(body=b" " * 10**6)
-    where = 0 if path == "/head" else data.index(b"\r\n\r\n") + 4
-    server.send(connection, data[:where])
-    for place in range(where, len(data)):
-        server.send(connection, data[place : place + 1])
-        if server.left.wait(0.02):
+    for byte in whole(body=b" " * 10**6):
+        server.send(connection, bytes([byte]))
+        if server.left.wait(0.005):
             return
 
 
-@pytest.mark.parametrize("path", ["/head", "/body"])
-def test_a_slow_answer_ends_at_the_deadline(path: str) -> None:
+def test_a_slow_answer_ends_at_the_deadline() -> None:
     with raw_server(trickle) as server:
         begin = time.monotonic()
         with pytest.raises(Unanswered, match="TimeoutError: timed out"):
-            ask(server, path, timeout=0.3)
-        assert 0.29 < time.monotonic() - begin < 5
+            ask(server, timeout=0.5)
+        assert 0.49 < time.monotonic() - begin < 5
         assert server.left.wait(20), "the connection was closed"
 
 
@@ -97,7 +93,7 @@ def test_a_call_is_cancelled_while_its_answer_arrives() -> None:
             begun.clear()
             end()
             asking.join(20)
-        with pytest.raises(Cancelled, match="before it began"):
+        with pytest.raises(Cancelled, match="was cancelled"):
             client.call("GET", "/", timeout=60)
     assert ended == [Unanswered, Cancelled]
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngine
 from lightning_rl.checkpointing import INTERRUPTED
-from lightning_rl.generation import Canary, CanaryError
+from lightning_rl.generation import Canary
 from lightning_rl.generation.vllm import server_pool
-from lightning_rl.generation.weights.canary import Rounding
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 
@@ -115,39 +114,6 @@ def test_a_restarted_server_loads_the_current_weights_before_it_generates(
     assert [r.message for r in caplog.records].count(f"{server.url} is back, with the current weights") >= 1
 
 
-def test_requests_of_a_server_with_another_key_are_sent_to_another(
-    undisturbed: dict[str, Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    changed, other, seen = Deadly(10**6), ScriptedServer(**HOLDS), []
-
-    def script(body: dict[str, Any], answer: Answer) -> Answer:
-        if len(changed.server.requests) == 6:
-            changed.server.key = "another"
-        return answer
-
-    changed.server.script = script
-    with servers(changed.server, other):
-        module = run(changed.server.url, other.url, seen=seen)
-    check_samples(seen)
-    check_equal(module, undisturbed)
-    refused = [r.message for r in caplog.records if "got status 401: refused: pass the key of" in r.message]
-    assert refused and all(message.startswith(f"lost {changed.server.url}: ") for message in refused)
-
-
-def test_a_key_that_every_server_refuses_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    server = ScriptedServer(**HOLDS)
-
-    def script(body: dict[str, Any], answer: Answer) -> Answer:
-        if len(server.requests) == 20:
-            server.key = "another"
-        return answer
-
-    server.script = script
-    with servers(server), pytest.raises(EngineError, match=r"within 0.3 s, got none .* got status 401"):
-        run(server.url, seen=[], patience=0.3, default_root_dir=tmp_path)
-    assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 1
-
-
 def test_without_any_server_the_run_ends_with_a_checkpoint_that_resumes(
     undisturbed: dict[str, Tensor], tmp_path: Path
 ) -> None:
@@ -210,21 +176,3 @@ def test_a_server_on_a_gpu_may_round_as_tf32_does() -> None:
     with servers(second):
         assert torch.allclose(engine.score([[2, 3, 4]])[0], score - 1e-3)
     engine.close()
-
-
-def test_each_server_is_measured_by_the_canary(caplog: pytest.LogCaptureFixture) -> None:
-    one, two, policy = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS), tiny_policy()
-    with servers(one, two):
-        engine = VLLMServerEngine([one.url, two.url], api_key=KEY)
-        launch(engine, policy)
-        engine.expect(policy.named_parameters())
-        engine.load_weights(policy.named_parameters(), 0)
-        assert isinstance(engine.canary, Canary)
-        measured = engine.canary.measure(engine, vocabulary=16, temperature=1.0, max_length=64)
-        assert measured.values.keys() == {one.url, two.url}
-        fixed = measured.values[one.url].fixed
-        trainer = type(measured.values[one.url])(fixed, measured.values[one.url].drawn)
-        measured.values[two.url].fixed[3] += 0.2  # pyright: ignore[reportIndexIssue]
-        with pytest.raises(CanaryError, match=f"expected the engine at {two.url} to have the weights of version 0"):
-            engine.canary.judge(measured, trainer, rounding=Rounding.FLOAT32)
-        engine.close()

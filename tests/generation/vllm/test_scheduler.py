@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from lightning_rl.generation.vllm.http import LOOP, Unanswered
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
-from lightning_rl.generation.vllm.server_client import Endpoint
+from lightning_rl.generation.vllm.server_client import ServerClient
 
 
 def some_servers(number: int) -> list[Server]:
-    return [Server(Endpoint(f"http://127.0.0.1:{9 + place}", None, 5), ready=True) for place in range(number)]
+    return [Server(ServerClient(f"http://127.0.0.1:{9 + place}", None, 5), ready=True) for place in range(number)]
 
 
 def begin(*takes: Coroutine[Any, Any, Server]) -> "list[asyncio.Task[Server]]":
@@ -65,7 +65,7 @@ def test_ranks_with_few_requests_use_all_servers_together() -> None:
     asked = Counter[str]()
     for rank in range(16):
         places = Places(some_servers(16), at_once=256, rank=rank)
-        asked.update(LOOP.run(places.take(10, Seat())).endpoint.url for _ in range(8))
+        asked.update(LOOP.run(places.take(10, Seat())).client.url for _ in range(8))
     assert len(asked) == 16 and set(asked.values()) == {8}
 
 

@@ -3,13 +3,12 @@
 import gc
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import RequestList, launch, request_of
+from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from transformers import PreTrainedModel
@@ -83,26 +82,6 @@ def test_requests_carry_the_key_and_all_parameters_and_completions_are_in_order(
     engine.close()
 
 
-def test_completions_arrive_one_by_one_and_equal_those_of_one_call() -> None:
-    answered = threading.Event()
-
-    def script(body: dict[str, Any], answer: Answer) -> Answer:
-        assert body["request_id"].split("-")[1] == "102" or answered.wait(30)
-        return answer
-
-    server = ScriptedServer(script)
-    with servers(server):
-        engine, asked = an_engine(server), requests(4)
-        exchange = RequestList(asked, answered.set)
-        engine.converse(exchange, logprobs=True)
-        together = engine.generate(asked, logprobs=True)
-    assert next(iter(exchange.completions)) == 102 and len(exchange.completions) == 4
-    for request, other in zip(asked, together, strict=True):
-        one = exchange.completions[request.sample_id]
-        assert one.token_ids == other.token_ids and one.logprobs is not None and other.logprobs is not None
-        assert torch.equal(one.logprobs, other.logprobs)
-
-
 def test_objects_that_existed_at_the_start_are_frozen_until_the_end(one: ScriptedServer) -> None:
     gc.unfreeze()
     engine = an_engine(one)
@@ -154,21 +133,10 @@ def test_an_unsuitable_server_is_refused_at_the_start(
         engine.close()
 
 
-def test_an_unreachable_server_is_an_error_after_the_patience() -> None:
-    engine = VLLMServerEngine("http://127.0.0.1:9", api_key=KEY, patience=0.2)
-    with pytest.raises(
-        EngineError, match=r"one of 1 servers .* within 0.2 s, got none \(http://127.0.0.1:9: no answer"
-    ):
-        launch(engine, the_model())
-    engine.close()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         pytest.param({"servers": []}, "expected URLs of one or more servers", id="none"),
-        pytest.param({"servers": ["http://localhost:1"] * 2}, "each of them once", id="twice"),
-        pytest.param({"servers": "localhost:8000"}, "expected a URL such as", id="no-url"),
         pytest.param({"servers": "http://10.0.0.7:8000"}, "expected storage=", id="no-storage"),
         pytest.param({"servers": "http://localhost:1", "timeout": 0}, "expected timeout > 0, got 0", id="timeout"),
         pytest.param({"servers": "http://localhost:1", "patience": -1}, "expected patience > 0, got -1", id="patience"),
@@ -335,17 +303,6 @@ def test_several_engines_at_one_port_are_refused(one: ScriptedServer) -> None:
     engine.close()
 
 
-def test_an_unsuitable_server_that_starts_later_is_an_error_at_once(one: ScriptedServer) -> None:
-    honest, early = one.answer, [503] * 3
-    one.engines = 2
-    one.answer = lambda path, body: early.pop() if early else honest(path, body)  # pyright: ignore[reportAttributeAccessIssue]
-    engine = an_engine(one, started=False, patience=600)
-    with pytest.raises(ValueError, match=r"one engine at http://.*, got 2"):
-        launch(engine, the_model())
-    assert not early
-    engine.close()
-
-
 def test_a_request_ends_after_six_attempts(one: ScriptedServer) -> None:
     one.script = lambda *_: 500
     engine = an_engine(one)
@@ -353,30 +310,6 @@ def test_a_request_ends_after_six_attempts(one: ScriptedServer) -> None:
         engine.generate(requests(1))
     assert len(one.requests) == server_pool.ATTEMPTS
     engine.close()
-
-
-def test_a_request_moves_to_another_server_after_the_timeout() -> None:
-    gate = threading.Event()
-    stuck, other = ScriptedServer(lambda *_: 500 if gate.wait(20) else 408), ScriptedServer()
-    with servers(stuck, other):
-        engine = an_engine(stuck, other, timeout=0.3)
-        assert [completion.token_ids[0] for completion in engine.generate(requests(2))] == [0, 1]
-        assert len(stuck.requests) >= 1
-        gate.set()
-        engine.close()
-
-
-def test_each_group_is_at_one_server_and_groups_are_spread() -> None:
-    scripted = [ScriptedServer() for _ in range(3)]
-    with servers(*scripted):
-        engine = an_engine(*scripted)
-        asked = [replace(request, prefix_ids=(2, n // 4)) for n, request in enumerate(requests(24))]
-        drawn = engine.generate(asked)
-        assert [completion.token_ids[0] for completion in drawn] == [n % VOCABULARY for n in range(24)]
-        groups = [group for server in scripted for group in {body["token_ids"][1] for body in server.requests}]
-        assert sorted(groups) == list(range(6)), "each group at one server"
-        assert [len(server.requests) for server in scripted] == [8, 8, 8]
-        engine.close()
 
 
 def test_a_failure_cancels_the_other_requests() -> None:
@@ -436,39 +369,3 @@ def test_a_request_answered_from_older_weights_is_repeated(one: ScriptedServer) 
     one.script = script
     assert [completion.version for completion in engine.generate(requests(1))] == [1] and len(answers) == 3
     engine.close()
-
-
-def waiting(engine: VLLMServerEngine) -> int:
-    """Return the number of requests without a slot."""
-    assert engine._pool is not None  # noqa: SLF001
-    return len(engine._pool._places._waiting)  # noqa: SLF001
-
-
-def test_threads_share_the_slots_and_the_oldest_rollout_comes_first() -> None:
-    gate = threading.Event()
-
-    def hold(_: dict[str, Any], answer: Answer) -> Answer:
-        assert gate.wait(20)
-        return answer
-
-    busy = ScriptedServer(hold)
-    with servers(busy):
-        engine = an_engine(busy, at_once=1)
-        newer = [replace(each, rollout=4) for each in requests(2)]
-        older = [replace(each, rollout=1, sample_id=each.sample_id + 100) for each in requests(3)]
-        drawn = list[int]()
-        threads = [threading.Thread(target=lambda: drawn.append(len(engine.generate(newer))))]
-        threads[0].start()
-        busy.until(lambda server: len(server.requests) == 1)
-        threads.append(threading.Thread(target=lambda: drawn.append(len(engine.generate(older)))))
-        threads[1].start()
-        while waiting(engine) < 4:
-            threading.Event().wait(0.01)
-        assert len(busy.requests) == 1, "no more at once than the server takes"
-        gate.set()
-        for thread in threads:
-            thread.join(20)
-        assert sorted(drawn) == [2, 3] and engine.in_flight.tokens() == 0
-        numbers = [int(body["request_id"].split("-")[1]) for body in busy.requests]
-        assert sorted(numbers[1:4]) == [200, 201, 202], "the newer rollout goes on after all of the older one"
-        engine.close()

@@ -1,7 +1,6 @@
 """Storage of weights: folders of dead trainers are deleted, and servers load only from the storage."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import torch
 from lightning_rl.generation.vllm import storage as storage_module
 from lightning_rl.generation.vllm.storage import RunFolder, check_inside
 from lightning_rl.generation.vllm.worker_extension import STORAGE, WeightLoader
-from lightning_rl.generation.weights.weight_folder import INDEX, write_weights
+from lightning_rl.generation.weights.weight_folder import write_weights
 
 TRAINER = """
 import runpy, sys
@@ -104,12 +103,3 @@ def test_a_server_loads_weights_only_from_its_storage(tmp_path: Path, monkeypatc
         answer = WeightLoader().lightning_rl_load(str(path))
         assert answer["error"].startswith(f"expected a folder of weights on {storage}, got ")
     check_inside(storage / "run" / "3", tmp_path / "named")
-
-
-@pytest.mark.parametrize("index", ["{", '"x"', "[3]"])
-def test_a_damaged_index_is_an_error(index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_weights([("w", torch.zeros(3))], tmp_path / "run" / "3")
-    (tmp_path / "run" / "3" / INDEX).write_text(index)
-    monkeypatch.setenv(STORAGE, str(tmp_path))
-    error = WeightLoader().lightning_rl_load(str(tmp_path / "run" / "3"))["error"]
-    assert re.match("expected an index of weights in .*, got a damaged file", error), error

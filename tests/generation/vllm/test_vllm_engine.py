@@ -52,11 +52,6 @@ def test_vllm_holds_the_weights_in_the_dtype_in_which_the_run_computes(
     assert [str(built.dtype) for built in gpu.built] == [f"torch.{expected}"]
 
 
-def test_a_given_dtype_is_used(gpu: FakeVLLM) -> None:
-    fit(tiny_module(engine=VLLMEngine(dtype=torch.float32)), data=tiny_prompts(4, 4), precision="bf16-mixed")
-    assert [built.dtype for built in gpu.built] == [torch.float32]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -171,19 +166,6 @@ def test_an_engine_ends_when_that_of_another_policy_starts(gpu: FakeVLLM) -> Non
         fit(module, data=tiny_prompts(4, 4))
         module.generate([2, 3])
     assert len(gpu.built) == 3
-
-
-def test_modules_that_take_turns_without_a_trainer_start_their_engines_again(gpu: FakeVLLM) -> None:
-    first, second = tiny_module(engine=VLLMEngine()), tiny_module(engine=VLLMEngine())
-    texts = [module.generate([2, 3]) for module in (first, second, first)]
-    assert len(gpu.built) == 3 and texts[0] == texts[2]
-
-
-def test_an_engine_of_one_module_serves_another_with_its_own_policy(gpu: FakeVLLM) -> None:
-    engine = VLLMEngine()
-    for seed in range(2):
-        fit(tiny_module(policy=partial(tiny_policy, seed), engine=engine), data=tiny_prompts(4, 4))
-    assert len(gpu.built) == 2
 
 
 def test_another_precision_builds_another_engine(gpu: FakeVLLM) -> None:

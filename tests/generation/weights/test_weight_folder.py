@@ -66,8 +66,5 @@ def test_damage_is_found_before_the_first_tensor_is_read(tmp_path: Path) -> None
     last.write_bytes(last.read_bytes()[:-5])
     with pytest.raises(ValueError, match=rf"expected weights in {last}, got a damaged file"):
         read_weights(tmp_path / "0")
-    last.write_bytes((tmp_path / "0" / "00000.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=rf"expected 1 tensors in {last}, got 4"):
-        read_weights(tmp_path / "0")
     with pytest.raises(FileNotFoundError, match="which does not exist here: pass storage= on all machines"):
         read_weights(tmp_path / "1")
