@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kit.talks import TURNS, Echo, What, openings, what_was_said
 from kit.vllm_models import VOCABULARY, Starter, a_model, synced, worst
 from typing_extensions import override
 
-from lightning_rl import EngineError, FinishReason, SamplingParams, VLLMEngine
+from lightning_rl import Engine, EngineError, FinishReason, SamplingParams, VLLMEngine
 from lightning_rl.environments import (
     Conversation,
     ConversationLimits,
@@ -22,7 +23,6 @@ from lightning_rl.environments import (
     TokenStep,
     Transcript,
     converse,
-    play,
 )
 from lightning_rl.generation import Request
 from lightning_rl.generation.validate_completions import TurnAnswers
@@ -34,7 +34,9 @@ def engine(start_engine: Starter) -> VLLMEngine:
 
 
 def in_rounds(engine: VLLMEngine, talks: list[Opening]) -> list[Transcript]:
-    return play(talks, lambda requests: engine.generate(requests, logprobs=True))
+    """The transcripts on the schedule of the base class, which generates in rounds."""
+    with patch.object(type(engine), "_converse", Engine._converse):  # noqa: SLF001
+        return converse(talks, engine, logprobs=True)
 
 
 def held(engine: VLLMEngine, talks: list[Opening], **options: Any) -> What:
