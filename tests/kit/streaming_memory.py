@@ -104,7 +104,7 @@ class _Measures(Callback):
                 del weight
 
         def load() -> None:
-            pl_module.engine.load_weights(pl_module._policy_weights(), 0)  # noqa: SLF001 - a sync does more than stream
+            pl_module.engine.load_weights(pl_module.weight_sync.weights(), 0)  # a sync does more than stream
 
         pl_module.engine.canary = None  # its forward would leave FSDP1's root gathered
         pl_module.sync(0)  # starts the engine

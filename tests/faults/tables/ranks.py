@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
-import lightning_rl.module
+import lightning_rl.rollouts.loop
 from faults.fault import Fault
 from faults.patches import after
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
@@ -69,7 +69,7 @@ FAULTS: tuple[Fault, ...] = (
         "the same prompts on both ranks",
         "prompt|deal|draw|data|sampl",
         options=SLOW,
-        patches=[after(lightning_rl.module, "deal", same_hand)],
+        patches=[after(lightning_rl.rollouts.loop, "deal", same_hand)],
         ranks=2,
     ),
     Fault(
