@@ -21,7 +21,11 @@ from lightning_rl.utils.arguments import check_bools, check_counts, check_text
 
 ENTRY_POINT = "entry_point"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
+TEST_FILE = "<test of a code reward>"
 BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+
+# Invalid escapes in tests. catch_warnings is not safe in the threads of rewards: it may leave all warnings ignored.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module=re.escape(TEST_FILE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +176,7 @@ def _check(test: Any, entry_point: Any) -> Any:
 
 def _check_code(test: str, entry_point: Any) -> str:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # SyntaxWarning for invalid escapes
-            body = ast.parse(test).body
+        body = ast.parse(test, TEST_FILE).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnreadableReference(f"expected a test to be Python, got {test!r:.200}: {error}") from error
     if not all(_defines(statement) for statement in body):

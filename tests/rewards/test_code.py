@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -103,6 +105,12 @@ ONE = {"input": "2", "output": "4"}
 )
 def test_the_forms_that_tests_have(tests: Any, read: Any) -> None:
     assert _read(tests, "f") == read
+
+
+def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
+    script = "from lightning_rl.rewards.code import _read; _read(r\"assert f('\\d') == 4\", 'f')"
+    run = subprocess.run([sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, check=True)
+    assert "SyntaxWarning" not in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import math
 import pickle
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -231,18 +230,19 @@ def test_a_slow_answer_is_one_time_out_and_the_deadline_is_the_last(serve: Any) 
 
     def script(body: dict[str, Any], seen: int) -> Reply:
         if "slow" in question(body):
-            release.wait(20)
+            release.wait(60)
         return 200, completion('{"score": 10}'), {}
 
     endpoint = serve(script)
-    begin = time.monotonic()
-    with pytest.warns(UserWarning, match="did not answer: APITimeoutError"):
-        values = ask(of(endpoint, timeout=0.3, retries=0), ["slow", "quick"])
-    assert values[1] == 1.0
-    with pytest.warns(UserWarning, match=r"got no answer within deadline=0\.3 s"):
-        values = ask(of(endpoint, deadline=0.3), ["slow", "quick"])
-    assert values[1] == 1.0 and time.monotonic() - begin < 10
-    release.set()
+    try:
+        with pytest.warns(UserWarning, match="did not answer: APITimeoutError"):
+            values = ask(of(endpoint, timeout=2.0, retries=0), ["slow", "quick"])
+        assert values == pytest.approx([math.nan, 1.0], nan_ok=True)
+        with pytest.warns(UserWarning, match=r"got no answer within deadline=2 s"):
+            values = ask(of(endpoint, deadline=2.0), ["slow", "quick"])
+        assert values == pytest.approx([math.nan, 1.0], nan_ok=True)
+    finally:
+        release.set()
 
 
 def test_many_are_asked_at_once_and_never_more_than_allowed(serve: Any) -> None:
