@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_findings import Findings
+from gpu_findings import Findings, SkipError
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -159,9 +159,11 @@ def resume(findings: Findings) -> None:
 
 
 def two_ranks(findings: Findings) -> None:
-    """DDP and FSDP2 over gloo, as two nodes with the same device: every collective gets tensors that it can take."""
+    """DDP over gloo, as two nodes with the same device, and FSDP2 on the CPU: collectives get tensors they can take."""
     for name in ("ddp", "fsdp2"):
         with findings.part(name), tempfile.TemporaryDirectory() as folder:
+            if name == "fsdp2" and not findings.tiny:
+                raise SkipError("PyTorch 2.13 makes no device mesh of a gloo group whose ranks are on a GPU")
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]

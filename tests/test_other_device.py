@@ -110,14 +110,16 @@ def step_of(algorithm: Algorithm, device: torch.device | str) -> Numbers:
     return {**numbers, **row, "gradient": leaf.grad.cpu(), "advantages": rollout.require("advantages").cpu()}
 
 
-def assert_the_same_there(numbers_on: Callable[[torch.device | str], Numbers]) -> list[Copy]:
+def assert_the_same_there(
+    numbers_on: Callable[[torch.device | str], Numbers], *, bound: float | None = None
+) -> list[Copy]:
     """Compares what the CPU says with what the other device does; returns the copies between them."""
     ours = numbers_on("cpu")
     with other_device() as copies:
         theirs = numbers_on(OTHER)
     assert ours.keys() == theirs.keys()
     for name, number in ours.items():
-        torch.testing.assert_close(theirs[name], number, equal_nan=True)
+        torch.testing.assert_close(theirs[name], number, equal_nan=True, rtol=bound, atol=bound)
     return copies
 
 
@@ -171,7 +173,8 @@ def test_models_are_the_same_on_another_device(family: str, dtype: torch.dtype, 
         return {**numbers, "norm": norm} if dtype == torch.float64 else numbers
 
     if dtype == torch.float64:
-        assert_the_same_there(numbers_on)
+        # Rotary embeddings and norms compute in float32, which a GPU rounds differently.
+        assert_the_same_there(numbers_on, bound=1e-6 if torch.cuda.is_available() else None)
     else:  # rounded in other places: the head's products are not, on a GPU
         with other_device():
             assert all(bool(torch.isfinite(number).all()) for number in numbers_on(OTHER).values())
