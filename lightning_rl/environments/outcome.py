@@ -1,8 +1,6 @@
 """Results of conversations besides their tokens: rewards, metrics, and reports of failed environments."""
 
 import json
-import re
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,8 +20,6 @@ REWARD_COLUMNS = ("conversation", "environment_reward")
 """Columns that reward functions receive: chat messages, and the environment's reward or None."""
 
 FOLDER = "failed_environments"
-TIMEOUT, DEATH = "timeout", "lost process"
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 MAX_CAUSES = 3  # of an error
 LOGGED = ("environment", "failure", "log", "messages", "answer", "metrics", "seconds")
 
@@ -127,33 +123,6 @@ class EnvironmentReward:
             self.nothing if reward is None and length else reward
             for reward, length in zip(environment_reward, answered, strict=True)
         ]
-
-
-class EnvironmentFailureError(Exception):
-    """Failure of an environment.
-
-    Args:
-        kind: Name of an exception, :data:`TIMEOUT` or :data:`DEATH`.
-        message: Description in one sentence.
-        log: Traceback, and the beginning and end of the output of an environment in a worker process.
-    """
-
-    def __init__(self, kind: str, message: str, log: str = "") -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind, self.log = kind, log
-
-    @staticmethod
-    def of(error: BaseException) -> "EnvironmentFailureError":
-        """Return the failure for an exception of an environment."""
-        if isinstance(error, EnvironmentFailureError):
-            return error
-        log = "".join(traceback.format_exception(error))
-        return EnvironmentFailureError(type(error).__name__, text_of(error), log)
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception without memory addresses."""
-    return ADDRESS.sub("", str(error))
 
 
 class FailedEnvironmentsError(RunEndError):

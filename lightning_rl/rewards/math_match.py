@@ -22,9 +22,10 @@ from typing import Any
 import cloudpickle
 from typing_extensions import override
 
+from lightning_rl.processes.errors import LOADING, CallError
+from lightning_rl.processes.pool import Pool
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, warn_of_unreadable
 from lightning_rl.rewards.optional_imports import require
-from lightning_rl.rewards.process_pool import LostError, Pool
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_text
 
 MEMORY = 2 * 2**30  # bytes of a process
@@ -70,10 +71,6 @@ class MathMatch(AnswerMatch):
         check_counts(1, tail=self.tail, processes=self.processes)
         check_numbers(above=0, finite=True, timeout=self.timeout)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options only: a copy starts its own processes."""
-        return {key: value for key, value in vars(self).items() if key != "pool"}
-
     @cached_property
     def pool(self) -> Pool:
         """Processes that compare, started on demand."""
@@ -107,9 +104,9 @@ class MathMatch(AnswerMatch):
             answers[number] = _answer(future)
         return answers
 
-    def _submit(self, reference: str, text: str) -> "Future[bytes]":
+    def _submit(self, reference: str, text: str) -> "Future[bool | None]":
         question = [part.encode(errors="replace").decode() for part in (reference, text)]  # without lone surrogates
-        task = ((*question, self.timeout, self.timeout + GRACE), {}, (), 1)
+        task = ((*question, self.timeout, self.timeout + GRACE), {})
         return self.pool.submit(cloudpickle.dumps(task), PATIENCE * self.timeout)
 
     @override
@@ -144,22 +141,21 @@ def _same_number(reference: str, text: str) -> bool | None:
     return None
 
 
-def _answer(future: "Future[bytes]") -> bool | None:
-    """Return the result of a comparison; False if it exceeded its time or memory.
+def _answer(future: "Future[bool | None]") -> bool | None:
+    """Return the result of a comparison; False if it failed or exceeded its time or memory.
 
     Raises:
         RuntimeError: If no process can start.
     """
     try:
-        kind, value, *_ = cloudpickle.loads(future.result())
-    except LostError as error:
-        if str(error).startswith("could not be loaded"):
+        return future.result()
+    except CallError as error:
+        if error.kind == LOADING:
             raise RuntimeError(
-                f"expected a process that imports math_verify to start, but it {error}: run "
+                f"expected a process that imports math_verify to start, got {error.message}: run "
                 f"{sys.executable} -c 'import math_verify' to see why"
             ) from error
         return False
-    return value if kind == "returned" else False
 
 
 class Comparison:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl.distributed import RunEndError
+from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards.reward_call import RewardCall
-from lightning_rl.rewards.timeouts import CLOCK
 from lightning_rl.utils.terminal import dump_visible, visible
 
 FOLDER = "failed_rewards"
