@@ -7,10 +7,8 @@ So separate processes compare, which any thread and any process can start.
 import logging
 import math
 import re
-import resource
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_text
 
 MEMORY = 2 * 2**30  # bytes of a process
-GRACE = 2.0  # seconds of CPU time after the limit at which a process is killed
 PATIENCE = 20.0  # multiple of the limit after which a process that uses no CPU time is killed
 DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1,6})?\$")
@@ -106,7 +103,7 @@ class MathMatch(AnswerMatch):
 
     def _submit(self, reference: str, text: str) -> "Future[bool | None]":
         question = [part.encode(errors="replace").decode() for part in (reference, text)]  # without lone surrogates
-        task = ((*question, self.timeout, self.timeout + GRACE), {})
+        task = ((*question, self.timeout), {})
         return self.pool.submit(cloudpickle.dumps(task), PATIENCE * self.timeout)
 
     @override
@@ -159,45 +156,34 @@ def _answer(future: "Future[bool | None]") -> bool | None:
 
 
 class Comparison:
-    """Function that compares, built in each process when it is loaded."""
+    """Function that compares, built when it is loaded."""
 
     def __reduce__(self) -> Any:
         """Pickle as a call of a nested function, by value: the processes import math-verify and nothing else."""
         return _builder(), ()
 
 
-def _builder() -> Callable[[], Callable[[str, str, float, float], bool | None]]:
-    class TooSlow(BaseException):  # BaseException, because sympy catches Exception
-        """CPU time of one comparison exceeded."""
-
-    def stop(*_: object) -> None:
-        raise TooSlow
-
-    def build() -> Callable[[str, str, float, float], bool | None]:
+def _builder() -> Callable[[], Callable[[str, str, float], bool | None]]:
+    def build() -> Callable[[str, str, float], bool | None]:
         from math_verify import parse, verify
 
         logging.disable()
-        signal.signal(signal.SIGPROF, stop)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
         @lru_cache(maxsize=1024)
         def parse_reference(reference: str) -> list[Any]:
             return parse(reference, parsing_timeout=0)
 
-        def compare(reference: str, text: str, seconds: float, last: float) -> bool | None:
-            end = math.ceil(time.process_time() + last)  # SIGXCPU ends C code that checks for no signal
-            resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        def compare(reference: str, text: str, seconds: float) -> bool | None:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, because sympy catches exceptions
             try:
-                signal.setitimer(signal.ITIMER_PROF, seconds)
-                try:
-                    wanted = parse_reference(reference)
-                    return verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0) if wanted else None
-                finally:
-                    signal.setitimer(signal.ITIMER_PROF, 0)
-            except (TooSlow, RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
+                wanted = parse_reference(reference)
+                return verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0) if wanted else None
+            except (RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
                 return False
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
 
-        compare("$x+1$", "so $1+x$", 60.0, 60.0)  # loads the parser
+        compare("$x+1$", "so $1+x$", 60.0)  # loads the parser
         return compare
 
     return build

@@ -1,4 +1,4 @@
-"""A pool of processes: of many calls that hang, die and leave children, every one has its result and nothing is left."""
+"""A pool of processes: calls that hang, die and leave children have their results, and nothing is left."""
 
 import os
 import signal
