@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from lightning_rl.distributed import RunEndError
 from lightning_rl.environments.environment import Message
 from lightning_rl.utils.arguments import check_numbers
-from lightning_rl.utils.terminal import visible
+from lightning_rl.utils.terminal import visible, write_visible
 
 DEFAULT = "environment"
 """Name of a single environment."""
@@ -152,7 +152,8 @@ def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if not failed:
         return ""
-    written = str(path) if path is not None and _write(failed, path) else ""
+    records = [{key: getattr(outcome, key) for key in LOGGED} for outcome in failed]
+    written = str(path) if path is not None and write_visible(path, records) else ""
     where = f"; all are in {written}" if written else f"\n{failed[0].log}"
     text = (
         f"{len(failed)} of {len(outcomes)} conversations failed with their environment, so they neither train nor are "
@@ -160,18 +161,6 @@ def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
     )
     warnings.warn(visible(text).rstrip(), stacklevel=2)
     return written
-
-
-def _write(failed: Sequence[Outcome], path: Path) -> bool:
-    """Write the file; return False if that fails, as a full disk should not end a run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            for outcome in failed:
-                file.write(json.dumps({key: getattr(outcome, key) for key in LOGGED}, default=repr) + "\n")
-    except (OSError, ValueError, TypeError):
-        return False
-    return True
 
 
 def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max_share: float | None) -> None:

@@ -31,6 +31,7 @@ EXIT_SECONDS = 5.0  # for a worker to exit after it closed its connection
 TRACEBACK_SECONDS = 1.0  # for a late worker to print its traceback
 KILL_SECONDS = 10.0  # after which a killed process counts as gone
 POLL_SECONDS = 1.0  # between checks for the end of the run
+PIPE_BYTES = 2**16  # that a pipe holds
 LOG_BYTES = 2**15  # kept at the beginning of a worker's output, and as many at its end
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
@@ -265,9 +266,9 @@ class Worker:
         end = time.monotonic() + seconds
         while True:
             left = end - time.monotonic()
-            outputs: list[Any] = [] if self._output is None or self._output.closed else [self._output]
+            outputs: list[Any] = [] if self._output is None or self._output.file.closed else [self._output.file]
             ready = wait([source, *outputs], max(0.0, left))
-            if self._output in ready and self._output.read():
+            if self._output is not None and set(outputs) & set(ready) and self._output.read():
                 time.sleep(0.1)  # throttle a worker that floods its output
             if source in ready or left <= 0:
                 return source in ready
@@ -307,7 +308,8 @@ class Worker:
                     self._code = next(iter(self._life.recv(1)), None)
                 self._connection.close()
                 if self._output is not None:
-                    self._output.close()
+                    self._output.read()
+                    self._output.file.close()
                 self._ended = True
             return self._code
 
@@ -323,44 +325,29 @@ class Worker:
 
 
 class Output:
-    """Beginning and end of what a worker prints.
-
-    Args:
-        descriptor: Descriptor to read from.
-    """
+    """Beginning and end of what a worker prints."""
 
     def __init__(self, descriptor: int) -> None:
-        self._file = open(descriptor, "rb", buffering=0)  # noqa: SIM115  closed with the worker
         os.set_blocking(descriptor, False)
-        self.closed = False
+        self.file = os.fdopen(descriptor, "rb", buffering=0)
         self.clear()
-
-    def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._file.fileno()
 
     def clear(self) -> None:
         """Forget the output."""
         self._first, self._last, self._omitted = b"", b"", 0
 
     def read(self) -> bool:
-        """Read what is available; return True if there was more than a pipe holds."""
-        for _ in range(4):
-            part = None if self.closed else self._file.read(65536)
-            if part is None:
-                return False
-            self.closed = not part
-            room = LOG_BYTES - len(self._first)
-            self._first, rest = self._first + part[:room], self._last + part[room:]
-            self._last = rest[-LOG_BYTES:]
-            self._omitted += len(rest) - len(self._last)
-        return True
-
-    def close(self) -> None:
-        """Read the rest and close the descriptor."""
-        self.read()
-        self._file.close()
-        self.closed = True
+        """Read what is available; return True if the pipe was full."""
+        part = b"" if self.file.closed else self.file.read(PIPE_BYTES)
+        if part is None:  # nothing is available
+            return False
+        if not part:
+            self.file.close()
+        room = LOG_BYTES - len(self._first)
+        self._first, rest = self._first + part[:room], self._last + part[room:]
+        self._last = rest[-LOG_BYTES:]
+        self._omitted += len(rest) - len(self._last)
+        return len(part) == PIPE_BYTES
 
     def text(self) -> str:
         """Return the kept output, with the number of bytes left out."""
