@@ -64,10 +64,10 @@ from lightning_rl.policy.lora import AdapterOffScorer
 from lightning_rl.policy.memory import resident_bytes
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.policy.tensor_hash import hash_weights
+from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
-from lightning_rl.rewards.timeouts import CLOCK
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob

@@ -21,7 +21,7 @@ KNOWN = {
     "lightning_rl/cli/main.py": "import_module(",  # of a command
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
     "lightning_rl/distributed/zero.py": "import_module(",
-    "lightning_rl/environments/fork_server.py": "cloudpickle.loads(",
+    "lightning_rl/environments/workers.py": "pickle.loads(",
     "lightning_rl/generation/vllm/vllm_engine.py": "import_module(",
     "lightning_rl/generation/vllm/internals.py": "import_module(",
     "lightning_rl/generation/vllm/lora_adapter.py": "import_module(",
@@ -29,10 +29,10 @@ KNOWN = {
     "lightning_rl/optimizers.py": "import_module(",
     "lightning_rl/policy/attention.py": "import_module(",  # of FlashAttention, by two fixed names
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
+    "lightning_rl/processes/pool.py": "pickle.loads(",
+    "lightning_rl/processes/worker.py": "cloudpickle.loads(",
     "lightning_rl/reporting/run_files.py": "torch.load(",
     "lightning_rl/rewards/subprocess_reward.py": "cloudpickle.loads(",
-    "lightning_rl/rewards/math_match.py": "cloudpickle.loads(",
-    "lightning_rl/rewards/process_worker.py": "cloudpickle.loads(",
     "lightning_rl/serialization.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }

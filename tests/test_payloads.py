@@ -74,9 +74,9 @@ def test_other_values_are_no_evidence(state: Any, tmp_path: Path) -> None:
 def test_a_checkpoint_that_names_an_unpickler_is_asked_for_the_policy(tmp_path: Path) -> None:
     fit(tiny_module(), limit_train_batches=1).save_checkpoint(tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    task = pickle.dumps(((), {}, Payload(tmp_path / "left"), 1))
+    task = pickle.dumps(((), Payload(tmp_path / "left")))
     checkpoint["lightning_rl"]["configuration"]["module"]["policy"] = {
-        "partial": "lightning_rl.rewards.process_worker.answer",
+        "partial": "lightning_rl.processes.worker.answer",
         "args": [None, task],
         "keywords": {},
     }

@@ -194,8 +194,8 @@ def test_restored_values_equal_the_described_ones() -> None:
         {"partial": "lightning_rl.generation.engine.hashlib.new", "args": [], "keywords": {}},
         {"class_path": "lightning_rl.optimizers.warmup_then_linear", "init_args": {"warmup": 1, "total": 2}},
         {"name": "kit.support.tiny_policy"},
-        {"partial": "lightning_rl.rewards.process_worker.answer", "args": [None, b"pickled"], "keywords": {}},
-        {"class_path": "lightning_rl.rewards.process_pool.Pool", "init_args": {"function": b"pickled"}},
+        {"partial": "lightning_rl.processes.worker.answer", "args": [None, b"pickled"], "keywords": {}},
+        {"class_path": "lightning_rl.processes.pool.Pool", "init_args": {"function": b"pickled"}},
         {"class_path": "lightning_rl.rewards.subprocess_reward.SubprocessReward", "init_args": {}},
         {"class_path": "lightning_rl.rewards.judge.Judge", "init_args": {"model": "m", "url": "http://127.0.0.1:9"}},
         {"class_path": "lightning_rl.generation.vllm.vllm_engine.VLLMEngine", "init_args": {}},
@@ -203,7 +203,7 @@ def test_restored_values_equal_the_described_ones() -> None:
         {"class_path": "lightning_rl.losses.cispo.CISPO.__init__.__globals__", "init_args": {}},
         {"class_path": "lightning_rl.losses.cispo.CISPO", "init_args": {"no_such": 1}},
         {"class_path": "lightning_rl.losses.cispo.CISPO", "init_args": [1]},
-        {"name": "../../rewards.worker.answer"},
+        {"name": "../../processes.worker.answer"},
     ],
 )
 def test_nothing_else_is_imported_or_called(description: dict[str, Any]) -> None:

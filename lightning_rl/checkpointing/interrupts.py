@@ -21,7 +21,7 @@ from lightning_rl.checkpointing.checkpoint_folder import RunFolder, release
 from lightning_rl.checkpointing.rank_errors import clear_rank_errors, first_rank_error, resume_hint, write_rank_error
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
-from lightning_rl.rewards.timeouts import CLOCK
+from lightning_rl.processes.timeouts import CLOCK
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"

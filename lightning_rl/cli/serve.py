@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from lightning_rl.cli.process_group import run_group
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, FIXED, HEAD_DTYPE
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import HOST, STORAGE
 from lightning_rl.policy.text_model import auto_class_of, check_text_only, has_towers, text_model_of
+from lightning_rl.processes.command import run_command
 
 KEY = "VLLM_API_KEY"
 LOADER = "lightning_rl.generation.vllm.worker_extension.WeightLoader"
@@ -146,7 +146,7 @@ def serve(
     environment = {**ENVIRONMENT, **os.environ, HOST: address.host}
     if storage is not None:
         environment[STORAGE] = str(storage.resolve())
-    return run_group(command, environment)
+    return run_command(command, environment)
 
 
 def is_cpu_build() -> bool:

@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_rl.distributed import RunEndError
 from lightning_rl.environments.environment import Environment, Message, TokenEnvironment, TokenStep
 from lightning_rl.environments.generators import refuse_draws
-from lightning_rl.environments.outcome import DEFAULT, TIMEOUT, EnvironmentFailureError, Outcome
+from lightning_rl.environments.outcome import DEFAULT, Outcome
 from lightning_rl.environments.validation import check_reset, check_step, name_of
 from lightning_rl.generation import Completion, Request, turn_seed
+from lightning_rl.processes.errors import TIMEOUT, CallError
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.mutation_guard import copy_plain
 
@@ -300,7 +301,7 @@ class Conversation:
 
     def _fail(self, error: BaseException) -> None:
         """Start over once; at the second failure end the conversation."""
-        failure = EnvironmentFailureError.of(error)
+        failure = CallError.of(error)
         self._messages += getattr(self._environment, "unanswered", ())
         self._timeouts += failure.kind == TIMEOUT
         if self._make is None or self._retries:
@@ -313,7 +314,7 @@ class Conversation:
         self._forget()
         self.begin(*self._start)
 
-    def _end(self, finish: FinishReason, failure: EnvironmentFailureError | None = None) -> None:
+    def _end(self, finish: FinishReason, failure: CallError | None = None) -> None:
         """Close the environment and store the transcript."""
         with self._clock():
             if failure is None and self._environment is not None:

@@ -1,8 +1,6 @@
 """Results of conversations besides their tokens: rewards, metrics, and reports of failed environments."""
 
 import json
-import re
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple, Self
 from lightning_rl.distributed import RunEndError
 from lightning_rl.environments.environment import Message
 from lightning_rl.utils.arguments import check_numbers
-from lightning_rl.utils.terminal import visible
+from lightning_rl.utils.terminal import visible, write_visible
 
 DEFAULT = "environment"
 """Name of a single environment."""
@@ -22,8 +20,6 @@ REWARD_COLUMNS = ("conversation", "environment_reward")
 """Columns that reward functions receive: chat messages, and the environment's reward or None."""
 
 FOLDER = "failed_environments"
-TIMEOUT, DEATH = "timeout", "lost process"
-ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 MAX_CAUSES = 3  # of an error
 LOGGED = ("environment", "failure", "log", "messages", "answer", "metrics", "seconds")
 
@@ -129,33 +125,6 @@ class EnvironmentReward:
         ]
 
 
-class EnvironmentFailureError(Exception):
-    """Failure of an environment.
-
-    Args:
-        kind: Name of an exception, :data:`TIMEOUT` or :data:`DEATH`.
-        message: Description in one sentence.
-        log: Traceback, and the beginning and end of the output of an environment in a worker process.
-    """
-
-    def __init__(self, kind: str, message: str, log: str = "") -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind, self.log = kind, log
-
-    @staticmethod
-    def of(error: BaseException) -> "EnvironmentFailureError":
-        """Return the failure for an exception of an environment."""
-        if isinstance(error, EnvironmentFailureError):
-            return error
-        log = "".join(traceback.format_exception(error))
-        return EnvironmentFailureError(type(error).__name__, text_of(error), log)
-
-
-def text_of(error: BaseException) -> str:
-    """Return the text of an exception without memory addresses."""
-    return ADDRESS.sub("", str(error))
-
-
 class FailedEnvironmentsError(RunEndError):
     """Too many failed environments in a rollout, or an environment that was interrupted because the run has to stop."""
 
@@ -183,7 +152,8 @@ def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     if not failed:
         return ""
-    written = str(path) if path is not None and _write(failed, path) else ""
+    records = [{key: getattr(outcome, key) for key in LOGGED} for outcome in failed]
+    written = str(path) if path is not None and write_visible(path, records) else ""
     where = f"; all are in {written}" if written else f"\n{failed[0].log}"
     text = (
         f"{len(failed)} of {len(outcomes)} conversations failed with their environment, so they neither train nor are "
@@ -191,18 +161,6 @@ def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
     )
     warnings.warn(visible(text).rstrip(), stacklevel=2)
     return written
-
-
-def _write(failed: Sequence[Outcome], path: Path) -> bool:
-    """Write the file; return False if that fails, as a full disk should not end a run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            for outcome in failed:
-                file.write(json.dumps({key: getattr(outcome, key) for key in LOGGED}, default=repr) + "\n")
-    except (OSError, ValueError, TypeError):
-        return False
-    return True
 
 
 def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max_share: float | None) -> None:

@@ -17,7 +17,7 @@ from lightning_rl.environments.environment import Environment, Message, TokenEnv
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
 from lightning_rl.environments.parsing import AnswerParser, ParserSource, parser_for, plain_text
-from lightning_rl.environments.tools import ObjectEnvironment, Tool, ToolEnvironment, schemas_of
+from lightning_rl.environments.tools import Tool, ToolEnvironment, begins_itself, schemas_of
 from lightning_rl.environments.validation import environment_of
 from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
 from lightning_rl.generation import Request, request_seed
@@ -133,7 +133,7 @@ class Environments:
             close_quietly(made)  # it was never reset
             if not isinstance(made, Environment):
                 continue
-            if prompt is not None and is_token_ids(prompt.content) and not begins_itself(made):
+            if prompt is not None and is_token_ids(prompt.content) and not _begins_itself(made):
                 raise ValueError(
                     f"expected prompts of text or of chat messages for environment {name}, which uses messages "
                     "and begins with the row's own prompt, got token ids: write the prompts as text, return messages "
@@ -215,12 +215,9 @@ def messages_of(prompt: Prompt) -> Sequence[Message]:
     return [message for message in content if isinstance(message, Mapping)]
 
 
-def begins_itself(environment: Environment) -> bool:
-    """Return True if an environment may begin with its own messages instead of the row's prompt."""
-    if isinstance(environment, RemoteEnvironment):
-        return environment.begins_itself
-    return type(environment).reset is not Environment.reset and not isinstance(environment, ObjectEnvironment)
-
-
 def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:
     return environment.schemas if isinstance(environment, RemoteEnvironment) else schemas_of(environment.tools)
+
+
+def _begins_itself(environment: Environment) -> bool:
+    return environment.begins_itself if isinstance(environment, RemoteEnvironment) else begins_itself(environment)

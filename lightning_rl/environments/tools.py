@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult, ToolCall
-from lightning_rl.environments.outcome import text_of
+from lightning_rl.processes.errors import CallError
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.event_loop import EventLoop
@@ -114,7 +114,7 @@ class ToolEnvironment(Environment):
         return tool
 
     def _reply(self, call: ToolCall, result: str | BaseException) -> Message:
-        text = result if isinstance(result, str) else _error(f"{type(result).__name__}: {text_of(result)}")
+        text = result if isinstance(result, str) else _error(str(CallError.of(result)))
         number = {} if call.id is None else {"tool_call_id": call.id}
         return {"role": "tool", "name": call.name, **number, "content": self._cut(text)}
 
@@ -175,6 +175,11 @@ class ObjectEnvironment(ToolEnvironment):
     @override
     def close(self) -> None:
         result_of(getattr(self.thing, "close", lambda: None)())
+
+
+def begins_itself(environment: Environment) -> bool:
+    """Return True if an environment may begin with its own messages instead of the row's prompt."""
+    return type(environment).reset is not Environment.reset and not isinstance(environment, ObjectEnvironment)
 
 
 def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -1,46 +1,45 @@
-"""Worker processes that each run one environment at a time, are killed at a timeout, and replaced when they die.
+"""Environments in worker processes, which are killed at a timeout and replaced when they die.
 
-They are forks of a server that has loaded the environments (:mod:`lightning_rl.environments.fork_server`). A
-conversation leases a worker from reset to close; processes that it started are killed with it.
+A conversation leases a worker of the pool (:mod:`lightning_rl.processes.pool`) from reset to close; processes that it
+started are killed with it.
 """
 
 import contextlib
-import json
-import os
+import dataclasses
 import pickle
-import select
-import socket
-import subprocess
-import sys
-import tempfile
+import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import Pipe, reduction
-from multiprocessing.connection import Connection
-from signal import SIGABRT, Signals
 from typing import Any, NamedTuple
 
 import cloudpickle
+import numpy as np
+import torch
 from typing_extensions import override
 
-from lightning_rl.environments.environment import Action, Environment, StepResult, TokenStep
-from lightning_rl.environments.outcome import DEATH, TIMEOUT, EnvironmentFailureError, FailedEnvironmentsError
-from lightning_rl.rewards.timeouts import CLOCK, HURRY
+from lightning_rl.environments.conversation import close_quietly
+from lightning_rl.environments.environment import (
+    Action,
+    Environment,
+    StepResult,
+    TokenEnvironment,
+    TokenStep,
+    check_figures,
+)
+from lightning_rl.environments.outcome import FailedEnvironmentsError
+from lightning_rl.environments.tools import begins_itself, schemas_of
+from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
+from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
+from lightning_rl.processes.pool import STARTUP_SECONDS, Pool, Worker
+from lightning_rl.processes.worker import adopt_orphans, children, reap
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
-STARTUP_SECONDS = 120.0  # for the server to load the environments, and for a worker to start
 CLOSE_SECONDS = 5.0  # for an environment to close after a failure
-TRACEBACK_SECONDS = 1.0  # for a late environment to print its traceback
-KILL_SECONDS = 10.0  # after which a killed process counts as gone
-POLL_SECONDS = 1.0  # between checks for the end of the run
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lightning_rl.environments.fork_server import main"
-QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
-    f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
-}
+MAX_BYTES = 2**24  # maximum size of a result
 
 
 class Description(NamedTuple):
@@ -66,7 +65,7 @@ class Budget:
     left: float
 
 
-class WorkerPool:
+class WorkerPool(Pool):
     """Pool of worker processes for environments.
 
     Args:
@@ -88,28 +87,11 @@ class WorkerPool:
         step_seconds: float = 60.0,
         conversation_seconds: float = 600.0,
     ) -> None:
+        for name, factory in factories.items():
+            _check_pickle(name, factory)
+        super().__init__(cloudpickle.dumps(Host(factories)), processes=workers, keep_output=True)
         self.workers, self.step_seconds, self.conversation_seconds = workers, step_seconds, conversation_seconds
-        self._payload = pickle.dumps({name: _pickle(name, factory) for name, factory in factories.items()})
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Initialize the state without any process."""
-        self._free = threading.BoundedSemaphore(self.workers)
-        self._lock = threading.Lock()
-        self._idle: list[Worker] = []
-        self._live: set[Worker] = set()
-        self._server: _Server | None = None
-        self._descriptions: dict[str, Description] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without processes."""
-        kept = ("workers", "step_seconds", "conversation_seconds", "_payload")
-        return {name: vars(self)[name] for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state; processes start on demand."""
-        vars(self).update(state)
-        self._prepare()
+        self.descriptions: dict[str, Description] = {}
 
     @staticmethod
     def of(
@@ -142,17 +124,15 @@ class WorkerPool:
         Raises:
             ValueError: If none can be created; names the environment and the error.
         """
-        if name not in self._descriptions:
-            worker = self.lease()
+        if name not in self.descriptions:
             try:
-                self._descriptions[name] = Description(**worker.ask("describe", (name,), STARTUP_SECONDS))
-            except EnvironmentFailureError as error:
-                self.release(worker, keep=False)
+                found = self.submit(_task("describe", name), STARTUP_SECONDS).result()
+            except CallError as error:
                 raise ValueError(
                     f"expected environment {name} to be created in a worker process, got {error}\n{error.log}"
                 ) from error
-            self.release(worker, keep=True)
-        return self._descriptions[name]
+            self.descriptions[name] = Description(**pickle.loads(found))
+        return self.descriptions[name]
 
     def open(self, name: str, budget: Budget) -> "RemoteEnvironment | RemoteTokenEnvironment":
         """Return an environment of a factory that runs in a worker from its reset to its close."""
@@ -168,226 +148,73 @@ class WorkerPool:
         """Return an executor with a thread for every worker."""
         return ThreadPoolExecutor(self.workers, thread_name_prefix="environment")
 
-    def lease(self) -> "Worker":
-        """Return a free worker; wait until there is one."""
-        self._free.acquire()
-        try:
-            with self._lock:
-                while self._idle:
-                    worker = self._idle.pop()
-                    if worker.alive:
-                        return worker
-                    worker.end()
-                    self._live.discard(worker)
-                if self._server is None or not self._server.alive:
-                    self._server = _Server(self._payload)
-                worker = self._server.fork()
-                self._live.add(worker)
-            worker.start()
-            return worker
-        except BaseException:
-            self._free.release()
-            raise
 
-    def release(self, worker: "Worker", *, keep: bool) -> None:
-        """Return a worker to the pool, or end it."""
-        if not keep:
-            worker.end()
-        with self._lock:
-            (self._idle.append if keep else self._live.discard)(worker)
-        self._free.release()
+class Host:
+    """Runs one environment of the factories at a time, in a worker, and returns plain values of limited size."""
 
-    def pids(self) -> list[int]:
-        """Return the ids of all processes: the server, guards and workers."""
-        with self._lock:
-            server = [] if self._server is None else [self._server.popen.pid]
-            return [*server, *(pid for worker in self._live for pid in worker.pids)]
+    def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
+        self._factories = factories
+        self._environment: Environment | TokenEnvironment | None = None
 
-    def close(self) -> None:
-        """End every process; calls in progress fail with :data:`DEATH`."""
-        with self._lock:
-            live, server = list(self._live), self._server
-            self._idle, self._live, self._server = [], set(), None
-        for worker in live:
-            worker.kill()
-        for worker in live:
-            worker.end()
-        if server is not None:
-            server.close()
-
-
-class Worker:
-    """Worker process, with a connection for tasks and replies, and the socket of its guard."""
-
-    def __init__(self, connection: Connection, life: socket.socket) -> None:
-        self._connection, self._life = connection, life
-        life.settimeout(KILL_SECONDS)
-        self._lock = threading.Lock()
-        self._report: tuple[int | None, str] | None = None
-        self.pids: tuple[int, ...] = ()
-
-    def start(self) -> None:
-        """Wait until it has started; a failed start is reported by the first task."""
-        with contextlib.suppress(EOFError, OSError):
-            if self._connection.poll(STARTUP_SECONDS):
-                self.pids = tuple(self._connection.recv())
-
-    @property
-    def alive(self) -> bool:
-        """True if it is ready for a task; a dead worker's connection is closed."""
-        try:
-            return not self._connection.poll(0)
-        except OSError:
-            return False
-
-    def clear_log(self) -> None:
-        """Clear the guard's log before the next task."""
-        with contextlib.suppress(OSError):
-            self._life.send(b"\0")
-            if self._life.recv(1, socket.MSG_PEEK) == b"\0":  # else the report of a process that died meanwhile
-                self._life.recv(1)
-
-    def ask(self, call: str, arguments: Sequence[Any], seconds: float, late: str = "") -> Any:
-        """Call a method of :class:`~lightning_rl.environments.fork_server.Host` in the worker and return its result.
-
-        Args:
-            call: Name of the method.
-            arguments: Arguments of the call.
-            seconds: Timeout.
-            late: Message at a timeout.
+    def __call__(self, call: str, *arguments: Any) -> bytes:
+        """Call a method and return its pickled result.
 
         Raises:
-            EnvironmentFailureError: If it raises, dies or takes longer.
-            FailedEnvironmentsError: If it was interrupted because the run has to stop.
+            ValueError: If the result is larger than :data:`MAX_BYTES`.
+            TypeError: If it is not plain.
         """
-        try:
-            self._connection.send_bytes(cloudpickle.dumps((call, tuple(arguments))))
-            if not self._wait(seconds):
-                message = late or f"{call} took longer than {seconds:g} s"
-                raise EnvironmentFailureError(TIMEOUT, message, self._end_with_traceback())
-            kind, *reply = self._connection.recv()
-        except (EOFError, OSError):
-            raise self._death(call) from None
-        if kind == "raised":
-            raise self._error(call, *reply)
-        return reply[0]
+        result = pickle.dumps(plain(getattr(self, call)(*arguments)))
+        if len(result) > MAX_BYTES:
+            name = type(self._environment).__name__
+            raise ValueError(f"expected {name} to return at most {MAX_BYTES} bytes from {call}, got {len(result)}")
+        return result
 
-    def _wait(self, seconds: float) -> bool:
-        """Return True if there is a reply in time."""
-        end, stopped_by = time.monotonic() + seconds, 0
-        while not self._connection.poll(max(0.0, min(POLL_SECONDS, end - time.monotonic()))):
-            if CLOCK.stopped_by and not stopped_by and time.monotonic() < end - HURRY:
-                stopped_by, end = CLOCK.stopped_by, time.monotonic() + HURRY
-            if time.monotonic() < end:
-                continue
-            if stopped_by:
-                self.end()
-                raise FailedEnvironmentsError(
-                    "a rollout was left unfinished and starts over on resume: an environment was busy when "
-                    f"{Signals(stopped_by).name} told the run to stop"
-                )
-            return False
-        return True
+    def describe(self, name: str) -> Mapping[str, Any]:
+        """Return the fields of :class:`Description` for a factory."""
+        environment = environment_of(self._factories[name]())
+        close_quietly(environment)
+        words = isinstance(environment, Environment)
+        return {
+            "uses_messages": words,
+            "schemas": schemas_of(environment.tools) if words else [],
+            "begins_itself": begins_itself(environment) if words else True,
+            "name": name_of(environment),
+        }
 
-    def _end_with_traceback(self) -> str:
-        """Make the worker print its traceback, end it, and return its log."""
-        with contextlib.suppress(OSError, IndexError):
-            os.kill(self.pids[-1], SIGABRT)
-        return self.end(TRACEBACK_SECONDS)[1]
+    def reset(self, name: str, row: Mapping[str, Any], seed: int) -> Any:
+        """Create an environment and begin a conversation, after seeding the global generators of this process."""
+        adopt_orphans()  # so that close finds all that a conversation has started
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed % 2**63)
+        self._environment = made = environment_of(self._factories[name]())
+        return check_reset(made, made.reset(row, seed))
 
-    def _death(self, call: str) -> EnvironmentFailureError:
-        code, log = self.end(CLOSE_SECONDS)
-        how = "is gone" if code is None else f"exited with status {code}"
-        if code is not None and code > 128:
-            how = f"was ended by {Signals(code - 128).name}"
-        return EnvironmentFailureError(DEATH, f"the process {how} in {call}", log)
+    def step(self, *answer: Any) -> Mapping[str, Any]:
+        """Pass an answer to the environment and return the fields of its reply."""
+        made: Any = self._environment
+        return _fields_of(check_step(made, made.step(*answer)))
 
-    def _error(self, call: str, kind: str, message: str, trace: str) -> EnvironmentFailureError:
-        """Return the failure of an exception, after closing the environment."""
-        if call != "close":
-            with contextlib.suppress(EnvironmentFailureError):
-                self.ask("close", (), CLOSE_SECONDS)
-        return EnvironmentFailureError(kind, message, f"{trace}{self.end()[1]}")
+    def reward(self) -> float | Mapping[str, Any] | None:
+        """Return the final reward of a conversation that ends at a limit."""
+        made = self._environment
+        score = made.reward() if isinstance(made, Environment) else getattr(made, "reward", lambda: None)()
+        if isinstance(score, TokenStep):
+            return _fields_of(score)
+        check_figures(score, {})
+        return score
 
-    def kill(self) -> None:
-        """Make the guard kill the process and all that it started; thread-safe."""
-        with contextlib.suppress(OSError):
-            self._life.shutdown(socket.SHUT_WR)
-
-    def end(self, patience: float = 0.0) -> tuple[int | None, str]:
-        """Kill the process, after ``patience`` seconds to exit, and all that it started; return exit code and log."""
-        with self._lock:
-            if self._report is None:
-                if patience:
-                    select.select([self._life], [], [], patience)
-                self.kill()
-                with self._life:
-                    self._report = self._read_report()
-            return self._report
-
-    def _read_report(self) -> tuple[int | None, str]:
-        text = b""
-        try:
-            while part := self._life.recv(2**16):
-                text += part
-        except OSError:
-            return None, ""
-        code, log = json.loads(text) if text else (None, "")
-        return code, log
+    def close(self) -> bool:
+        """End the conversation; return True if no thread or process of it is left."""
+        made, self._environment = self._environment, None
+        if made is not None:
+            made.close()
+        reap()
+        return threading.active_count() == 1 and not children()
 
 
-class _Server:
-    """Server process from which workers are forked.
-
-    Raises:
-        ValueError: If it cannot load the pickled factories; says why.
-    """
-
-    def __init__(self, payload: bytes) -> None:
-        self._control, theirs = Pipe()
-        command = [sys.executable, "-P", "-c", f"{BOOT}; main({theirs.fileno()})", "environments", json.dumps(sys.path)]
-        with tempfile.TemporaryFile() as file:
-            file.write(payload)
-            file.seek(0)
-            self.popen = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **QUIET},
-                stdin=file,
-                start_new_session=True,
-            )
-        theirs.close()
-        try:
-            late = not self._control.poll(STARTUP_SECONDS)
-            message = f"nothing within {STARTUP_SECONDS:g} s" if late else self._control.recv()
-        except (EOFError, OSError):
-            message = f"a process that exited with status {self.popen.wait()}"
-        if message:
-            self.close()
-            raise ValueError(f"expected a process with the environments, got: {message}")
-
-    @property
-    def alive(self) -> bool:
-        """True while the process runs."""
-        return self.popen.poll() is None
-
-    def fork(self) -> Worker:
-        """Fork a worker."""
-        connection, tasks = Pipe()
-        life, guard = socket.socketpair()
-        with tasks, guard:
-            for descriptor in (tasks.fileno(), guard.fileno()):
-                reduction.send_handle(self._control, descriptor, self.popen.pid)
-        return Worker(connection, life)
-
-    def close(self) -> None:
-        """End the process."""
-        self._control.close()
-        try:
-            self.popen.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
+def _fields_of(step: Any) -> Mapping[str, Any]:
+    return {field.name: getattr(step, field.name) for field in dataclasses.fields(step)}
 
 
 class _Remote:
@@ -402,7 +229,7 @@ class _Remote:
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Lease a worker and create an environment there."""
         self._worker = self._pool.lease()
-        self._worker.clear_log()
+        self._worker.clear_output()
         return self._ask("reset", self._factory, dict(row), seed)
 
     def reward(self) -> Any:
@@ -416,7 +243,12 @@ class _Remote:
             self._release(keep=self._ask("close"))
 
     def _ask(self, call: str, *arguments: Any) -> Any:
-        """Run a task in the worker within the remaining time."""
+        """Call a method of :class:`Host` in the worker within the remaining time.
+
+        Raises:
+            CallError: If it raises, dies or takes longer.
+            FailedEnvironmentsError: If it was interrupted because a signal stopped the run.
+        """
         worker, budget, seconds = self._worker, self._budget, self._pool.step_seconds
         if worker is None:
             raise RuntimeError(f"expected an environment that was reset before its {call}, got one that is closed")
@@ -426,12 +258,32 @@ class _Remote:
             late = f"the environment took longer than {whole:g} s for a conversation (conversation_timeout)"
         begin = time.monotonic()
         try:
-            return worker.ask(call, arguments, seconds, late)
+            return pickle.loads(worker.ask(_task(call, *arguments), seconds))
+        except CallError as error:
+            failure = self._failure(worker, call, error, late)
+            self._release(keep=False)
+            raise failure from None
         except BaseException:
             self._release(keep=False)
             raise
         finally:
             budget.left -= time.monotonic() - begin
+
+    def _failure(self, worker: Worker, call: str, error: CallError, late: str) -> Exception:
+        """Return the error of a call; after an exception close the environment."""
+        if error.kind == INTERRUPT:
+            return FailedEnvironmentsError(
+                f"a rollout was left unfinished and starts over on resume: an environment {error.message}"
+            )
+        if error.kind == TIMEOUT:
+            return CallError(TIMEOUT, late, error.log)
+        if error.kind == DEATH:
+            return CallError(DEATH, f"the process {error.message} in {call}", error.log)
+        if call != "close":
+            with contextlib.suppress(CallError):
+                worker.ask(_task("close"), CLOSE_SECONDS)
+        worker.end()
+        return CallError(error.kind, error.message, error.log + worker.output())
 
     def _release(self, *, keep: bool) -> None:
         worker, self._worker = self._worker, None
@@ -455,9 +307,13 @@ class RemoteTokenEnvironment(_Remote):
         return TokenStep(**self._ask("step", tuple(token_ids), finish))
 
 
-def _pickle(name: str, factory: Any) -> bytes:
+def _task(call: str, *arguments: Any) -> bytes:
+    return cloudpickle.dumps(((call, *arguments), {}))
+
+
+def _check_pickle(name: str, factory: Any) -> None:
     try:
-        return cloudpickle.dumps(factory)
+        cloudpickle.dumps(factory)
     except Exception as error:
         raise ValueError(
             f"expected a factory that can be sent to another process for environment {name}, got {factory!r:.200} "

@@ -7,10 +7,8 @@ So separate processes compare, which any thread and any process can start.
 import logging
 import math
 import re
-import resource
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,13 +20,13 @@ from typing import Any
 import cloudpickle
 from typing_extensions import override
 
+from lightning_rl.processes.errors import LOADING, CallError
+from lightning_rl.processes.pool import Pool
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, warn_of_unreadable
 from lightning_rl.rewards.optional_imports import require
-from lightning_rl.rewards.process_pool import LostError, Pool
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_text
 
 MEMORY = 2 * 2**30  # bytes of a process
-GRACE = 2.0  # seconds of CPU time after the limit at which a process is killed
 PATIENCE = 20.0  # multiple of the limit after which a process that uses no CPU time is killed
 DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1,6})?\$")
@@ -70,10 +68,6 @@ class MathMatch(AnswerMatch):
         check_counts(1, tail=self.tail, processes=self.processes)
         check_numbers(above=0, finite=True, timeout=self.timeout)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the options only: a copy starts its own processes."""
-        return {key: value for key, value in vars(self).items() if key != "pool"}
-
     @cached_property
     def pool(self) -> Pool:
         """Processes that compare, started on demand."""
@@ -107,9 +101,9 @@ class MathMatch(AnswerMatch):
             answers[number] = _answer(future)
         return answers
 
-    def _submit(self, reference: str, text: str) -> "Future[bytes]":
+    def _submit(self, reference: str, text: str) -> "Future[bool | None]":
         question = [part.encode(errors="replace").decode() for part in (reference, text)]  # without lone surrogates
-        task = ((*question, self.timeout, self.timeout + GRACE), {}, (), 1)
+        task = ((*question, self.timeout), {})
         return self.pool.submit(cloudpickle.dumps(task), PATIENCE * self.timeout)
 
     @override
@@ -144,64 +138,52 @@ def _same_number(reference: str, text: str) -> bool | None:
     return None
 
 
-def _answer(future: "Future[bytes]") -> bool | None:
-    """Return the result of a comparison; False if it exceeded its time or memory.
+def _answer(future: "Future[bool | None]") -> bool | None:
+    """Return the result of a comparison; False if it failed or exceeded its time or memory.
 
     Raises:
         RuntimeError: If no process can start.
     """
     try:
-        kind, value, *_ = cloudpickle.loads(future.result())
-    except LostError as error:
-        if str(error).startswith("could not be loaded"):
+        return future.result()
+    except CallError as error:
+        if error.kind == LOADING:
             raise RuntimeError(
-                f"expected a process that imports math_verify to start, but it {error}: run "
+                f"expected a process that imports math_verify to start, got {error.message}: run "
                 f"{sys.executable} -c 'import math_verify' to see why"
             ) from error
         return False
-    return value if kind == "returned" else False
 
 
 class Comparison:
-    """Function that compares, built in each process when it is loaded."""
+    """Function that compares, built when it is loaded."""
 
     def __reduce__(self) -> Any:
         """Pickle as a call of a nested function, by value: the processes import math-verify and nothing else."""
         return _builder(), ()
 
 
-def _builder() -> Callable[[], Callable[[str, str, float, float], bool | None]]:
-    class TooSlow(BaseException):  # BaseException, because sympy catches Exception
-        """CPU time of one comparison exceeded."""
-
-    def stop(*_: object) -> None:
-        raise TooSlow
-
-    def build() -> Callable[[str, str, float, float], bool | None]:
+def _builder() -> Callable[[], Callable[[str, str, float], bool | None]]:
+    def build() -> Callable[[str, str, float], bool | None]:
         from math_verify import parse, verify
 
         logging.disable()
-        signal.signal(signal.SIGPROF, stop)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
         @lru_cache(maxsize=1024)
         def parse_reference(reference: str) -> list[Any]:
             return parse(reference, parsing_timeout=0)
 
-        def compare(reference: str, text: str, seconds: float, last: float) -> bool | None:
-            end = math.ceil(time.process_time() + last)  # SIGXCPU ends C code that checks for no signal
-            resource.setrlimit(resource.RLIMIT_CPU, (end, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        def compare(reference: str, text: str, seconds: float) -> bool | None:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, because sympy catches exceptions
             try:
-                signal.setitimer(signal.ITIMER_PROF, seconds)
-                try:
-                    wanted = parse_reference(reference)
-                    return verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0) if wanted else None
-                finally:
-                    signal.setitimer(signal.ITIMER_PROF, 0)
-            except (TooSlow, RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
+                wanted = parse_reference(reference)
+                return verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0) if wanted else None
+            except (RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
                 return False
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
 
-        compare("$x+1$", "so $1+x$", 60.0, 60.0)  # loads the parser
+        compare("$x+1$", "so $1+x$", 60.0)  # loads the parser
         return compare
 
     return build

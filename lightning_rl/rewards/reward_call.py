@@ -204,6 +204,14 @@ class CallStyle:
             ) from error
         return CallStyle(by_keyword=by_keyword, extras=extras)
 
+    def arguments(self, rows: Rows, extras: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments for some rows, with the extras that the function takes."""
+        keywords = {"completion_ids": rows.completion_ids, **rows.columns}
+        keywords |= {name: value for name, value in extras.items() if name in self.extras}
+        if self.by_keyword:
+            return (), {"prompts": rows.prompts, "completions": rows.completions, **keywords}
+        return (rows.prompts, rows.completions), keywords
+
     def call(self, function: Reward, rows: Rows, notes: Notes, state: TrainerState | None = None) -> Any:
         """Call the function and return its result, which may be awaitable."""
         extras = {
@@ -211,11 +219,8 @@ class CallStyle:
             "log_extra": notes.log_extra,
             "log_metric": notes.log_metric,
         }
-        keywords = {"completion_ids": rows.completion_ids, **rows.columns}
-        keywords |= {name: value for name, value in extras.items() if name in self.extras}
-        if self.by_keyword:
-            return function(prompts=rows.prompts, completions=rows.completions, **keywords)
-        return function(rows.prompts, rows.completions, **keywords)
+        arguments, keywords = self.arguments(rows, extras)
+        return function(*arguments, **keywords)
 
 
 def _names_any(signature: inspect.Signature, known: Collection[str]) -> bool:

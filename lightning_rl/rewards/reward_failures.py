@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl.distributed import RunEndError
+from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards.reward_call import RewardCall
-from lightning_rl.rewards.timeouts import CLOCK
-from lightning_rl.utils.terminal import dump_visible, visible
+from lightning_rl.utils.terminal import visible, write_visible
 
 FOLDER = "failed_rewards"
 
@@ -53,7 +54,11 @@ def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
     call, failure = failing[0], failing[0].failures[0]
     row = failure.rows[0]
     rows = {call.name: sum(len(failure.rows) for failure in call.failures) for call in failing}
-    where = f"; all failed samples are in {path}" if path is not None and _write(failing, path) else ""
+    where = (
+        f"; all failed samples are in {path}"
+        if path is not None and write_visible(path, chain(*map(_samples, failing)))
+        else ""
+    )
     cause = visible(f"reward {call.name} {failure.cause}")
     text = "; ".join(f"{name} failed on {number}" for name, number in rows.items())
     traceback = visible(failure.traceback)  # an exception may quote model output
@@ -94,19 +99,6 @@ def was_cut_short(calls: Sequence[RewardCall]) -> int:
     """Return the signal that interrupted a call, or 0."""
     ended = any(failure.cause.startswith(CLOCK.reason()) for call in calls for failure in call.failures)
     return CLOCK.stopped_by if ended else 0
-
-
-def _write(calls: Sequence[RewardCall], path: Path) -> bool:
-    """Return True if the file was written; a full disk does not end the run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
-            for call in calls:
-                for sample in _samples(call):
-                    file.write(dump_visible(sample, default=repr) + "\n")
-    except (OSError, ValueError, TypeError):
-        return False
-    return True
 
 
 def _samples(call: RewardCall) -> list[Mapping[str, Any]]:

@@ -6,19 +6,17 @@ The isolation is that of bubblewrap, a program that starts another one in new Li
 import contextlib
 import os
 import secrets
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.utils.naming import in_words
@@ -121,20 +119,18 @@ class Sandbox:
             return self._run_unsafe(main, stdin) if self.unsafe else self._run_in_namespaces(main, stdin)
 
     def _run_unsafe(self, main: Path, stdin: str) -> SandboxResult:
-        command = ["setpriv", "--pdeathsig=KILL", *self._program(str(main))]
-        return self._finish(_start(command, str(main.parent)), stdin, time.monotonic())
+        folder = str(main.parent)
+        return self._execute(["setpriv", "--pdeathsig=KILL", *self._program(str(main))], stdin, folder, folder)
 
     def _run_in_namespaces(self, main: Path, stdin: str) -> SandboxResult:
-        begin = time.monotonic()
         if missing := [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]:
             raise SandboxUnavailable(
                 f"expected a machine that can isolate programs, got no {in_words(missing)}: {CURE}"
             )
-        with contextlib.ExitStack() as stack:
-            program, status = stack.enter_context(main.open("rb")), stack.enter_context(tempfile.TemporaryFile())
-            command = [*_as_unused_user(), *self._bubblewrap(program.fileno(), status.fileno())]
-            process = _start([*command, *self._program(MAIN)], "/", program.fileno(), status.fileno())
-            result = self._finish(process, stdin, begin)
+        with main.open("rb") as program, tempfile.TemporaryFile() as status:
+            descriptors = program.fileno(), status.fileno()
+            command = [*_as_unused_user(), *self._bubblewrap(*descriptors), *self._program(MAIN)]
+            result = self._execute(command, stdin, "/", HOME, descriptors)
             status.seek(0)
             if result.ending == "exited" and b"exit-code" not in status.read():  # which bubblewrap writes if it ran
                 reason = result.stderr.strip() or f"exit code {result.code} of bubblewrap"
@@ -153,24 +149,49 @@ class Sandbox:
 
     def _program(self, main: str) -> list[str]:
         """Return the command of the program within its limits."""
-        limits = {"as": self.memory, "cpu": int(self.seconds) + 1, "fsize": self.disk, "nofile": 64, "core": 0}
+        limits = {"as": self.memory, "cpu": int(self.seconds) + 1, "nofile": 64, "core": 0}
+        limits["fsize"] = max(self.disk, self.output + 1)  # the output is a file
         if not self.unsafe:  # without a user namespace it counts every process of the user
             limits["nproc"] = self.processes + 1  # with process 1, which is bubblewrap
         options = [f"--{name}={limit}" for name, limit in limits.items()]
         return ["prlimit", *options, "--", sys.executable, "-I", "-B", main]
 
-    def _finish(self, process: "subprocess.Popen[bytes]", stdin: str, begin: float) -> SandboxResult:
-        """Return the result of a started program."""
-        with process:
-            try:
-                ending, out, err = _talk(process, stdin.encode(errors="replace"), begin + self.seconds, self.output)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+    def _execute(
+        self, command: Sequence[str], stdin: str, folder: str, home: str, descriptors: Sequence[int] = ()
+    ) -> SandboxResult:
+        """Run a command in a new session, with its own environment and no terminal; its output is a file in memory."""
+        begin, ending = time.monotonic(), "exited"
+        with _memory_file() as out, _memory_file() as err:
+            with subprocess.Popen(
+                command,
+                pass_fds=descriptors,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                env=_environment(home),
+                start_new_session=True,
+            ) as process:
+                try:
+                    process.communicate(stdin.encode(errors="replace"), self.seconds)
+                except subprocess.TimeoutExpired:
+                    ending = "too long"
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+            seconds = time.monotonic() - begin
+            if os.fstat(out.fileno()).st_size + os.fstat(err.fileno()).st_size > self.output:
+                ending = "too much output"
+            texts = [os.pread(file.fileno(), self.output, 0).decode(errors="replace") for file in (out, err)]
         code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        texts = [part.decode(errors="replace") for part in (out, err)]
-        seconds = time.monotonic() - begin
         return SandboxResult(ending=ending, code=code, stdout=texts[0], stderr=texts[1], seconds=seconds)
+
+
+def _memory_file() -> IO[bytes]:
+    """Return an empty file in memory that other users may not open."""
+    descriptor = os.memfd_create("output")
+    os.fchmod(descriptor, 0o600)
+    return os.fdopen(descriptor, "r+b", buffering=0)
 
 
 def _as_unused_user() -> list[str]:
@@ -185,67 +206,6 @@ def _as_unused_user() -> list[str]:
     mounts = ["bwrap", "--unshare-pid", "--die-with-parent", *_folders(), "--dir", "/tmp"]
     mounts += ["--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--"]
     return [*mounts, "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
-
-
-def _start(command: Sequence[str], folder: str, *descriptors: int) -> "subprocess.Popen[bytes]":
-    """Start a command in a new session, with its own environment and no terminal."""
-    return subprocess.Popen(
-        command,
-        pass_fds=descriptors,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env=_environment(HOME if descriptors else folder),
-        start_new_session=True,
-    )
-
-
-def _talk(process: "subprocess.Popen[bytes]", stdin: bytes, end: float, limit: int) -> tuple[Ending, bytes, bytes]:
-    """Write stdin and read the output until its end, the time limit or the size limit."""
-    streams = {process.stdout: bytearray(), process.stderr: bytearray()}
-    threading.Thread(target=_write, args=(process.stdin, stdin), daemon=True).start()
-    with selectors.DefaultSelector() as selector:
-        for stream in streams:
-            selector.register(stream, selectors.EVENT_READ)  # pyright: ignore[reportArgumentType]
-        ending = _read(process, selector, streams, end, limit)
-    while ending is None and process.poll() is None:
-        ending = "too long" if time.monotonic() >= end else None
-        time.sleep(0.002)
-    out, err = (bytes(part[:limit]) for part in streams.values())
-    return ending or "exited", out, err
-
-
-def _read(
-    process: "subprocess.Popen[bytes]",
-    selector: selectors.BaseSelector,
-    streams: Mapping[Any, bytearray],
-    end: float,
-    limit: int,
-) -> Ending | None:
-    """Read to the end and return None, else return the limit that was hit."""
-    while selector.get_map():
-        ready = selector.select(min(max(end - time.monotonic(), 0.0), 0.1))
-        for key, _ in ready:
-            chunk = os.read(key.fd, 65536)
-            streams[key.fileobj].extend(chunk)
-            if not chunk:
-                selector.unregister(key.fileobj)
-        if sum(map(len, streams.values())) > limit:
-            return "too much output"
-        if time.monotonic() >= end:
-            return "too long"
-        if not ready and process.poll() is not None:
-            break  # without isolation, a background process may hold the pipe open
-    return None
-
-
-def _write(stream: IO[bytes], data: bytes) -> None:
-    """Write and close; the program may have ended without reading."""
-    with contextlib.suppress(OSError, ValueError):
-        stream.write(data)
-    with contextlib.suppress(OSError, ValueError):
-        stream.close()
 
 
 @cache

@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from transformers import TrainerState
 
+from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError, remaining
 from lightning_rl.rewards.reward_call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
-from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError, remaining
 from lightning_rl.rewards.values import InvalidRewardError, values_of
 from lightning_rl.utils.arguments import check_numbers, check_rows
 from lightning_rl.utils.event_loop import EventLoop

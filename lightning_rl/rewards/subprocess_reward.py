@@ -1,13 +1,15 @@
 """Rewards in separate processes, which may crash, hang or leak without harm to the run."""
 
+import asyncio
 import inspect
+import itertools
 import math
 import threading
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,10 +17,11 @@ import cloudpickle
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
-from lightning_rl.rewards.process_pool import LostError, Pool
-from lightning_rl.rewards.process_worker import answer
+from lightning_rl.processes.errors import DEATH, LOADING, CallError
+from lightning_rl.processes.pool import Pool, open_reply
+from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
+from lightning_rl.processes.worker import answer
 from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
-from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards.values import InvalidRewardError, values_of
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 from lightning_rl.utils.naming import in_words, name_of
@@ -31,7 +34,7 @@ class Submitted(NamedTuple):
     """Tasks of a running call, each with its rows."""
 
     rows: Rows
-    tasks: "Sequence[tuple[tuple[int, ...], Future[bytes]]]"
+    tasks: "Sequence[tuple[tuple[int, ...], Future[Any]]]"
 
 
 class Results(NamedTuple):
@@ -121,28 +124,13 @@ class SubprocessReward:
         style = CallStyle.of(self.__name__, self.reward, list(columns))
         return self.collect(self.submit(rows, style), Notes(len(rows))).values
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the processes, which belong to this process."""
-        return {**vars(self), "_function": None, "_pool": None}
-
     def submit(self, rows: Rows, style: CallStyle, state: TrainerState | None = None) -> Submitted:
         """Start a call and return at once."""
         parts = [(row,) for row in range(len(rows))] if self.per_sample else [tuple(range(len(rows)))]
         state = None if self.starts_early else state
         with STARTING:
-            function = self._start()
-        return Submitted(rows, [(part, self._submit(function, rows.select(part), style, state)) for part in parts])
-
-    def _submit(self, function: bytes, rows: Rows, style: CallStyle, state: TrainerState | None) -> "Future[bytes]":
-        payload = _payload(rows, style, state)
-        if self.executor is None:
-            return self._pool.submit(payload, self.sample_seconds if self.per_sample else self.seconds)  # pyright: ignore[reportOptionalMemberAccess]
-        try:
-            return self.executor.submit(call, function, payload, uuid.uuid4().hex)
-        except Exception as error:  # noqa: BLE001  each executor has its own error for shut down or broken
-            future = Future[bytes]()
-            future.set_exception(LostError(f"could not be submitted to its executor: {error!r:.500}"))
-            return future
+            submit = self._start()
+        return Submitted(rows, [(part, submit(_task(rows.select(part), style, state))) for part in parts])
 
     def collect(self, submitted: Submitted, notes: Notes) -> Results:
         """Wait for a call.
@@ -159,9 +147,7 @@ class SubprocessReward:
             late = str(error)
         unfinished = [future for _, future in submitted.tasks if not future.done()]
         for future in unfinished:
-            future.cancel()
-        if self._pool is not None:
-            self._pool.abandon(unfinished)  # else the next call queues behind them
+            future.cancel()  # else the next call queues behind them
         results = Results([math.nan] * notes.number, [])
         for part, future in submitted.tasks:
             lost = future in unfinished or future.cancelled()
@@ -172,27 +158,28 @@ class SubprocessReward:
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def pids(self) -> list[int]:
-        """Process ids of the guards of the running processes."""
+        """Process ids of the pool: its server, and the workers with their guards."""
         return [] if self._pool is None else self._pool.pids()
 
-    def _start(self) -> bytes:
-        """Return the pickled reward, and create the pool unless there is an executor."""
+    def _start(self) -> "Callable[[bytes], Future[Any]]":
+        """Return the function that submits a task; pickle the reward at the first call."""
         if self._function is None:
-            self._function = cloudpickle.dumps(self.reward)
+            self._function = cloudpickle.dumps(with_notes(self.reward))
             where = f"{self.processes} separate processes"
             if self.executor is not None:
                 where = f"workers of {type(self.executor).__name__}"
             rank_zero_info(f"reward {self.__name__} runs in {where}")
-        if self._pool is None and self.executor is None:
+        if self.executor is not None:
+            return partial(_submit, self.executor, self._function)
+        if self._pool is None:
             self._pool = Pool(
                 self._function, processes=self.processes, memory=self.memory, environment=self.environment
             )
-        return self._function
+        return partial(self._pool.submit, seconds=self.sample_seconds if self.per_sample else self.seconds)
 
     def _wait(self, submitted: Submitted) -> None:
         """Wait until all tasks are done; tasks of the pool that are called together end by themselves."""
@@ -215,32 +202,63 @@ def _check_executor(executor: Executor, **limits: Any) -> None:
         )
 
 
-def _payload(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
-    arguments: tuple[Any, ...] = (rows.prompts, rows.completions)
-    keywords: dict[str, Any] = {"completion_ids": rows.completion_ids, **rows.columns}
-    if style.by_keyword:
-        arguments, keywords = (), {"prompts": rows.prompts, "completions": rows.completions, **keywords}
+def with_notes(function: Reward) -> Callable[..., tuple[Any, list[tuple[str, Any]], list[tuple[str, float]]]]:
+    """Return a function that calls a reward and returns its result with the extras and metrics that it logs.
+
+    It is nested, and thus pickled by value: a process loads the reward without this library, which takes seconds.
+    """
+
+    def call(arguments: Any, keywords: Any, extras: Any, rows: int) -> Any:
+        async def result_of(awaitable: Any) -> Any:
+            return await awaitable
+
+        columns, metrics = [], []
+        known = {
+            "log_extra": lambda column, values: columns.append((str(column), list(values))),
+            "log_metric": lambda name, value: metrics.append((str(name), float(value))),
+        }
+        returned = function(*arguments, **keywords, **{name: known[name] for name in extras if name in known})
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(result_of(returned))
+        if hasattr(returned, "__next__"):
+            returned = list(itertools.islice(returned, rows + 1))
+        return returned, columns, metrics
+
+    return call
+
+
+def _task(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
+    """Return the pickled arguments of a call on some rows."""
+    given = {}
     if "trainer_state" in style.extras and state is not None:
-        keywords["trainer_state"] = SimpleNamespace(
+        given["trainer_state"] = SimpleNamespace(
             global_step=state.global_step, max_steps=state.max_steps, epoch=state.epoch
         )
-    return cloudpickle.dumps((arguments, keywords, sorted(style.extras), len(rows)))
+    arguments, keywords = style.arguments(rows, given)
+    return cloudpickle.dumps(((arguments, keywords, sorted(style.extras), len(rows)), {}))
 
 
-def _add(results: Results, part: tuple[int, ...], future: "Future[bytes]", notes: Notes) -> Failure | None:
-    """Add the result of one task, or return its failure."""
-    error = future.exception()
-    if error is not None:
-        return Failure(part, str(error) if isinstance(error, LostError) else f"lost its worker: {error!r:.500}")
+def _submit(executor: Executor, function: bytes, task: bytes) -> "Future[Any]":
     try:
-        kind, value, detail, metrics = cloudpickle.loads(future.result())
-    except Exception as error:  # noqa: BLE001  invalid bytes of an executor may raise anything
-        return Failure(part, f"got an invalid result from its executor: {error!r:.500}")
-    if kind != "returned":
-        return Failure(part, f"raised {value:.500}" if kind == "raised" else value, detail)
+        return executor.submit(call, function, task, uuid.uuid4().hex)
+    except Exception as error:  # noqa: BLE001  each executor has its own error for shut down or broken
+        future = Future[Any]()
+        future.set_exception(error)
+        return future
+
+
+def _add(results: Results, part: tuple[int, ...], future: "Future[Any]", notes: Notes) -> Failure | None:
+    """Add the result of one task, or return its failure."""
+    try:
+        reply = future.result()
+        value, columns, metrics = open_reply(reply) if isinstance(reply, bytes) else reply
+    except CallError as error:
+        return Failure(part, _cause(error), error.log)
+    except Exception as error:  # noqa: BLE001  an executor may raise and return anything
+        return Failure(part, f"failed in its executor: {error!r:.500}")
     try:
         values = values_of(value, len(part))
-        for column, items in detail:
+        for column, items in columns:
             _add_extra(notes, column, part, items)
         for name, number in metrics:
             notes.log_metric(name, number)
@@ -250,6 +268,15 @@ def _add(results: Results, part: tuple[int, ...], future: "Future[bytes]", notes
     for row, value in zip(part, values, strict=True):
         results.values[row] = value
     return None
+
+
+def _cause(error: CallError) -> str:
+    """Return the cause of a failure as the predicate of "reward x ..."."""
+    if error.kind == DEATH:
+        return f"lost its process, which {error.message}"
+    if error.kind == LOADING:
+        return f"could not be loaded in a process: {error.message}"
+    return f"raised {error.error}" if error.error else error.message
 
 
 def _add_extra(notes: Notes, column: str, part: tuple[int, ...], items: Sequence[Any]) -> None:
@@ -271,19 +298,19 @@ def _merge(failures: Sequence[Failure]) -> list[Failure]:
 
 
 def call(function: bytes, task: bytes, name: str) -> bytes:
-    """Run one task in a worker of an executor and return the pickled result; see :func:`.process_worker.answer`.
+    """Run one task in a worker of an executor and return the pickled result; see :func:`.worker.answer`.
 
     Args:
-        function: Pickled reward function.
+        function: Pickled function.
         task: Pickled arguments.
         name: Unique name, so that an executor does not reuse the result of a task with equal arguments.
     """
     del name
     try:
-        reward = _load(function)
+        loaded = _load(function)
     except BaseException:  # noqa: BLE001  the boundary to foreign code
-        return cloudpickle.dumps(("lost", f"could not be loaded in a worker: {traceback.format_exc()}", "", ()))
-    return answer(reward, task)
+        return cloudpickle.dumps(("raised", LOADING, traceback.format_exc()))
+    return answer(loaded, task)
 
 
 @lru_cache(LOADED)

@@ -3,6 +3,8 @@
 import json
 import re
 import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 BEYOND_ASCII = re.compile(r"[^\x20-\x7e\n]+")
@@ -38,6 +40,17 @@ def dump_visible(value: Any, **options: Any) -> str:
         '{"text": "漢字\\u202e\\u009b"}'
     """
     return BEYOND_ASCII.sub(_escape_part, json.dumps(value, ensure_ascii=False, **options))
+
+
+def write_visible(path: Path, records: Iterable[Any]) -> bool:
+    """Write a JSON Lines file; return False if that fails, as a full disk should not end a run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(dump_visible(record, default=repr) + "\n" for record in records)
+    except (OSError, ValueError, TypeError):
+        return False
+    return True
 
 
 def _escape_part(part: re.Match[str]) -> str:

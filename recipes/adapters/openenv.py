@@ -12,8 +12,8 @@ from typing_extensions import override
 from adapters.foreign import load
 from lightning_rl.environments.adapters.gym import begin
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult
-from lightning_rl.environments.outcome import text_of
 from lightning_rl.environments.tools import result_of
+from lightning_rl.processes.errors import CallError
 from lightning_rl.utils.arguments import check_texts
 
 UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, RecursionError)
@@ -117,6 +117,6 @@ def _words(error: BaseException) -> str:
     """Return the error of an action; of a ValidationError each field with its fault, without links and inputs."""
     faults: Any = getattr(error, "errors", None)
     if not callable(faults):
-        return f"{type(error).__name__}: {text_of(error)}"
+        return str(CallError.of(error))
     found: Any = faults()
     return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'action'}: {fault['msg']}" for fault in found)

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from adapters import reasoning_gym_worker
 from adapters.foreign import check_name, check_options, load
-from lightning_rl.environments.outcome import text_of
+from lightning_rl.processes.errors import CallError
 from lightning_rl.rewards.text import column_of, texts_of
 from lightning_rl.utils.arguments import check_bools, check_counts, check_text
 
@@ -169,7 +169,7 @@ class ReasoningGymScore:
         if errors:
             warnings.warn(
                 f"the scorer of {self.questions.task} failed on {len(errors)} of {len(texts)} completions, which get "
-                f"no reward: {type(errors[0]).__name__}: {text_of(errors[0])}",
+                f"no reward: {CallError.of(errors[0])}",
                 stacklevel=2,
             )
         return values

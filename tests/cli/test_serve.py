@@ -93,7 +93,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
     """Commands with their environments, which do not run."""
     commands: Ran = []
     monkeypatch.setattr(serve, "is_cpu_build", lambda: True)
-    monkeypatch.setattr(serve, "run_group", lambda command, environment: commands.append((command, environment)) or 0)
+    monkeypatch.setattr(serve, "run_command", lambda command, environment: commands.append((command, environment)) or 0)
     return commands
 
 

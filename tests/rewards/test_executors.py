@@ -136,9 +136,9 @@ def test_workers_that_die_fail_their_rows_and_a_broken_executor_fails_later_ones
         reward = SubprocessReward(deadly(), executor=executor)
         assert scores(reward, ["a"]).total.tolist() == [1.0]
         ((rows, cause),) = causes(scores(reward, ["a", "die"]))
-        assert rows == (0, 1) and cause.startswith("lost its worker: BrokenProcessPool(")
+        assert rows == (0, 1) and cause.startswith("failed in its executor: BrokenProcessPool(")
         ((rows, cause),) = causes(scores(reward, ["a"]))
-        assert rows == (0,) and cause.startswith("could not be submitted to its executor: BrokenProcessPool(")
+        assert rows == (0,) and cause.startswith("failed in its executor: BrokenProcessPool(")
 
 
 def test_a_worker_of_dask_that_dies_every_time_fails_only_its_sample() -> None:
@@ -162,9 +162,9 @@ def test_a_reward_that_cannot_be_loaded_and_a_closed_executor_fail_their_rows() 
     unloadable = Unloadable()
     with ThreadPoolExecutor(1) as executor:
         ((_, cause),) = causes(scores(SubprocessReward(lambda *_, **__: unloadable, executor=executor), ["a"]))
-        assert cause.startswith("could not be loaded in a worker: Traceback") and "ValueError" in cause
+        assert cause.startswith("could not be loaded in a process: Traceback") and "ValueError" in cause
     ((_, cause),) = causes(scores(SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=executor), ["a"]))
-    assert cause.startswith("could not be submitted to its executor: RuntimeError('cannot schedule new futures")
+    assert cause.startswith("failed in its executor: RuntimeError('cannot schedule new futures")
 
 
 def test_other_objects_and_limits_of_processes_are_refused() -> None:
@@ -189,4 +189,4 @@ class Odd(Executor):
 
 def test_an_invalid_result_fails_its_rows_at_once() -> None:
     found = causes(scores(SubprocessReward(lambda _, c, **__: [1.0] * len(c), executor=Odd()), ["a", "b"]))
-    assert found[0][1].startswith("got an invalid result from its executor")
+    assert found[0][1].startswith("failed in its executor: UnpicklingError(")

@@ -32,7 +32,7 @@ def _check_that_no_process_is_left() -> Iterator[None]:
         reward = MADE.pop()
         pids = reward.pids()
         reward.close()
-        assert not [pid for pid in pids if is_alive(pid)]
+        assert all(map(eventually_dead, pids))
 
 
 def is_alive(pid: int) -> bool:
@@ -82,8 +82,8 @@ def test_closures_lambdas_and_coroutines_run_elsewhere_in_order() -> None:
         (lambda: os._exit(3), "lost its process, which exited with status 3"),
         (lambda: os._exit(0), "lost its process, which exited with status 0"),
         (lambda: sys.exit(0), "raised SystemExit(0)"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "lost its process to SIGSEGV"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "lost its process to SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "lost its process, which was ended by SIGSEGV"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "lost its process, which was ended by SIGKILL"),
     ],
     ids=["exit", "exit-0", "sys-exit", "segfault", "kill"],
 )
@@ -122,7 +122,7 @@ def test_a_sample_that_hangs_fails_alone_and_its_process_is_replaced() -> None:
     reward = isolated(sleepy, per_sample=True, sample_seconds=2.0, processes=2)
     found = scores(reward, ["x"] * 20)
     assert causes(found) == [((7, 17), "took longer than 2 s")] and found.scored.sum() == 18
-    assert len(reward.pids()) <= 2
+    assert len(reward.pids()) <= 5, "server, two workers and their guards"
 
 
 def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_rl.environments.outcome import TIMEOUT, EnvironmentFailureError
+from lightning_rl.processes.errors import TIMEOUT, CallError
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.event_loop import EventLoop
 
@@ -119,7 +119,7 @@ class Line:
         """Return the next question, or None if the program has ended.
 
         Raises:
-            EnvironmentFailureError: If the program exceeds its time.
+            CallError: If the program exceeds its time.
             BaseException: Error of the program, or of an invalid request.
         """
         begin = time.monotonic()
@@ -127,7 +127,7 @@ class Line:
             question = self._inbox.get(timeout=max(self._left, 0.0))
         except queue.Empty:
             message = f"the program took longer than {self._seconds:g} s for a conversation (timeout)"
-            raise EnvironmentFailureError(TIMEOUT, message) from None
+            raise CallError(TIMEOUT, message) from None
         finally:
             self._left -= time.monotonic() - begin
         if isinstance(question, BaseException):

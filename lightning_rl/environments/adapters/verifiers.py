@@ -19,8 +19,8 @@ from lightning_rl.distributed import RunEndError
 from lightning_rl.environments.adapters.completion_server import CompletionServer, Line
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
 from lightning_rl.environments.environment import Message
-from lightning_rl.environments.outcome import EnvironmentFailureError
 from lightning_rl.environments.tools import LOOP
+from lightning_rl.processes.errors import CallError
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
 POLICY = "policy"
@@ -209,7 +209,7 @@ class Episode:
         """Return reward and metrics of the trace of a session.
 
         Raises:
-            EnvironmentFailureError: With the error of task or harness, if there was one.
+            CallError: With the error of task or harness, if there was one.
             ValueError: If a reward was not computed.
         """
         trace = self.traces[session]
@@ -293,9 +293,9 @@ async def _load(pool: Any) -> None:
     await pool.grow()
 
 
-def _failure(episode: Any, trace: Any) -> EnvironmentFailureError:
+def _failure(episode: Any, trace: Any) -> CallError:
     """Return the first error of an episode that failed."""
     errors = [*trace.errors, *episode.errors, *itertools.chain.from_iterable(each.errors for each in episode.traces)]
     if not errors:
-        return EnvironmentFailureError("IncompleteEpisode", f"the environment did not complete: {trace.stop_condition}")
-    return EnvironmentFailureError(errors[0].type, errors[0].message, errors[0].traceback or "")
+        return CallError("IncompleteEpisode", f"the environment did not complete: {trace.stop_condition}")
+    return CallError(errors[0].type, errors[0].message, errors[0].traceback or "")

@@ -11,7 +11,7 @@ from kit.programs import post
 
 from lightning_rl import FinishReason
 from lightning_rl.environments.adapters.completion_server import CompletionServer, Line, Question
-from lightning_rl.environments.outcome import EnvironmentFailureError
+from lightning_rl.processes.errors import CallError
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_a_conversation_that_is_closed_is_asked_no_more(endpoint: CompletionServ
 def test_the_time_of_a_conversation_is_that_of_its_program() -> None:
     line = Line(0.2)
     begin = time.monotonic()
-    with pytest.raises(EnvironmentFailureError, match=r"timeout: the program took longer than 0.2 s"):
+    with pytest.raises(CallError, match=r"timeout: the program took longer than 0.2 s"):
         line.wait()
     assert 0.2 <= time.monotonic() - begin < 5 and not line.ended.is_set()
 

@@ -1,4 +1,4 @@
-"""A process group: however it ends, none of its processes is left."""
+"""A command: however it ends, none of its processes is left."""
 
 import os
 import select
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.cli import process_group
+from lightning_rl.processes.command import run_command
 
-FOLDER = str(Path(process_group.__file__).parent)  # imported from there it takes no second to start
 CHILDREN = """
 import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else signal.SIG_DFL)
@@ -22,10 +21,9 @@ sys.exit(0) if "ends" in sys.argv else child.wait()
 """
 SERVING = """
 import os, sys
-sys.path.insert(0, sys.argv.pop(1))
-import process_group
-process_group.PATIENCE = 0.2
-sys.exit(process_group.run_group([sys.executable, "-c", *sys.argv[1:]], os.environ))
+from lightning_rl.processes import command
+command.PATIENCE = 0.2
+sys.exit(command.run_command([sys.executable, "-c", *sys.argv[1:]], os.environ))
 """
 
 
@@ -33,7 +31,7 @@ WRITING = "import os, sys; os.chdir(sys.argv[1]); open('file', 'w').close(); os.
 
 
 def test_no_other_user_may_open_what_it_makes(tmp_path: Path) -> None:
-    assert process_group.run_group([sys.executable, "-c", WRITING, str(tmp_path)], os.environ) == 1
+    assert run_command([sys.executable, "-c", WRITING, str(tmp_path)], os.environ) == 1
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == {"file": 0o600, "folder": 0o700}
 
@@ -64,7 +62,7 @@ def gone(pids: list[int]) -> bool:
     ],
 )
 def test_no_process_outlives_it(manner: str, number: signal.Signals | None, code: int) -> None:
-    command = [sys.executable, "-c", SERVING, FOLDER, CHILDREN, manner]
+    command = [sys.executable, "-c", SERVING, CHILDREN, manner]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True) as serving:
         assert serving.stdout is not None
         pids = [int(pid) for pid in serving.stdout.readline().split()]

@@ -16,8 +16,8 @@ import torch
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts, weights_of
 
 from lightning_rl.checkpointing import INTERRUPTED
+from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards import RewardError, Rewards, Scores
-from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError
 
 
 def scores(rewards: Any, seconds: float | None = 0.3) -> Scores:

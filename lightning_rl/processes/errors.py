@@ -1,0 +1,32 @@
+"""Failure of a call of user code."""
+
+import traceback
+from typing import Self
+
+from lightning_rl.processes.worker import describe
+
+TIMEOUT, DEATH, LOADING, INTERRUPT = "timeout", "lost process", "loading", "interrupt"
+
+
+class CallError(Exception):
+    """Failure of a call of user code, here or in another process.
+
+    Args:
+        kind: Name of an exception, :data:`TIMEOUT`, :data:`DEATH`, :data:`LOADING` if the function could not be loaded
+            in a process, or :data:`INTERRUPT` if a signal stopped the run.
+        message: Description in one sentence; for a process the predicate, such as "was ended by SIGKILL".
+        log: Traceback, and the beginning and end of the output of the process if the pool keeps it.
+        error: Representation of the exception, or an empty string.
+    """
+
+    def __init__(self, kind: str, message: str, log: str = "", error: str = "") -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message, self.log, self.error = kind, message, log, error
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Return the failure for an exception."""
+        if isinstance(error, cls):
+            return error
+        text, representation = describe(error)
+        return cls(type(error).__name__, text, "".join(traceback.format_exception(error)), representation)

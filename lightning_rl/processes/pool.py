@@ -1,0 +1,439 @@
+"""Pool of worker processes that call one function; a worker that hangs or dies is killed with its descendants.
+
+Workers are forks of a server that has loaded the function (:mod:`lightning_rl.processes.worker`). A fork starts in
+milliseconds and shares the server's memory.
+"""
+
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing import Pipe, reduction
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from signal import SIGABRT, Signals
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_rl.processes.errors import DEATH, INTERRUPT, LOADING, TIMEOUT, CallError
+from lightning_rl.processes.timeouts import CLOCK, HURRY
+
+STARTUP_SECONDS = 120.0  # to load the function, and for a worker to start
+EXIT_SECONDS = 5.0  # for a worker to exit after it closed its connection
+TRACEBACK_SECONDS = 1.0  # for a late worker to print its traceback
+KILL_SECONDS = 10.0  # after which a killed process counts as gone
+POLL_SECONDS = 1.0  # between checks for the end of the run
+PIPE_BYTES = 2**16  # that a pipe holds
+LOG_BYTES = 2**15  # kept at the beginning of a worker's output, and as many at its end
+QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
+    f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
+}
+WORKER = Path(__file__).with_name("worker.py")
+
+
+class Pool:
+    """Worker processes that call one function, each leased by one caller at a time.
+
+    Processes start on demand, and end with the pool or the trainer. A copy and a fork of the trainer start their own.
+
+    Args:
+        function: Function, pickled by cloudpickle.
+        processes: Maximum number of workers.
+        memory: Address space of each process in bytes; None for no limit.
+        environment: Environment variables of the processes, added to those of the trainer; by default no GPU and one
+            thread.
+        keep_output: Keep beginning and end of a worker's output for errors, instead of the trainer's output.
+    """
+
+    def __init__(
+        self,
+        function: bytes,
+        *,
+        processes: int,
+        memory: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        keep_output: bool = False,
+    ) -> None:
+        self.function, self.processes, self.memory = function, processes, memory
+        self.environment, self.keep_output = dict(environment or {}), keep_output
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Initialize the state without any process."""
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._free = threading.BoundedSemaphore(self.processes)
+        self._threads = ThreadPoolExecutor(self.processes, thread_name_prefix="worker")
+        self._tasks: weakref.WeakSet[_Task] = weakref.WeakSet()
+        self._idle: list[Worker] = []
+        self._live: set[Worker] = set()
+        self._servers: list[_Server] = []  # one, once it is needed
+        self._failure = ""  # reason why no worker can start
+        weakref.finalize(self, _end_all, self._owner, self._live, self._servers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options, without processes."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the options; processes start on demand."""
+        vars(self).update(state)
+        self._prepare()
+
+    def submit(self, task: bytes, seconds: float) -> "Future[Any]":
+        """Queue a task.
+
+        Args:
+            task: Pickled arguments and keywords.
+            seconds: Time limit, from the moment a worker receives the task.
+
+        Returns:
+            Future of the result; it raises a :class:`CallError` if there is none. Cancelling it kills the worker.
+        """
+        if self._owner != os.getpid():
+            self._prepare()
+        queued = _Task(self._lock)
+        self._tasks.add(queued)
+        self._threads.submit(self._run, queued, task, seconds)
+        return queued
+
+    def _run(self, queued: "_Task", task: bytes, seconds: float) -> None:
+        if not queued.set_running_or_notify_cancel():
+            return
+        try:
+            worker = self.lease(queued)
+            try:
+                result = worker.ask(task, seconds)
+            finally:
+                self.release(worker, keep=worker.alive, task=queued)
+        except Exception as error:  # noqa: BLE001  raised where the result is read
+            queued.set_exception(error.with_traceback(None))  # whose frames hold this pool
+        else:
+            queued.set_result(result)
+
+    def lease(self, task: "_Task | None" = None) -> "Worker":
+        """Return a free worker; wait until there is one.
+
+        Raises:
+            CallError: If the function cannot be loaded in a process, or the task was cancelled.
+        """
+        self._free.acquire()
+        try:
+            with self._lock:
+                if task is not None and task.abandoned:
+                    raise CallError(DEATH, "was cancelled")
+                worker = self._ready() or self._fork()
+                if task is not None:
+                    task.worker = worker
+            worker.start()
+            return worker
+        except BaseException:
+            self._free.release()
+            raise
+
+    def _ready(self) -> "Worker | None":
+        """Return a living worker that is idle, if there is one."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            worker.end()
+            self._live.discard(worker)
+        return None
+
+    def _fork(self) -> "Worker":
+        """Return a new worker, from a new server unless one is running."""
+        if self._failure:
+            raise CallError(LOADING, self._failure)
+        if self._servers and not self._servers[0].alive:
+            self._servers.pop().close()
+        if not self._servers:
+            environment = {**os.environ, **QUIET, **self.environment}
+            server = _Server(self.function, self.memory, environment, keep_output=self.keep_output)
+            if server.failure:
+                self._failure = server.failure
+                raise CallError(LOADING, self._failure)
+            self._servers.append(server)
+        worker = self._servers[0].fork()
+        self._live.add(worker)
+        return worker
+
+    def release(self, worker: "Worker", *, keep: bool, task: "_Task | None" = None) -> None:
+        """Return a worker to the pool, or end it."""
+        if not keep:
+            worker.end()
+        with self._lock:
+            if task is not None:
+                task.worker = None
+            (self._idle.append if keep else self._live.discard)(worker)
+        self._free.release()
+
+    def pids(self) -> list[int]:
+        """Return the ids of all processes: the server, guards and workers."""
+        with self._lock:
+            servers = [server.popen.pid for server in self._servers]
+            return [*servers, *(pid for worker in self._live for pid in worker.pids)]
+
+    def close(self) -> None:
+        """End every process: calls in progress fail, queued tasks are cancelled, later ones start new processes."""
+        for task in list(self._tasks):
+            task.cancel()
+        with self._lock:
+            _end_all(self._owner, self._live, self._servers)
+            self._idle, self._failure = [], ""
+
+
+class _Task(Future[Any]):
+    """Queued task; cancelling it kills the worker that runs it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        super().__init__()
+        self._lock, self.abandoned = lock, False
+        self.worker: Worker | None = None
+
+    @override
+    def cancel(self) -> bool:
+        with self._lock:
+            self.abandoned = True
+            if self.worker is not None:
+                self.worker.kill()
+        return super().cancel()
+
+
+class Worker:
+    """Worker process, with a connection for tasks and replies, the life line of its guard, and its output if kept."""
+
+    def __init__(self, connection: Connection, life: socket.socket, output: "Output | None") -> None:
+        self._connection, self._life, self._output = connection, life, output
+        self._lock = threading.Lock()
+        self._code: int | None = None
+        self._ended = False
+        self.pids: Sequence[int] = ()
+
+    def start(self) -> None:
+        """Wait until it has started; a failed start is reported by the first task."""
+        with contextlib.suppress(EOFError, OSError):
+            if not self.pids and self._connection.poll(STARTUP_SECONDS):
+                self.pids = self._connection.recv()
+
+    @property
+    def alive(self) -> bool:
+        """True if it is ready for a task; the connection of a dead worker is closed."""
+        try:
+            return not self._ended and not self._connection.poll(0)
+        except OSError:
+            return False
+
+    def ask(self, task: bytes, seconds: float) -> Any:
+        """Call the function and return its result.
+
+        Args:
+            task: Pickled arguments and keywords.
+            seconds: Time limit.
+
+        Raises:
+            CallError: If the call raises, dies or takes longer, or if a signal stops the run; except after an exception
+                the worker has ended.
+        """
+        try:
+            self._connection.send_bytes(task)
+            if self._replies(seconds):
+                return open_reply(self._connection.recv_bytes())
+            failure = self._late(seconds)
+        except (EOFError, OSError):
+            failure = self._death()
+        raise failure
+
+    def _replies(self, seconds: float) -> bool:
+        """Return True if there is a reply in time; a signal that stops the run shortens the time."""
+        end, hurried = time.monotonic() + seconds, False
+        while (left := end - time.monotonic()) > 0:
+            if CLOCK.stopped_by and not hurried:
+                end, hurried = min(end, time.monotonic() + HURRY), True
+            elif self._wait(self._connection, min(left, POLL_SECONDS)):
+                return True
+        return False
+
+    def _wait(self, source: Any, seconds: float) -> bool:
+        """Return True if a source can be read within some seconds; read the output meanwhile."""
+        end = time.monotonic() + seconds
+        while True:
+            left = end - time.monotonic()
+            outputs: list[Any] = [] if self._output is None or self._output.file.closed else [self._output.file]
+            ready = wait([source, *outputs], max(0.0, left))
+            if self._output is not None and set(outputs) & set(ready) and self._output.read():
+                time.sleep(0.1)  # throttle a worker that floods its output
+            if source in ready or left <= 0:
+                return source in ready
+
+    def _late(self, seconds: float) -> CallError:
+        if CLOCK.stopped_by:
+            self.end()
+            return CallError(INTERRUPT, CLOCK.reason())
+        if self._output is not None:
+            with contextlib.suppress(OSError, IndexError):
+                os.kill(self.pids[-1], SIGABRT)  # prints a traceback
+            self.end(TRACEBACK_SECONDS)
+        self.end()
+        return CallError(TIMEOUT, f"took longer than {seconds:g} s", self.output())
+
+    def _death(self) -> CallError:
+        code = self.end(EXIT_SECONDS)
+        how = "is gone" if code is None else f"exited with status {code}"
+        if code is not None and code > 128:
+            how = f"was ended by {Signals(code - 128).name}"
+        return CallError(DEATH, how, self.output())
+
+    def kill(self) -> None:
+        """Make the guard kill the worker and its descendants; thread-safe."""
+        with contextlib.suppress(OSError):
+            self._life.shutdown(socket.SHUT_WR)
+
+    def end(self, patience: float = 0.0) -> int | None:
+        """Kill the worker, after ``patience`` seconds to exit, and its descendants; return its exit status."""
+        with self._lock:
+            if not self._ended:
+                self._wait(self._life, patience)
+                self.kill()
+                self._wait(self._life, KILL_SECONDS)
+                with self._life, contextlib.suppress(OSError):
+                    self._life.setblocking(False)  # noqa: FBT003
+                    self._code = next(iter(self._life.recv(1)), None)
+                self._connection.close()
+                if self._output is not None:
+                    self._output.read()
+                    self._output.file.close()
+                self._ended = True
+            return self._code
+
+    def output(self) -> str:
+        """Return the output since :meth:`clear_output`, if it is kept."""
+        return "" if self._output is None else self._output.text()
+
+    def clear_output(self) -> None:
+        """Forget the output of earlier tasks."""
+        if self._output is not None:
+            self._output.read()
+            self._output.clear()
+
+
+class Output:
+    """Beginning and end of what a worker prints."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.file = os.fdopen(descriptor, "rb", buffering=0)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the output."""
+        self._first, self._last, self._omitted = b"", b"", 0
+
+    def read(self) -> bool:
+        """Read what is available; return True if the pipe was full."""
+        part = b"" if self.file.closed else self.file.read(PIPE_BYTES)
+        if part is None:  # nothing is available
+            return False
+        if not part:
+            self.file.close()
+        room = LOG_BYTES - len(self._first)
+        self._first, rest = self._first + part[:room], self._last + part[room:]
+        self._last = rest[-LOG_BYTES:]
+        self._omitted += len(rest) - len(self._last)
+        return len(part) == PIPE_BYTES
+
+    def text(self) -> str:
+        """Return the kept output, with the number of bytes left out."""
+        gap = f"\n[{self._omitted} bytes left out]\n" if self._omitted else ""
+        return self._first.decode(errors="replace") + gap + self._last.decode(errors="replace")
+
+
+class _Server:
+    """Server process from which workers are forked; ``failure`` is the reason why it could not load the function."""
+
+    def __init__(
+        self, function: bytes, memory: int | None, environment: Mapping[str, str], *, keep_output: bool
+    ) -> None:
+        self._control, theirs = Pipe()
+        self._keep_output = keep_output
+        with theirs:
+            self.popen = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER), str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        setup = {"path": sys.path, "memory": memory, "function": function, "descriptors": 3 if keep_output else 2}
+        try:
+            self._control.send(setup)
+            late = not self._control.poll(STARTUP_SECONDS)
+            self.failure = f"not loaded within {STARTUP_SECONDS:g} s" if late else self._control.recv()
+        except (EOFError, OSError):
+            self.failure = f"the process exited with status {self.popen.wait()}"
+        if self.failure:
+            self.close()
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs."""
+        return self.popen.poll() is None
+
+    def fork(self) -> Worker:
+        """Fork a worker."""
+        connection, tasks = Pipe()
+        life, guard = socket.socketpair()
+        ends = [tasks.fileno(), guard.fileno()]
+        output = None
+        if self._keep_output:
+            source, sink = os.pipe()
+            output = Output(source)
+            ends.append(sink)
+        with tasks, guard, contextlib.suppress(OSError):  # a server that has died: the first task reports it
+            for descriptor in ends:
+                reduction.send_handle(self._control, descriptor, self.popen.pid)
+        if output is not None:
+            os.close(ends[-1])
+        return Worker(connection, life, output)
+
+    def close(self) -> None:
+        """End the process."""
+        self._control.close()
+        try:
+            self.popen.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+
+
+def open_reply(reply: bytes) -> Any:
+    """Return the result in a reply of :func:`.worker.answer`.
+
+    Raises:
+        CallError: If the call raised.
+    """
+    kind, *values = pickle.loads(reply)
+    if kind == "raised":
+        raise CallError(*values)
+    return values[0]
+
+
+def _end_all(owner: int, live: "set[Worker]", servers: "list[_Server]") -> None:
+    """Kill all workers at once and wait for each, then end the server."""
+    if os.getpid() != owner:
+        return  # a fork shares the connections
+    for worker in live:
+        worker.kill()
+    for worker in live:
+        worker.end()
+    for server in servers:
+        server.close()
+    live.clear()
+    servers.clear()

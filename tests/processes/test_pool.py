@@ -1,0 +1,63 @@
+"""A pool of processes: calls that hang, die and leave children have their results, and nothing is left."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from lightning_rl.processes.errors import DEATH, TIMEOUT, CallError
+from lightning_rl.processes.pool import Pool
+
+pytestmark = pytest.mark.slow
+CALLS = 1_000
+KINDS = {1: "hangs", 4: "dies", 7: "leaks"}  # of ten calls
+
+
+def behave(number: int, kind: str) -> int:
+    if kind == "hangs":
+        time.sleep(1_000)
+    if kind == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "leaks":
+        subprocess.Popen(["setsid", "sleep", "1000"], start_new_session=True)
+    return number
+
+
+def marked(mark: str) -> list[int]:
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"MARK={mark}".encode() in path.read_bytes():
+                pids.append(int(path.parent.name))
+        except OSError:
+            continue
+    return pids
+
+
+def result_of(future: Any) -> Any:
+    try:
+        return future.result()
+    except CallError as error:
+        return error.kind
+
+
+def test_of_a_thousand_calls_none_is_lost_and_nothing_is_left(tmp_path: Path) -> None:
+    cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["behave"]))
+    pool = Pool(cloudpickle.dumps(behave), processes=16, environment={"MARK": str(tmp_path)})
+    kinds = [KINDS.get(number % 10, "") for number in range(CALLS)]
+    futures = [pool.submit(cloudpickle.dumps((pair, {})), 2.0) for pair in enumerate(kinds)]
+    expected = [{"hangs": TIMEOUT, "dies": DEATH}.get(kind, number) for number, kind in enumerate(kinds)]
+    assert [result_of(future) for future in futures] == expected
+    assert len(pool.pids()) <= 1 + 2 * 16 and marked(str(tmp_path))
+    pool.close()
+    end = time.monotonic() + 20
+    while marked(str(tmp_path)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not marked(str(tmp_path)) and not pool.pids()
+    assert pool.submit(cloudpickle.dumps(((5, ""), {})), 60.0).result() == 5, "and it starts again"
+    pool.close()
