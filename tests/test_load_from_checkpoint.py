@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit.chats import read_calls
-from kit.conversations import Echo, Talkative
+from kit.conversations import Echo, Rewriting
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -153,14 +153,14 @@ def test_options_of_groups_come_back(tmp_path: Path) -> None:
 
 def test_a_source_alone_keeps_the_other_options_of_the_run() -> None:
     described = {"environment": describe(Conversations(Echo, tool_parser="hermes", max_turns=3))}
-    with pytest.raises(ValueError, match="expected environment= to be passed.* was kit.conversations.Echo"):
+    with pytest.raises(ValueError, match=r"expected environment= to be passed.* was kit.conversations.Echo"):
         restore_options(described, {})
-    again = Conversations(Talkative, tool_parser="hermes", max_turns=3)
-    assert restore_options(described, {"environment": Talkative})["environment"] == again
-    for given in (None, Conversations(Talkative)):
+    again = Conversations(Rewriting, tool_parser="hermes", max_turns=3)
+    assert restore_options(described, {"environment": Rewriting})["environment"] == again
+    for given in (None, Conversations(Rewriting)):
         assert restore_options(described, {"environment": given})["environment"] == given
     described = {"environment": describe(Conversations(Echo, tool_parser=read_calls))}
-    with pytest.raises(ValueError, match="expected environment.tool_parser= to be passed.*kit.chats.read_calls"):
+    with pytest.raises(ValueError, match=r"expected environment.tool_parser= to be passed.*kit.chats.read_calls"):
         restore_options(described, {"environment": Echo})
 
 

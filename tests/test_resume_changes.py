@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.conversations import Echo, Talkative
+from kit.conversations import Echo, Rewriting
 from kit.support import a_trainer, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -174,13 +174,18 @@ def test_workers_and_limits_of_failures_may_change() -> None:
     ("option", "before", "now", "difference"),
     [
         ("environment", Conversations(Echo), Conversations(Echo, max_turns=4), "environment.max_turns: 8 in .*, 4 now"),
-        ("environment", Conversations(Echo), Conversations(Talkative), "environment.source.name: .*Echo' in .*Talkat"),
+        (
+            "environment",
+            Conversations(Echo),
+            Conversations(Rewriting),
+            "environment.source.name: .*Echo' in .*Rewriting",
+        ),
         ("environment", Conversations(Echo), None, "environment: Conversations in the checkpoint, None now"),
         (
             "critic",
             Critic("shared"),
             Critic("shared", loss=ValueLoss(coef=0.5)),
-            "critic.loss.coef: 1.0 in .*, 0.5 now",
+            "critic.loss.coef: 1.0 in .*0.5 now",
         ),
         ("critic", None, Critic("shared"), "critic: None in the checkpoint, Critic now"),
     ],
