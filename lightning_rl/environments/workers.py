@@ -36,7 +36,6 @@ from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
 from lightning_rl.processes.pool import STARTUP_SECONDS, Pool, Worker
 from lightning_rl.processes.worker import adopt_orphans, children, reap
 from lightning_rl.rollout import FinishReason
-from lightning_rl.utils.arguments import check_counts, check_numbers
 
 CLOSE_SECONDS = 5.0  # for an environment to close after a failure
 MAX_BYTES = 2**24  # maximum size of a result
@@ -92,31 +91,6 @@ class WorkerPool(Pool):
         super().__init__(cloudpickle.dumps(Host(factories)), processes=workers, keep_output=True)
         self.workers, self.step_seconds, self.conversation_seconds = workers, step_seconds, conversation_seconds
         self.descriptions: dict[str, Description] = {}
-
-    @staticmethod
-    def of(
-        factories: Mapping[str, Any],
-        *,
-        environment_workers: int,
-        environment_timeout: float,
-        conversation_timeout: float,
-    ) -> "WorkerPool | None":
-        """Return the pool for the options of a run; None without environments or without workers.
-
-        Raises:
-            ValueError: If an option is out of range, or a factory cannot be pickled.
-        """
-        check_counts(0, environment_workers=environment_workers)
-        check_numbers(above=0, finite=True, environment_timeout=environment_timeout)
-        check_numbers(at_least=environment_timeout, finite=True, conversation_timeout=conversation_timeout)
-        if not environment_workers or not factories:
-            return None
-        return WorkerPool(
-            factories,
-            workers=environment_workers,
-            step_seconds=environment_timeout,
-            conversation_seconds=conversation_timeout,
-        )
 
     def describe(self, name: str) -> Description:
         """Return the description of a factory's environments, from one created in a worker.
@@ -252,10 +226,10 @@ class _Remote:
         worker, budget, seconds = self._worker, self._budget, self._pool.step_seconds
         if worker is None:
             raise RuntimeError(f"expected an environment that was reset before its {call}, got one that is closed")
-        late = f"{call} took longer than {seconds:g} s (environment_timeout)"
+        late = f"{call} took longer than {seconds:g} s (step_timeout)"
         if budget.left < seconds:
             seconds, whole = max(budget.left, 0.0), self._pool.conversation_seconds
-            late = f"the environment took longer than {whole:g} s for a conversation (conversation_timeout)"
+            late = f"the environment took longer than {whole:g} s for a conversation (timeout)"
         begin = time.monotonic()
         try:
             return pickle.loads(worker.ask(_task(call, *arguments), seconds))
@@ -317,5 +291,5 @@ def _check_pickle(name: str, factory: Any) -> None:
     except Exception as error:
         raise ValueError(
             f"expected a factory that can be sent to another process for environment {name}, got {factory!r:.200} "
-            f"({type(error).__name__}: {error}): create its state inside of it, or run with environment_workers=0"
+            f"({type(error).__name__}: {error}): create its state inside of it, or run with Conversations(workers=0)"
         ) from error
