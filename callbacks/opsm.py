@@ -1,11 +1,13 @@
-r"""Off-policy sequence masking: mask responses with negative advantage that have become less likely.
+r"""Off-policy sequence masking: mask responses of negative advantage that the policy has made less likely.
 
 .. math::
     \text{reject } b \iff \bar A_b < 0 \ \text{and}\ \frac{1}{|o_b|} \sum_t \log \frac{\mu(o_{b,t})}{\pi(o_{b,t})} >
     \delta
 
-Here :math:`\mu` is the policy before the update, or the engine with ``against="rollout"``, and :math:`\pi` is the
-current policy. Means are over valid tokens. Rejected responses still count in the denominator of the loss.
+Here :math:`\mu` is the policy before the optimizer steps of the rollout and :math:`\pi` is the current policy. With
+``against="rollout"``, :math:`\mu` is the engine. The mean of the log-ratio over valid tokens is the drift of a
+response: it is positive if the response became less likely. Rejected responses still count in the denominator of the
+loss.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -24,13 +26,13 @@ Anchor = Literal["old", "rollout"]
 
 
 class OPSM(RLCallback):
-    """Mask of responses with negative advantage whose drift exceeds a threshold.
+    """Excludes responses of negative advantage from the policy loss if their drift exceeds a threshold.
 
-    Logs ``opsm/rejected``, the fraction of masked responses, and ``opsm/drift``, the mean drift of all responses.
+    Logs ``opsm/rejected``, the fraction of masked responses, and ``opsm/drift``, the mean drift over all responses.
 
     Args:
         delta: Threshold of the drift, in nats per token.
-        against: Log-probabilities to compare with: ``"old"`` (policy before the update) or ``"rollout"`` (engine).
+        against: Log-probabilities to compare with: ``"old"`` (policy before the steps) or ``"rollout"`` (engine).
 
     Raises:
         ValueError: If ``delta`` is not positive or ``against`` is unknown.

@@ -22,13 +22,13 @@ ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabilities of the old policy's distribution
-TURNS = "turns"  # in ``token_extras``: turn of a sampled token, from 1; 0: environment; see context_starts
+TURNS = "turns"  # in ``token_extras``: 1, 2, ... for sampled tokens, 0 for the environment's, -k: see context_starts
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
 
 class FinishReason(IntEnum):
-    """Reason why a response ended, from the engine or the environment."""
+    """Reason why a response ended, as reported by the engine or the environment."""
 
     STOP = 0
     LENGTH = 1
@@ -48,12 +48,12 @@ class Rollout:
 
     Immutable: :meth:`replace` returns a new object. :meth:`select`, :func:`concatenate`, :meth:`to` and :meth:`state`
     apply to every field. Position t of a per-token field belongs to ``response_ids[:, t]``; a log-probability is
-    log p(``response_ids[:, t]`` | all previous tokens).
+    log p(``response_ids[:, t]`` | all previous tokens of its context).
 
     Attributes:
         prompt_ids: Token ids of the prompts.
         prompt_lengths: Number of tokens of each prompt.
-        response_ids: Token ids of the responses: sampled tokens, and in conversations those of the environment.
+        response_ids: Token ids of the responses: sampled tokens; in conversations also the tokens of the environment.
         response_lengths: Number of tokens of each response.
         action_mask: True for tokens that the policy sampled.
         groups: Index of each row's prompt; rows with equal index are a group; -1 for padding rows.
@@ -62,11 +62,11 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for sampled tokens of trained rows, the tokens that enter the loss.
+        valid_tokens: True for tokens that enter the loss: ``action_mask``, without rows that ``exclude_rows`` removed.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities of the engine that sampled.
-        old_logprobs: Log-probabilities of the policy before the update.
+        old_logprobs: Log-probabilities of the policy before the first optimizer step on the rollout.
         ref_logprobs: Log-probabilities of the frozen reference.
         values: Predictions of the critic.
         advantages: Advantage of each token.
@@ -129,7 +129,7 @@ class Rollout:
         actions: Sequence[Sequence[bool]] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> RolloutT:
-        """Create a rollout with zero rewards; rows with a failed finish reason are not trained on.
+        """Create a rollout with zero rewards; rows that end with ABORT or FAILED are not trained on.
 
         Args:
             prompts: Token ids of each row's prompt, at least one token each.
@@ -246,7 +246,7 @@ class Rollout:
         return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
 
     def sanitize(self: RolloutT) -> RolloutT:
-        """Return a copy with 0 at invalid tokens of all float fields, so that NaN there has no effect."""
+        """Return a copy in which every float field per token is 0 where ``valid_tokens`` is False."""
 
         def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:
             del pad
@@ -290,8 +290,8 @@ class Rollout:
 def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
     """Return a mask of the tokens where a context rewritten by the environment starts, shape [B, T].
 
-    Tokens from there on do not attend to earlier ones. A rewritten context is stored in the response; its tokens have
-    the value -k in ``token_extras["turns"]``, where k is the preceding turn.
+    Tokens from there on do not attend to earlier ones. The tokens of a rewritten context are part of the response;
+    their value in ``token_extras["turns"]`` is -k, where k is the number of the turn before.
     """
     if TURNS not in rollout.token_extras:
         return torch.zeros_like(rollout.action_mask)
@@ -300,7 +300,7 @@ def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
-    """Split a response into turns: for each, True if the policy sampled it, and its token ids."""
+    """Split a response into spans of sampled and other tokens: True if sampled, and the token ids."""
     length = int(rollout.response_lengths[row])
     ids, sampled = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
     turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else sampled

@@ -68,7 +68,7 @@ SECTIONS: dict[str, Table] = {
         | same("`epochs_per_rollout`", num_iterations=1)
         | same("`clip_low` of the loss", epsilon=0.2)
         | same("`clip_high` of the loss", epsilon_high=None)
-        | same("`dual_clip` of the loss; refused up to 1 + `epsilon_high`", delta=None)
+        | same("`dual_clip` of the loss; has to be greater than 1 + `epsilon_high`", delta=None)
         | same("`loss` and `reduction`; `bnpo` becomes `token_mean`", loss_type="dapo")
         | same("`GSPO` for `sequence`; refused with `cispo` and `sapo`", importance_sampling_level="token")
         | same("`SAPO(tau_positive=, tau_negative=)`", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
@@ -93,7 +93,7 @@ SECTIONS: dict[str, Table] = {
             entropy_coef=0.0,
         )
         | different(
-            "`EntropyBonus(target=)`", "begins with the first step, in TRL with the second", use_adaptive_entropy=False
+            "`EntropyBonus(target=)`", "starts at the first step; TRL starts at the second", use_adaptive_entropy=False
         )
         | different(
             "`EntropyBonus(target=, step=)`", "as `use_adaptive_entropy`", entropy_target=0.2, entropy_coef_delta=0.005
@@ -148,7 +148,7 @@ SECTIONS: dict[str, Table] = {
     ),
     "vLLM": (
         same("`engine=VLLMEngine()` or `VLLMServerEngine(servers)`", use_vllm=False)
-        | same("which of the two", vllm_mode="colocate")
+        | same("`VLLMEngine` for `colocate`, `VLLMServerEngine` for `server`", vllm_mode="colocate")
         | refusal("weights are streamed into vLLM's own implementation", vllm_model_impl="vllm")
         | refusal(OTHER_POLICY, vllm_structured_outputs_regex=None)
         | different(
@@ -158,14 +158,18 @@ SECTIONS: dict[str, Table] = {
             vllm_server_host="0.0.0.0",
             vllm_server_port=8000,
         )
-        | different("`VLLMServerEngine(patience=)`", "for the whole run, not only its start", vllm_server_timeout=240.0)
+        | different(
+            "`VLLMServerEngine(patience=)`",
+            "bounds every wait for servers, not only the first",
+            vllm_server_timeout=240.0,
+        )
         | inert("weights go through a folder that trainer and servers share", vllm_group_port=51216)
         | same("`VLLMEngine(sleeps=)`", vllm_enable_sleep_mode=False)
         | same("`VLLMEngine(gpu_memory_utilization=)`", vllm_gpu_memory_utilization=0.3)
         | same("`VLLMEngine(max_model_len=)`", vllm_max_model_length=None)
         | same("`VLLMEngine(tensor_parallel_size=)`", vllm_tensor_parallel_size=1)
         | same("`TruncatedIS`, `IcePop`, `SequenceRatioMask`", vllm_importance_sampling_correction=True)
-        | same("which of them", vllm_importance_sampling_mode="sequence_mask")
+        | same("the class, and its `level=`", vllm_importance_sampling_mode="sequence_mask")
         | same("`cap` or `high`", vllm_importance_sampling_clip_max=3.0)
         | same("`floor` or `low`", vllm_importance_sampling_clip_min=None)
         | same("the old name of `vllm_importance_sampling_clip_max`", vllm_importance_sampling_cap=None)
@@ -173,7 +177,7 @@ SECTIONS: dict[str, Table] = {
     "Several turns": inert("`Conversations(max_turns=)` is one more; by default 8", max_tool_calling_iterations=None),
     "Optimizer": (
         same("`optimizer=partial(AdamW, lr=)`", learning_rate=1e-6)
-        | different("`AdamW(weight_decay=)`", "biases and norms decay too, not in TRL", weight_decay=0.0)
+        | different("`AdamW(weight_decay=)`", "applies to biases and norms too; in TRL it does not", weight_decay=0.0)
         | same("`AdamW(betas=)`", adam_beta1=0.9, adam_beta2=0.999)
         | same("`AdamW(eps=)`", adam_epsilon=1e-8)
         | same("`AdamW`, `adamw_8bit` or `SGD`; other names are refused", optim="adamw_torch_fused")
@@ -181,7 +185,7 @@ SECTIONS: dict[str, Table] = {
         | same("`max_grad_norm`", max_grad_norm=1.0)
         | different(
             "`lr_scheduler`",
-            "a linear warmup begins with a step of rate 1/n, TRL's with one of rate 0",
+            "the first of n linear warmup steps has the rate lr/n; in TRL it has 0",
             lr_scheduler_type="linear",
         )
         | refusal("write the schedule as `lr_scheduler=`, a function of the optimizer", lr_scheduler_kwargs=None)
@@ -194,7 +198,11 @@ SECTIONS: dict[str, Table] = {
         | inert("call `torch.set_float32_matmul_precision` in the recipe", tf32=None)
         | same("`ModelOptions(activation_checkpointing=)`", gradient_checkpointing=True, activation_checkpointing=None)
         | inert("not reentrant", gradient_checkpointing_kwargs=None, activation_checkpointing_kwargs=None)
-        | different("`ModelOptions(compile=)`", "compiles the parts of each layer, for any length", torch_compile=False)
+        | different(
+            "`ModelOptions(compile=)`",
+            "compiles norms, attention and MLP of each layer separately, for dynamic lengths",
+            torch_compile=False,
+        )
         | refusal("inductor in its default mode", torch_compile_backend=None, torch_compile_mode=None)
         | different("`ModelOptions(liger=)`", "without Liger's loss", use_liger_kernel=False)
         | refusal("`liger=True` is norms, rotary embedding and feed-forward", liger_kernel_config=None)
@@ -252,9 +260,11 @@ SECTIONS: dict[str, Table] = {
     ),
     "Logging": (
         same("folder of loggers and checkpoints", output_dir=None)
-        | different("`Trainer(log_every_n_steps=)`", "a row covers all steps since the last one", logging_steps=10)
+        | different(
+            "`Trainer(log_every_n_steps=)`", "a logged row covers all steps since the previous row", logging_steps=10
+        )
         | different("`Trainer(logger=False)` for `no`", "`epoch` is refused", logging_strategy="steps")
-        | different("`Trainer(logger=)`", "`none` becomes a CSVLogger; names of Lightning's loggers", report_to="none")
+        | different("`Trainer(logger=)`", "a logger of Lightning; `none` becomes `CSVLogger`", report_to="none")
         | same("the name of the run in the logger", run_name=None)
         | different("`WandbLogger(project=)`", "used by W&B only", project="huggingface")
         | refusal(NO_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None)
@@ -277,7 +287,7 @@ SECTIONS: dict[str, Table] = {
     "Checkpoints": (
         same("`ModelCheckpoint`; `best` is refused", save_strategy="steps")
         | same("`ModelCheckpoint(every_n_train_steps=)`; below 1 is refused", save_steps=500)
-        | same("`ModelCheckpoint(save_top_k=)` of the last ones", save_total_limit=None)
+        | same("`ModelCheckpoint(save_top_k=)`, the latest ones", save_total_limit=None)
         | inert("a checkpoint holds everything that a resume needs", save_only_model=False)
         | inert("all nodes share the folder of checkpoints", save_on_each_node=False)
         | refusal("SIGTERM always saves, see [reliability](reliability.md)", enable_jit_checkpoint=False)
