@@ -112,7 +112,7 @@ class Pool:
             try:
                 result = worker.ask(task, seconds)
             finally:
-                self.release(worker, keep=worker.alive, task=queued)
+                self.release(worker, keep=not worker.killed, task=queued)
         except Exception as error:  # noqa: BLE001  raised where the result is read
             queued.set_exception(error.with_traceback(None))  # whose frames hold this pool
         else:
@@ -214,7 +214,7 @@ class Worker:
         self._connection, self._life, self._output = connection, life, output
         self._lock = threading.Lock()
         self._code: int | None = None
-        self._ended = False
+        self.killed = False
         self.pids: Sequence[int] = ()
 
     def start(self) -> None:
@@ -227,7 +227,7 @@ class Worker:
     def alive(self) -> bool:
         """True if it is ready for a task; the connection of a dead worker is closed."""
         try:
-            return not self._ended and not self._connection.poll(0)
+            return not self.killed and not self._connection.poll(0)
         except OSError:
             return False
 
@@ -293,13 +293,14 @@ class Worker:
 
     def kill(self) -> None:
         """Make the guard kill the worker and its descendants; thread-safe."""
+        self.killed = True
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
 
     def end(self, patience: float = 0.0) -> int | None:
         """Kill the worker, after ``patience`` seconds to exit, and its descendants; return its exit status."""
         with self._lock:
-            if not self._ended:
+            if self._life.fileno() >= 0:
                 self._wait(self._life, patience)
                 self.kill()
                 self._wait(self._life, KILL_SECONDS)
@@ -310,7 +311,6 @@ class Worker:
                 if self._output is not None:
                     self._output.read()
                     self._output.file.close()
-                self._ended = True
             return self._code
 
     def output(self) -> str:

@@ -139,7 +139,7 @@ def guard(worker: int, life: socket.socket) -> NoReturn:
     """Wait until a process ends or the trainer closes the life line, then kill all descendants and exit."""
     codes: dict[int, int] = {}
 
-    def note_ended(*_: Any) -> None:
+    def on_child_exit(*_: Any) -> None:
         codes.update(reap())
         if worker in codes:
             with contextlib.suppress(OSError):
@@ -151,8 +151,8 @@ def guard(worker: int, life: socket.socket) -> NoReturn:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGCHLD, note_ended)
-    note_ended()
+    signal.signal(signal.SIGCHLD, on_child_exit)
+    on_child_exit()
     with contextlib.suppress(OSError):
         life.recv(1)
     _kill(os.killpg, worker, signal.SIGKILL)
@@ -160,7 +160,7 @@ def guard(worker: int, life: socket.socket) -> NoReturn:
         for child in {worker, *children()} - set(codes):  # also those outside of its process group
             _kill(os.kill, child, signal.SIGKILL)
         time.sleep(0.001)
-        note_ended()
+        on_child_exit()
     code = codes[worker] if codes[worker] >= 0 else 128 - codes[worker]
     with contextlib.suppress(OSError):  # the trainer is gone
         life.send(bytes([code]))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from kit.forks import PATH, Fork
+from kit.marks import gone, marked, wait_for
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, FinishReason, SamplingParams
@@ -45,26 +46,8 @@ MARK = f"environments-{uuid.uuid4()}"  # in the environment of every process tha
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
 
 
-def processes() -> list[int]:
-    return [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _is_marked(path)]
-
-
-def _is_marked(path: Path) -> bool:
-    try:
-        return f"MARK={MARK}".encode() in path.read_bytes()
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
 def nothing_is_left(*but: int) -> bool:
-    return wait_for(lambda: not set(processes()) - set(but), 20)
+    return gone(MARK, but)
 
 
 def double_fork() -> None:
@@ -365,7 +348,7 @@ pool.open("hangs", pool.budget()).reset({"folder": sys.argv[1]}, 0)
 
 def test_a_killed_trainer_leaves_no_process(tmp_path: Path, pool: WorkerPool) -> None:
     trainer = run_script(tmp_path, HANGS)
-    assert len(set(processes()) - set(pool.pids())) >= 4, "server, guard, worker and its child"
+    assert len(set(marked(MARK)) - set(pool.pids())) >= 4, "server, guard, worker and its child"
     trainer.kill()
     trainer.wait()
     assert nothing_is_left(*pool.pids())

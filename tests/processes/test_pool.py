@@ -9,6 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from kit.marks import gone, marked
 
 from lightning_rl.processes.errors import DEATH, TIMEOUT, CallError
 from lightning_rl.processes.pool import Pool
@@ -28,17 +29,6 @@ def behave(number: int, kind: str) -> int:
     return number
 
 
-def marked(mark: str) -> list[int]:
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"MARK={mark}".encode() in path.read_bytes():
-                pids.append(int(path.parent.name))
-        except OSError:
-            continue
-    return pids
-
-
 def result_of(future: Any) -> Any:
     try:
         return future.result()
@@ -55,9 +45,6 @@ def test_of_a_thousand_calls_none_is_lost_and_nothing_is_left(tmp_path: Path) ->
     assert [result_of(future) for future in futures] == expected
     assert len(pool.pids()) <= 1 + 2 * 16 and marked(str(tmp_path))
     pool.close()
-    end = time.monotonic() + 20
-    while marked(str(tmp_path)) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not marked(str(tmp_path)) and not pool.pids()
+    assert gone(str(tmp_path)) and not pool.pids()
     assert pool.submit(cloudpickle.dumps(((5, ""), {})), 60.0).result() == 5, "and it starts again"
     pool.close()

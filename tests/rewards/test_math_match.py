@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.marks import wait_for
 
 from lightning_rl.rewards import MathMatch
 
@@ -147,11 +148,9 @@ def test_a_copy_has_the_options_and_starts_other_processes(reward: MathMatch) ->
 def test_no_process_is_left_behind() -> None:
     reward = MathMatch(processes=1)
     reward(["?"], ["so $x$"], answer=["x+1"])
-    pids, end = reward.pool.pids(), time.monotonic() + 20
+    pids = reward.pool.pids()
     del reward
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert len(pids) == 3 and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert len(pids) == 3 and wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20.0)
 
 
 def plain_number(draw: random.Random) -> str:

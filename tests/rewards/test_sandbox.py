@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.marks import gone, marked, wait_for
 
 from lightning_rl.rewards import Sandbox, SandboxResult, SandboxUnavailable, sandbox
 
@@ -47,25 +48,6 @@ def server() -> Iterator[tuple[int, list[Any]]]:
         yield listening.getsockname()[1], seen
         listening.shutdown(socket.SHUT_RDWR)
     thread.join(10)
-
-
-def marked(mark: str) -> list[int]:
-    """Processes of this machine with a mark in their command line."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "cmdline").read_bytes():
-                pids.append(int(folder.name))
-        except OSError:
-            continue
-    return pids
-
-
-def gone(mark: str) -> bool:
-    end = time.monotonic() + 10
-    while marked(mark) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not marked(mark)
 
 
 def test_a_program_reads_computes_and_prints() -> None:
@@ -226,10 +208,7 @@ def test_a_program_dies_with_a_trainer_that_is_killed(unsafe: bool) -> None:
     sleep = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
     run = f"from lightning_rl.rewards import Sandbox; Sandbox(seconds=60.0, unsafe={unsafe}).run({sleep!r})"
     trainer = subprocess.Popen([sys.executable, "-c", run])
-    end = time.monotonic() + 100
-    while len(marked(mark)) < 2 and time.monotonic() < end:  # the trainer and the program
-        time.sleep(0.05)
-    assert len(marked(mark)) == 2
+    assert wait_for(lambda: len(marked(mark)) == 2), "the trainer and the program"
     trainer.kill()
     trainer.wait()
     assert gone(mark)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.marks import wait_for
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from transformers import TrainerState
 
@@ -43,10 +44,7 @@ def is_alive(pid: int) -> bool:
 
 
 def eventually_dead(pid: int) -> bool:
-    end = time.monotonic() + 20
-    while is_alive(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not is_alive(pid)
+    return wait_for(lambda: not is_alive(pid), 20.0)
 
 
 def scores(reward: Any, texts: list[str], **columns: Any) -> Scores:
@@ -164,10 +162,7 @@ def test_a_started_call_runs_before_its_result_is_collected(tmp_path: Path) -> N
     rewards = Rewards({"isolated": isolated(touches), "here": lambda _, c, **__: [1.0] * len(c)})
     rows: dict[str, Any] = {"prompts": ["q"], "completions": ["a"], "completion_ids": [[1]], "columns": {}}
     started = rewards.start(**rows)
-    end = time.monotonic() + 20
-    while not (tmp_path / "done").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert list(started) == ["isolated"] and (tmp_path / "done").exists()
+    assert list(started) == ["isolated"] and wait_for((tmp_path / "done").exists)
     (tmp_path / "done").unlink()
     assert rewards(**rows, started=started).total.tolist() == [3.0]
     assert not (tmp_path / "done").exists()
@@ -234,9 +229,7 @@ Rewards({"x": SubprocessReward(hangs)})(["q"], ["a"], completion_ids=[[1]], colu
 def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "pid"))))
     trainer = subprocess.Popen([sys.executable, str(tmp_path / "run.py")])
-    end = time.monotonic() + 100
-    while not (tmp_path / "pid").exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    assert wait_for((tmp_path / "pid").exists)
     worker = int((tmp_path / "pid").read_text())
     assert is_alive(worker)
     trainer.kill()

@@ -1,0 +1,33 @@
+"""Processes of this machine by a mark in their command line or environment."""
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+
+def marked(mark: str) -> list[int]:
+    """Return the ids of the processes that have a mark."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        for file in ("cmdline", "environ"):
+            try:
+                found = mark.encode() in (folder / file).read_bytes()
+            except OSError:
+                continue
+            if found:
+                pids.append(int(folder.name))
+                break
+    return pids
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
+    """Return True once a condition holds, False if it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def gone(mark: str, but: Collection[int] = ()) -> bool:
+    """Return True once no process has a mark, apart from some."""
+    return wait_for(lambda: not set(marked(mark)) - set(but), 20.0)
