@@ -226,13 +226,13 @@ class RLLightningModule(LightningModule):
         if self.critic is not None:
             self.critic = replace(self.critic, source=self.sources["critic"])
         if self.conversation_options is not None:
-            self.conversation_options = self.conversation_options.imported()
+            self.conversation_options = self.conversation_options.resolve()
             setup_checks.check_turn_tokens(self.conversation_options.max_turn_tokens, sampling.max_new_tokens)
         self.environments = {} if self.conversation_options is None else self.conversation_options.factories
         self._parse: AnswerParser | None = None
         self._schemas: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         self.environment_workers = None if self.conversation_options is None else self.conversation_options.pool()
-        setup_checks.check_rewards(self.rewards.named.values(), environments=bool(self.environments))
+        setup_checks.check_rewards(self.rewards.by_name.values(), environments=bool(self.environments))
         self.estimator = resolve_advantages(import_by_name(advantages=advantages))
         self.loss = resolve_loss(import_by_name(loss=loss))
         self.reduction = resolve_reduction(import_by_name(reduction=reduction), sampling.max_new_tokens)

@@ -247,6 +247,12 @@ def test_the_command_takes_code_again_by_its_name(plain: tuple[RLLightningModule
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
+def test_the_command_needs_no_environment(tmp_path: Path) -> None:
+    options = {"policy": pretrained(tmp_path / "policy"), "rewards": parity_reward}
+    _, path = saved(tmp_path, environment=Echo, **options)
+    assert command(path, tmp_path / "export") == 0
+
+
 def test_options_of_the_data_are_not_those_of_the_module(tmp_path: Path) -> None:
     module = tiny_module()
     trainer = fit(module, data=PromptDataModule([[2, 3], [4]], 2, seed=9), limit_train_batches=1)

@@ -33,7 +33,7 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
         SystemExit: With the missing part.
     """
     unused: dict[str, Any] = {"loss": "ppo", "advantages": "grpo", "reduction": "token_mean", "engine": None}
-    unused |= {"optimizer": fused_adamw, "lr_scheduler": None, "reference": None, "evaluation": ()}
+    unused |= {"optimizer": fused_adamw, "lr_scheduler": None, "reference": None, "evaluation": (), "environment": None}
     unused["rewards"] = {"none": lambda prompts, *_, **__: [None] * len(prompts)}
     try:
         sources = {name: _source(part) for name, part in parts.items()}

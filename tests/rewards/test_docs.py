@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import lightning_rl.rewards
-from lightning_rl.rewards import AnswerMatch, Sandbox, SandboxResult, SandboxService
+from lightning_rl.rewards import AnswerMatch, Rewards, Sandbox, SandboxResult, SandboxService
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), 
 
 def test_every_reward_has_a_row_and_a_block() -> None:
     exported = {name: getattr(lightning_rl.rewards, name) for name in lightning_rl.rewards.__all__}
-    parts = (AnswerMatch, Sandbox, SandboxResult, SandboxService)
+    parts = (AnswerMatch, Rewards, Sandbox, SandboxResult, SandboxService)
     names = {name for name, one in exported.items() if hasattr(one, "__dataclass_fields__") and one not in parts}
     text = PAGE.read_text(encoding="utf-8")
     assert set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == names

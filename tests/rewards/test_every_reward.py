@@ -22,6 +22,7 @@ from lightning_rl.rewards import (
     RegexMatch,
     Repetition,
     RewardModel,
+    Rewards,
     Sandbox,
     SandboxResult,
     SandboxService,
@@ -149,5 +150,5 @@ def test_every_exported_reward_has_an_example() -> None:
         RewardModel,
         CodeTests,
     }  # a base, and those that need a model, a server, namespaces
-    elsewhere |= {Sandbox, SandboxResult, SandboxService}
+    elsewhere |= {Rewards, Sandbox, SandboxResult, SandboxService}
     assert classes - {type(example) for example in EXAMPLES} == elsewhere
