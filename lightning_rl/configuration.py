@@ -12,11 +12,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rl.checkpointing import FirstToHear, Interrupts
+from lightning_rl.checkpointing import Interrupts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
 from lightning_rl.serialization import ARGUMENTS, CLASS, Plain, describe, path_of
-from lightning_rl.utils.trainer import callbacks_of
+from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 from lightning_rl.version import __version__
 
 ABSENT = "nothing"
@@ -36,7 +36,7 @@ FREE |= {"skip_rollouts", "checkpoint_errors"}
 FREE |= {"environment_workers", "environment_timeout", "conversation_timeout", "max_environment_failure_rate"}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module
-SHOWN = (FirstToHear, Interrupts, ModelSummary, ProgressBar)  # do not affect a run
+SHOWN = (CoreCallback, Interrupts, ModelSummary, ProgressBar)  # do not affect a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 

@@ -50,7 +50,7 @@ from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine, request_seed
 from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
-from lightning_rl.metrics import global_values, log_for_monitors, log_rest, log_row, rows_every
+from lightning_rl.metrics import global_values, log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
 from lightning_rl.policy import PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
@@ -77,6 +77,7 @@ from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.rollback import settle
 from lightning_rl.rollouts.sample import Sampler, staleness
 from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
+from lightning_rl.rollouts.step_metrics import StepMetrics, begin_trace
 from lightning_rl.rollouts.zero_gradient import census
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.serialization import import_by_name
@@ -86,7 +87,7 @@ from lightning_rl.utils.arguments import check_bools, check_choices, check_count
 from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
-from lightning_rl.utils.trainer import callbacks_of, show_phase
+from lightning_rl.utils.trainer import add_first, callbacks_of
 
 RENAMED = {
     "allow_changes": "allow_config_changes",
@@ -429,6 +430,7 @@ class RLLightningModule(LightningModule):
         stop_in_inspection(self)
         setup_checks.check_flags(self.trainer)
         present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
+        add_first(self.trainer, StepMetrics)
         close, settle = RLLightningModule.close_engine, RLLightningModule.settle
         added = [] if present else [Interrupts(settle=settle, close=close, run=lambda module: module.run.name)]
         (*present, *added)[0].attach(self.trainer)
@@ -576,7 +578,6 @@ class RLLightningModule(LightningModule):
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
         """Generate and score the rollout of the step index, unless it is the current one."""
-        self.run.times.start()
         if batch.rollout in self.skip_rollouts:
             self._skip_rollout(batch)
             return
@@ -643,7 +644,7 @@ class RLLightningModule(LightningModule):
             "rank": self.parallel.rank,
             "ranks": self.parallel.ranks,
             "sync": self.sync,
-            "phase": self._phase,
+            "phase": self.run.times.phase,
         }
         if not self.max_staleness:
             return Synchronous(**parts)
@@ -658,7 +659,7 @@ class RLLightningModule(LightningModule):
     def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """Add plan, log-probabilities and signal to a rollout, and pass it to the observers."""
         corrections, collectives = self.run.corrections, self.parallel.collectives
-        with self._phase("score"), self.trainer.precision_plugin.forward_context():
+        with self.run.times.phase("score"), self.trainer.precision_plugin.forward_context():
             rollout, excluded = exclude_rows(rollout, corrections)
             plan_of = partial(
                 make_plan,
@@ -673,20 +674,12 @@ class RLLightningModule(LightningModule):
             needs = self.run.needs
             passes = {"old": needs.old_logprobs, "squares": needs.sum_pi_squared}
             rollout = add_logprobs(rollout, plan, self.required_policy, self.run.reference, corrections, **passes)
-        with self._phase("signal"):
+        with self.run.times.phase("signal"):
             rollout, _, signal = estimate_signal(rollout, self.estimator, corrections, collectives.sum)
         current = CurrentRollout.of(number, rollout, plan)
         corrections.observe(rollout)
         measured = corrections.rollout_metrics(rollout)
         return current, {**excluded, **signal, **staleness(rollout, number), **measured}
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Show a phase in the progress bar, and measure its duration."""
-        if self._trainer is not None and self._trainer.training and self.run.mark is not None:
-            show_phase(self._trainer, self.run.mark.step_index.rollout, name)
-        with self.run.times.phase(name, self.device):
-            yield
 
     # An update: steps_per_rollout optimizer steps.
 
@@ -699,16 +692,11 @@ class RLLightningModule(LightningModule):
             return {}
         self.run.set_mark(batch, self.prompt_stream.cursor)
         with self._undoing():
-            step = self._make_step(batch)
-            try:
-                self._show_step(batch, step)
-            except Exception as error:  # noqa: BLE001  raised in on_train_batch_end
-                self.run.late_error = self.run.late_error or error
-            finally:
-                self.run.end_step(batch, last=batch.step == self.steps_per_rollout - 1)
-        return step.outputs()
+            self._make_step(batch)
+            self.run.end_step(batch, last=False)  # StepMetrics drops the rollout after its last step
+        return cast(MadeStep, self.run.made).outputs()
 
-    def _make_step(self, batch: StepIndex) -> MadeStep:
+    def _make_step(self, batch: StepIndex) -> None:
         """Make the optimizer step of a step index; skip it if no rank has a token to train on."""
         current = self.run.current
         if current is None:
@@ -720,63 +708,25 @@ class RLLightningModule(LightningModule):
         trace = self._trace(batch)
         if not tokens:
             self.run.skipped += 1
-            self.run.note_step()
-            return MadeStep(trace=trace)
-        with self._phase("update"):
+            self.run.note_step(MadeStep(trace=trace))
+            return
+        with self.run.times.phase("update"):
             gradient, trace = self._gradient(batch, trace)
-            norm, rates = self._optimizer_step(gradient, batch)
-        return MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
-
-    def _show_step(self, batch: StepIndex, step: MadeStep) -> None:
-        """Log an optimizer step and pass it to the observers."""
-        if step.gradient is not None:
-            self.run.idle.note(step.norm, step.rates)
-            self._measure(step.gradient, step.norm, step.rates[0], step.tokens, step.trace)
-        self.run.count(batch.rollout)
-        if step.trace is not None:
-            self.run.corrections.observe_step(step.trace)
-        if batch.step == self.steps_per_rollout - 1:
-            self.run.idle.end_rollout(batch.rollout, self.run.corrections, self.max_idle_rollouts)
-        log_row(self, self.run.metrics, batch.index, self._rows_every)
-
-    @override
-    @refuse_stop_iteration
-    def on_train_batch_end(self, outputs: Any, batch: StepIndex, batch_idx: int) -> None:
-        """Raise the error that was caught after the optimizer step."""
-        error, self.run.late_error = self.run.late_error, None
-        if error is not None:
-            raise error
+            self._optimizer_step(gradient, batch, trace, tokens)
 
     def _leave_out(self, step_index: StepIndex) -> None:
         """Advance the counters for a step of a skipped rollout."""
         self.run.mark = None
         self.run.skipped += 1
-        self.run.count(step_index.rollout)
         self.run.step_index = step_index.index
-
-    @override
-    def on_train_end(self) -> None:
-        """Log the steps that have not been logged yet."""
-        if self._rows_every and self.run.step_index is not None:
-            log_rest(self.trainer, self.run.metrics, self.run.step_index)
-
-    @property
-    def _rows_every(self) -> int:
-        return rows_every(self.trainer.log_every_n_steps, self.steps_per_rollout)  # pyright: ignore[reportAttributeAccessIssue]
 
     def seed_generators(self, step_index: StepIndex) -> None:
         """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
         seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
 
     def _trace(self, step_index: StepIndex) -> StepTrace | None:
-        """Return the trace of this optimizer step for observers, or None."""
-        if not self.run.corrections.traces_step(step_index.rollout, step_index.step):
-            return None
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # under 16-mixed
-        scale = self.parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
-        trace = StepTrace(rollout_number=step_index.rollout, step=step_index.step, scale=scale)
-        trace.log(self.run.rollout_stats)
-        return trace
+        """Return a trace of this optimizer step for observers, or None."""
+        return begin_trace(self.run, step_index, self.parallel.ranks * self.parallel.loss_scale)
 
     def _gradient(self, step_index: StepIndex, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
         """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
@@ -825,12 +775,10 @@ class RLLightningModule(LightningModule):
         if self.run.mark is not None:
             self.run.mark.stepping = True
 
-    def _optimizer_step(self, gradient: StepGradient, step_index: StepIndex) -> tuple[Tensor, list[float]]:
-        """Step optimizer and scheduler, or neither if the gradient is not finite.
-
-        Returns:
-            Gradient norm before clipping, and learning rate of each parameter group.
-        """
+    def _optimizer_step(
+        self, gradient: StepGradient, step_index: StepIndex, trace: StepTrace | None, tokens: int
+    ) -> None:
+        """Step optimizer and scheduler, or neither if the gradient is not finite."""
         optimizer = cast(LightningOptimizer, self.optimizers())
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         skipped = self.run.skipped
@@ -840,33 +788,18 @@ class RLLightningModule(LightningModule):
             current = cast(CurrentRollout, self.run.current)
             where = record_nonfinite(self._folder / NONFINITE, current, step_index.step, gradient, self.parallel.rank)
             raise FloatingPointError(f"{stop}; {where}") from stop
-        self.run.note_step()
+        step = MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
+        self.run.note_step(step)
         self.run.schedule_behind = self._lr_scheduler is not None and skipped == self.run.skipped
-        try:
-            self._catch_up_schedule()
-            self.parallel.clear(optimizer)
-        except Exception as error:  # noqa: BLE001  raised in on_train_batch_end
-            self.run.late_error = error
-        return norm, rates
+        self.run.corrections.after_step(step.outputs())
+        self._catch_up_schedule()
+        self.parallel.clear(optimizer)
 
     def _catch_up_schedule(self) -> None:
         """Step the scheduler if it is behind the optimizer."""
         if self.run.schedule_behind:
             step_or_leave(cast(LRScheduler, self.lr_schedulers()))
             self.run.schedule_behind = False
-
-    def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
-        """Log a step and complete its trace."""
-        step = gradient.metrics(
-            self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.seconds()
-        )
-        logged = [*(("microbatch", stats) for stats in gradient.stats), ("step", step | self.run.times.take())]
-        for group, stats in logged:
-            self.run.metrics.add(group, stats)
-            if trace is not None:
-                trace.log(stats)
-        if trace is not None:
-            trace.norm, trace.made = norm, bool(torch.isfinite(norm))
 
     # The engine and its weights.
 
@@ -918,7 +851,7 @@ class RLLightningModule(LightningModule):
 
     @contextmanager
     def _canary_context(self) -> Iterator[None]:
-        with self._phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
+        with self.run.times.phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
             yield
 
     def rest(self) -> None:

@@ -22,6 +22,7 @@ from lightning_rl.checkpointing.rank_errors import clear_rank_errors, first_rank
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
 from lightning_rl.rewards.timeouts import CLOCK
+from lightning_rl.utils.trainer import CoreCallback
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
@@ -225,7 +226,7 @@ class Interrupts(Callback):
         CLOCK.reset()
 
 
-class FirstToHear(Callback):
+class FirstToHear(CoreCallback):
     """First callback, which forwards events to ``interrupts`` before errors of other callbacks can skip it."""
 
     def __init__(self, interrupts: Interrupts) -> None:

@@ -224,6 +224,11 @@ class Corrections:
         for callback in self._step_observers:
             self._ask(callback, "observe_step", trace, shown=trace.tensors)
 
+    def after_step(self, outputs: Mapping[str, Tensor]) -> None:
+        """Let every callback adapt to an optimizer step."""
+        for callback in self.callbacks:
+            callback.after_step(outputs)
+
     def call(self, who: str, function: Callable[..., ReturnT], *args: object, shown: Callable[[], Fields]) -> ReturnT:
         """Call user code of the signal under the guard of this run; see :func:`call_user`."""
         return call_user(who, function, *args, shown=shown, guard=self.guard)

@@ -24,6 +24,7 @@ from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.rollback import Failure, Mark
 from lightning_rl.rollouts.zero_gradient import IdleRollouts
 from lightning_rl.run_spec import Needs
+from lightning_rl.update import MadeStep
 from lightning_rl.utils.mutation_guard import EditError, Versions
 
 MAX_NONFINITE_IN_A_ROW = 3
@@ -116,7 +117,7 @@ class RunState:
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
         mark: Snapshot from before the current step index or its optimizer step.
-        late_error: Error raised after an optimizer step, until the step is complete.
+        made: Optimizer step that is not measured yet.
         settled: Error after which the run was rolled back.
         unsettled: Reason why the rollback failed.
         failure: Rollout in which the last error was raised.
@@ -146,7 +147,7 @@ class RunState:
     loaded: Mapping[str, Any] | None = None
     name: str = ""
     mark: Mark | None = None
-    late_error: Exception | None = None
+    made: MadeStep | None = None
     settled: BaseException | None = None
     unsettled: str | None = None
     failure: Failure | None = None
@@ -158,8 +159,9 @@ class RunState:
         self.mark = Mark.of(self, step_index, cursor)
         self.mark.keep_states(self.corrections)
 
-    def note_step(self) -> None:
+    def note_step(self, step: MadeStep) -> None:
         """Record that the optimizer step of the current step index was made or skipped."""
+        self.made = step
         if self.mark is not None:
             self.mark.stepping, self.mark.made = False, True
 
@@ -245,11 +247,11 @@ class RunState:
         if loaded is None or not self.name:
             self.name = new_run()
         self.rollout_stats, self.step_index, self.idle = {}, None, IdleRollouts()
-        self.mark = self.late_error = self.settled = self.unsettled = self.failure = self.budget = None
+        self.mark = self.made = self.settled = self.unsettled = self.failure = self.budget = None
         self.schedule_behind = False
         self.prefetcher.close()
         self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
-        self.times = PhaseTimes()
+        self.times = PhaseTimes(device)
         if self.reference is not None:
             self.reference.to(device)
         if loaded is None:

@@ -7,6 +7,10 @@ from lightning.pytorch.utilities import rank_zero_info
 PHASE_WIDTH = len("generate")  # keeps the bar in place
 
 
+class CoreCallback(Callback):
+    """Callback without options that every run has, so that it is no part of a configuration."""
+
+
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the trainer's callbacks, an attribute that Lightning does not declare."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -32,3 +36,9 @@ def show_line(trainer: Trainer, text: str) -> None:
         bar.print(text)
     else:
         rank_zero_info(text)
+
+
+def add_first(trainer: Trainer, kind: type[Callback]) -> None:
+    """Insert a callback of a class before the trainer's callbacks, unless there is one."""
+    if not any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
+        callbacks_of(trainer).insert(0, kind())
