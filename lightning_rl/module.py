@@ -52,7 +52,7 @@ from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
 from lightning_rl.metrics import global_values, log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
-from lightning_rl.policy import PolicyModel, Scorer, make_plan
+from lightning_rl.policy import Microbatch, PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
@@ -74,9 +74,9 @@ from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logpr
 from lightning_rl.rollouts.loop import Ahead, RolloutLoop, Synchronous, generates_concurrently
 from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
-from lightning_rl.rollouts.rollback import settle
+from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import Sampler, staleness
-from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
+from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics, begin_trace
 from lightning_rl.rollouts.zero_gradient import census
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
@@ -431,8 +431,7 @@ class RLLightningModule(LightningModule):
         setup_checks.check_flags(self.trainer)
         present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
         add_first(self.trainer, StepMetrics)
-        close, settle = RLLightningModule.close_engine, RLLightningModule.settle
-        added = [] if present else [Interrupts(settle=settle, close=close, run=lambda module: module.run.name)]
+        added = [] if present else [Interrupts()]
         (*present, *added)[0].attach(self.trainer)
         return [*added]
 
@@ -565,12 +564,14 @@ class RLLightningModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         """Check that an epoch has whole rollouts; step the scheduler if the saved run stopped right before that."""
-        step_indices = len(cast(StepLoader, self.trainer.train_dataloader))
-        setup_checks.check_whole_rollouts(step_indices, self.steps_per_rollout)
+        loader = cast(StepLoader, self.trainer.train_dataloader)
+        setup_checks.check_whole_rollouts(len(loader), self.steps_per_rollout)
         with warnings.catch_warnings():
             # the optimizer stepped before the error
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._catch_up_schedule()
+            if self.run.progress.schedule_behind:
+                self._step_scheduler()
+        self.run.commit(self.prompt_stream, loader.index, current=self.run.current)
 
     # A rollout: sync, sample, plan, log-probabilities, signal.
 
@@ -588,42 +589,25 @@ class RLLightningModule(LightningModule):
                 f"expected step 0 of rollout {batch.rollout} first, got step {batch.step}: resume from a checkpoint "
                 "or start a new fit"
             )
-        with self._undoing():
-            self.run.idle.check(self.max_idle_rollouts)
-            loop, end = self.rollout_loop, (batch.index + remaining_tickets(self.trainer, batch_idx))
-            in_flight = loop.in_flight(batch.rollout)
-            rollout, sampled, noted = loop.sample(batch.rollout, end / self.steps_per_rollout)
-            self.rest()  # frees the engine's memory for the log-probability passes
-            self.run.current, stats = self._finish(rollout, batch.rollout)
-            times = {**in_flight, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
-            stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
-            shown = {**stats, **noted, **census(self.run.current.rollout)}
-            self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
-            log_for_monitors(self, self.run.idle.figures)
-        self.run.metrics.add("rollout", stats)
-        self.run.metrics.add("noted", noted)
-        self.run.prefetcher.drop(batch.rollout)
+        self.run.idle.check(self.max_idle_rollouts)
+        loop, end = self.rollout_loop, (batch.index + remaining_tickets(self.trainer, batch_idx))
+        in_flight = loop.in_flight(batch.rollout)
+        rollout, sampled, noted = loop.sample(batch.rollout, end / self.steps_per_rollout)
+        self.rest()  # frees the engine's memory for the log-probability passes
+        current, stats = self._finish(rollout, batch.rollout)
+        times = {**in_flight, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
+        stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
+        shown = {**stats, **noted, **census(current.rollout)}
+        self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
+        log_for_monitors(self, self.run.idle.figures)
+        self.run.begin_rollout(current, stats, noted)
+        self.run.commit(self.prompt_stream, batch.index, current=current, corrections=self.run.corrections.states())
 
     @refuse_stop_iteration
     def begin_step(self, step_index: StepIndex) -> None:
-        """Record the run state and seed the generators before the hooks of this batch run."""
-        self.run.set_mark(step_index, self.prompt_stream.cursor)
+        """Keep the states of the corrections and seed the generators before the hooks of this batch run."""
+        self.run.begin_step(step_index)
         self.seed_generators(step_index)
-
-    @contextmanager
-    def _undoing(self) -> Iterator[None]:
-        """Restore the state after the last optimizer step if anything is raised inside."""
-        try:
-            yield
-        except BaseException as error:
-            self.settle(error)
-            raise
-
-    def settle(self, error: BaseException) -> str | None:
-        """Restore the state after the last optimizer step; return the reason if that is not possible, else None."""
-        if self.policy is not None:
-            self.policy.zero_grad()  # a partial gradient would enter a later fit
-        return settle(self.run, error, self.prompt_stream, self.trainer, self.steps_per_rollout)
 
     def _skip_rollout(self, step_index: StepIndex) -> None:
         """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
@@ -687,38 +671,39 @@ class RLLightningModule(LightningModule):
     @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make one optimizer step, or skip it on all ranks if no rank has a token to train on."""
+        run, last = self.run, batch.step == self.steps_per_rollout - 1
         if batch.rollout in self.skip_rollouts:
-            self._leave_out(batch)
+            run.skipped += 1
+            run.commit(self.prompt_stream, batch.index + 1, current=None)
             return {}
-        self.run.set_mark(batch, self.prompt_stream.cursor)
-        with self._undoing():
-            self._make_step(batch)
-            self.run.end_step(batch, last=False)  # StepMetrics drops the rollout after its last step
-        return cast(MadeStep, self.run.made).outputs()
-
-    def _make_step(self, batch: StepIndex) -> None:
-        """Make the optimizer step of a step index; skip it if no rank has a token to train on."""
-        current = self.run.current
-        if current is None:
+        if run.current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
-        current.check_edits()
+        run.current.check_edits()
         self.seed_generators(batch)
-        tokens = sum(len(microbatch.layout.targets) for microbatch in current.plan.step(batch.step))
-        tokens = int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
-        trace = self._trace(batch)
-        if not tokens:
-            self.run.skipped += 1
-            self.run.note_step(MadeStep(trace=trace))
-            return
-        with self.run.times.phase("update"):
-            gradient, trace = self._gradient(batch, trace)
-            self._optimizer_step(gradient, batch, trace, tokens)
+        tokens = self._count_tokens(run.current.plan.step(batch.step))
+        trace, skipped = self._trace(batch), run.skipped
+        run.made = MadeStep(trace=trace)
+        if tokens:
+            with run.times.phase("update"):
+                gradient, trace = self._gradient(batch, trace)
+                norm, rates = self._step_optimizer(gradient, batch)
+            run.made = MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
+        else:
+            run.skipped += 1
+        behind = self._lr_scheduler is not None and run.skipped == skipped
+        run.commit(self.prompt_stream, batch.index + 1, current=None if last else run.current, schedule_behind=behind)
+        outputs = run.made.outputs()
+        if tokens:
+            run.corrections.after_step(outputs)
+            if behind:
+                self._step_scheduler()
+            self.parallel.clear(cast(LightningOptimizer, self.optimizers()))
+        return outputs
 
-    def _leave_out(self, step_index: StepIndex) -> None:
-        """Advance the counters for a step of a skipped rollout."""
-        self.run.mark = None
-        self.run.skipped += 1
-        self.run.step_index = step_index.index
+    def _count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
+        """Return the number of tokens that all ranks train on."""
+        tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
+        return int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
 
     def seed_generators(self, step_index: StepIndex) -> None:
         """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
@@ -730,7 +715,7 @@ class RLLightningModule(LightningModule):
 
     def _gradient(self, step_index: StepIndex, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
         """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
-        repeats = self.parallel.repeats_steps
+        repeats, states = self.parallel.repeats_steps, self.run.corrections.states()
         gradient = self._accumulate(step_index, trace, notices_exhaustion=repeats)
         if not repeats or not process_maximum(int(gradient.exhausted)):
             return gradient, trace
@@ -738,8 +723,7 @@ class RLLightningModule(LightningModule):
         self.required_policy.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self.run.mark is not None:
-            self.run.mark.restore_corrections(self.run)
+        self.run.corrections.restore(states)
         budget = self.run.halve(self.max_tokens_per_microbatch)
         self.run.current = current.divide(budget, packed=self.packing, max_over_ranks=self._max_over_ranks)
         rank_zero_warn(
@@ -772,34 +756,37 @@ class RLLightningModule(LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the weights are about to change."""
-        if self.run.mark is not None:
-            self.run.mark.stepping = True
+        self.run.stepping = True
 
-    def _optimizer_step(
-        self, gradient: StepGradient, step_index: StepIndex, trace: StepTrace | None, tokens: int
-    ) -> None:
-        """Step optimizer and scheduler, or neither if the gradient is not finite."""
+    def _step_optimizer(self, gradient: StepGradient, step_index: StepIndex) -> tuple[Tensor, list[float]]:
+        """Step the optimizer, unless the gradient is not finite.
+
+        Returns:
+            Gradient norm before clipping, and learning rate of each parameter group.
+        """
         optimizer = cast(LightningOptimizer, self.optimizers())
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        skipped = self.run.skipped
         try:
             norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
         except FloatingPointError as stop:
             current = cast(CurrentRollout, self.run.current)
             where = record_nonfinite(self._folder / NONFINITE, current, step_index.step, gradient, self.parallel.rank)
             raise FloatingPointError(f"{stop}; {where}") from stop
-        step = MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
-        self.run.note_step(step)
-        self.run.schedule_behind = self._lr_scheduler is not None and skipped == self.run.skipped
-        self.run.corrections.after_step(step.outputs())
-        self._catch_up_schedule()
-        self.parallel.clear(optimizer)
+        return norm, rates
 
-    def _catch_up_schedule(self) -> None:
-        """Step the scheduler if it is behind the optimizer."""
-        if self.run.schedule_behind:
-            step_or_leave(cast(LRScheduler, self.lr_schedulers()))
-            self.run.schedule_behind = False
+    def _step_scheduler(self) -> None:
+        step_or_leave(cast(LRScheduler, self.lr_schedulers()))
+        self.run.progress = replace(self.run.progress, schedule_behind=False)
+
+    def note_error(self, error: BaseException) -> str | None:
+        """Prepare a checkpoint after an error; return the reason why none can be saved, or None."""
+        if self.policy is not None:
+            self.policy.zero_grad()  # a partial gradient would enter a later fit
+        self.run.note_error(error)
+        counts: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        if self.run.made_step and counts.current.processed < counts.current.started:
+            counts.increment_processed()  # the error came right after the optimizer step
+        return self.run.uncommitted
 
     # The engine and its weights.
 
@@ -875,7 +862,7 @@ class RLLightningModule(LightningModule):
         if self.environment_workers is not None:
             self.environment_workers.close()
         end_engine()
-        self.run.engine_started, self.run.settled = False, None
+        self.run.engine_started = False
 
     @override
     def teardown(self, stage: str) -> None:
@@ -1035,7 +1022,7 @@ class RLLightningModule(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
-        hurried = self.run.settled is not None or bool(CLOCK.stopped_by)
+        hurried = self.trainer.interrupted or bool(CLOCK.stopped_by)
         if hurried or not generates_concurrently(self.engine, self.max_staleness):
             self.run.prefetcher.drain(hurried=hurried)
         reference = self.run.reference
@@ -1044,6 +1031,7 @@ class RLLightningModule(LightningModule):
         )  # LightningCLI would pass them to the constructor
         for name in self.run.configuration.keys() & hparams.keys():
             del hparams[name]
+        self.run.write_corrections(checkpoint.get("callbacks", {}))
         checkpoint["lightning_rl"] = {
             "run": self.run.name,
             "configuration": self.run.configuration,

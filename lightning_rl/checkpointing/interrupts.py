@@ -3,7 +3,7 @@
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -38,25 +38,13 @@ class Interrupts(Callback):
     :data:`GRACE` seconds is abandoned, a reward after a few seconds; a second signal abandons the step at once. The
     requeue signal of SLURM does the same and requeues the job.
 
-    Any exception also saves a checkpoint: work since the last optimizer step is undone, and repeated on resume. Two
-    states cannot be saved: an optimizer step that broke off half way, and ranks at different steps. The engine is
-    always closed.
-
-    Args:
-        settle: Function of a module and the exception that restores the last optimizer step; returns the reason why
-            that is impossible, or None.
-        close: Function that closes the engine of a module.
-        run: Function that returns the name of a module's run.
+    Any exception also saves a checkpoint of what the module committed last: work since the last optimizer step is
+    repeated on resume. Two states cannot be saved: an optimizer step that broke off half way, and ranks at different
+    steps. The engine is always closed.
     """
 
-    def __init__(
-        self,
-        settle: Callable[[Any, BaseException], str | None],
-        close: Callable[[Any], None],
-        run: Callable[[Any], str],
-    ) -> None:
+    def __init__(self) -> None:
         self.received = 0
-        self._settle, self._close, self._run = settle, close, run
         self._begun = self._stepping = self._saved = self._saving = False
         self._requeue: int | None = None
         self._alarm: threading.Timer | None = None
@@ -92,14 +80,14 @@ class Interrupts(Callback):
         self._begun = self._stepping = True
         self.install((*SIGNALS, *([] if self._requeue is None else [self._requeue])))
 
-    def _claim(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _claim(self, trainer: Trainer, pl_module: Any) -> None:
         """Check the checkpoint folders at the start of the run."""
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         paths = dict.fromkeys(str(saver.dirpath) for saver in savers if saver.dirpath and is_local(saver.dirpath))
         with failing_together("a folder for checkpoints"):
             for path in paths if trainer.is_global_zero else ():
                 folder = RunFolder(Path(path))
-                folder.claim(self._run(pl_module))
+                folder.claim(pl_module.run.name)
                 self._folders.append(folder)
             if trainer.is_global_zero:
                 clear_rank_errors(_folder_of(trainer))
@@ -154,7 +142,7 @@ class Interrupts(Callback):
         self._stepping = False
         self._silence()
 
-    def rescue(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def rescue(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save the last optimizer step of a fit that an exception ended, and restore signals and folders."""
         self._saving = True
         self._silence()
@@ -172,11 +160,11 @@ class Interrupts(Callback):
         finally:
             self._restore(trainer)
             try:
-                self._close(pl_module)
+                pl_module.close_engine()
             except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
                 exception.add_note(f"the engine could not be closed: {reason_of(failure)}")
 
-    def _save_last_step(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def _save_last_step(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save the last optimizer step, if every rank can; the exception stays the cause."""
         if isinstance(exception, torch.OutOfMemoryError):  # free the tensors in its frames, since saving needs memory
             traceback.clear_frames(exception.__traceback__)
@@ -186,7 +174,7 @@ class Interrupts(Callback):
         folder = _folder_of(trainer)
         if trainer.world_size > 1:
             write_rank_error(folder, trainer.global_rank, exception)
-        reason = self._settle(pl_module, exception)
+        reason = pl_module.note_error(exception)
         places = meet(MEETING, (reason, trainer.global_step))
         if places is None:
             reason = _absence(folder, trainer.global_rank)

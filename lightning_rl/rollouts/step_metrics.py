@@ -40,14 +40,11 @@ class StepMetrics(CoreCallback):
         step, run.made = run.made, None
         if step is None:  # of a skipped rollout
             return
-        last = batch.step == pl_module.steps_per_rollout - 1
-        try:
-            measure(run, step, pl_module.parallel.ranks)
-            if step.trace is not None:
-                run.corrections.observe_step(step.trace)
-        finally:
-            run.current = None if last else run.current
-        if last:
+        measure(run, step, pl_module.parallel.ranks)
+        if step.trace is not None:
+            run.corrections.observe_step(step.trace)
+        run.current = run.progress.current
+        if batch.step == pl_module.steps_per_rollout - 1:
             run.idle.end_rollout(batch.rollout, run.corrections, pl_module.max_idle_rollouts)
         log_row(pl_module, run.metrics, batch.index, _rows_every(trainer, pl_module))
 
@@ -55,8 +52,8 @@ class StepMetrics(CoreCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the steps that have not been logged yet."""
         run = _run_of(pl_module)
-        if _rows_every(trainer, pl_module) and run.step_index is not None:
-            log_rest(trainer, run.metrics, run.step_index)
+        if _rows_every(trainer, pl_module):
+            log_rest(trainer, run.metrics, run.progress.index - 1)
 
 
 def measure(run: RunState, step: MadeStep, ranks: int) -> None:
