@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ReinforcePlusPlusBaseline,
         ReMax,
     )
-    from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
+    from lightning_rl.checkpointing import AtomicCheckpointIO, FaultTolerance, latest_checkpoint
     from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
     from lightning_rl.data import PromptDataModule
     from lightning_rl.distributed import FSDP2Strategy
@@ -57,12 +57,13 @@ if TYPE_CHECKING:
     from lightning_rl.module import RLLightningModule
     from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
     from lightning_rl.rollout import FinishReason, Rollout
+    from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
     from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 ROOMS = {
     "advantages": "GAE GRPO OPO RLOO DrGRPO Estimator GAEOverTurns MaxRL Normalized RawReward ReMax ReinforcePlusPlus "
     "ReinforcePlusPlusBaseline",
-    "checkpointing": "AtomicCheckpointIO latest_checkpoint",
+    "checkpointing": "AtomicCheckpointIO FaultTolerance latest_checkpoint",
     "corrections": "LossTerm LossView RLCallback Stat",
     "data": "PromptDataModule",
     "distributed": "FSDP2Strategy",
@@ -72,6 +73,7 @@ ROOMS = {
     "module": "RLLightningModule",
     "optimizers": "adamw_8bit warmup_then_linear",
     "rollout": "FinishReason Rollout",
+    "rollouts.zero_gradient": "StopOnZeroGradient",
     "signal.reductions": "SequenceSumNorm prompt_mean sequence_mean token_mean",
 }
 HOMES = {name: f"lightning_rl.{room}" for room, names in ROOMS.items() for name in names.split()}
@@ -99,6 +101,7 @@ __all__ = [
     "Evaluation",
     "FSDP2Strategy",
     "FakeEngine",
+    "FaultTolerance",
     "FinishReason",
     "GAEOverTurns",
     "KLCov",
@@ -119,6 +122,7 @@ __all__ = [
     "SamplingParams",
     "SequenceSumNorm",
     "Stat",
+    "StopOnZeroGradient",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServerEngine",

@@ -24,7 +24,7 @@ from lightning_rl import setup_checks
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing import (
-    Interrupts,
+    FaultTolerance,
     protect_checkpoints,
     protect_resume,
     read_checkpoint,
@@ -78,19 +78,23 @@ from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import Sampler, staleness
 from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics, begin_trace
-from lightning_rl.rollouts.zero_gradient import census
+from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient, census
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, StepGradient, accumulate_gradient
-from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_numbers, refuse_old_names
+from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers, refuse_old_names
 from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
-from lightning_rl.utils.trainer import add_first, callbacks_of
+from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of
 
 RENAMED = {
-    "allow_changes": "allow_config_changes",
+    "allow_changes": "FaultTolerance(allow_config_changes=)",
+    "allow_config_changes": "FaultTolerance(allow_config_changes=)",
+    "checkpoint_errors": "FaultTolerance(on_checkpoint_error=)",
+    "max_idle_rollouts": "StopOnZeroGradient(patience=)",
+    "skip_rollouts": "FaultTolerance(skip_rollouts=)",
     "epochs": "epochs_per_rollout",
     "max_failed_environments": "max_environment_failure_rate",
     "max_failed_rewards": "max_reward_failure_rate",
@@ -166,13 +170,6 @@ class RLLightningModule(LightningModule):
         reward_timeout: Time limit in seconds of one call of a reward function; None for no limit.
         max_reward_failure_rate: The run ends with a checkpoint if rewards failed on at least this fraction of a
             rollout's rows; None disables the check.
-        max_idle_rollouts: The run ends with a checkpoint after this number of consecutive rollouts without a gradient;
-            None disables the check.
-        skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
-        checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
-            the last complete checkpoint.
-        allow_config_changes: Options that may differ from the resumed checkpoint, such as
-            ``["optimizer", "corrections"]``.
         seed: Seed of all random numbers of the run.
 
     Attributes:
@@ -223,10 +220,6 @@ class RLLightningModule(LightningModule):
         activation_checkpointing: bool = False,
         reward_timeout: float | None = REWARD_SECONDS,
         max_reward_failure_rate: float | None = 1.0,
-        max_idle_rollouts: int | None = 10,
-        skip_rollouts: Sequence[int] = (),
-        checkpoint_errors: str = "raise",
-        allow_config_changes: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # must come first, so that locals() holds only the arguments
@@ -268,8 +261,6 @@ class RLLightningModule(LightningModule):
             conversation_timeout=conversation_timeout,
         )
         self.max_environment_failure_rate = max_environment_failure_rate
-        check_counts(1, optional=True, max_idle_rollouts=max_idle_rollouts)
-        self.max_idle_rollouts = max_idle_rollouts
         self.reward_timeout, self.max_reward_failure_rate = reward_timeout, max_reward_failure_rate
         self.rewards = Rewards(rewards, seconds=reward_timeout)
         signature = inspect.signature(RLLightningModule.__init__).parameters
@@ -299,11 +290,7 @@ class RLLightningModule(LightningModule):
         self.attention, self.liger = attention, liger
         self.backend = BACKENDS[0] if compile is True else compile or None
         self.evaluations = evaluations_of(evaluation)
-        self.skip_rollouts = setup_checks.check_rollouts(skip_rollouts=skip_rollouts)
-        check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)
-        self.checkpoint_errors = checkpoint_errors
-        known = (*(name for name in options if name not in ("self", "__class__")), *BESIDE)
-        self.allow_config_changes = setup_checks.check_names(known, allow_config_changes=allow_config_changes)
+        self.fault_tolerance = FaultTolerance()
         self.tokenizer = build_tokenizer(tokenizer, self.sources["policy"])
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
@@ -426,20 +413,21 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Add the callback that saves a checkpoint on errors and signals; check Trainer flags before Lightning does."""
+        """Add the callbacks that every run has, unless the Trainer has them; check its flags before Lightning does."""
         stop_in_inspection(self)
         setup_checks.check_flags(self.trainer)
-        present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
         add_first(self.trainer, StepMetrics)
-        added = [] if present else [Interrupts()]
-        (*present, *added)[0].attach(self.trainer)
-        return [*added]
+        added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
+        stopping, _ = add_missing(self.trainer, StopOnZeroGradient)
+        self.fault_tolerance.attach(self.trainer)
+        return [*stopping, *added]
 
     @override
     def setup(self, stage: str) -> None:
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         self.parallel.check(self.max_grad_norm)
-        protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
+        setup_checks.check_changes(self.fault_tolerance.allow_config_changes, (*self.options, *BESIDE))
+        protect_checkpoints(self.trainer.strategy, self.fault_tolerance.on_checkpoint_error)
         protect_resume(self.trainer)
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
@@ -579,7 +567,7 @@ class RLLightningModule(LightningModule):
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
         """Generate and score the rollout of the step index, unless it is the current one."""
-        if batch.rollout in self.skip_rollouts:
+        if self.skips(batch.rollout):
             self._skip_rollout(batch)
             return
         if self.run.current is not None and self.run.current.number == batch.rollout:
@@ -589,7 +577,6 @@ class RLLightningModule(LightningModule):
                 f"expected step 0 of rollout {batch.rollout} first, got step {batch.step}: resume from a checkpoint "
                 "or start a new fit"
             )
-        self.run.idle.check(self.max_idle_rollouts)
         loop, end = self.rollout_loop, (batch.index + remaining_tickets(self.trainer, batch_idx))
         in_flight = loop.in_flight(batch.rollout)
         rollout, sampled, noted = loop.sample(batch.rollout, end / self.steps_per_rollout)
@@ -598,8 +585,8 @@ class RLLightningModule(LightningModule):
         times = {**in_flight, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
         stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
         shown = {**stats, **noted, **census(current.rollout)}
-        self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
-        log_for_monitors(self, self.run.idle.figures)
+        self.run.rollout_figures = global_values(shown, self.device, self.parallel.collectives)
+        log_for_monitors(self, self.run.rollout_figures)
         self.run.begin_rollout(current, stats, noted)
         self.run.commit(self.prompt_stream, batch.index, current=current, corrections=self.run.corrections.states())
 
@@ -608,6 +595,10 @@ class RLLightningModule(LightningModule):
         """Keep the states of the corrections and seed the generators before the hooks of this batch run."""
         self.run.begin_step(step_index)
         self.seed_generators(step_index)
+
+    def skips(self, number: int) -> bool:
+        """Return True if a rollout is to be skipped."""
+        return number in self.fault_tolerance.skip_rollouts
 
     def _skip_rollout(self, step_index: StepIndex) -> None:
         """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
@@ -636,7 +627,7 @@ class RLLightningModule(LightningModule):
             **parts,
             prefetcher=self.run.prefetcher,
             max_staleness=self.max_staleness,
-            skipped=self.skip_rollouts,
+            skipped=self.fault_tolerance.skip_rollouts,
             device=self.device,
         )
 
@@ -672,7 +663,7 @@ class RLLightningModule(LightningModule):
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make one optimizer step, or skip it on all ranks if no rank has a token to train on."""
         run, last = self.run, batch.step == self.steps_per_rollout - 1
-        if batch.rollout in self.skip_rollouts:
+        if self.skips(batch.rollout):
             run.skipped += 1
             run.commit(self.prompt_stream, batch.index + 1, current=None)
             return {}
@@ -1049,7 +1040,7 @@ class RLLightningModule(LightningModule):
             return
         setup_checks.check_whole_checkpoint(checkpoint)
         states = {callback.name: callback.state_dict() for callback in self.run.corrections.callbacks}
-        check_resume(state["configuration"], self.run.configuration, self.allow_config_changes, states)
+        check_resume(state["configuration"], self.run.configuration, self.fault_tolerance.allow_config_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
             self._begin()  # on_fit_start was called before

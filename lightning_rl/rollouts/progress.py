@@ -97,7 +97,7 @@ class Failure:
         again = f"rollout {self.rollout} failed in {self.count} of {self.count} attempts: fix the cause and resume"
         if self.count == 1:
             return again
-        return f"{again}, or skip it by RLLightningModule(skip_rollouts=[{self.rollout}])"
+        return f"{again}, or skip it by FaultTolerance(skip_rollouts=[{self.rollout}])"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

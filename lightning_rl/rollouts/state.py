@@ -20,7 +20,6 @@ from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import Scorer
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, Failure, Progress
-from lightning_rl.rollouts.zero_gradient import IdleRollouts
 from lightning_rl.run_spec import Needs
 from lightning_rl.update import MadeStep
 
@@ -45,6 +44,7 @@ class RunState:
         metrics: Metrics that have not been logged yet.
         times: Seconds by phase.
         rollout_stats: Logged metrics of the current rollout.
+        rollout_figures: Their values over all ranks, with those of rewards and the numbers of rows and tokens.
         failed_folder: Folder for samples with failed rewards.
         tracer: Tracer of the parameters during an optimizer step.
         begun: Index of the last optimizer step that began.
@@ -52,7 +52,6 @@ class RunState:
         built_alone: True if the policy was built before there was a Trainer, so without a strategy.
         stepped: True if the policy has changed since it was built.
         skipped: Number of skipped optimizer steps.
-        idle: Counter of rollouts in a row without a gradient.
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
@@ -72,6 +71,7 @@ class RunState:
     metrics: MetricLog = field(default_factory=MetricLog)
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
+    rollout_figures: Mapping[str, float] = field(default_factory=dict)
     failed_folder: Path | None = None
     begun: StepIndex | None = None
     stepping: bool = False
@@ -79,7 +79,6 @@ class RunState:
     stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0
-    idle: IdleRollouts = field(default_factory=IdleRollouts)
     loaded: Mapping[str, Any] | None = None
     name: str = ""
     made: MadeStep | None = None
@@ -197,7 +196,7 @@ class RunState:
 
     def state(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, in values that load under ``weights_only=True``."""
-        return {**self.progress.state(), "metrics": self.metrics.state(), "idle": self.idle.state()}
+        return {**self.progress.state(), "metrics": self.metrics.state()}
 
     def begin(
         self,
@@ -223,7 +222,7 @@ class RunState:
         loaded, self.loaded = self.loaded, None
         if loaded is None or not self.name:
             self.name = new_run()
-        self.rollout_stats, self.idle, self.progress = {}, IdleRollouts(), Progress()
+        self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
         self.begun, self.made, self.stepping = None, None, False
         self.prefetcher.close()
         self.metrics, self.times = MetricLog(device, collectives), PhaseTimes(device)
@@ -236,7 +235,6 @@ class RunState:
                     f"{ahead}: resume with max_staleness={ahead}"
                 )
             self.metrics.load(loaded["metrics"])
-            self.idle = IdleRollouts.from_state(loaded["idle"])
             self.progress = Progress.from_state(loaded, device, packed=packed, at=at)
             self.prefetcher.load(self.progress.prefetched)
         self.current, self.skipped = self.progress.current, self.progress.skipped

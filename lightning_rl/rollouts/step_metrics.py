@@ -44,8 +44,6 @@ class StepMetrics(CoreCallback):
         if step.trace is not None:
             run.corrections.observe_step(step.trace)
         run.current = run.progress.current
-        if batch.step == pl_module.steps_per_rollout - 1:
-            run.idle.end_rollout(batch.rollout, run.corrections, pl_module.max_idle_rollouts)
         log_row(pl_module, run.metrics, batch.index, _rows_every(trainer, pl_module))
 
     @override
@@ -60,7 +58,6 @@ def measure(run: RunState, step: MadeStep, ranks: int) -> None:
     """Add the statistics of an optimizer step to the metrics, and complete its trace."""
     if step.gradient is None:
         return
-    run.idle.note(step.norm, step.rates)
     speed = step.tokens / run.times.seconds()
     stats = step.gradient.metrics(ranks, norm=step.norm, optim__lr=step.rates[0], tokens_per_second=speed)
     logged = [*(("microbatch", stats) for stats in step.gradient.stats), ("step", stats | run.times.take())]

@@ -1,9 +1,12 @@
 """Callbacks and progress bars of a Trainer."""
 
+from typing import TypeVar
+
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
+CallbackT = TypeVar("CallbackT", bound=Callback)
 PHASE_WIDTH = len("generate")  # keeps the bar in place
 
 
@@ -42,3 +45,10 @@ def add_first(trainer: Trainer, kind: type[Callback]) -> None:
     """Insert a callback of a class before the trainer's callbacks, unless there is one."""
     if not any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
         callbacks_of(trainer).insert(0, kind())
+
+
+def add_missing(trainer: Trainer, kind: type[CallbackT]) -> tuple[list[CallbackT], CallbackT]:
+    """Return the callbacks to add for a class, none if the trainer has one, and the callback of the run."""
+    present = [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
+    added = [] if present else [kind()]
+    return added, (*present, *added)[0]

@@ -29,6 +29,7 @@ from typing_extensions import override
 from kit import lockstep
 from lightning_rl import (
     ClippedSurrogate,
+    FaultTolerance,
     FinishReason,
     LossView,
     PolicyLoss,
@@ -37,6 +38,7 @@ from lightning_rl import (
     RLLightningModule,
     Rollout,
     SamplingParams,
+    StopOnZeroGradient,
     sequence_mean,
 )
 from lightning_rl.advantages import Estimator, resolve_advantages
@@ -401,8 +403,18 @@ def parity_reward(prompts: Sequence[Any], completions: Sequence[str], *, complet
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
+CALLBACKS: dict[str, tuple[str, ...]] = {
+    "FaultTolerance": ("skip_rollouts", "on_checkpoint_error", "allow_config_changes"),
+    "StopOnZeroGradient": ("patience",),
+}
+
+
 def tiny_module(**options: Any) -> RLLightningModule:
-    """A module around :func:`tiny_policy`; every option can be replaced, those of Sampling by their own names."""
+    """A module around :func:`tiny_policy`; every option can be replaced, those of Sampling by their own names.
+
+    Options of the callbacks that every run has go to :func:`fit`.
+    """
+    given = {kind: {name: options.pop(name) for name in names if name in options} for kind, names in CALLBACKS.items()}
     names = [spec.name for spec in fields(SamplingParams) if spec.name in options]
     sampling = {"max_new_tokens": 8, **{name: options.pop(name) for name in names}}
     defaults: dict[str, Any] = {
@@ -412,7 +424,10 @@ def tiny_module(**options: Any) -> RLLightningModule:
         "sampling": SamplingParams(**sampling),
         "optimizer": partial(AdamW, lr=1e-2, weight_decay=0.0),
     }
-    return RLLightningModule(**{**defaults, **options})
+    module = RLLightningModule(**{**defaults, **options})
+    kinds = {"FaultTolerance": FaultTolerance, "StopOnZeroGradient": StopOnZeroGradient}
+    vars(module)["callbacks"] = [kinds[kind](**group) for kind, group in given.items() if group]
+    return module
 
 
 def tiny_prompts(number: int = 16, per_rollout: int = 4, **options: Any) -> PromptDataModule:
@@ -430,7 +445,7 @@ def fit(
     **options: Any,
 ) -> Trainer:
     """A short ``Trainer.fit`` on the CPU without bar, logger or checkpoints unless asked for."""
-    trainer = a_trainer(callbacks, **options)
+    trainer = a_trainer([*callbacks, *vars(module).get("callbacks", ())], **options)
     trainer.fit(module, data or tiny_prompts(), ckpt_path=ckpt_path)
     return trainer
 

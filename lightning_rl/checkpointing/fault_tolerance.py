@@ -3,7 +3,7 @@
 import signal
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,7 +22,8 @@ from lightning_rl.checkpointing.rank_errors import clear_rank_errors, first_rank
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
 from lightning_rl.rewards.timeouts import CLOCK
-from lightning_rl.utils.trainer import CoreCallback
+from lightning_rl.utils.arguments import check_choices
+from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
@@ -30,8 +31,10 @@ GRACE = 20.0  # seconds for the step to end after a signal; schedulers kill afte
 MEETING = 8.0  # seconds within which every rank must fail for a joint checkpoint
 
 
-class Interrupts(Callback):
+class FaultTolerance(Callback):
     """Callback of every run that saves a checkpoint on signals and exceptions.
+
+    A run without one gets it with its defaults.
 
     The first SIGINT (Ctrl-C) or SIGTERM on any rank lets the optimizer step end, saves ``interrupted.ckpt`` beside the
     other checkpoints and ends the run on all ranks, after SIGTERM with exit code 143. A step that takes longer than
@@ -41,9 +44,30 @@ class Interrupts(Callback):
     Any exception also saves a checkpoint of what the module committed last: work since the last optimizer step is
     repeated on resume. Two states cannot be saved: an optimizer step that broke off half way, and ranks at different
     steps. The engine is always closed.
+
+    Args:
+        skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
+        on_checkpoint_error: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
+            the last complete checkpoint.
+        allow_config_changes: Options that may differ from the resumed checkpoint, such as
+            ``["optimizer", "corrections"]``.
+
+    Raises:
+        ValueError: If an argument has another form.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        skip_rollouts: Sequence[int] = (),
+        on_checkpoint_error: str = "raise",
+        allow_config_changes: Sequence[str] = (),
+    ) -> None:
+        _check_rollouts(skip_rollouts)
+        check_choices(("raise", "warn"), on_checkpoint_error=on_checkpoint_error)
+        _check_names(allow_config_changes)
+        self.skip_rollouts, self.on_checkpoint_error = tuple(skip_rollouts), on_checkpoint_error
+        self.allow_config_changes = tuple(allow_config_changes)
         self.received = 0
         self._begun = self._stepping = self._saved = self._saving = False
         self._requeue: int | None = None
@@ -53,9 +77,12 @@ class Interrupts(Callback):
 
     def attach(self, trainer: Trainer) -> None:
         """Start a stage of a trainer: receive errors before other callbacks do, and signals during a fit."""
-        callbacks = _callbacks_of(trainer)
-        if not any(isinstance(callback, FirstToHear) for callback in callbacks):
-            callbacks.insert(0, FirstToHear(self))
+        callbacks = callbacks_of(trainer)
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, FirstToHear)]
+        callbacks.insert(0, FirstToHear(self))
+        if self in callbacks:  # a signal ends the run after the hooks of the other callbacks
+            callbacks.remove(self)
+            callbacks.append(self)
         self._begun = self._stepping = self._saved = self._saving = False
         self.received = 0
         if trainer.state.fn == TrainerFn.FITTING:
@@ -215,22 +242,22 @@ class Interrupts(Callback):
 
 
 class FirstToHear(CoreCallback):
-    """First callback, which forwards events to ``interrupts`` before errors of other callbacks can skip it."""
+    """First callback, which forwards events before errors of other callbacks can skip them."""
 
-    def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
+    def __init__(self, fault_tolerance: FaultTolerance) -> None:
+        self._fault_tolerance = fault_tolerance
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interrupts.install(SIGNALS)  # Lightning has replaced the handlers
+        self._fault_tolerance.install(SIGNALS)  # Lightning has replaced the handlers
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interrupts.install(SIGNALS)
+        self._fault_tolerance.install(SIGNALS)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._interrupts.rescue(trainer, pl_module, exception)
+        self._fault_tolerance.rescue(trainer, pl_module, exception)
 
 
 def _absence(folder: str | Path, rank: int) -> str:
@@ -246,8 +273,17 @@ def _folder_of(trainer: Trainer) -> str | Path:
     return getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
 
 
-def _callbacks_of(trainer: Trainer) -> list[Callback]:
-    return vars(trainer)["callbacks"]
+def _check_rollouts(numbers: Any) -> None:
+    """Raise ValueError for anything but a list of rollout numbers."""
+    listed: list[Any] = list(numbers) if isinstance(numbers, Collection) and not isinstance(numbers, str) else [None]
+    if not all(type(one) is int and one >= 0 for one in listed):
+        raise ValueError(f"expected skip_rollouts to be a list of numbers of rollouts, such as [7], got {numbers!r}")
+
+
+def _check_names(names: Any) -> None:
+    """Raise ValueError for anything but a list of names."""
+    if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+        raise ValueError(f'expected allow_config_changes to be a list of names, such as ["optimizer"], got {names!r}')
 
 
 def _tell(exception: BaseException, text: str) -> None:
