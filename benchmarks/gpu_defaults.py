@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lightning_rl import (
     Engine,
+    ModelOptions,
     PromptDataModule,
     RLCallback,
     RLLightningModule,
@@ -85,7 +86,7 @@ def _run(
         engine=engine,
         group_size=8,
         sampling=options.pop("sampling", SamplingParams(max_new_tokens=longest, eos_token_ids=(1,))),
-        max_tokens_per_microbatch=16_384,
+        model=ModelOptions(max_tokens_per_microbatch=16_384),
         optimizer=partial(AdamW, lr=1e-6, fused=True),
         **{"minibatches_per_rollout": 1, **options},
     )

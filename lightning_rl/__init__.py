@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
     from lightning_rl.data import PromptDataModule
     from lightning_rl.distributed import FSDP2Strategy
+    from lightning_rl.environments import Conversations
     from lightning_rl.evaluation import Evaluation
     from lightning_rl.generation import (
         Engine,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
         VESPO,
         ClipCov,
         ClippedSurrogate,
+        Critic,
         KLCov,
         PolicyLoss,
         Reinforce,
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
     )
     from lightning_rl.module import RLLightningModule
     from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
+    from lightning_rl.policy import ModelOptions
+    from lightning_rl.rewards import Rewards
     from lightning_rl.rollout import FinishReason, Rollout
     from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
     from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
@@ -67,11 +71,15 @@ ROOMS = {
     "corrections": "LossTerm LossView RLCallback Stat",
     "data": "PromptDataModule",
     "distributed": "FSDP2Strategy",
+    "environments": "Conversations",
     "evaluation": "Evaluation",
     "generation": "Engine EngineError FakeEngine SamplingParams TransformersEngine VLLMEngine VLLMServerEngine",
-    "losses": "CISPO DPPO DRO GMPO GSPO M2PO SAPO VESPO ClipCov ClippedSurrogate KLCov PolicyLoss Reinforce ValueLoss",
+    "losses": "CISPO DPPO DRO GMPO GSPO M2PO SAPO VESPO ClipCov ClippedSurrogate Critic KLCov PolicyLoss Reinforce "
+    "ValueLoss",
     "module": "RLLightningModule",
     "optimizers": "adamw_8bit warmup_then_linear",
+    "policy": "ModelOptions",
+    "rewards": "Rewards",
     "rollout": "FinishReason Rollout",
     "rollouts.zero_gradient": "StopOnZeroGradient",
     "signal.reductions": "SequenceSumNorm prompt_mean sequence_mean token_mean",
@@ -94,6 +102,8 @@ __all__ = [
     "AtomicCheckpointIO",
     "ClipCov",
     "ClippedSurrogate",
+    "Conversations",
+    "Critic",
     "DrGRPO",
     "Engine",
     "EngineError",
@@ -108,6 +118,7 @@ __all__ = [
     "LossTerm",
     "LossView",
     "MaxRL",
+    "ModelOptions",
     "Normalized",
     "PolicyLoss",
     "PromptDataModule",
@@ -118,6 +129,7 @@ __all__ = [
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "Rewards",
     "Rollout",
     "SamplingParams",
     "SequenceSumNorm",

@@ -20,18 +20,8 @@ from lightning_rl.version import __version__
 
 ABSENT = "nothing"
 FIXED = ("minibatches_per_rollout", "epochs_per_rollout")  # a checkpoint counts step indices in their product
-FREE = {
-    "engine",
-    "evaluation",
-    "max_tokens_per_microbatch",
-    "packing",
-    "activation_checkpointing",
-    "attention",
-    "compile",
-    "liger",
-}
-FREE |= {"reward_timeout", "max_reward_failure_rate"}
-FREE |= {"environment_workers", "environment_timeout", "conversation_timeout", "max_environment_failure_rate"}
+FREE = {"engine", "evaluation", "model", "rewards.timeout", "rewards.max_failure_rate"}
+FREE |= {f"environment.{option}" for option in ("workers", "step_timeout", "timeout", "max_failure_rate")}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module
 SHOWN = (CoreCallback, ModelSummary, ProgressBar)  # do not affect a run
@@ -141,8 +131,8 @@ def check_resume(
     Raises:
         ValueError: If another option differs.
     """
-    moving = {f"corrections.{name}.{option}" for name, options in states.items() for option in options}
-    changes = [change for change in _changes(_essence(before), _essence(now)) if change[0] not in moving]
+    free = FREE | {f"corrections.{name}.{option}" for name, options in states.items() for option in options}
+    changes = [change for change in _changes(_essence(before), _essence(now)) if change[0] not in free]
     names = dict.fromkeys(path.split(".")[0] for path, _, _ in changes)
     refused = [name for name in names if name not in allow_config_changes or name in FIXED]
     if refused:

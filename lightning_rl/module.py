@@ -1,6 +1,5 @@
 """RLLightningModule: the training loop over rollouts, as hooks of a LightningModule."""
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,11 +34,10 @@ from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, prompt_stream_of
 from lightning_rl.distributed import Parallel, check_agreement, parallel_of, process_count, process_maximum
-from lightning_rl.environments import ConversationLimits
-from lightning_rl.environments.parsing import AnswerParser, ParserSource, check_source
-from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck, factories_of
+from lightning_rl.environments import Conversations
+from lightning_rl.environments.parsing import AnswerParser
+from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck
 from lightning_rl.environments.tools import Tool
-from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.evaluator import Evaluator
@@ -49,24 +47,22 @@ from lightning_rl.evaluation.questions import with_eos
 from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine, request_seed
 from lightning_rl.generation.weights.weight_sync import WeightSync
-from lightning_rl.losses import PolicyLoss, ValueLoss, resolve_loss
+from lightning_rl.losses import Critic, PolicyLoss, ValueLoss, resolve_loss
 from lightning_rl.metrics import global_values, log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
-from lightning_rl.policy import Microbatch, PolicyModel, Scorer, make_plan
+from lightning_rl.policy import Microbatch, ModelOptions, PolicyModel, Scorer, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
     build_tokenizer,
     max_prompt_length,
 )
-from lightning_rl.policy.compilation import BACKENDS
 from lightning_rl.policy.lora import AdapterOffScorer
 from lightning_rl.policy.memory import resident_bytes
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.policy.tensor_hash import hash_weights
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.reward_failures import FOLDER
-from lightning_rl.rewards.scoring import SECONDS as REWARD_SECONDS
 from lightning_rl.rewards.timeouts import CLOCK
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
@@ -83,25 +79,27 @@ from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, StepGradient, accumulate_gradient
-from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers, refuse_old_names
+from lightning_rl.utils.arguments import check_counts, check_numbers, refuse_old_names
 from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of
 
-RENAMED = {
-    "allow_changes": "FaultTolerance(allow_config_changes=)",
-    "allow_config_changes": "FaultTolerance(allow_config_changes=)",
-    "checkpoint_errors": "FaultTolerance(on_checkpoint_error=)",
-    "max_idle_rollouts": "StopOnZeroGradient(patience=)",
-    "skip_rollouts": "FaultTolerance(skip_rollouts=)",
-    "epochs": "epochs_per_rollout",
-    "max_failed_environments": "max_environment_failure_rate",
-    "max_failed_rewards": "max_reward_failure_rate",
-    "minibatches": "minibatches_per_rollout",
-    "reward_seconds": "reward_timeout",
-    "token_budget": "max_tokens_per_microbatch",
-}
+RENAMED = {"epochs": "epochs_per_rollout", "max_idle_rollouts": "StopOnZeroGradient(patience=)"}
+RENAMED |= dict.fromkeys(("allow_changes", "allow_config_changes"), "FaultTolerance(allow_config_changes=)")
+RENAMED |= {"checkpoint_errors": "FaultTolerance(on_checkpoint_error=)"}
+RENAMED |= {"skip_rollouts": "FaultTolerance(skip_rollouts=)"}
+RENAMED |= {"minibatches": "minibatches_per_rollout", "value_loss": "critic=Critic(loss=)"}
+RENAMED |= {name: f"model=ModelOptions({name}=)" for name in ModelOptions.__dataclass_fields__}
+RENAMED |= {"token_budget": "model=ModelOptions(max_tokens_per_microbatch=)", "tools": "environment=Conversations()"}
+RENAMED |= {name: f"environment=Conversations({name}=)" for name in ("tool_parser", "max_turns", "max_turn_tokens")}
+RENAMED |= {"environment_workers": "environment=Conversations(workers=)"}
+RENAMED |= {"environment_timeout": "environment=Conversations(step_timeout=)"}
+RENAMED |= {"conversation_timeout": "environment=Conversations(timeout=)"}
+RENAMED |= dict.fromkeys(("reward_timeout", "reward_seconds"), "rewards=Rewards(timeout=)")
+for old, new in (("environments", "environment=Conversations"), ("rewards", "rewards=Rewards")):
+    names = (f"max_failed_{old}", f"max_{old.removesuffix('s')}_failure_rate")
+    RENAMED |= dict.fromkeys(names, f"{new}(max_failure_rate=)")
 
 # Lightning warns of checkpoints that are saved after the optimizer step; resuming here relies on them.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
@@ -122,7 +120,7 @@ class RLLightningModule(LightningModule):
         policy: Name or path of a causal language model, or a callable that builds one.
         rewards: Reward function, list of functions, or mapping from name to function or ``(function, weight)``. Each
             function has the form ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``.
-            A function of weight 0 is only logged.
+            A function of weight 0 is only logged. :class:`Rewards` adds a timeout and a limit of failures.
         advantages: Advantage estimator: an :class:`Estimator`, a function of (scores, groups, rewarded), or a name in
             ``lightning_rl.advantages.ESTIMATORS``.
         loss: Policy loss: a :class:`PolicyLoss`, a function of a :class:`LossView`, or a name in
@@ -130,9 +128,8 @@ class RLLightningModule(LightningModule):
         reduction: Average of per-token losses: a function, or a name in ``lightning_rl.signal.reductions.REDUCTIONS``.
         reference: Frozen policy for callbacks that read ``ref_logprobs``, in any form that ``policy`` takes. Default:
             a copy of the initial policy, created only if a callback reads ``ref_logprobs``.
-        value_loss: Loss of the critic, with its coefficient.
         critic: ``"shared"`` for a value head on the policy's hidden states, a separate model in any form that
-            ``policy`` takes, or None for no critic.
+            ``policy`` takes, a :class:`Critic`, which adds the loss, or None for no critic.
         engine: Engine that generates; by default the policy itself through transformers.
         sampling: Sampling parameters for training. Log-probabilities are computed at its temperature. With ``top_k``,
             ``top_p`` or ``min_p`` they are renormalized over the tokens kept by the filter.
@@ -140,36 +137,16 @@ class RLLightningModule(LightningModule):
         optimizer: Callable that takes parameter groups and returns an optimizer; by default fused AdamW with lr 1e-6.
         lr_scheduler: Callable that takes the optimizer and returns a scheduler that counts optimizer steps, such as
             ``warmup_then_linear(5, 100)``.
-        environment: Class or function that creates an ``Environment`` for each multi-turn conversation, or a mapping
-            from names to such factories. The data column ``environment`` selects the name.
-        tools: Functions that the policy may call, as an alternative to ``environment``; see :class:`ToolEnvironment`.
-        tool_parser: Parser of the policy's tool calls: ``"hermes"``, a name known to the package ``renderers``, a
-            response template of transformers, or a function. Default: derived from the chat template.
-        max_turns: Maximum number of answers per conversation. ``sampling.max_new_tokens`` limits their tokens in total.
-        max_turn_tokens: Maximum number of tokens per answer; None for no separate limit.
-        environment_workers: Number of concurrent conversations, each in a subprocess that is killed if its environment
-            hangs; 0 runs all conversations in this process.
-        environment_timeout: Time limit in seconds of a reset or step in a subprocess.
-        conversation_timeout: Time limit in seconds of a conversation in a subprocess, including its retry.
-        max_environment_failure_rate: The run ends with a checkpoint if at least this fraction of a rollout's
-            conversations failed; None disables the check.
+        environment: Class or function that creates an ``Environment`` for each multi-turn conversation, a mapping from
+            names to such factories, or a list of functions that the policy may call. :class:`Conversations` adds
+            limits, subprocesses and a parser of tool calls.
         evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
         group_size: Number of samples per prompt.
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout; a group is never split.
         epochs_per_rollout: Number of passes over a rollout.
-        max_tokens_per_microbatch: Maximum number of tokens per microbatch; affects memory and speed, not results.
-        packing: If True, microbatches have no padding. Use False for a model whose layers do not support packing.
-        attention: Attention kernel for packed sequences: ``"sdpa"``, ``"varlen_attn"``, ``"flash_attention_2"`` or
-            ``"flash_attention_3"``. Default: the fastest one that device, precision, packages and model support.
-        compile: If True, compile the parts of each layer of policy, critic and reference with ``torch.compile`` and
-            ``"inductor"``; the backends ``"aot_eager"`` and ``"eager"`` help to find an error.
-        liger: If True, use liger-kernel for norms, rotary embeddings and gated feed-forwards; GPU only.
-        activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
         max_staleness: Maximum number of rollouts generated ahead of training; 0 is synchronous.
         max_grad_norm: Maximum gradient norm; None for no clipping.
-        reward_timeout: Time limit in seconds of one call of a reward function; None for no limit.
-        max_reward_failure_rate: The run ends with a checkpoint if rewards failed on at least this fraction of a
-            rollout's rows; None disables the check.
+        model: Memory, kernels and compilation of policy, critic and reference.
         seed: Seed of all random numbers of the run.
 
     Attributes:
@@ -184,26 +161,17 @@ class RLLightningModule(LightningModule):
     def __init__(
         self,
         policy: ModelSource,
-        rewards: RewardSource,
+        rewards: Rewards | RewardSource,
         *,
         advantages: Estimator | RowFunction | str = "grpo",
         loss: PolicyLoss | Callable[[LossView], Tensor] | str = "ppo",
         reduction: str | SequenceSumNorm | Reduction = "token_mean",
-        value_loss: ValueLoss = ValueLoss(),  # noqa: B008  frozen
         reference: ModelSource | None = None,
-        critic: ModelSource | None = None,
+        critic: Critic | ModelSource | None = None,
         tokenizer: TokenizerSource | None = None,
         engine: Engine | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
-        environment: EnvironmentSource | None = None,
-        tools: Sequence[Tool] | None = None,
-        tool_parser: ParserSource | None = None,
-        max_turns: int = 8,
-        max_turn_tokens: int | None = None,
-        environment_workers: int = 0,
-        environment_timeout: float = 60.0,
-        conversation_timeout: float = 600.0,
-        max_environment_failure_rate: float | None = 0.5,
+        environment: Conversations | EnvironmentSource | Sequence[Tool] | None = None,
         evaluation: Evaluation | Sequence[Evaluation] = (),
         group_size: int = 8,
         minibatches_per_rollout: int = 1,
@@ -212,83 +180,47 @@ class RLLightningModule(LightningModule):
         optimizer: OptimizerBuilder = fused_adamw,
         lr_scheduler: SchedulerBuilder | None = None,
         max_grad_norm: float | None = 1.0,
-        max_tokens_per_microbatch: int = 4096,
-        packing: bool = True,
-        attention: str = "auto",
-        compile: bool | str = False,  # noqa: A002  as Lightning and PyTorch call it
-        liger: bool = False,
-        activation_checkpointing: bool = False,
-        reward_timeout: float | None = REWARD_SECONDS,
-        max_reward_failure_rate: float | None = 1.0,
+        model: ModelOptions = ModelOptions(),  # noqa: B008  frozen
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # must come first, so that locals() holds only the arguments
         super().__init__()
         self.automatic_optimization = False
-        check_counts(
-            1,
-            group_size=group_size,
-            minibatches_per_rollout=minibatches_per_rollout,
-            epochs_per_rollout=epochs_per_rollout,
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-        )
+        check_counts(1, group_size=group_size, minibatches_per_rollout=minibatches_per_rollout)
+        check_counts(1, epochs_per_rollout=epochs_per_rollout)
         check_counts(0, max_staleness=max_staleness, seed=seed)
         check_numbers(above=0, finite=True, optional=True, max_grad_norm=max_grad_norm)
-        check_bools(packing=packing, activation_checkpointing=activation_checkpointing, liger=liger)
-        setup_checks.check_kernel_options(attention=attention, backend=compile, liger=liger, packing=packing)
+        setup_checks.check_parts(engine=engine, sampling=sampling, model=model)
+        setup_checks.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
+        self.rewards, self.critic, self.conversations = (
+            Rewards.of(rewards),
+            Critic.of(critic),
+            Conversations.of(environment),
+        )
+        self.model_options = model
         self.sources = {
             "policy": import_by_name(policy=policy),
             "reference": import_by_name(reference=reference),
-            "critic": import_by_name(critic=critic),
+            "critic": None if self.critic is None else import_by_name(critic=self.critic.source),
         }
         setup_checks.check_sources(**self.sources)
-        setup_checks.check_parts(engine=engine, sampling=sampling, value_loss=value_loss)
-        setup_checks.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
-        check_numbers(above=0, finite=True, optional=True, reward_timeout=reward_timeout)
-        check_numbers(above=0, at_most=1, optional=True, max_reward_failure_rate=max_reward_failure_rate)
-        check_numbers(above=0, at_most=1, optional=True, max_environment_failure_rate=max_environment_failure_rate)
-        check_counts(1, optional=True, max_turn_tokens=max_turn_tokens)
-        check_counts(1, max_turns=max_turns)
-        self.environments = factories_of(import_by_name(environment=environment), tools)
-        self.limits = ConversationLimits(turns=max_turns, turn_tokens=max_turn_tokens)
-        self.tool_parser = check_source(import_by_name(tool_parser=tool_parser))
+        if self.critic is not None:
+            self.critic = replace(self.critic, source=self.sources["critic"])
+        if self.conversations is not None:
+            self.conversations = self.conversations.imported()
+            setup_checks.check_turn_tokens(self.conversations.max_turn_tokens, sampling.max_new_tokens)
+        self.environments = {} if self.conversations is None else self.conversations.factories
         self._parse: AnswerParser | None = None
         self._schemas: Mapping[str, Sequence[Mapping[str, Any]]] = {}
-        self.environment_workers = WorkerPool.of(
-            self.environments,
-            environment_workers=environment_workers,
-            environment_timeout=environment_timeout,
-            conversation_timeout=conversation_timeout,
-        )
-        self.max_environment_failure_rate = max_environment_failure_rate
-        self.reward_timeout, self.max_reward_failure_rate = reward_timeout, max_reward_failure_rate
-        self.rewards = Rewards(rewards, seconds=reward_timeout)
-        signature = inspect.signature(RLLightningModule.__init__).parameters
-        defaults = {name: parameter.default for name, parameter in signature.items()}
-        setup_checks.check_conversations(options, defaults, environments=bool(self.environments))
-        setup_checks.check_rewards(self.rewards.functions.values(), environments=bool(self.environments))
-        self.estimator, self.loss = (
-            resolve_advantages(import_by_name(advantages=advantages)),
-            resolve_loss(import_by_name(loss=loss)),
-        )
-        self.reduction, self.value_loss = (
-            resolve_reduction(import_by_name(reduction=reduction), sampling.max_new_tokens),
-            value_loss,
-        )
+        self.environment_workers = None if self.conversations is None else self.conversations.pool()
+        setup_checks.check_rewards(self.rewards.named.values(), environments=bool(self.environments))
+        self.estimator = resolve_advantages(import_by_name(advantages=advantages))
+        self.loss = resolve_loss(import_by_name(loss=loss))
+        self.reduction = resolve_reduction(import_by_name(reduction=reduction), sampling.max_new_tokens)
         self._optimizer, self._lr_scheduler, self.max_grad_norm = optimizer, lr_scheduler, max_grad_norm
-        self.group_size, self.minibatches_per_rollout, self.epochs_per_rollout = (
-            group_size,
-            minibatches_per_rollout,
-            epochs_per_rollout,
-        )
-        self.sampling, self.max_staleness, self.seed = sampling, max_staleness, seed
-        self.max_tokens_per_microbatch, self.packing, self.activation_checkpointing = (
-            max_tokens_per_microbatch,
-            packing,
-            activation_checkpointing,
-        )
-        self.attention, self.liger = attention, liger
-        self.backend = BACKENDS[0] if compile is True else compile or None
+        self.group_size, self.minibatches_per_rollout = group_size, minibatches_per_rollout
+        self.epochs_per_rollout, self.max_staleness = epochs_per_rollout, max_staleness
+        self.sampling, self.seed = sampling, seed
         self.evaluations = evaluations_of(evaluation)
         self.fault_tolerance = FaultTolerance()
         self.tokenizer = build_tokenizer(tokenizer, self.sources["policy"])
@@ -296,9 +228,9 @@ class RLLightningModule(LightningModule):
         self.engine, self.run = engine or TransformersEngine(), RunState()
         self._parallel: Parallel | None = None
         self.evaluator = Evaluator(self.evaluations, seed=seed, environments=bool(self.environments))
-        options |= {"engine": self.engine, "tokenizer": self.tokenizer, "rewards": self.rewards.sources}
+        options |= {"engine": self.engine, "tokenizer": self.tokenizer, "rewards": self.rewards}
         options |= {"advantages": self.estimator, "loss": self.loss, "reduction": self.reduction}
-        options |= self.sources
+        options |= {**self.sources, "critic": self.critic, "environment": self.conversations}
         self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
 
     # Parts of a run.
@@ -316,7 +248,7 @@ class RLLightningModule(LightningModule):
             advantages=self.estimator,
             reduction=self.reduction,
             corrections=self.run.corrections,
-            value_loss=self.value_loss,
+            value_loss=ValueLoss() if self.critic is None else self.critic.loss,
         )
 
     @property
@@ -356,15 +288,7 @@ class RLLightningModule(LightningModule):
     @property
     def models(self) -> RunModels:
         """Builder of the models, with the options of this run."""
-        return RunModels(
-            sources=self.sources,
-            temperature=self.sampling.temperature,
-            packed=self.packing,
-            attention=self.attention,
-            checkpointing=self.activation_checkpointing,
-            backend=self.backend,
-            liger=self.liger,
-        )
+        return RunModels(sources=self.sources, temperature=self.sampling.temperature, options=self.model_options)
 
     @property
     def sampler(self) -> Sampler:
@@ -381,25 +305,23 @@ class RLLightningModule(LightningModule):
             forward_context=self.parallel.strategy.precision_plugin.forward_context,
             greedy_baseline=self.estimator.needs_greedy,
             collectives=self.parallel.collectives,
-            max_reward_failure_rate=self.max_reward_failure_rate,
             failed_folder=self.run.failed_folder,
             trainer_state=None if self._trainer is None else trainer_state(self.trainer),
             vocabulary=self.required_policy.model.config.get_text_config().vocab_size,
             environments=self._conversations,
-            max_environment_failure_rate=self.max_environment_failure_rate,
         )
 
     @property
     def _conversations(self) -> Environments | None:
         """Environments, with the options of this run; None if there are none."""
-        if not self.environments:
+        if self.conversations is None:
             return None
         lengths = [max_prompt_length(self.required_policy.model, 0), self.engine.max_length]
         length = min((limit for limit in lengths if limit is not None), default=None)
         vocabulary = self.required_policy.model.config.get_text_config().vocab_size
         return Environments(
             factories=self.environments,
-            limits=replace(self.limits, length=length, vocabulary=vocabulary),
+            limits=replace(self.conversations.limits, length=length, vocabulary=vocabulary),
             tokenizer=self.tokenizer,
             close=frozenset(self.run.sampling.eos_token_ids or ()),
             template_options={} if self._data is None else self._data.template_options,
@@ -407,6 +329,7 @@ class RLLightningModule(LightningModule):
             schemas=self._schemas,
             seed=self.seed,
             workers=self.environment_workers,
+            max_failure_rate=self.conversations.max_failure_rate,
         )
 
     # Before a run.
@@ -451,10 +374,8 @@ class RLLightningModule(LightningModule):
             sampling=self.sampling,
             evaluations=[evaluation.sampling for evaluation in self.evaluations],
             rewards=self.rewards.sources,
-            attention=self.attention,
-            compiled=bool(self.backend),
-            liger=self.liger,
-            critic=self.sources["critic"] is not None,
+            model=self.model_options,
+            critic=self.critic is not None,
             reference=self.sources["reference"] is not None,
             group_size=self.group_size,
             minibatches=self.minibatches_per_rollout,
@@ -512,9 +433,9 @@ class RLLightningModule(LightningModule):
         evaluated = self.evaluator.encode(
             model, self.tokenizer, sampling=run.sampling, rewards=self.rewards, check=check
         )
-        if (environments := self._conversations) is not None:
+        if self.conversations is not None and (environments := self._conversations) is not None:
             first = None if self._data is None else self._data.first()
-            checked = environments.check(self.tool_parser, first)
+            checked = environments.check(self.conversations.tool_parser, first)
             self._parse, self._schemas = checked.parse, checked.schemas
         for sampling in (run.sampling, *evaluated):
             setup_checks.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
@@ -638,8 +559,10 @@ class RLLightningModule(LightningModule):
             rollout, excluded = exclude_rows(rollout, corrections)
             plan_of = partial(
                 make_plan,
-                max_tokens_per_microbatch=self.run.max_tokens_per_microbatch(self.max_tokens_per_microbatch),
-                packed=self.packing,
+                max_tokens_per_microbatch=self.run.max_tokens_per_microbatch(
+                    self.model_options.max_tokens_per_microbatch
+                ),
+                packed=self.model_options.packing,
                 max_over_ranks=self._max_over_ranks,
             )
             plan = plan_of(rollout, minibatches=self.minibatches_per_rollout)
@@ -715,11 +638,13 @@ class RLLightningModule(LightningModule):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.run.corrections.restore(states)
-        budget = self.run.halve(self.max_tokens_per_microbatch)
-        self.run.current = current.divide(budget, packed=self.packing, max_over_ranks=self._max_over_ranks)
+        budget = self.run.halve(self.model_options.max_tokens_per_microbatch)
+        self.run.current = current.divide(
+            budget, packed=self.model_options.packing, max_over_ranks=self._max_over_ranks
+        )
         rank_zero_warn(
             f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated with "
-            f"max_tokens_per_microbatch={budget}; pass this value to RLLightningModule"
+            f"max_tokens_per_microbatch={budget}; pass this value to ModelOptions"
         )
         self.seed_generators(step_index)
         trace = self._trace(step_index)
@@ -803,7 +728,7 @@ class RLLightningModule(LightningModule):
             policy=self.required_policy,
             parallel=self.parallel,
             replica=self.run.replica,
-            packed=self.packing,
+            packed=self.model_options.packing,
             context=self._canary_context,
         )
 
@@ -1049,7 +974,7 @@ class RLLightningModule(LightningModule):
         """Restore the state of a checkpoint, or discard the state of an earlier fit."""
         self.run.begin(
             self.device,
-            packed=self.packing,
+            packed=self.model_options.packing,
             at=self.prompt_stream.at,
             max_staleness=self.max_staleness,
             collectives=self.parallel.collectives,

@@ -44,6 +44,7 @@ from lightning_rl.losses import (
     VESPO,
     ClipCov,
     ClippedSurrogate,
+    Critic,
     KLCov,
     Reinforce,
     ValueLoss,
@@ -85,7 +86,7 @@ def ppo(*, beta: float = 0.05) -> Preset:
 
     Source: Schulman et al. 2017, arXiv:1707.06347; for language models: Ziegler et al. 2019, arXiv:1909.08593.
     """
-    options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": "shared", "value_loss": ValueLoss(coef=0.1)}
+    options = {"advantages": GAE(gamma=1.0, lam=0.95), "critic": Critic("shared", loss=ValueLoss(coef=0.1))}
     return Preset({**options, "loss": ClippedSurrogate(), "reduction": token_mean}, (ReferenceKL(beta),))
 
 
@@ -273,7 +274,7 @@ def vapo() -> Preset:
     Source: Yue et al. 2025, arXiv:2504.05118.
     """
     advantages = GAE(lam=LengthAdaptive(0.05), lam_critic=1.0)
-    options = {"advantages": advantages, "critic": "shared", "value_loss": ValueLoss(coef=0.1)}
+    options = {"advantages": advantages, "critic": Critic("shared", loss=ValueLoss(coef=0.1))}
     return Preset({**options, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}, (PositiveNLL(0.1),))
 
 

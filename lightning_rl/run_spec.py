@@ -23,6 +23,7 @@ from lightning_rl.distributed import Parallel
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.losses import LOSSES, PolicyLoss
+from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
@@ -41,9 +42,7 @@ class RunSpec:
         evaluations: Sampling parameters of the evaluations; None where an evaluation takes those of training.
         rewards: Reward functions and weights by name.
         parallel: Strategy.
-        attention: Attention kernel.
-        compiled: True if layers are compiled.
-        liger: True if liger-kernel is used.
+        model: Options of the models.
         critic: True if there is a critic.
         reference: True if ``reference=`` is given.
         group_size: Number of samples per prompt.
@@ -59,9 +58,7 @@ class RunSpec:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     evaluations: Sequence[SamplingParams | None] = ()
     rewards: Mapping[str, tuple[Any, float]] = dataclasses.field(default_factory=dict)
-    attention: str = "auto"
-    compiled: bool = False
-    liger: bool = False
+    model: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
     critic: bool = False
     reference: bool = False
     group_size: int = 2
@@ -117,17 +114,17 @@ def check_kernels(spec: RunSpec) -> Problems:
     """Yield a problem if device, packages or strategy do not support the kernels."""
     device = spec.parallel.strategy.root_device
     try:
-        choose_attention(spec.attention, hardware_of(device), None)
+        choose_attention(spec.model.attention, hardware_of(device), None)
     except ValueError as unsupported:
         yield str(unsupported)
-    if spec.liger and device.type != "cuda":
+    if spec.model.liger and device.type != "cuda":
         yield f"expected a GPU for liger=True, got {device.type}: remove it"
-    elif spec.liger and not has_liger():
+    elif spec.model.liger and not has_liger():
         yield (
             "expected liger-kernel to be installed for liger=True, got an environment without it: "
             'pip install "lightning-rl[liger]", or remove it'
         )
-    if spec.compiled and not spec.parallel.compiles:
+    if spec.model.compile and not spec.parallel.compiles:
         name = type(spec.parallel.strategy).__name__
         yield (
             f"expected a strategy that supports compile=, got {name}, which splits the parts of a layer: use one "

@@ -36,8 +36,9 @@ MAX_ITEMS = 64  # longer lists are described by length and hash
 SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 ROOMS = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
+ROOMS += ("environments.conversation_options", "policy.model_options")
 ROOMS += ("signal.kl", "signal.masked", "signal.reductions")
-NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Rewards", "Sandbox", "SandboxService"}
+NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Sandbox", "SandboxService"}
 NEVER |= {"VLLMEngine", "VLLMServerEngine"}  # start processes, open connections or load models
 
 

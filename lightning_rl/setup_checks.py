@@ -1,6 +1,5 @@
 """Checks of single arguments of the module, of Trainer flags, optimizers and checkpoints."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_rl.distributed import parallel_of
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams
-from lightning_rl.losses import ValueLoss
 from lightning_rl.optimizers import OptimizerBuilder
-from lightning_rl.policy.attention import ATTENTIONS, AUTO
-from lightning_rl.policy.compilation import BACKENDS
-from lightning_rl.utils.arguments import check_choices
+from lightning_rl.policy import ModelOptions
 from lightning_rl.utils.trainer import callbacks_of
-
-TIMEOUTS = ("environment_timeout", "conversation_timeout")
-CONVERSATION_OPTIONS = (
-    "max_turns",
-    "max_turn_tokens",
-    "tool_parser",
-    "environment_workers",
-    *TIMEOUTS,
-    "max_environment_failure_rate",
-)
-
-
-def check_kernel_options(*, attention: str, backend: bool | str, liger: bool, packing: bool) -> None:
-    """Raise ValueError for unknown kernels and for options that exclude each other."""
-    check_choices(ATTENTIONS, attention=attention)
-    if not isinstance(backend, bool) and backend not in BACKENDS:
-        raise ValueError(f"expected compile to be True, False or one of {', '.join(BACKENDS)}, got {backend!r}")
-    if attention != AUTO and not packing:
-        raise ValueError(
-            f'expected attention="auto" with packing=False, got "{attention}", a kernel for packed sequences: remove '
-            "one of them"
-        )
-    if backend and liger:
-        raise ValueError("expected compile= or liger=, got both, which replace the same operations: remove one of them")
 
 
 def check_flags(trainer: Trainer) -> None:
@@ -61,7 +33,7 @@ def check_flags(trainer: Trainer) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: "
-            "max_tokens_per_microbatch= of RLLightningModule splits a step into microbatches"
+            "max_tokens_per_microbatch= of ModelOptions splits a step into microbatches"
         )
     if trainer.precision == "16-true":
         raise ValueError(
@@ -100,35 +72,12 @@ def _check_tuner(callback: Callback) -> None:
     if isinstance(callback, BatchSizeFinder):
         raise ValueError(
             "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size: bound memory with "
-            "max_tokens_per_microbatch= of RLLightningModule for updates, and max_rows= of the engine for generation"
+            "max_tokens_per_microbatch= of ModelOptions for updates, and max_rows= of the engine for generation"
         )
 
 
-def check_conversations(options: Mapping[str, Any], defaults: Mapping[str, Any], *, environments: bool) -> None:
-    """Check the options of conversations; warn of timeouts without effect.
-
-    Args:
-        options: Options of the run by name.
-        defaults: Defaults of the same options.
-        environments: True if there is an environment.
-
-    Raises:
-        ValueError: If an option has no effect, or max_turn_tokens exceeds max_new_tokens.
-    """
-    given = [name for name in CONVERSATION_OPTIONS if options[name] != defaults[name]]
-    if given and not environments:
-        raise ValueError(
-            f"expected environment= or tools= for {given[0]}={options[given[0]]!r}, got neither: pass one of them, or "
-            f"remove {given[0]}"
-        )
-    for name in given if not options["environment_workers"] else ():
-        if name in TIMEOUTS:
-            warnings.warn(
-                f"{name}={options[name]:g} has no effect, because environments run in this process: pass "
-                f"environment_workers=, or remove {name}",
-                stacklevel=2,
-            )
-    max_turn_tokens, max_new_tokens = options["max_turn_tokens"], options["sampling"].max_new_tokens
+def check_turn_tokens(max_turn_tokens: int | None, max_new_tokens: int) -> None:
+    """Raise ValueError if the tokens of one answer exceed those of a conversation."""
     if max_turn_tokens is not None and max_turn_tokens > max_new_tokens:
         raise ValueError(
             f"expected max_turn_tokens of at most {max_new_tokens}, the max_new_tokens of sampling for a whole "
@@ -140,7 +89,7 @@ def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
     """Raise ValueError for an EnvironmentReward without environments."""
     if not environments and any(isinstance(function, EnvironmentReward) for function in functions):
         raise ValueError(
-            "expected environment= or tools= for EnvironmentReward, got neither: pass one of them, or another reward"
+            "expected environment= for EnvironmentReward, got none: pass an environment, or another reward"
         )
 
 
@@ -159,12 +108,12 @@ def check_sources(**sources: Any) -> None:
         )
 
 
-def check_parts(*, engine: Any, sampling: Any, value_loss: Any) -> None:
+def check_parts(*, engine: Any, sampling: Any, model: Any) -> None:
     """Raise ValueError unless each part is an instance of its class."""
     examples = {
         "engine": (engine, Engine, "VLLMEngine(), or None for the embedded engine"),
         "sampling": (sampling, SamplingParams, "SamplingParams(temperature=1.0, max_new_tokens=256)"),
-        "value_loss": (value_loss, ValueLoss, "ValueLoss(coef=0.5)"),
+        "model": (model, ModelOptions, "ModelOptions(packing=False)"),
     }
     for name, (part, kind, example) in examples.items():
         if not isinstance(part, kind) and not (name == "engine" and part is None):

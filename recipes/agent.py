@@ -48,11 +48,11 @@ def main(
 
     from lightning_rl import PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine, warmup_then_linear
     from lightning_rl.callbacks import TruncatedIS
-    from lightning_rl.environments import EnvironmentReward
+    from lightning_rl.environments import Conversations, EnvironmentReward
 
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, seed, warm_start), tokenizer=task.trail_tokenizer(),
-        environment=task.Trail, rewards=EnvironmentReward(), max_turns=7, max_turn_tokens=6,
+        environment=Conversations(task.Trail, max_turns=7, max_turn_tokens=6), rewards=EnvironmentReward(),
         engine=VLLMEngine() if engine == "vllm" else None, group_size=16, advantages="grpo",
         sampling=SamplingParams(max_new_tokens=40, eos_token_ids=task.ENDS),
         optimizer=partial(AdamW, lr=5e-4 / (1 + max_staleness), weight_decay=0.0, fused=True),

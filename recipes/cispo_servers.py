@@ -19,7 +19,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import CISPO, GRPO, PromptDataModule, RLLightningModule, SamplingParams, VLLMServerEngine
+from lightning_rl import (
+    CISPO,
+    GRPO,
+    ModelOptions,
+    PromptDataModule,
+    RLLightningModule,
+    SamplingParams,
+    VLLMServerEngine,
+)
 from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.rewards import NumberMatch
 
@@ -51,7 +59,7 @@ def main(
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
         minibatches_per_rollout=minibatches,
-        max_tokens_per_microbatch=8192,
+        model=ModelOptions(max_tokens_per_microbatch=8192),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GRPO, ClippedSurrogate, PromptDataModule, RLLightningModule, SamplingParams
+from lightning_rl import GRPO, ClippedSurrogate, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty
 from lightning_rl.rewards import NumberMatch
 
@@ -45,7 +45,7 @@ def main(
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
         minibatches_per_rollout=minibatches,
-        max_tokens_per_microbatch=8192,
+        model=ModelOptions(max_tokens_per_microbatch=8192),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.1, fused=True),
         seed=seed,
     )

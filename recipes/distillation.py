@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GRPO, PromptDataModule, Reinforce, RLLightningModule, SamplingParams
+from lightning_rl import GRPO, ModelOptions, PromptDataModule, Reinforce, RLLightningModule, SamplingParams
 from lightning_rl.callbacks import TeacherKL
 from lightning_rl.rewards import NumberMatch
 
@@ -44,7 +44,7 @@ def main(
         reduction="token_mean",
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=4,
-        max_tokens_per_microbatch=16_384,
+        model=ModelOptions(max_tokens_per_microbatch=16_384),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

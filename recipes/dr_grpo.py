@@ -16,7 +16,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import ClippedSurrogate, DrGRPO, PromptDataModule, RLLightningModule, SamplingParams, SequenceSumNorm
+from lightning_rl import (
+    ClippedSurrogate,
+    DrGRPO,
+    ModelOptions,
+    PromptDataModule,
+    RLLightningModule,
+    SamplingParams,
+    SequenceSumNorm,
+)
 from lightning_rl.rewards import NumberMatch
 
 
@@ -42,7 +50,7 @@ def main(
         reduction=SequenceSumNorm(max_new_tokens),
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
-        max_tokens_per_microbatch=8192,
+        model=ModelOptions(max_tokens_per_microbatch=8192),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -19,7 +19,15 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import AdamW
 
-from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine, warmup_then_linear
+from lightning_rl import (
+    Evaluation,
+    ModelOptions,
+    PromptDataModule,
+    RLLightningModule,
+    SamplingParams,
+    VLLMEngine,
+    warmup_then_linear,
+)
 from lightning_rl.data import PromptDataset
 from lightning_rl.reporting import SampleTable
 from lightning_rl.rewards import NumberMatch, RegexMatch
@@ -49,7 +57,7 @@ def main(
         rewards={"correct": NumberMatch(strict=True), "form": (RegexMatch(pattern=r"#### -?[0-9][0-9.,]*$"), 0.2)},
         evaluation=[Evaluation("greedy", test), Evaluation("sampled", test, samples=4)],
         engine=VLLMEngine() if engine == "vllm" else None, sampling=SamplingParams(max_new_tokens=max_new_tokens),
-        advantages="grpo", group_size=8, max_tokens_per_microbatch=16_384,
+        advantages="grpo", group_size=8, model=ModelOptions(max_tokens_per_microbatch=16_384),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(rollouts // 10, rollouts), seed=seed,
     )  # fmt: skip

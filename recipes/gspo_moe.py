@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GRPO, GSPO, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine
+from lightning_rl import GRPO, GSPO, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine
 from lightning_rl.callbacks import RouterReplay
 from lightning_rl.rewards import NumberMatch
 
@@ -50,8 +50,7 @@ def main(
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
         minibatches_per_rollout=minibatches,
-        max_tokens_per_microbatch=16_384,
-        activation_checkpointing=True,
+        model=ModelOptions(max_tokens_per_microbatch=16_384, activation_checkpointing=True),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_rl import GRPO, ClippedSurrogate, PromptDataModule, RLLightningModule, SamplingParams
+from lightning_rl import GRPO, ClippedSurrogate, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.policy.build import ModelBuilder, build_model
 from lightning_rl.rewards import NumberMatch
@@ -56,7 +56,7 @@ def main(
     module = RLLightningModule(
         policy=LoRA(model), tokenizer=model, rewards=NumberMatch(), advantages=GRPO(), loss=ClippedSurrogate(),
         reduction="sequence_mean", sampling=SamplingParams(max_new_tokens=max_new_tokens), group_size=8,
-        max_tokens_per_microbatch=8192, activation_checkpointing=True,
+        model=ModelOptions(max_tokens_per_microbatch=8192, activation_checkpointing=True),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True), seed=seed,
     )  # fmt: skip
     columns = {"prompt": "question"}

@@ -16,7 +16,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GAE, ClippedSurrogate, PromptDataModule, RLLightningModule, SamplingParams, ValueLoss
+from lightning_rl import (
+    GAE,
+    ClippedSurrogate,
+    Critic,
+    ModelOptions,
+    PromptDataModule,
+    RLLightningModule,
+    SamplingParams,
+    ValueLoss,
+)
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.rewards import NumberMatch
 
@@ -39,15 +48,14 @@ def main(
     module = RLLightningModule(
         policy=model,
         rewards=NumberMatch(),
-        critic="shared",  # or the name of a model for a separate critic
+        critic=Critic("shared", loss=ValueLoss(coef=0.1)),  # or the name of a model for a separate critic
         advantages=GAE(gamma=1.0, lam=0.95),
         loss=ClippedSurrogate(clip_low=0.2, clip_high=0.2),
-        value_loss=ValueLoss(coef=0.1),
         reduction="token_mean",
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=1,
         minibatches_per_rollout=minibatches,
-        max_tokens_per_microbatch=8192,
+        model=ModelOptions(max_tokens_per_microbatch=8192),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GRPO, ClippedSurrogate, PromptDataModule, RLLightningModule, SamplingParams
+from lightning_rl import GRPO, ClippedSurrogate, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.callbacks import NoEOSMask
 from lightning_rl.data import PromptDataset
 
@@ -56,7 +56,7 @@ def main(
         reduction="token_mean",
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
-        max_tokens_per_microbatch=8192,
+        model=ModelOptions(max_tokens_per_microbatch=8192),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -21,6 +21,7 @@ from torch.optim import AdamW
 
 from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine, warmup_then_linear
 from lightning_rl.data import PromptDataset
+from lightning_rl.policy import ModelOptions
 from lightning_rl.reporting import SampleTable
 from lightning_rl.rewards import NumberMatch
 
@@ -55,9 +56,9 @@ def main(
         policy, tokenizer, hub = model, None, {"name": "main", "system": SYSTEM, **questions}
         train, test = (PromptDataset("openai/gsm8k", split=split, **hub) for split in ("train", "test"))
     module = RLLightningModule(
-        policy=policy, tokenizer=tokenizer, rewards=NumberMatch(strict=True), tools=[calculate],
+        policy=policy, tokenizer=tokenizer, rewards=NumberMatch(strict=True), environment=[calculate], group_size=8,
         evaluation=Evaluation("greedy", test), engine=VLLMEngine() if engine == "vllm" else None,
-        sampling=SamplingParams(max_new_tokens=max_new_tokens), group_size=8, max_tokens_per_microbatch=16_384,
+        sampling=SamplingParams(max_new_tokens=max_new_tokens), model=ModelOptions(max_tokens_per_microbatch=16_384),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         lr_scheduler=warmup_then_linear(rollouts // 10, rollouts), seed=seed,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import GRPO, ClippedSurrogate, PromptDataModule, RLLightningModule, SamplingParams
+from lightning_rl import GRPO, ClippedSurrogate, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.rewards import NumberMatch
 
@@ -47,8 +47,7 @@ def main(
         reduction="sequence_mean",
         sampling=SamplingParams(max_new_tokens=max_new_tokens),
         group_size=8,
-        max_tokens_per_microbatch=16_384,
-        activation_checkpointing=True,
+        model=ModelOptions(max_tokens_per_microbatch=16_384, activation_checkpointing=True),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
         seed=seed,
     )

@@ -33,7 +33,9 @@ def test_hparams_yaml_holds_everything(tmp_path: Path) -> None:
     hparams = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
     assert hparams["module"]["loss"]["init_args"]["low"] == 0.1
     assert hparams["module"]["lr_scheduler"]["keywords"] == {"warmup": 1, "total": 4}
-    assert hparams["module"]["rewards"] == {"parity_reward": [{"name": "kit.support.parity_reward"}, 1.0]}
+    assert hparams["module"]["rewards"]["init_args"]["functions"] == {
+        "parity_reward": [{"name": "kit.support.parity_reward"}, 1.0]
+    }
     assert (hparams["module"]["seed"], hparams["module"]["sampling"]["init_args"]["max_new_tokens"]) == (3, 8)
     assert hparams["corrections"]["no_eos_mask"]["init_args"] == {"action": "drop_tokens"}
     names = [entry["class_path"].rpartition(".")[2] for entry in hparams["callbacks"]]
@@ -71,7 +73,7 @@ def test_a_checkpoint_holds_it_and_loads_without_pickles(tmp_path: Path) -> None
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
     checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
     saved = checkpoint["lightning_rl"]["configuration"]
-    assert saved["module"]["rewards"]["closed"][1] == 0.5
+    assert saved["module"]["rewards"]["init_args"]["functions"]["closed"][1] == 0.5
     assert saved == dict(module.hparams)
 
 

@@ -131,7 +131,7 @@ def test_a_reward_and_a_reduction_with_options_are_what_the_file_says(folder: Pa
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         model = LightningCLI(RLLightningModule, PromptDataModule, args=["--config", "run.yaml"], run=False).model
         assert model.rewards.weights == weights and model.reduction == SequenceSumNorm(8)
-        assert list(model.rewards.functions.values()) == [NumberMatch(strict=True)]
+        assert list(model.rewards.named.values()) == [NumberMatch(strict=True)]
 
 
 MODELS = """
@@ -193,8 +193,19 @@ def test_functions_without_annotations_are_found_by_name(
         ("advantages", {"class_path": "lightning_rl.Normalized", "init_args": {"std": "batch"}}),
         ("reduction", {"length": 8}),
         ("reduction", "lightning_rl.signal.reductions.sequence_mean"),
-        ("value_loss", {"coef": 0.5}),
         ("critic", "shared"),
+        ("critic", {"source": "shared", "loss": {"coef": 0.5, "clip": None, "huber": 1.0}}),
+        ("critic", "kit.support.tiny_policy"),
+        ("critic", {"source": "kit.support.tiny_policy"}),
+        ("rewards", {"functions": "my_rewards.brevity", "timeout": 9.0}),
+        ("rewards", {"functions": {"short": ["my_rewards.brevity", 0.1]}, "max_failure_rate": 0.5}),
+        ("environment", "kit.conversations.new_echo"),
+        ("environment", ["my_rewards.brevity"]),
+        ("environment", {"echo": "kit.conversations.new_echo"}),
+        ("environment", {"source": "kit.conversations.new_echo", "max_turns": 4}),
+        ("environment", {"source": {"echo": "kit.conversations.new_echo"}, "workers": 2}),
+        ("environment", {"source": ["my_rewards.brevity"], "tool_parser": "hermes"}),
+        ("model", {"packing": False, "compile": "eager"}),
         ("tokenizer", "policy"),
         ("optimizer", {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}),
         ("lr_scheduler", {"class_path": "torch.optim.lr_scheduler.LinearLR"}),

@@ -1,17 +1,33 @@
 """A checkpoint becomes a module or a Hugging Face folder without a fit; code has to be given again, by name."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.chats import read_calls
+from kit.conversations import Echo, Rewriting
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rl import GAE, GSPO, PromptDataModule, RLLightningModule, SamplingParams
+from lightning_rl import (
+    GAE,
+    GSPO,
+    Conversations,
+    Critic,
+    ModelOptions,
+    PromptDataModule,
+    Rewards,
+    RLLightningModule,
+    SamplingParams,
+    ValueLoss,
+)
+from lightning_rl.checkpointing import restore_options
 from lightning_rl.cli.main import main
-from lightning_rl.serialization import describe
+from lightning_rl.rewards import ExactMatch
+from lightning_rl.serialization import describe, path_of
 
 AGAIN: dict[str, Any] = {"policy": tiny_policy, "rewards": parity_reward}
 
@@ -85,6 +101,67 @@ def test_a_dotted_name_in_a_checkpoint_is_not_imported(
     given = {name: value for name, value in AGAIN.items() if name != option}
     with pytest.raises(ValueError, match=rf"expected {option}= to be passed.*{option} was planted\.it"):
         RLLightningModule.load_from_checkpoint(path, **given)
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        ("critic", {"source": "planted.it"}),
+        ("environment", {"source": "planted.it"}),
+        ("environment", {"source": {"a": "planted.it"}}),
+        ("environment", {"source": ["planted.it"]}),
+        ("environment", {"source": {"name": "planted.it"}}),
+        ("environment", {"source": {"name": "lightning_rl.rewards.text.text_of"}, "tool_parser": "planted.it"}),
+        ("rewards", {"functions": "planted.it"}),
+        ("rewards", {"functions": {"a": "planted.it"}}),
+        ("rewards", {"functions": {"a": ["planted.it", 1.0]}}),
+        ("rewards", {"functions": {"a": [{"name": "planted.it"}, 1.0]}}),
+    ],
+)
+def test_a_dotted_name_nested_in_the_options_of_a_checkpoint_is_not_imported(
+    option: str,
+    arguments: dict[str, Any],
+    plain: tuple[RLLightningModule, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef it(*_, **__): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kind = {"critic": Critic, "environment": Conversations, "rewards": Rewards}[option]
+    checkpoint = torch.load(plain[1], weights_only=True)
+    module = checkpoint["lightning_rl"]["configuration"]["module"]
+    module |= {
+        "rewards": describe(Rewards(ExactMatch())),
+        option: {"class_path": path_of(kind), "init_args": arguments},
+    }
+    torch.save(checkpoint, tmp_path / "planted.ckpt")
+    with pytest.raises(ValueError, match=r"planted\.it"):
+        RLLightningModule.load_from_checkpoint(tmp_path / "planted.ckpt", policy=tiny_policy)
+    assert not (tmp_path / "ran").exists() and "planted" not in sys.modules
+
+
+def test_options_of_groups_come_back(tmp_path: Path) -> None:
+    critic = Critic("shared", loss=ValueLoss(coef=0.3))
+    _, path = saved(tmp_path, critic=critic, advantages="gae", packing=False, reward_timeout=9.0)
+    loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
+    assert loaded.critic == critic and loaded.model_options == ModelOptions(packing=False)
+    assert (loaded.rewards.timeout, loaded.rewards.weights) == (9.0, {"parity_reward": 1.0})
+    rewards = Rewards({"exact": (ExactMatch(), 0.5)}, max_failure_rate=None)
+    again = restore_options({"rewards": describe(rewards)}, {})["rewards"]
+    assert (again.sources, again.max_failure_rate) == (rewards.sources, None)
+
+
+def test_a_source_alone_keeps_the_other_options_of_the_run() -> None:
+    described = {"environment": describe(Conversations(Echo, tool_parser="hermes", max_turns=3))}
+    with pytest.raises(ValueError, match=r"expected environment= to be passed.* was kit.conversations.Echo"):
+        restore_options(described, {})
+    again = Conversations(Rewriting, tool_parser="hermes", max_turns=3)
+    assert restore_options(described, {"environment": Rewriting})["environment"] == again
+    for given in (None, Conversations(Rewriting)):
+        assert restore_options(described, {"environment": given})["environment"] == given
+    described = {"environment": describe(Conversations(Echo, tool_parser=read_calls))}
+    with pytest.raises(ValueError, match=r"expected environment.tool_parser= to be passed.*kit.chats.read_calls"):
+        restore_options(described, {"environment": Echo})
 
 
 def test_it_exports_without_a_trainer(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_activation_checkpointing_changes_no_bit(critic: str | None) -> None:
         ({"callbacks": [LearningRateFinder()]}, "expected a fit, got lr_find .*choose lr= of the optimizer"),
         (
             {"callbacks": [BatchSizeFinder()]},
-            "expected a fit, got scale_batch_size .*max_tokens_per_microbatch= of RLLightning",
+            "expected a fit, got scale_batch_size .*max_tokens_per_microbatch= of ModelOptions",
         ),
     ],
 )

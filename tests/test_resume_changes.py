@@ -1,12 +1,14 @@
 """Resuming under another configuration: each difference is named, and accepted only by name."""
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.conversations import Echo, Rewriting
 from kit.support import a_trainer, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -14,11 +16,12 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
-from lightning_rl import ClippedSurrogate, PromptDataModule
+from lightning_rl import ClippedSurrogate, Conversations, Critic, PromptDataModule, Rewards, ValueLoss
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import OPSM, AdaptiveKL, NoEOSMask
 from lightning_rl.configuration import check_resume
 from lightning_rl.optimizers import warmup_then_linear
+from lightning_rl.serialization import describe
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pre-optimization state.*:UserWarning"),
@@ -67,8 +70,8 @@ def resume(checkpoint: Path, *, callbacks: Any = None, data: PromptDataModule | 
         ({"loss": "reinforce"}, "loss", "loss: ClippedSurrogate in the checkpoint, Reinforce now"),
         ({"loss": ClippedSurrogate(clip_high=0.3)}, "loss", "loss.clip_high: 0.2 in the checkpoint, 0.3 now"),
         ({"advantages": "rloo"}, "advantages", "advantages: GRPO in the checkpoint, RLOO now"),
-        ({"rewards": longer}, "rewards", "rewards.longer: nothing in the checkpoint"),
-        ({"rewards": {"parity_reward": (parity_reward, 2.0)}}, "rewards", "rewards.parity_reward: "),
+        ({"rewards": longer}, "rewards", "rewards.functions.longer: nothing in the checkpoint"),
+        ({"rewards": {"parity_reward": (parity_reward, 2.0)}}, "rewards", "rewards.functions.parity_reward: "),
         (
             {"optimizer": partial(AdamW, lr=1e-3, weight_decay=0.0)},
             "optimizer",
@@ -108,7 +111,7 @@ def check_only(message: str, difference: str) -> None:
     """Nothing else is named; other data have another fingerprint as well."""
     lines = [line for line in message.splitlines() if line.startswith("  ")]
     others = [line for line in lines if difference not in line and "fingerprint" not in line]
-    assert others == [] or difference.startswith("rewards.longer"), others
+    assert others == [] or difference.startswith("rewards.functions.longer"), others
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,48 @@ def test_steps_per_rollout_cannot_change_within_a_run(checkpoint: Path) -> None:
 
 def test_what_bends_no_result_may_change(checkpoint: Path) -> None:
     module = {"max_tokens_per_microbatch": 64, "packing": False}
-    assert resume(checkpoint, **module).global_step == 4
+    rewards = Rewards(parity_reward, timeout=9.0, max_failure_rate=None)
+    assert resume(checkpoint, rewards=rewards, **module).global_step == 4
+
+
+def compare(option: str, before: Any, now: Any, allow_config_changes: Sequence[str] = ()) -> None:
+    """Compares two configurations that differ in one option."""
+    old, new = (
+        {"module": {option: describe(value)}, "corrections": {}, "data": {}, "trainer": {"precision": "32-true"}}
+        for value in (before, now)
+    )
+    check_resume({**old, "versions": {}}, {**new, "versions": {}}, allow_config_changes)
+
+
+def test_workers_and_limits_of_failures_may_change() -> None:
+    now = Conversations(Echo, max_turns=4, workers=2, step_timeout=9.0, timeout=90.0, max_failure_rate=None)
+    compare("environment", Conversations(Echo, max_turns=4), now)
+
+
+@pytest.mark.parametrize(
+    ("option", "before", "now", "difference"),
+    [
+        ("environment", Conversations(Echo), Conversations(Echo, max_turns=4), "environment.max_turns: 8 in .*, 4 now"),
+        (
+            "environment",
+            Conversations(Echo),
+            Conversations(Rewriting),
+            "environment.source.name: .*Echo' in .*Rewriting",
+        ),
+        ("environment", Conversations(Echo), None, "environment: Conversations in the checkpoint, None now"),
+        (
+            "critic",
+            Critic("shared"),
+            Critic("shared", loss=ValueLoss(coef=0.5)),
+            "critic.loss.coef: 1.0 in .*0.5 now",
+        ),
+        ("critic", None, Critic("shared"), "critic: None in the checkpoint, Critic now"),
+    ],
+)
+def test_a_difference_nested_in_a_group_is_named(option: str, before: Any, now: Any, difference: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){difference}.*allow_config_changes=\['{option}'\]"):
+        compare(option, before, now)
+    compare(option, before, now, [option])
 
 
 def test_who_only_looks_on_may_come_and_go(checkpoint: Path) -> None:

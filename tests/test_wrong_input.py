@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Qwen2ForCausalLM
 
 from lightning_rl import (
+    Conversations,
     FaultTolerance,
     PromptDataModule,
     RLLightningModule,
@@ -149,7 +150,10 @@ DRAWING: dict[str, Case] = {
 }
 
 NUMBERS: dict[str, Case] = {
-    "tool_parser": (made(tool_parser=3), "expected tool_parser to be a response template of transformers, .* got 3"),
+    "tool_parser": (
+        made(environment=Echo, tool_parser=3),
+        "expected tool_parser to be a response template of transformers, .* got 3",
+    ),
     "group_size-zero": (made(group_size=0), "expected group_size to be a whole number above 0, got 0"),
     "group_size-true": (made(group_size=True), "expected group_size to be a whole number above 0, got True"),
     "epochs_per_rollout": (
@@ -158,10 +162,10 @@ NUMBERS: dict[str, Case] = {
     ),
     "packing": (made(packing="no"), "expected packing to be True or False, got 'no'"),
     "seed-none": (made(seed=None), "expected seed to be a whole number of at least 0, got None"),
-    "conversation_timeout": (made(conversation_timeout=9), "expected conversation_timeout >= 60, got 9"),
+    "conversation_timeout": (made(environment=Echo, conversation_timeout=9), "expected timeout >= 60, got 9"),
     "EnvironmentReward alone": (
         made(rewards=EnvironmentReward()),
-        "expected environment= or tools= for EnvironmentReward, got neither: pass one of them",
+        "expected environment= for EnvironmentReward, got none: pass an environment, or another reward",
     ),
     "ReasoningGymScore questions": (
         lambda: ReasoningGymScore("chain_sum"),  # pyright: ignore[reportArgumentType]
@@ -173,7 +177,7 @@ NUMBERS: dict[str, Case] = {
     ),
     "max_reward_failure_rate": (
         made(max_reward_failure_rate=2),
-        r"expected max_reward_failure_rate in \(0, 1\] or None, got 2",
+        r"expected max_failure_rate in \(0, 1\] or None, got 2",
     ),
     "skip_rollouts alone": (
         lambda: FaultTolerance(skip_rollouts=7),  # pyright: ignore[reportArgumentType]
@@ -186,10 +190,6 @@ NUMBERS: dict[str, Case] = {
     "max_turn_tokens above all": (
         made(environment=Echo, max_turn_tokens=9),
         "expected max_turn_tokens of at most 8, the max_new_tokens of sampling .*, got 9: raise max_new_tokens, or",
-    ),
-    "max_turn_tokens alone": (
-        made(max_turn_tokens=4),
-        "expected environment= or tools= for max_turn_tokens=4, got neither: pass .*, or remove max_turn_tokens",
     ),
     "environment that is a number": (
         made(environment=3),
@@ -231,11 +231,10 @@ NUMBERS: dict[str, Case] = {
         ),
         "expected unscaled rewards for .*, got RewardNormalization, which scales rewards of rows",
     ),
-    "no tools": (made(tools=[]), r"expected tools to be a list of at least one function, got \[\]: leave tools out"),
-    "max_turns alone": (made(max_turns=3), "expected environment= or tools= for max_turns=3, got neither: pass one"),
+    "no tools": (made(tools=[]), r"expected tools to be a list of at least one function, got \[\]: pass functions"),
+    "max_turns": (made(environment=Echo, max_turns=0), "expected max_turns to be a whole number above 0, got 0"),
     "no environment": (made(environment={}), "expected an environment or several by name, got an empty mapping"),
-    "environment and tools": (made(environment=dict, tools=[print]), "expected environment= or tools=, got both"),
-    "tools": (made(tools="calculator"), "expected tools to be a list of functions, got 'calculator'"),
+    "tools": (made(tools=["calculator"]), r"tools to be a list of at least one function, got \['calculator'\]: pass"),
     "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm > 0 or None, got '1'"),
     "allow_config_changes": (
         lambda: FaultTolerance(allow_config_changes="seed"),
@@ -271,7 +270,10 @@ NUMBERS: dict[str, Case] = {
 
 ALGORITHMS: dict[str, Case] = {
     "loss-shape": (fitted(loss=lambda view: view.logprobs.sum()), r"to return a value per token \[16, 8\], got \[\]"),
-    "value_loss": (made(value_loss=0.5), r"value_loss to be an object such as ValueLoss\(coef=0.5\), got 0.5"),
+    "value_loss": (
+        made(critic="shared", value_loss=0.5),
+        r"expected loss of Critic to be an object such as ValueLoss\(coef=0.5\), got 0.5",
+    ),
     "gae-without-critic": (
         fitted(advantages="gae", group_size=1),
         'reads "values", but there is no critic: pass critic=',
@@ -450,11 +452,33 @@ def test_every_switch_of_an_estimator_or_loss_is_true_or_false(known: Any) -> No
                 dataclasses.replace(known, **{option.name: "x"})
 
 
+BUDGET = "model=ModelOptions(max_tokens_per_microbatch=)"
+PLACES = {
+    "value_loss": "critic=Critic(loss=)",
+    "tools": "environment=Conversations()",
+    "tool_parser": "environment=Conversations(tool_parser=)",
+    "max_turns": "environment=Conversations(max_turns=)",
+    "max_turn_tokens": "environment=Conversations(max_turn_tokens=)",
+    "environment_workers": "environment=Conversations(workers=)",
+    "environment_timeout": "environment=Conversations(step_timeout=)",
+    "conversation_timeout": "environment=Conversations(timeout=)",
+    "max_environment_failure_rate": "environment=Conversations(max_failure_rate=)",
+    "reward_timeout": "rewards=Rewards(timeout=)",
+    "max_reward_failure_rate": "rewards=Rewards(max_failure_rate=)",
+    "max_tokens_per_microbatch": BUDGET,
+    "packing": "model=ModelOptions(packing=)",
+    "attention": "model=ModelOptions(attention=)",
+    "compile": "model=ModelOptions(compile=)",
+    "liger": "model=ModelOptions(liger=)",
+    "activation_checkpointing": "model=ModelOptions(activation_checkpointing=)",
+}
+
+
 def test_an_old_name_of_an_option_is_refused_with_the_new_one() -> None:
-    with pytest.raises(
-        TypeError, match="expected max_tokens_per_microbatch=, got token_budget=, its old name: rename it"
-    ):
-        RLLightningModule("model", parity_reward, token_budget=64)  # pyright: ignore[reportCallIssue]
+    options: Any = RLLightningModule
+    for old, new in {**PLACES, "epochs": "epochs_per_rollout=", "token_budget": BUDGET}.items():
+        with pytest.raises(TypeError, match=f"expected {re.escape(new)}, got {old}=, its old name: rename it"):
+            options("model", parity_reward, **{old: 1})
 
 
 def test_a_preset_is_no_list_of_callbacks() -> None:
@@ -462,10 +486,11 @@ def test_a_preset_is_no_list_of_callbacks() -> None:
         a_trainer([*presets.dapo(max_new_tokens=8)])
 
 
-@pytest.mark.parametrize("name", ["environment_timeout", "conversation_timeout"])
+@pytest.mark.parametrize("name", ["step_timeout", "timeout"])
 def test_a_limit_of_time_without_workers_is_told_to_bound_nothing(name: str) -> None:
-    with pytest.warns(UserWarning, match=f"{name}=90 has no effect, .*: pass environment_workers=, or remove {name}"):
-        tiny_module(environment=Echo, **{name: 90.0})
+    options: dict[str, Any] = {name: 90.0}
+    with pytest.warns(UserWarning, match=f"{name}=90 has no effect, .*: pass workers=, or remove {name}"):
+        Conversations(Echo, **options)
 
 
 def test_a_reference_that_nothing_reads_is_said() -> None:

@@ -61,7 +61,9 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
     rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
     order = list(range(len(rows)))[:: -1 if reverse else 1]
-    microbatch = plan_of_rows(rows.to("cpu"), [[order]], packed=module.packing).to(rows.groups.device).step(0)[0]
+    microbatch = (
+        plan_of_rows(rows.to("cpu"), [[order]], packed=module.model_options.packing).to(rows.groups.device).step(0)[0]
+    )
     policy, temperature = module.required_policy, module.required_policy.temperature
     policy.temperature = temperature * heat
     try:
@@ -102,7 +104,7 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
     rows = step.rows.select(alive.nonzero()[:SILENT_ROWS, 0])
     if not len(rows):
         return []
-    microbatch = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.packing)
+    microbatch = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.model_options.packing)
     layout = microbatch.to(rows.groups.device).step(0)[0].layout
     policy = module.required_policy
     modes = [(part, part.training) for part in policy.modules()]
@@ -141,7 +143,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     if not forwards_plainly(module) or not trained or not ends.any() or tokens > GRADIENT_TOKENS:
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
-    layout = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.packing)
+    layout = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.model_options.packing)
     layout = layout.to(rows.groups.device).step(0)[0].layout
     contexts = _contexts(rows)
 

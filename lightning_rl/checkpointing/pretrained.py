@@ -1,6 +1,7 @@
 """Export: from a checkpoint to the arguments of a module, and from a policy to a Hugging Face folder."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.checkpointing.checksum import UNREADABLE, check_whole, unreadable
+from lightning_rl.environments import Conversations
+from lightning_rl.losses import Critic
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
 from lightning_rl.policy.text_model import backbone_of
-from lightning_rl.serialization import is_import_path, restore
+from lightning_rl.rewards import Rewards
+from lightning_rl.serialization import ARGUMENTS, is_import_path, restore
 from lightning_rl.utils.atomic_write import apply_umask
+
+GROUPS: dict[str, Any] = {"rewards": Rewards, "critic": Critic, "environment": Conversations}
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -55,36 +61,56 @@ def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) 
 
     Args:
         described: Every argument as returned by :func:`lightning_rl.serialization.describe`.
-        arguments: Explicit arguments, which take precedence.
+        arguments: Explicit arguments, which take precedence. A source without options, such as
+            ``environment=Riddle``, gets the options of the run.
 
     Raises:
         ValueError: Naming every argument that is user code and not passed explicitly.
     """
     options, lost = dict(arguments), dict[str, str]()
     for name, description in described.items():
-        if name in options:
-            continue
-        if is_import_path(description):  # the constructor would import it
-            lost[name] = str(description)
-            continue
-        if name == "tokenizer" and isinstance(description, Mapping) and description.get("path"):
-            if is_import_path(description["path"]):
-                lost[name] = description["path"]
-                continue
-            options[name] = description["path"]
-            continue
-        try:
-            options[name] = restore(description)
-        except ValueError as named:
-            lost[name] = str(named)
+        if name not in options:
+            options |= _restore_all({name: description}, lost)
+        elif (kind := GROUPS.get(name)) is not None and not isinstance(options[name], kind | None):
+            group, source = dict(_group(description)), fields(kind)[0].name
+            group.pop(source, None)
+            options[name] = kind(options[name], **_restore_all(group, lost, f"{name}."))
     if lost:
         names = " and ".join(f"{name}=" for name in lost)
         was = "; ".join(f"{name} was {what}" for name, what in lost.items())
         raise ValueError(f"expected {names} to be passed, because a checkpoint stores no code: {was}")
-    rewards = options.get("rewards")
-    if "rewards" not in arguments and isinstance(rewards, Mapping):
-        options["rewards"] = {name: tuple(pair) for name, pair in rewards.items()}
     return options
+
+
+def _restore_all(described: Mapping[str, Any], lost: dict[str, str], place: str = "") -> dict[str, Any]:
+    """Return the described arguments by name; add those that are made of code to ``lost``."""
+    restored = dict[str, Any]()
+    for name, description in described.items():
+        try:
+            restored[name] = _restore(name, description)
+        except ValueError as named:
+            lost[f"{place}{name}"] = str(named)
+    return restored
+
+
+def _restore(name: str, description: Any) -> Any:
+    """Return a described argument.
+
+    Raises:
+        ValueError: With the name of the code that it is made of; the constructor would import a dotted name.
+    """
+    if name == "tokenizer" and isinstance(description, Mapping) and description.get("path"):
+        description = description["path"]
+    for value in (description, *(_group(description).values() if name in GROUPS else ())):
+        if is_import_path(value):
+            raise ValueError(value)
+    return restore(description)
+
+
+def _group(description: Any) -> Mapping[str, Any]:
+    """Return the described options of a group; empty for another description."""
+    arguments = description.get(ARGUMENTS) if isinstance(description, Mapping) else None
+    return arguments if isinstance(arguments, Mapping) else {}
 
 
 def write_pretrained(

@@ -35,7 +35,7 @@ class FullyShardedDataParallel1(Parallel):
         if strategy._activation_checkpointing_kwargs:  # noqa: SLF001 - no public attribute
             raise ValueError(
                 "expected FSDPStrategy without activation_checkpointing, which would have no effect: pass "
-                "activation_checkpointing=True to RLLightningModule"
+                "model=ModelOptions(activation_checkpointing=True) to RLLightningModule"
             )
         if "auto_wrap_policy" in strategy.kwargs or not strategy.kwargs["use_orig_params"]:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from lightning_rl.environments.chat_template import Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, ConversationRow, Transcript, Turn
+from lightning_rl.environments.conversation_options import Conversations
 from lightning_rl.environments.driver import Opening, converse
 from lightning_rl.environments.environment import (
     Action,
@@ -31,6 +32,7 @@ __all__ = [
     "Conversation",
     "ConversationLimits",
     "ConversationRow",
+    "Conversations",
     "Environment",
     "EnvironmentReward",
     "Message",

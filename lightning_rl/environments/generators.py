@@ -46,7 +46,7 @@ def _compare(before: Mapping[str, object], name: str) -> None:
         raise GeneratorError(
             f"expected {name} to draw from its private generators, got draws from {' and '.join(changed)}, which "
             "changes what the run trains: use random.Random(seed) with the seed that reset gets, or run it in worker "
-            "processes with environment_workers="
+            "processes with Conversations(workers=)"
         )
 
 
@@ -109,7 +109,7 @@ class OwnGenerators:
         if not _in_main_thread():
             raise GeneratorError(
                 f"expected {self._owner}, which draws from the global generators, in the main thread or in a worker "
-                f"process, got thread {threading.current_thread().name}: pass environment_workers="
+                f"process, got thread {threading.current_thread().name}: pass Conversations(workers=)"
             )
 
 

@@ -222,6 +222,6 @@ def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max
     listed = "; ".join(f"{visible(cause)} ({count} times)" for cause, count in causes.most_common(MAX_CAUSES))
     raise FailedEnvironmentsError(
         f"expected working environments in rollout {number}, but {failed} of {conversations} conversations failed "
-        f"(max_environment_failure_rate={max_share:g}): {listed}. Fix the environment and resume, or allow more with "
-        f"max_environment_failure_rate=.{where}"
+        f"(max_failure_rate={max_share:g}): {listed}. Fix the environment and resume, or allow more with "
+        f"Conversations(max_failure_rate=).{where}"
     )

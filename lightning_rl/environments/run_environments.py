@@ -74,6 +74,7 @@ class Environments:
         schemas: Schemas of the tools of each environment in messages, as they were at setup.
         seed: Seed of the run.
         workers: Pool of worker processes; None to run environments in this process.
+        max_failure_rate: Fraction of failed conversations in a rollout that ends the run; None for never.
     """
 
     factories: Mapping[str, Factory]
@@ -85,6 +86,7 @@ class Environments:
     schemas: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     seed: int = 0
     workers: WorkerPool | None = None
+    max_failure_rate: float | None = 0.5
 
     def open(self, prompt: Prompt, request: Request) -> Opening:
         """Return a conversation for a request."""
@@ -149,22 +151,16 @@ class Environments:
         return replace(self, parse=parse, schemas=found)
 
 
-def factories_of(environment: EnvironmentSource | None, tools: Sequence[Tool] | None = None) -> dict[str, Factory]:
-    """Return the environments of a run by name; empty without environments and tools.
+def factories_of(source: EnvironmentSource | Sequence[Tool]) -> dict[str, Factory]:
+    """Return the environments of a source by name.
 
     Raises:
-        ValueError: If both are given, or a factory is invalid; says which.
+        ValueError: If a factory or a tool is invalid; says which.
     """
-    if tools is not None and environment is not None:
-        raise ValueError(
-            "expected environment= or tools=, got both: an environment brings its tools, such as ToolEnvironment(tools)"
-        )
-    if tools is not None:
-        _check_tools(tools)
-        environment = partial(ToolEnvironment, tuple(tools))
-    if environment is None:
-        return {}
-    named = dict(environment) if isinstance(environment, Mapping) else {DEFAULT: environment}
+    if isinstance(source, Sequence) and not isinstance(source, str):
+        _check_tools(source)
+        return {DEFAULT: partial(ToolEnvironment, tuple(source))}
+    named: dict[str, Any] = dict(source) if isinstance(source, Mapping) else {DEFAULT: source}
     if not named:
         raise ValueError("expected an environment or several by name, got an empty mapping: pass environment=None")
     for name, factory in named.items():
@@ -172,11 +168,9 @@ def factories_of(environment: EnvironmentSource | None, tools: Sequence[Tool] | 
     return named
 
 
-def _check_tools(tools: Any) -> None:
-    if isinstance(tools, str) or not isinstance(tools, Sequence) or not all(map(callable, tools)):
-        raise ValueError(f"expected tools to be a list of functions, got {tools!r}")
-    if not tools:
-        raise ValueError(f"expected tools to be a list of at least one function, got {tools!r}: leave tools out")
+def _check_tools(tools: Sequence[Any]) -> None:
+    if not tools or not all(map(callable, tools)):
+        raise ValueError(f"expected tools to be a list of at least one function, got {tools!r}: pass functions")
 
 
 def _check_factory(name: Any, factory: Any) -> None:

@@ -30,7 +30,6 @@ from lightning_rl.environments.environment import Action, Environment, StepResul
 from lightning_rl.environments.outcome import DEATH, TIMEOUT, EnvironmentFailureError, FailedEnvironmentsError
 from lightning_rl.rewards.timeouts import CLOCK, HURRY
 from lightning_rl.rollout import FinishReason
-from lightning_rl.utils.arguments import check_counts, check_numbers
 
 STARTUP_SECONDS = 120.0  # for the server to load the environments, and for a worker to start
 CLOSE_SECONDS = 5.0  # for an environment to close after a failure
@@ -110,31 +109,6 @@ class WorkerPool:
         """Restore the state; processes start on demand."""
         vars(self).update(state)
         self._prepare()
-
-    @staticmethod
-    def of(
-        factories: Mapping[str, Any],
-        *,
-        environment_workers: int,
-        environment_timeout: float,
-        conversation_timeout: float,
-    ) -> "WorkerPool | None":
-        """Return the pool for the options of a run; None without environments or without workers.
-
-        Raises:
-            ValueError: If an option is out of range, or a factory cannot be pickled.
-        """
-        check_counts(0, environment_workers=environment_workers)
-        check_numbers(above=0, finite=True, environment_timeout=environment_timeout)
-        check_numbers(at_least=environment_timeout, finite=True, conversation_timeout=conversation_timeout)
-        if not environment_workers or not factories:
-            return None
-        return WorkerPool(
-            factories,
-            workers=environment_workers,
-            step_seconds=environment_timeout,
-            conversation_seconds=conversation_timeout,
-        )
 
     def describe(self, name: str) -> Description:
         """Return the description of a factory's environments, from one created in a worker.
@@ -420,10 +394,10 @@ class _Remote:
         worker, budget, seconds = self._worker, self._budget, self._pool.step_seconds
         if worker is None:
             raise RuntimeError(f"expected an environment that was reset before its {call}, got one that is closed")
-        late = f"{call} took longer than {seconds:g} s (environment_timeout)"
+        late = f"{call} took longer than {seconds:g} s (step_timeout)"
         if budget.left < seconds:
             seconds, whole = max(budget.left, 0.0), self._pool.conversation_seconds
-            late = f"the environment took longer than {whole:g} s for a conversation (conversation_timeout)"
+            late = f"the environment took longer than {whole:g} s for a conversation (timeout)"
         begin = time.monotonic()
         try:
             return worker.ask(call, arguments, seconds, late)
@@ -461,5 +435,5 @@ def _pickle(name: str, factory: Any) -> bytes:
     except Exception as error:
         raise ValueError(
             f"expected a factory that can be sent to another process for environment {name}, got {factory!r:.200} "
-            f"({type(error).__name__}: {error}): create its state inside of it, or run with environment_workers=0"
+            f"({type(error).__name__}: {error}): create its state inside of it, or run with Conversations(workers=0)"
         ) from error

@@ -93,7 +93,7 @@ def questions_of(
         prompts = encode_prompts(evaluation.prompts, tokenizer, model, chosen.max_new_tokens, check)
     except ValueError as error:
         raise ValueError(f'evaluation "{evaluation.name}": {error}') from error
-    own = rewards if evaluation.rewards is None else Rewards(evaluation.rewards, seconds=rewards.seconds)
+    own = rewards if evaluation.rewards is None else replace(rewards, functions=evaluation.rewards)
     return Questions(evaluation=evaluation, prompts=prompts, sampling=chosen, rewards=own, samples=evaluation.samples)
 
 

@@ -8,6 +8,7 @@ from lightning_rl.corrections import LossView
 from lightning_rl.losses.cispo import CISPO
 from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
 from lightning_rl.losses.cov import ClipCov, KLCov
+from lightning_rl.losses.critic import Critic
 from lightning_rl.losses.dppo import DPPO
 from lightning_rl.losses.dro import DRO
 from lightning_rl.losses.gmpo import GMPO
@@ -31,6 +32,7 @@ __all__ = [
     "VESPO",
     "ClipCov",
     "ClippedSurrogate",
+    "Critic",
     "FunctionLoss",
     "KLCov",
     "PolicyLoss",

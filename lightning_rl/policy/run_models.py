@@ -16,6 +16,7 @@ from lightning_rl.policy.compilation import compile_layers
 from lightning_rl.policy.liger import apply_liger
 from lightning_rl.policy.lora import adapters_of
 from lightning_rl.policy.model import PolicyModel, Scorer
+from lightning_rl.policy.model_options import ModelOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +26,12 @@ class RunModels:
     Args:
         sources: Sources of ``"policy"``, ``"critic"`` and ``"reference"``.
         temperature: Temperature of the policy.
-        packed: True to run microbatches without padding.
-        attention: Kernel for packed sequences.
-        checkpointing: True for activation checkpointing.
-        backend: Backend of ``torch.compile``; None to not compile.
-        liger: True for the kernels of liger-kernel.
+        options: Memory, kernels and compilation.
     """
 
     sources: Mapping[str, Any]
     temperature: float
-    packed: bool
-    attention: str
-    checkpointing: bool
-    backend: str | None
-    liger: bool
+    options: ModelOptions
 
     def build_policy(self, *, split: bool = False) -> PolicyModel:
         """Return policy and critic on one device, or with ``split`` without weights if they come from a folder."""
@@ -46,9 +39,9 @@ class RunModels:
             self.sources["policy"],
             self.sources["critic"],
             temperature=self.temperature,
-            packed=self.packed,
-            attention=self.attention,
-            checkpointing=self.checkpointing,
+            packed=self.options.packing,
+            attention=self.options.attention,
+            checkpointing=self.options.activation_checkpointing,
             split=split,
         )
 
@@ -67,10 +60,10 @@ class RunModels:
             source,
             self.sources["policy"],
             policy.model if initial else None,
-            packed=self.packed,
+            packed=self.options.packing,
             split=parallel.splits_first,
         )
-        options: dict[str, Any] = {"packed": self.packed, "attention": self.attention, "files": files}
+        options: dict[str, Any] = {"packed": self.options.packing, "attention": self.options.attention, "files": files}
         return Scorer(frozen, temperature=self.temperature, **options)
 
     def build_replica(
@@ -100,8 +93,8 @@ class RunModels:
         for policy in policies:
             dtype = parallel.compute_dtype(policy.model.dtype)
             for size in policy.head_sizes():
-                choose_attention(self.attention, hardware, dtype, frozenset((size,)))
-            for model in policy.models() if self.liger else ():
+                choose_attention(self.options.attention, hardware, dtype, frozenset((size,)))
+            for model in policy.models() if self.options.liger else ():
                 apply_liger(model)
-            if self.backend:
-                compile_layers(policy, policy.layers(), self.backend)
+            if self.options.backend:
+                compile_layers(policy, policy.layers(), self.options.backend)

@@ -20,7 +20,7 @@ from lightning_rl.recording.recording import Recording
 from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
-from lightning_rl.serialization import restore
+from lightning_rl.serialization import ARGUMENTS, restore
 from lightning_rl.update import accumulate_gradient, from_table
 
 
@@ -66,7 +66,7 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
     if restore:
         load_states(algorithm, recording.header["states"])
     replayed = _replay_signal(recording, algorithm, collectives)
-    rollout, packed = replayed.rollout, recording.header["options"]["packing"]
+    rollout, packed = replayed.rollout, recording.header["options"]["model"][ARGUMENTS]["packing"]
     trained = rollout.trained.tolist()  # this algorithm may exclude other rows
     rows = [[[row for row in rows if trained[row]] for rows in step] for step in recording.header["plan"]]
     plan = plan_of_rows(rollout, rows, packed=packed)

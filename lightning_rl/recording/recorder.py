@@ -32,8 +32,8 @@ from lightning_rl.utils.trainer import callbacks_of
 
 SPACE = "\u2581"  # SentencePiece's space, dropped at the start of a text
 PACKAGES = ("lightning-rl", "torch", "lightning", "transformers")
-RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "value_loss", "reference", "critic"}
-RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "evaluation", "environment", "tools", "self"}
+RECORDED_ELSEWHERE = {"policy", "rewards", "advantages", "loss", "reduction", "reference", "critic"}
+RECORDED_ELSEWHERE |= {"tokenizer", "engine", "optimizer", "lr_scheduler", "evaluation", "self"}
 OPTIONS = [name for name in signature(RLLightningModule.__init__).parameters if name not in RECORDED_ELSEWHERE]
 
 

@@ -14,7 +14,7 @@ FOLDER = "failed_rewards"
 
 
 class RewardError(RunEndError):
-    """Rewards failed on more rows of a rollout than ``max_reward_failure_rate`` allows."""
+    """Rewards failed on more rows of a rollout than ``max_failure_rate`` allows."""
 
 
 class RewardSummary(NamedTuple):
@@ -84,8 +84,8 @@ def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: f
         return
     where = f" The samples are in {first.path}." if first.path else ""
     raise RewardError(
-        f"expected rewards for rollout {number}, but they failed on {failed} of {rows} rows (max_reward_failure_rate="
-        f"{max_share:g}): fix the reward and resume, allow more with max_reward_failure_rate=, or score "
+        f"expected rewards for rollout {number}, but they failed on {failed} of {rows} rows (max_failure_rate="
+        f"{max_share:g}): fix the reward and resume, allow more with Rewards(max_failure_rate=), or score "
         f"each row separately with SubprocessReward(reward, per_sample=True).{where}\n{first.cause}"
     )
 

@@ -8,9 +8,9 @@ import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -50,20 +50,31 @@ class Scores(NamedTuple):
     calls: Sequence[RewardCall] = ()
 
 
+@dataclass(frozen=True, eq=False)
 class Rewards:
     """Reward functions with names and weights.
 
     Args:
-        rewards: A function, a list of functions, or a mapping from name to function or (function, weight).
-        seconds: Time limit of a call in this process; None for no limit.
+        functions: A function, a list of functions, or a mapping from name to function or (function, weight).
+        timeout: Time limit in seconds of a call in this process; None for no limit.
+        max_failure_rate: The run ends with a checkpoint if rewards failed on at least this fraction of a rollout's
+            rows; None disables the check.
 
     Raises:
-        ValueError: If there is no function, a name is duplicate, invalid or taken by another metric, or a weight is not
-            finite.
+        ValueError: If there is no function, a name is duplicate, invalid or taken by another metric, a weight is not
+            finite, or an option is out of range.
     """
 
-    def __init__(self, rewards: RewardSource, *, seconds: float | None = SECONDS) -> None:
-        pairs = _pairs(rewards)
+    functions: RewardSource
+    _: KW_ONLY
+    timeout: float | None = SECONDS
+    max_failure_rate: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the options, and convert the functions to a mapping from name to (function, weight)."""
+        check_numbers(above=0, finite=True, optional=True, timeout=self.timeout)
+        check_numbers(above=0, at_most=1, optional=True, max_failure_rate=self.max_failure_rate)
+        pairs = _pairs(self.functions)
         check_reward_names(list(pairs))
         for name, pair in pairs.items():
             if len(pair) != 2 or not callable(pair[0]):
@@ -72,9 +83,28 @@ class Rewards:
                 raise ValueError(f"expected an object as reward {name}, got the class {pair[0].__name__}: call it")
             weight: dict[str, Any] = {f"the weight of reward {name}": pair[1]}
             check_numbers(finite=True, **weight)
-        self.functions = {name: function for name, (function, _) in pairs.items()}
-        self.weights = {name: float(weight) for name, (_, weight) in pairs.items()}
-        self.seconds = seconds
+        named = {name: (function, float(weight)) for name, (function, weight) in pairs.items()}
+        object.__setattr__(self, "functions", named)
+
+    @classmethod
+    def of(cls, rewards: Any) -> Self:
+        """Return rewards for rewards or a source."""
+        return rewards if isinstance(rewards, cls) else cls(rewards)
+
+    @property
+    def named(self) -> dict[str, Reward]:
+        """Functions by name."""
+        return {name: function for name, (function, _) in self.sources.items()}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights by name."""
+        return {name: weight for name, (_, weight) in self.sources.items()}
+
+    @property
+    def sources(self) -> dict[str, tuple[Reward, float]]:
+        """Functions and weights by name."""
+        return cast(dict[str, tuple[Reward, float]], self.functions)
 
     def check_weights(self) -> None:
         """Check that a reward has a non-zero weight.
@@ -86,11 +116,6 @@ class Rewards:
             raise ValueError(
                 f"expected a reward with a non-zero weight to train with, got {self.weights}: give one of them a weight"
             )
-
-    @property
-    def sources(self) -> dict[str, tuple[Reward, float]]:
-        """Functions and weights by name; the argument that recreates these rewards."""
-        return {name: (function, self.weights[name]) for name, function in self.functions.items()}
 
     def __call__(
         self,
@@ -124,10 +149,10 @@ class Rewards:
         self, rows: Rows, trainer_state: TrainerState | None, started: Mapping[str, Submitted] | None
     ) -> list[RewardCall]:
         """Call every function; isolated and asynchronous calls run concurrently."""
-        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.functions.items()}
+        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.named.items()}
         if not len(rows):
             return []
-        drafts = [_Draft(name, function, rows) for name, function in self.functions.items()]
+        drafts = [_Draft(name, function, rows) for name, function in self.named.items()]
         started = {} if started is None else started
         isolated = {draft.name: draft.function for draft in drafts if isinstance(draft.function, SubprocessReward)}
         submitted = {
@@ -136,8 +161,8 @@ class Rewards:
         }
         for draft in drafts:
             if draft.name not in isolated:
-                draft.call(styles[draft.name], trainer_state, self.seconds)
-        _await_all([(draft, draft.future) for draft in drafts if draft.future is not None], self.seconds)
+                draft.call(styles[draft.name], trainer_state, self.timeout)
+        _await_all([(draft, draft.future) for draft in drafts if draft.future is not None], self.timeout)
         for draft in drafts:
             if draft.name in isolated:
                 draft.collect(isolated[draft.name], submitted[draft.name])
@@ -151,7 +176,7 @@ class Rewards:
     @property
     def _early(self) -> dict[str, SubprocessReward]:
         """SubprocessReward functions that do not take ``trainer_state``."""
-        return {name: f for name, f in self.functions.items() if isinstance(f, SubprocessReward) and f.starts_early}
+        return {name: f for name, f in self.named.items() if isinstance(f, SubprocessReward) and f.starts_early}
 
     def start(
         self,
@@ -172,14 +197,14 @@ class Rewards:
 
     def close(self) -> None:
         """End the processes of isolated functions."""
-        for function in self.functions.values():
+        for function in self.named.values():
             if isinstance(function, SubprocessReward):
                 function.close()
 
     def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
         total = torch.zeros(len(rows), dtype=torch.float64)
         applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
-        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=dtype) for name in self.functions}
+        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=dtype) for name in self.named}
         for call in calls:
             missing = torch.tensor([value is None for value in call.values], dtype=torch.bool)
             exact = torch.tensor([math.nan if value is None else value for value in call.values], dtype=torch.float64)
@@ -212,7 +237,8 @@ def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
             "lightning_rl.rewards.NumberMatch()"
         )
     if isinstance(rewards, Mapping):
-        return {name: entry if isinstance(entry, tuple) else (entry, 1.0) for name, entry in rewards.items()}
+        entries: Mapping[str, Any] = rewards
+        return {name: _pair(entry) for name, entry in entries.items()}
     if len(rewards) == 2 and callable(rewards[0]) and isinstance(rewards[1], Real):
         name = name_of(rewards[0])
         raise ValueError(
@@ -226,6 +252,11 @@ def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
             "different names"
         )
     return {name: (function, 1.0) for name, function in zip(names, rewards, strict=True)}
+
+
+def _pair(entry: Any) -> Any:
+    """Return an entry of a mapping as (function, weight)."""
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry, 1.0)
 
 
 def check_reward_names(names: Sequence[Any]) -> None:

@@ -132,12 +132,10 @@ class Sampler:
         forward_context: Context around generation that sets the precision.
         greedy_baseline: True to score a greedy completion of each prompt for ``extras["greedy_score"]``.
         collectives: Collectives over the ranks.
-        max_reward_failure_rate: Share of a rollout's rows with failed rewards that ends the run; None for never.
         failed_folder: Folder for samples with failed rewards, next to that of failed environments; None to write none.
         trainer_state: Progress of the run, for rewards that take it.
         vocabulary: Vocabulary size of the policy; None if unknown.
         environments: Environments of the samples; None for single-turn completions.
-        max_environment_failure_rate: Fraction of failed conversations in a rollout that ends the run; None for never.
     """
 
     engine: Engine
@@ -151,12 +149,10 @@ class Sampler:
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
     greedy_baseline: bool = False
     collectives: Collectives = ALONE
-    max_reward_failure_rate: float | None = 1.0
     failed_folder: Path | None = None
     trainer_state: TrainerState | None = None
     vocabulary: int | None = None
     environments: Environments | None = None
-    max_environment_failure_rate: float | None = 0.5
 
     @property
     def max_rounds(self) -> int:
@@ -220,7 +216,7 @@ class Sampler:
         return failing_together(what) if together else nullcontext()
 
     def _count_failures(self, calls: Sequence[RewardCall], failed: Tensor) -> dict[str, int]:
-        counts = {"reward/failed": int(failed.sum()), **{f"reward_failed/{name}": 0 for name in self.rewards.functions}}
+        counts = {"reward/failed": int(failed.sum()), **{f"reward_failed/{name}": 0 for name in self.rewards.named}}
         for call in calls:
             counts[f"reward_failed/{call.name}"] += sum(len(failure.rows) for failure in call.failures)
         return counts
@@ -243,7 +239,7 @@ class Sampler:
             metrics=tuple(noted),
         )
         summaries = self.collectives.objects(self.collectives.share(summary))
-        check_failures(summaries, number, self.max_reward_failure_rate)
+        check_failures(summaries, number, self.rewards.max_failure_rate)
         return self._stats_of(noted, {name for summary in summaries for name in summary.metrics})
 
     def _close_environments(self, outcomes: Sequence[Outcome], number: int, rank: int) -> dict[str, Stat]:
@@ -256,7 +252,7 @@ class Sampler:
         written = report_environments(outcomes, path)
         summary = self.collectives.share(EnvironmentSummary.of(outcomes, written))
         summaries = self.collectives.objects((summary, tuple(noted)))
-        check_environments([summary for summary, _ in summaries], number, self.max_environment_failure_rate)
+        check_environments([summary for summary, _ in summaries], number, self.environments.max_failure_rate)
         return self._stats_of(noted, {name for _, names in summaries for name in names})
 
     @staticmethod

@@ -264,7 +264,7 @@ def _ship(factory: Callable[[], Any], outcome: Outcome, *, words: bool) -> Itera
     try:
         cloudpickle.loads(cloudpickle.dumps(factory))
     except Exception as raised:  # noqa: BLE001  as above
-        cure = "create its resources in reset, or run with environment_workers=0"
+        cure = "create its resources in reset, or run with Conversations(workers=0)"
         yield _finding_of("environment_ships", "a class or function that can be pickled by cloudpickle", raised, cure)
         return
     try:
@@ -290,7 +290,7 @@ def _differs(check: str, outcome: Outcome, other: Outcome, cure: str) -> Finding
 
 
 def _generators(error: GeneratorError) -> Finding:
-    cure = "use random.Random(seed) with the seed that reset gets, or run with environment_workers="
+    cure = "use random.Random(seed) with the seed that reset gets, or run with Conversations(workers=)"
     return _finding("environment_generators", "its own generators", str(error).partition(", which")[0], cure)
 
 

@@ -195,6 +195,8 @@ class _Writer:
             "compile": self["torch_compile"],
             "liger": self["use_liger_kernel"],
         }
+        model = {"max_tokens_per_microbatch": max(4096, rows * (self["max_completion_length"] or 1))}
+        model |= {name: True for name, value in flags.items() if value}
         module = {
             **self.policy(),
             "rewards": self.rewards(),
@@ -208,8 +210,7 @@ class _Writer:
             "optimizer": self.optimizer(),
             **schedule,
             "max_grad_norm": self["max_grad_norm"] or None,
-            "max_tokens_per_microbatch": max(4096, rows * (self["max_completion_length"] or 1)),
-            **{name: True for name, value in flags.items() if value},
+            "model": _call("lightning_rl.ModelOptions", **model),
             "seed": self["seed"],
         }
         trainer = {**self.trainer(), "max_steps": _Source("steps") if steps else self["max_steps"]}

@@ -170,7 +170,7 @@ SECTIONS: dict[str, Table] = {
         | same("`floor` or `low`", vllm_importance_sampling_clip_min=None)
         | same("the old name of `vllm_importance_sampling_clip_max`", vllm_importance_sampling_cap=None)
     ),
-    "Several turns": inert("`max_turns=` is one more; its default is 8", max_tool_calling_iterations=None),
+    "Several turns": inert("`Conversations(max_turns=)` is one more; by default 8", max_tool_calling_iterations=None),
     "Optimizer": (
         same("`optimizer=partial(AdamW, lr=)`", learning_rate=1e-6)
         | different("`AdamW(weight_decay=)`", "biases and norms decay too, not in TRL", weight_decay=0.0)
@@ -192,11 +192,11 @@ SECTIONS: dict[str, Table] = {
         | same('`Trainer(precision="16-mixed")`', fp16=False)
         | inert("training and evaluation share the Trainer's `precision`", bf16_full_eval=False, fp16_full_eval=False)
         | inert("call `torch.set_float32_matmul_precision` in the recipe", tf32=None)
-        | same("`activation_checkpointing`", gradient_checkpointing=True, activation_checkpointing=None)
+        | same("`ModelOptions(activation_checkpointing=)`", gradient_checkpointing=True, activation_checkpointing=None)
         | inert("not reentrant", gradient_checkpointing_kwargs=None, activation_checkpointing_kwargs=None)
-        | different("`compile`", "compiles the parts of each layer, for rows of any length", torch_compile=False)
+        | different("`ModelOptions(compile=)`", "compiles the parts of each layer, for any length", torch_compile=False)
         | refusal("inductor in its default mode", torch_compile_backend=None, torch_compile_mode=None)
-        | different("`liger`", "without Liger's loss", use_liger_kernel=False)
+        | different("`ModelOptions(liger=)`", "without Liger's loss", use_liger_kernel=False)
         | refusal("`liger=True` is norms, rotary embedding and feed-forward", liger_kernel_config=None)
         | inert(SPEED, torch_empty_cache_steps=None)
         | refusal("the head has the precision of the run; its logits are float32", cast_lm_head_to_fp32=False)

@@ -155,6 +155,8 @@ def test_each_goes_on_where_it_was_whatever_others_do() -> None:
 
 
 def test_a_thread_is_refused() -> None:
-    message = "expected a game, which draws from the global generators, in the main thread .* environment_workers="
+    message = (
+        r"expected a game, which draws from the global generators, in the main thread .* Conversations\(workers=\)"
+    )
     with ThreadPoolExecutor(1) as threads, pytest.raises(GeneratorError, match=message):
         threads.submit(OwnGenerators, "a game").result()

@@ -66,7 +66,7 @@ def test_failed_rows_neither_train_nor_count_and_are_said_once_and_kept_in_a_fil
 
 def test_a_rollout_in_which_too_many_fail_ends_the_run_with_a_checkpoint_and_the_causes(tmp_path: Path) -> None:
     message = (
-        r"rollout 1, but 8 of 16 conversations failed \(max_environment_failure_rate=0.5\): ConnectionError: no answer "
+        r"rollout 1, but 8 of 16 conversations failed \(max_failure_rate=0.5\): ConnectionError: no answer "
         r"for 0 \(4 times\); ConnectionError: no answer for 1 \(4 times\). Fix"
     )
     with pytest.raises(FailedEnvironmentsError, match=message):

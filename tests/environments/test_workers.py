@@ -99,7 +99,7 @@ def user(content: Any) -> list[Any]:
 
 FIGURE: Any = np.float32(1.5)
 WORDS: Any = ["a"]
-LATE = "timeout: the environment took longer than 4.5 s for a conversation (conversation_timeout)"
+LATE = "timeout: the environment took longer than 4.5 s for a conversation (timeout)"
 ENDS: dict[str, tuple[Callable[[], Any], str, str]] = {  # failure and a line of the traceback
     "raise": (lambda: {}["gone"], "KeyError: 'gone'", "in <lambda>"),
     "hang": (sleep_without_end, LATE, "in sleep_without_end"),  # a whole step first, then the rest of the conversation

@@ -44,6 +44,11 @@ class Echo(TokenEnvironment):
         pass
 
 
+def new_echo() -> Echo:
+    """An :class:`Echo`, for configuration files."""
+    return Echo()
+
+
 class Rewriting(Echo):
     """Return the same messages as a rewritten context, which the policy reads again."""
 

@@ -2,8 +2,8 @@
 
 import atexit
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,11 +29,15 @@ from typing_extensions import override
 from kit import lockstep
 from lightning_rl import (
     ClippedSurrogate,
+    Conversations,
+    Critic,
     FaultTolerance,
     FinishReason,
     LossView,
+    ModelOptions,
     PolicyLoss,
     PromptDataModule,
+    Rewards,
     RLCallback,
     RLLightningModule,
     Rollout,
@@ -403,6 +407,32 @@ def parity_reward(prompts: Sequence[Any], completions: Sequence[str], *, complet
     return [float(len(ids) % 2) for ids in completion_ids]
 
 
+CONVERSATIONS = {name: name for name in ("tool_parser", "max_turns", "max_turn_tokens")}
+CONVERSATIONS |= {"environment_workers": "workers", "max_environment_failure_rate": "max_failure_rate"}
+CONVERSATIONS |= {"environment_timeout": "step_timeout", "conversation_timeout": "timeout"}
+
+
+def grouped(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a module in which those of its groups are passed by their own names."""
+
+    def take(names: Mapping[str, str]) -> dict[str, Any]:
+        return {names[name]: options.pop(name) for name in names if name in options}
+
+    options = dict(options)
+    if "tools" in options:
+        options["environment"] = options.pop("tools")
+    if model := take({spec.name: spec.name for spec in fields(ModelOptions)}):
+        options["model"] = replace(options.get("model", ModelOptions()), **model)
+    for name, kind, names in (
+        ("rewards", Rewards, {"reward_timeout": "timeout", "max_reward_failure_rate": "max_failure_rate"}),
+        ("critic", Critic, {"value_loss": "loss"}),
+        ("environment", Conversations, CONVERSATIONS),
+    ):
+        if group := take(names):
+            options[name] = kind(options[name], **group)
+    return options
+
+
 CALLBACKS: dict[str, tuple[str, ...]] = {
     "FaultTolerance": ("skip_rollouts", "on_checkpoint_error", "allow_config_changes"),
     "StopOnZeroGradient": ("patience",),
@@ -410,7 +440,7 @@ CALLBACKS: dict[str, tuple[str, ...]] = {
 
 
 def tiny_module(**options: Any) -> RLLightningModule:
-    """A module around :func:`tiny_policy`; every option can be replaced, those of Sampling by their own names.
+    """A module around :func:`tiny_policy`; options of SamplingParams and of the groups go by their own names.
 
     Options of the callbacks that every run has go to :func:`fit`.
     """
@@ -424,7 +454,7 @@ def tiny_module(**options: Any) -> RLLightningModule:
         "sampling": SamplingParams(**sampling),
         "optimizer": partial(AdamW, lr=1e-2, weight_decay=0.0),
     }
-    module = RLLightningModule(**{**defaults, **options})
+    module = RLLightningModule(**grouped({**defaults, **options}))
     kinds = {"FaultTolerance": FaultTolerance, "StopOnZeroGradient": StopOnZeroGradient}
     vars(module)["callbacks"] = [kinds[kind](**group) for kind, group in given.items() if group]
     return module

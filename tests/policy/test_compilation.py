@@ -18,7 +18,7 @@ from torch.optim import SGD
 from lightning_rl import RLLightningModule
 from lightning_rl.callbacks import ReferenceKL, TruncatedIS
 from lightning_rl.distributed import Parallel
-from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy import ModelOptions, PolicyModel, pack
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.compilation import compile_layers, has_compilation
 from lightning_rl.policy.lora import adapters_off
@@ -218,5 +218,5 @@ class Splitting(Parallel):
 def test_a_strategy_that_splits_the_parts_of_a_layer_is_refused() -> None:
     parallel = Splitting(fit(tiny_module(), data=tiny_prompts(4), max_steps=1).strategy)
     with pytest.raises(ValueError, match=r"that supports compile=.*or remove it"):
-        check(check_kernels, parallel=parallel, compiled=True)
+        check(check_kernels, parallel=parallel, model=ModelOptions(compile=True))
     check(check_kernels, parallel=parallel)

@@ -19,7 +19,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from lightning_rl import run_spec
 from lightning_rl.distributed import Parallel
-from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy import ModelOptions, PolicyModel, pack
 from lightning_rl.policy.liger import apply_liger
 from lightning_rl.run_spec import check_kernels
 
@@ -119,7 +119,7 @@ def test_it_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(run_spec, "has_liger", lambda: False)
     gpu = cast(Parallel, SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda"))))
     with pytest.raises(ValueError, match=r'pip install "lightning-rl\[liger\]", or remove it'):
-        check(check_kernels, parallel=gpu, liger=True)
+        check(check_kernels, parallel=gpu, model=ModelOptions(liger=True))
 
 
 def test_it_is_refused_beside_compilation() -> None:

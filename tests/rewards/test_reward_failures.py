@@ -104,7 +104,7 @@ def test_rollouts_that_were_generated_ahead_begin_anew_too(tmp_path: Path) -> No
 @pytest.mark.parametrize(("share", "ends"), [(0.25, True), (0.3, False), (None, False)])
 def test_the_run_ends_from_the_stated_share_on(share: float | None, ends: bool, tmp_path: Path) -> None:
     rewards = Breaks(1, answer=lambda values: [*[math.nan] * 4, *values[4:]])
-    message = r"failed on 4 of 16 rows \(max_reward_failure_rate=0.25\)"
+    message = r"failed on 4 of 16 rows \(max_failure_rate=0.25\)"
     ending = pytest.raises(RewardError, match=message) if ends else nullcontext()
     with pytest.warns(UserWarning, match="Breaks failed on 4"), ending:
         run(rewards, tmp_path, max_reward_failure_rate=share)
@@ -121,7 +121,7 @@ def test_every_rank_counts_and_a_signal_comes_first() -> None:
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="expected max_reward_failure_rate"):
+    with pytest.raises(ValueError, match="expected max_failure_rate"):
         tiny_module(max_reward_failure_rate=share)
 
 

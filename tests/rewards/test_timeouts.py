@@ -21,7 +21,7 @@ from lightning_rl.rewards.timeouts import CLOCK, RewardTimeoutError
 
 
 def scores(rewards: Any, seconds: float | None = 0.3) -> Scores:
-    return Rewards(rewards, seconds=seconds)(["q"], ["a"], completion_ids=[[1]], columns={})
+    return Rewards(rewards, timeout=seconds)(["q"], ["a"], completion_ids=[[1]], columns={})
 
 
 def sleep(*_: Any, **__: Any) -> list[float]:

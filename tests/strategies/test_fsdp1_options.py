@@ -38,7 +38,7 @@ def test_gradients_add_up_whole_only_where_fsdp_would_overwrite_parts(offload: b
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activation_checkpointing_policy": {nn.Linear}}, "pass activation_checkpointing=True to RLLightningModule"),
+        ({"activation_checkpointing_policy": {nn.Linear}}, r"pass model=ModelOptions\(activation_checkpointing=True\)"),
         ({"auto_wrap_policy": {nn.Linear}}, "expected FSDPStrategy without auto_wrap_policy"),
         ({"use_orig_params": False}, "expected FSDPStrategy without auto_wrap_policy and use_orig_params"),
     ],

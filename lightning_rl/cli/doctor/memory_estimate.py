@@ -123,7 +123,7 @@ def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None)
 def _activations(module: RLLightningModule, max_prompt_length: int) -> Activations:
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
     longest = max_prompt_length + module.sampling.max_new_tokens
-    parts, most = module.minibatches_per_rollout * module.parallel.ranks, module.max_tokens_per_microbatch
+    parts, most = module.minibatches_per_rollout * module.parallel.ranks, module.model_options.max_tokens_per_microbatch
     rows = module.prompt_stream.prompts_per_rollout * module.group_size // parts
     # conversations may begin with more tokens than the prompts of the data
     tokens = max(longest, most if module.environments else min(most, rows * longest))
@@ -143,7 +143,7 @@ def _activations(module: RLLightningModule, max_prompt_length: int) -> Activatio
         compute=compute,
         residual=residual,
         head=head,
-        checkpointing=module.activation_checkpointing,
+        checkpointing=module.model_options.activation_checkpointing,
         trained=not adapted,
     )
 

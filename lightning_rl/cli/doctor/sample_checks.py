@@ -74,11 +74,11 @@ def truncation(samples: Samples) -> Iterator[Finding]:
 def rewards(samples: Samples) -> Iterator[Finding]:
     """Check that every reward function returns numbers in time, and not the same for all samples."""
     values: dict[str, list[float | None]] = {}
-    for name, function in samples.module.rewards.functions.items():
+    for name, function in samples.module.rewards.named.items():
         numbers = yield from _reward_values(name, function, samples)
         if numbers is not None:
             values[name] = numbers
-    if len(values) == len(samples.module.rewards.functions):
+    if len(values) == len(samples.module.rewards.named):
         yield from _spread(values, samples)
 
 
@@ -88,7 +88,10 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
     if rollout.rollout_logprobs is None or not rollout.valid_tokens.any():
         return
     plan = make_plan(
-        rollout, minibatches=1, max_tokens_per_microbatch=module.max_tokens_per_microbatch, packed=module.packing
+        rollout,
+        minibatches=1,
+        max_tokens_per_microbatch=module.model_options.max_tokens_per_microbatch,
+        packed=module.model_options.packing,
     )
     with module.trainer.precision_plugin.forward_context():
         scored = add_logprobs(

@@ -250,7 +250,7 @@ class Episode:
                 return
         raise BlockedEventLoopError(
             f"expected an episode that ends within {GRACE:g} s of being cancelled, got one whose code blocks the event "
-            "loop, which nothing in this process can end: run it in a worker process with environment_workers="
+            "loop, which nothing in this process can end: run it in a worker process with Conversations(workers=)"
         )
 
 

@@ -142,7 +142,7 @@ def test_a_run_whose_conversations_go_on_in_a_thread_asks_for_processes() -> Non
     module = chatting_module(
         "12", environment=lambda: GymEnvironment(Guess), rewards=EnvironmentReward(), max_staleness=1
     )
-    message = r"expected GymEnvironment, which draws from the global .* thread .*: pass environment_workers="
+    message = r"expected GymEnvironment, which draws from the global .* thread .*: pass Conversations\(workers=\)"
     with pytest.raises(GeneratorError, match=message):
         fit(module, callbacks=[TruncatedIS()], data=games())
 

@@ -1,0 +1,62 @@
+"""ModelOptions: memory, kernels and compilation of policy, critic and reference."""
+
+from dataclasses import dataclass
+
+from lightning_rl.policy.attention import ATTENTIONS, AUTO
+from lightning_rl.policy.compilation import BACKENDS
+from lightning_rl.utils.arguments import check_bools, check_choices, check_counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options of how policy, critic and reference compute; they affect memory and speed, not results.
+
+    Args:
+        max_tokens_per_microbatch: Maximum number of tokens per microbatch.
+        packing: If True, microbatches have no padding. Use False for a model whose layers do not support packing.
+        attention: Attention kernel for packed sequences: ``"sdpa"``, ``"varlen_attn"``, ``"flash_attention_2"`` or
+            ``"flash_attention_3"``. Default: the fastest one that device, precision, packages and model support.
+        compile: If True, compile the parts of each layer of policy, critic and reference with ``torch.compile`` and
+            ``"inductor"``; the backends ``"aot_eager"`` and ``"eager"`` help to find an error.
+        liger: If True, use liger-kernel for norms, rotary embeddings and gated feed-forwards; GPU only.
+        activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
+
+    Raises:
+        ValueError: If an option is out of range, or two options exclude each other.
+
+    Example:
+        >>> ModelOptions(compile=True).backend
+        'inductor'
+    """
+
+    max_tokens_per_microbatch: int = 4096
+    packing: bool = True
+    attention: str = AUTO
+    compile: bool | str = False
+    liger: bool = False
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_counts(1, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
+        flags = {"packing": self.packing, "activation_checkpointing": self.activation_checkpointing}
+        check_bools(**flags, liger=self.liger)
+        check_choices(ATTENTIONS, attention=self.attention)
+        if not isinstance(self.compile, bool) and self.compile not in BACKENDS:
+            raise ValueError(
+                f"expected compile to be True, False or one of {', '.join(BACKENDS)}, got {self.compile!r}"
+            )
+        if self.attention != AUTO and not self.packing:
+            raise ValueError(
+                f'expected attention="auto" with packing=False, got "{self.attention}", a kernel for packed sequences: '
+                "remove one of them"
+            )
+        if self.compile and self.liger:
+            raise ValueError(
+                "expected compile= or liger=, got both, which replace the same operations: remove one of them"
+            )
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of ``torch.compile``; None to not compile."""
+        return BACKENDS[0] if self.compile is True else self.compile or None
