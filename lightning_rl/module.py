@@ -26,14 +26,13 @@ from lightning_rl.checkpointing import (
     FaultTolerance,
     protect_checkpoints,
     protect_resume,
-    read_checkpoint,
-    restore_options,
+    restore_module,
     write_pretrained,
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, prompt_stream_of
-from lightning_rl.distributed import Parallel, check_agreement, parallel_of, process_count, process_maximum
+from lightning_rl.distributed import Parallel, check_process_group, parallel_of, process_count, process_maximum
 from lightning_rl.environments import Conversations
 from lightning_rl.environments.parsing import AnswerParser
 from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck
@@ -50,17 +49,15 @@ from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import Critic, PolicyLoss, ValueLoss, resolve_loss
 from lightning_rl.metrics import global_values, log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
-from lightning_rl.policy import Microbatch, ModelOptions, PolicyModel, Scorer, make_plan
+from lightning_rl.policy import Microbatch, ModelOptions, PolicyModel, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
     build_tokenizer,
     max_prompt_length,
 )
-from lightning_rl.policy.lora import AdapterOffScorer
 from lightning_rl.policy.memory import resident_bytes
 from lightning_rl.policy.run_models import RunModels
-from lightning_rl.policy.tensor_hash import hash_weights
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rewards.timeouts import CLOCK
@@ -357,7 +354,7 @@ class RLLightningModule(LightningModule):
         needed = needed_extras(corrections, self.sampling).keys()
         # Select the extras of training in every stage, so that the stages share a vLLM engine.
         self.engine.select_extras(self.engine.capabilities.extras & needed)
-        check_run(self._spec(fits=stage == "fit"))
+        check_run(RunSpec.of(self, fits=stage == "fit"))
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
         if stage == "fit":
             self.rewards.check_weights()
@@ -365,24 +362,6 @@ class RLLightningModule(LightningModule):
         self.run.failed_folder = self._folder / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         self.save_hyperparameters(self.run.configuration)
-
-    def _spec(self, *, fits: bool) -> RunSpec:
-        return RunSpec(
-            algorithm=self.algorithm,
-            engine=self.engine,
-            parallel=self.parallel,
-            sampling=self.sampling,
-            evaluations=[evaluation.sampling for evaluation in self.evaluations],
-            rewards=self.rewards.sources,
-            model=self.model_options,
-            critic=self.critic is not None,
-            reference=self.sources["reference"] is not None,
-            group_size=self.group_size,
-            minibatches=self.minibatches_per_rollout,
-            steps_per_rollout=self.steps_per_rollout,
-            max_staleness=self.max_staleness,
-            prompts_per_rollout=self.prompt_stream.prompts_per_rollout if fits else None,
-        )
 
     @override
     def configure_model(self) -> None:
@@ -392,34 +371,25 @@ class RLLightningModule(LightningModule):
             self._encode_prompts()
 
     def _build_models(self) -> None:
-        """Build the models that are missing; shard them, or a policy that was built before there was a Trainer."""
-        run, models, parallel = self.run, self.models, self.parallel
+        """Build and shard the models that are missing, or a policy that was built before there was a Trainer."""
+        run, parallel = self.run, self.parallel
         if alone := run.built_alone:
             self._end_stage(self.engine.end_stage)  # started by generate(); a Trainer may need a copy of the policy
             run.built_alone = False
-        with parallel.building():
-            new = self.policy if alone else None
-            if self.policy is None:
-                new = models.build_policy(split=parallel.splits_first)
-            if new is not None and self.engine.capabilities.shares_policy and (parallel.sharded or self.max_staleness):
-                run.replica = models.build_replica(parallel, new, self.trainer.precision_plugin.convert_module)
-            reference = None
-            if run.needs.ref_logprobs and run.reference is None:
-                initial = not run.stepped and (new is not None or not parallel.sharded)
-                reference = models.build_reference(parallel, new or self.required_policy, initial=initial)
-            frozen = None if reference is None else cast(PolicyModel, reference.scoring)
-            models.use_kernels(parallel, *(model for model in (new, frozen) if model is not None))
-        self._check_ranks(new, reference)
-        if new is not None:
-            self.policy = cast(PolicyModel, parallel.shard(new, new.layers(), self.device_mesh))
-            if new.files is not None:
-                self.policy.fill(parallel.strategy.root_device)
-        if reference is not None:
-            root = parallel.strategy.root_device
-            reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh), root)
-            run.reference = reference
-        if run.needs.ref_logprobs and run.reference is None:
-            run.reference = AdapterOffScorer(self.required_policy, self.required_policy.model)
+        built = self.models.build(
+            parallel,
+            self.device_mesh,
+            policy=self.policy,
+            alone=alone,
+            replica=self.engine.capabilities.shares_policy and (parallel.sharded or self.max_staleness > 0),
+            reference=run.needs.ref_logprobs and run.reference is None,
+            stepped=run.stepped,
+            convert=self.trainer.precision_plugin.convert_module,
+            data=None if self._data is None else self._data.fingerprint,
+        )
+        self.policy = built.policy
+        run.replica = run.replica if built.replica is None else built.replica
+        run.reference = run.reference if built.reference is None else built.reference
 
     def _encode_prompts(self) -> None:
         """Encode the prompts of training and evaluation, and check that they fit the policy and the environments."""
@@ -439,19 +409,6 @@ class RLLightningModule(LightningModule):
             self._parse, self._schemas = checked.parse, checked.schemas
         for sampling in (run.sampling, *evaluated):
             setup_checks.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
-
-    def _check_ranks(self, built: PolicyModel | None, reference: Scorer | None) -> None:
-        """Check that all ranks have the same unsharded weights and the same data."""
-        if process_count() == 1:
-            return
-        frozen = None if reference is None else cast(PolicyModel, reference.scoring)
-        weights = {
-            name: hash_weights(model.named_parameters() if model.files is None else model.files.parameters())
-            for name, model in {"policy": built, "reference": frozen}.items()
-            if model is not None
-        }
-        rows = {} if self._data is None else {"data": self._data.fingerprint}
-        check_agreement({**weights, **rows})
 
     @override
     def configure_optimizers(self) -> Any:
@@ -702,7 +659,7 @@ class RLLightningModule(LightningModule):
         counts: Any = self.trainer.fit_loop.epoch_loop.batch_progress
         if self.run.made_step and counts.current.processed < counts.current.started:
             counts.increment_processed()  # the error came right after the optimizer step
-        return self.run.uncommitted
+        return self.run.save_problem
 
     # The engine and its weights.
 
@@ -715,8 +672,8 @@ class RLLightningModule(LightningModule):
             self.run.prefetcher.drain()
         weight_sync = self.weight_sync
         if not (self.run.engine_started and self.engine.started):
-            self._check_process_group()
-            weight_sync.start(self.tokenizer, device=self.device, resident=self._resident_bytes())
+            check_process_group(1 if self._trainer is None else self.trainer.world_size)
+            weight_sync.start(self.tokenizer, device=self.device, resident=self.resident_bytes)
             self.run.engine_started = True
         weight_sync.send(version)
 
@@ -732,25 +689,13 @@ class RLLightningModule(LightningModule):
             context=self._canary_context,
         )
 
-    def _check_process_group(self) -> None:
-        world_size = 1 if self._trainer is None else self.trainer.world_size
-        if process_count() != world_size:
-            raise RuntimeError(
-                f"expected a process group of {world_size} ranks as in the trainer, got {process_count()} ranks: "
-                "do not start an engine or call init_process_group before trainer.fit"
-            )
-
-    def _resident_bytes(self) -> float:
-        """Return the bytes that this rank holds during generation, optimizer states included."""
-        reference = self.run.reference
-        # other references share the policy's parameters
-        frozen = reference.model.parameters() if type(reference) is Scorer else ()
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes that this rank holds during generation, optimizer states included."""
         fits = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        return resident_bytes(
-            [*self.required_policy.parameters(), *frozen],
-            self.trainer.optimizers[0] if fits else None,
-            copies_gradients=self.parallel.copies_gradients,
-        )
+        optimizer = self.trainer.optimizers[0] if fits else None
+        copies = self.parallel.copies_gradients
+        return resident_bytes(self.required_policy, self.run.reference, optimizer, copies_gradients=copies)
 
     @contextmanager
     def _canary_context(self) -> Iterator[None]:
@@ -927,13 +872,7 @@ class RLLightningModule(LightningModule):
         del weights_only
         if hparams_file is not None:
             raise ValueError(f"expected hparams_file=None, got {hparams_file}: pass options as keyword arguments")
-        checkpoint = read_checkpoint(checkpoint_path, map_location)
-        described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
-        module = cls(**restore_options(described, kwargs))
-        module.policy, module.run.built_alone = module.models.build_policy(), True
-        module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
-        module.run.stepped = True
-        return module
+        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_run
 from lightning_rl.checkpointing.fault_tolerance import INTERRUPTED, FaultTolerance
-from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_options, write_pretrained
+from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_module, restore_options, write_pretrained
 from lightning_rl.checkpointing.same_checkpoint import protect_resume
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "protect_checkpoints",
     "protect_resume",
     "read_checkpoint",
+    "restore_module",
     "restore_options",
     "write_pretrained",
 ]

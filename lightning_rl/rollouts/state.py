@@ -133,7 +133,7 @@ class RunState:
                 states[callback.state_key] = self.progress.corrections[callback.name]
 
     @property
-    def uncommitted(self) -> str | None:
+    def save_problem(self) -> str | None:
         """Reason why the last commit does not fit the weights, or cannot be saved; None if it can."""
         return "the error came in the middle of an optimizer step" if self.stepping else self.progress.edits()
 
