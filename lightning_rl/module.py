@@ -586,7 +586,8 @@ class RLLightningModule(LightningModule):
 
     def _gradient(self, step_index: StepIndex, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
         """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
-        repeats, states = self.parallel.repeats_steps, self.run.corrections.states()
+        repeats = self.parallel.repeats_steps
+        states = self.run.corrections.states() if repeats else {}
         gradient = self._accumulate(step_index, trace, notices_exhaustion=repeats)
         if not repeats or not process_maximum(int(gradient.exhausted)):
             return gradient, trace
