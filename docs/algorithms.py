@@ -32,7 +32,7 @@ HEAD = """# Algorithms
 
 Losses, estimators, reductions, KL estimators and corrections. A name links to formula and options, a figure to the
 effect.
-Pass the name or an object as `loss=`, `advantages=`, `reduction=`, `value_loss=`, `GAE(lam=)` or
+Pass the name or an object as `loss=`, `advantages=`, `reduction=`, `Critic(loss=)`, `GAE(lam=)` or
 `ReferenceKL(estimator=)`, and corrections as `Trainer(callbacks=[...])`. [Choosing](choosing.md) says when each helps.
 "Also in": systems with a [recorded case](evidence.md#parity) that is compared with ours.
 

@@ -82,21 +82,36 @@ from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of
 
-RENAMED = {"epochs": "epochs_per_rollout", "max_idle_rollouts": "StopOnZeroGradient(patience=)"}
-RENAMED |= dict.fromkeys(("allow_changes", "allow_config_changes"), "FaultTolerance(allow_config_changes=)")
-RENAMED |= {"checkpoint_errors": "FaultTolerance(on_checkpoint_error=)"}
-RENAMED |= {"skip_rollouts": "FaultTolerance(skip_rollouts=)"}
-RENAMED |= {"minibatches": "minibatches_per_rollout", "value_loss": "critic=Critic(loss=)"}
-RENAMED |= {name: f"model=ModelOptions({name}=)" for name in ModelOptions.__dataclass_fields__}
-RENAMED |= {"token_budget": "model=ModelOptions(max_tokens_per_microbatch=)", "tools": "environment=Conversations()"}
-RENAMED |= {name: f"environment=Conversations({name}=)" for name in ("tool_parser", "max_turns", "max_turn_tokens")}
-RENAMED |= {"environment_workers": "environment=Conversations(workers=)"}
-RENAMED |= {"environment_timeout": "environment=Conversations(step_timeout=)"}
-RENAMED |= {"conversation_timeout": "environment=Conversations(timeout=)"}
-RENAMED |= dict.fromkeys(("reward_timeout", "reward_seconds"), "rewards=Rewards(timeout=)")
-for old, new in (("environments", "environment=Conversations"), ("rewards", "rewards=Rewards")):
-    names = (f"max_failed_{old}", f"max_{old.removesuffix('s')}_failure_rate")
-    RENAMED |= dict.fromkeys(names, f"{new}(max_failure_rate=)")
+RENAMED = {
+    "activation_checkpointing": "model=ModelOptions(activation_checkpointing=)",
+    "allow_changes": "FaultTolerance(allow_config_changes=)",
+    "allow_config_changes": "FaultTolerance(allow_config_changes=)",
+    "attention": "model=ModelOptions(attention=)",
+    "checkpoint_errors": "FaultTolerance(on_checkpoint_error=)",
+    "compile": "model=ModelOptions(compile=)",
+    "conversation_timeout": "environment=Conversations(timeout=)",
+    "environment_timeout": "environment=Conversations(step_timeout=)",
+    "environment_workers": "environment=Conversations(workers=)",
+    "epochs": "epochs_per_rollout=",
+    "liger": "model=ModelOptions(liger=)",
+    "max_environment_failure_rate": "environment=Conversations(max_failure_rate=)",
+    "max_failed_environments": "environment=Conversations(max_failure_rate=)",
+    "max_failed_rewards": "rewards=Rewards(max_failure_rate=)",
+    "max_idle_rollouts": "StopOnZeroGradient(patience=)",
+    "max_reward_failure_rate": "rewards=Rewards(max_failure_rate=)",
+    "max_tokens_per_microbatch": "model=ModelOptions(max_tokens_per_microbatch=)",
+    "max_turn_tokens": "environment=Conversations(max_turn_tokens=)",
+    "max_turns": "environment=Conversations(max_turns=)",
+    "minibatches": "minibatches_per_rollout=",
+    "packing": "model=ModelOptions(packing=)",
+    "reward_seconds": "rewards=Rewards(timeout=)",
+    "reward_timeout": "rewards=Rewards(timeout=)",
+    "skip_rollouts": "FaultTolerance(skip_rollouts=)",
+    "token_budget": "model=ModelOptions(max_tokens_per_microbatch=)",
+    "tool_parser": "environment=Conversations(tool_parser=)",
+    "tools": "environment=Conversations()",
+    "value_loss": "critic=Critic(loss=)",
+}
 
 # Lightning warns of checkpoints that are saved after the optimizer step; resuming here relies on them.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
@@ -189,12 +204,8 @@ class RLLightningModule(LightningModule):
         check_numbers(above=0, finite=True, optional=True, max_grad_norm=max_grad_norm)
         setup_checks.check_parts(engine=engine, sampling=sampling, model=model)
         setup_checks.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
-        self.rewards, self.critic, self.conversations = (
-            Rewards.of(rewards),
-            Critic.of(critic),
-            Conversations.of(environment),
-        )
-        self.model_options = model
+        self.rewards, self.critic, self.model_options = Rewards.of(rewards), Critic.of(critic), model
+        self.conversation_options = Conversations.of(environment)
         self.sources = {
             "policy": import_by_name(policy=policy),
             "reference": import_by_name(reference=reference),
@@ -203,14 +214,14 @@ class RLLightningModule(LightningModule):
         setup_checks.check_sources(**self.sources)
         if self.critic is not None:
             self.critic = replace(self.critic, source=self.sources["critic"])
-        if self.conversations is not None:
-            self.conversations = self.conversations.imported()
-            setup_checks.check_turn_tokens(self.conversations.max_turn_tokens, sampling.max_new_tokens)
-        self.environments = {} if self.conversations is None else self.conversations.factories
+        if self.conversation_options is not None:
+            self.conversation_options = self.conversation_options.resolve()
+            setup_checks.check_turn_tokens(self.conversation_options.max_turn_tokens, sampling.max_new_tokens)
+        self.environments = {} if self.conversation_options is None else self.conversation_options.factories
         self._parse: AnswerParser | None = None
         self._schemas: Mapping[str, Sequence[Mapping[str, Any]]] = {}
-        self.environment_workers = None if self.conversations is None else self.conversations.pool()
-        setup_checks.check_rewards(self.rewards.named.values(), environments=bool(self.environments))
+        self.environment_workers = None if self.conversation_options is None else self.conversation_options.pool()
+        setup_checks.check_rewards(self.rewards.by_name.values(), environments=bool(self.environments))
         self.estimator = resolve_advantages(import_by_name(advantages=advantages))
         self.loss = resolve_loss(import_by_name(loss=loss))
         self.reduction = resolve_reduction(import_by_name(reduction=reduction), sampling.max_new_tokens)
@@ -227,7 +238,7 @@ class RLLightningModule(LightningModule):
         self.evaluator = Evaluator(self.evaluations, seed=seed, environments=bool(self.environments))
         options |= {"engine": self.engine, "tokenizer": self.tokenizer, "rewards": self.rewards}
         options |= {"advantages": self.estimator, "loss": self.loss, "reduction": self.reduction}
-        options |= {**self.sources, "critic": self.critic, "environment": self.conversations}
+        options |= {**self.sources, "critic": self.critic, "environment": self.conversation_options}
         self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
 
     # Parts of a run.
@@ -311,14 +322,14 @@ class RLLightningModule(LightningModule):
     @property
     def _conversations(self) -> Environments | None:
         """Environments, with the options of this run; None if there are none."""
-        if self.conversations is None:
+        if self.conversation_options is None:
             return None
         lengths = [max_prompt_length(self.required_policy.model, 0), self.engine.max_length]
         length = min((limit for limit in lengths if limit is not None), default=None)
         vocabulary = self.required_policy.model.config.get_text_config().vocab_size
         return Environments(
             factories=self.environments,
-            limits=replace(self.conversations.limits, length=length, vocabulary=vocabulary),
+            limits=replace(self.conversation_options.limits, length=length, vocabulary=vocabulary),
             tokenizer=self.tokenizer,
             close=frozenset(self.run.sampling.eos_token_ids or ()),
             template_options={} if self._data is None else self._data.template_options,
@@ -326,7 +337,7 @@ class RLLightningModule(LightningModule):
             schemas=self._schemas,
             seed=self.seed,
             workers=self.environment_workers,
-            max_failure_rate=self.conversations.max_failure_rate,
+            max_failure_rate=self.conversation_options.max_failure_rate,
         )
 
     # Before a run.
@@ -403,9 +414,9 @@ class RLLightningModule(LightningModule):
         evaluated = self.evaluator.encode(
             model, self.tokenizer, sampling=run.sampling, rewards=self.rewards, check=check
         )
-        if self.conversations is not None and (environments := self._conversations) is not None:
+        if self.conversation_options is not None and (environments := self._conversations) is not None:
             first = None if self._data is None else self._data.first()
-            checked = environments.check(self.conversations.tool_parser, first)
+            checked = environments.check(self.conversation_options.tool_parser, first)
             self._parse, self._schemas = checked.parse, checked.schemas
         for sampling in (run.sampling, *evaluated):
             setup_checks.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)

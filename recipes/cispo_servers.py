@@ -19,16 +19,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import (
-    CISPO,
-    GRPO,
-    ModelOptions,
-    PromptDataModule,
-    RLLightningModule,
-    SamplingParams,
-    VLLMServerEngine,
-)
+from lightning_rl import CISPO, GRPO, PromptDataModule, RLLightningModule, SamplingParams, VLLMServerEngine
 from lightning_rl.callbacks import TruncatedIS
+from lightning_rl.policy import ModelOptions
 from lightning_rl.rewards import NumberMatch
 
 

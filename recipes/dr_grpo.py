@@ -16,15 +16,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
-from lightning_rl import (
-    ClippedSurrogate,
-    DrGRPO,
-    ModelOptions,
-    PromptDataModule,
-    RLLightningModule,
-    SamplingParams,
-    SequenceSumNorm,
-)
+from lightning_rl import ClippedSurrogate, DrGRPO, PromptDataModule, RLLightningModule, SamplingParams, SequenceSumNorm
+from lightning_rl.policy import ModelOptions
 from lightning_rl.rewards import NumberMatch
 
 

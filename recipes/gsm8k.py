@@ -19,16 +19,9 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import AdamW
 
-from lightning_rl import (
-    Evaluation,
-    ModelOptions,
-    PromptDataModule,
-    RLLightningModule,
-    SamplingParams,
-    VLLMEngine,
-    warmup_then_linear,
-)
+from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine, warmup_then_linear
 from lightning_rl.data import PromptDataset
+from lightning_rl.policy import ModelOptions
 from lightning_rl.reporting import SampleTable
 from lightning_rl.rewards import NumberMatch, RegexMatch
 

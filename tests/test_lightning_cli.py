@@ -131,7 +131,7 @@ def test_a_reward_and_a_reduction_with_options_are_what_the_file_says(folder: Pa
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         model = LightningCLI(RLLightningModule, PromptDataModule, args=["--config", "run.yaml"], run=False).model
         assert model.rewards.weights == weights and model.reduction == SequenceSumNorm(8)
-        assert list(model.rewards.named.values()) == [NumberMatch(strict=True)]
+        assert list(model.rewards.by_name.values()) == [NumberMatch(strict=True)]
 
 
 MODELS = """

@@ -285,7 +285,7 @@ class _RunWatch:
         self._passes: dict[int, Tensor] = {}
         self.fields.state.begin(active=True)
         self._rates = StepRates(module, lambda: self.fields.state.idled)
-        self._rewards, self._replays = RewardWatch(module.rewards.named), ReplayWatch(module)
+        self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._moves = MoveWatch(module)
 

@@ -73,7 +73,7 @@ class Conversations:
         """Limits of each conversation."""
         return ConversationLimits(turns=self.max_turns, turn_tokens=self.max_turn_tokens)
 
-    def imported(self) -> Self:
+    def resolve(self) -> Self:
         """Return a copy in which functions given by name are imported.
 
         Raises:

@@ -56,7 +56,7 @@ class EvaluationRun:
     ) -> None:
         self.questions, self.stage, self.seed, self.talks = tuple(questions), stage, seed, talks
         self.collectives, self.rank = collectives, rank
-        self.tallies = [Tally(len(q.prompts), tuple(q.rewards.named), collectives).to(device) for q in questions]
+        self.tallies = [Tally(len(q.prompts), tuple(q.rewards.by_name), collectives).to(device) for q in questions]
         self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
         self.records: list[list[Record]] = [[] for _ in questions]
         self.failing: list[list[RewardCall]] = [[] for _ in questions]

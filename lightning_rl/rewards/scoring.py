@@ -92,7 +92,7 @@ class Rewards:
         return rewards if isinstance(rewards, cls) else cls(rewards)
 
     @property
-    def named(self) -> dict[str, Reward]:
+    def by_name(self) -> dict[str, Reward]:
         """Functions by name."""
         return {name: function for name, (function, _) in self.sources.items()}
 
@@ -149,10 +149,10 @@ class Rewards:
         self, rows: Rows, trainer_state: TrainerState | None, started: Mapping[str, Submitted] | None
     ) -> list[RewardCall]:
         """Call every function; isolated and asynchronous calls run concurrently."""
-        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.named.items()}
+        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.by_name.items()}
         if not len(rows):
             return []
-        drafts = [_Draft(name, function, rows) for name, function in self.named.items()]
+        drafts = [_Draft(name, function, rows) for name, function in self.by_name.items()]
         started = {} if started is None else started
         isolated = {draft.name: draft.function for draft in drafts if isinstance(draft.function, SubprocessReward)}
         submitted = {
@@ -176,7 +176,7 @@ class Rewards:
     @property
     def _early(self) -> dict[str, SubprocessReward]:
         """SubprocessReward functions that do not take ``trainer_state``."""
-        return {name: f for name, f in self.named.items() if isinstance(f, SubprocessReward) and f.starts_early}
+        return {name: f for name, f in self.by_name.items() if isinstance(f, SubprocessReward) and f.starts_early}
 
     def start(
         self,
@@ -197,14 +197,14 @@ class Rewards:
 
     def close(self) -> None:
         """End the processes of isolated functions."""
-        for function in self.named.values():
+        for function in self.by_name.values():
             if isinstance(function, SubprocessReward):
                 function.close()
 
     def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
         total = torch.zeros(len(rows), dtype=torch.float64)
         applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
-        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=dtype) for name in self.named}
+        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=dtype) for name in self.by_name}
         for call in calls:
             missing = torch.tensor([value is None for value in call.values], dtype=torch.bool)
             exact = torch.tensor([math.nan if value is None else value for value in call.values], dtype=torch.float64)

@@ -216,7 +216,7 @@ class Sampler:
         return failing_together(what) if together else nullcontext()
 
     def _count_failures(self, calls: Sequence[RewardCall], failed: Tensor) -> dict[str, int]:
-        counts = {"reward/failed": int(failed.sum()), **{f"reward_failed/{name}": 0 for name in self.rewards.named}}
+        counts = {"reward/failed": int(failed.sum()), **{f"reward_failed/{name}": 0 for name in self.rewards.by_name}}
         for call in calls:
             counts[f"reward_failed/{call.name}"] += sum(len(failure.rows) for failure in call.failures)
         return counts

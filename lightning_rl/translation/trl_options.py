@@ -113,7 +113,7 @@ SECTIONS: dict[str, Table] = {
             per_device_train_batch_size=8,
         )
         | same(
-            "`minibatches_per_rollout`; microbatches follow from `max_tokens_per_microbatch`",
+            "`minibatches_per_rollout`; microbatches follow from `ModelOptions`",
             gradient_accumulation_steps=1,
         )
         | different("`minibatches_per_rollout`", "a group is never split; TRL shuffles rows", steps_per_generation=None)

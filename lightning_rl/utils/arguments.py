@@ -13,10 +13,10 @@ def refuse_old_names(**renamed: str) -> Callable[[F], F]:
     """Return a decorator that raises TypeError for old names of options.
 
     Args:
-        renamed: New names by old names, or the place that an option moved to, such as ``"rewards=Rewards(timeout=)"``.
+        renamed: New names by old names, such as ``"group_size="`` or ``"rewards=Rewards(timeout=)"``.
 
     Example:
-        >>> refuse_old_names(n="group_size")(lambda *, group_size=8: group_size)(n=4)
+        >>> refuse_old_names(n="group_size=")(lambda *, group_size=8: group_size)(n=4)
         Traceback (most recent call last):
         TypeError: expected group_size=, got n=, its old name: rename it
     """
@@ -25,8 +25,7 @@ def refuse_old_names(**renamed: str) -> Callable[[F], F]:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for old in renamed.keys() & kwargs.keys():
-                new = renamed[old] if "=" in renamed[old] else f"{renamed[old]}="
-                raise TypeError(f"expected {new}, got {old}=, its old name: rename it")
+                raise TypeError(f"expected {renamed[old]}, got {old}=, its old name: rename it")
             return function(*args, **kwargs)
 
         return cast(F, call)

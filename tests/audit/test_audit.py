@@ -105,10 +105,10 @@ class Methods(RLCallback):
 
 def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is_over() -> None:
     profiler, module = SimpleProfiler(), tiny_module()
-    methods, functions = Methods(module), dict(module.rewards.named)
+    methods, functions = Methods(module), dict(module.rewards.by_name)
     trainer: Any = fit(module, callbacks=[methods, SignalAudit(1, "raise")], profiler=profiler)
     assert not methods.replaced
-    assert module.rewards.named == functions
+    assert module.rewards.by_name == functions
     assert trainer.profiler is profiler
     assert "[Callback]signal_audit.on_train_batch_end" in profiler.recorded_durations, "it still measures every hook"
 

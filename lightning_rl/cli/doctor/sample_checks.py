@@ -74,11 +74,11 @@ def truncation(samples: Samples) -> Iterator[Finding]:
 def rewards(samples: Samples) -> Iterator[Finding]:
     """Check that every reward function returns numbers in time, and not the same for all samples."""
     values: dict[str, list[float | None]] = {}
-    for name, function in samples.module.rewards.named.items():
+    for name, function in samples.module.rewards.by_name.items():
         numbers = yield from _reward_values(name, function, samples)
         if numbers is not None:
             values[name] = numbers
-    if len(values) == len(samples.module.rewards.named):
+    if len(values) == len(samples.module.rewards.by_name):
         yield from _spread(values, samples)
 
 

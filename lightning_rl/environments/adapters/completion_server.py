@@ -229,6 +229,6 @@ def _question(body: bytes, session: str) -> Question:
     if changed:
         raise ValueError(
             f"expected a program that leaves sampling to the run, got {', '.join(changed)}: leave it out of the "
-            "agent's sampling; sampling=, max_turns= and max_turn_tokens= of the module apply"
+            "agent's sampling; sampling= and Conversations(max_turns=, max_turn_tokens=) of the module apply"
         )
     return Question(token_ids=tuple(token_ids), session=session, stop_token_ids=stops)
