@@ -347,11 +347,11 @@ class RLLightningModule(LightningModule):
         """Add the callbacks that every run has, unless the Trainer has them; check its flags before Lightning does."""
         stop_in_inspection(self)
         setup_checks.check_flags(self.trainer)
-        add_first(self.trainer, StepMetrics)
+        for kind in (StopOnZeroGradient, StepMetrics):  # other callbacks may save a checkpoint of a step
+            add_first(self.trainer, kind)
         added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
-        stopping, _ = add_missing(self.trainer, StopOnZeroGradient)
         self.fault_tolerance.attach(self.trainer)
-        return [*stopping, *added]
+        return [*added]
 
     @override
     def setup(self, stage: str) -> None:

@@ -42,9 +42,10 @@ def show_line(trainer: Trainer, text: str) -> None:
 
 
 def add_first(trainer: Trainer, kind: type[Callback]) -> None:
-    """Insert a callback of a class before the trainer's callbacks, unless there is one."""
-    if not any(isinstance(callback, kind) for callback in callbacks_of(trainer)):
-        callbacks_of(trainer).insert(0, kind())
+    """Move the trainer's callback of a class before the others, or create it there if there is none."""
+    callbacks = callbacks_of(trainer)
+    present = [callback for callback in callbacks if isinstance(callback, kind)] or [kind()]
+    callbacks[:] = [*present, *(callback for callback in callbacks if callback not in present)]
 
 
 def add_missing(trainer: Trainer, kind: type[CallbackT]) -> tuple[list[CallbackT], CallbackT]:
