@@ -27,7 +27,14 @@ from torch.optim import AdamW
 from transformers import Qwen2ForCausalLM
 from workload import SIZES, prompt_texts, qwen2, words
 
-from lightning_rl import FSDP2Strategy, PromptDataModule, RLLightningModule, SamplingParams, VLLMEngine
+from lightning_rl import (
+    FSDP2Strategy,
+    PromptDataModule,
+    RLLightningModule,
+    SamplingParams,
+    StopOnZeroGradient,
+    VLLMEngine,
+)
 from lightning_rl.callbacks import TruncatedIS
 
 STEPS, ROLLOUTS = 4, 25
@@ -115,7 +122,6 @@ def a_run() -> RLLightningModule:
         sampling=SamplingParams(max_new_tokens=16),
         optimizer=partial(AdamW, lr=1e-3, fused=True),
         max_grad_norm=0.5,
-        max_idle_rollouts=None,
     )
 
 
@@ -130,7 +136,7 @@ def _fit(
         strategy=strategy,
         max_steps=steps,
         logger=False,
-        callbacks=[keeper],
+        callbacks=[keeper, StopOnZeroGradient(patience=None)],
         default_root_dir=folder,
         **{"devices": 1, **QUIET, **options},
     )

@@ -38,6 +38,7 @@ from lightning_rl import (
     RLCallback,
     RLLightningModule,
     SamplingParams,
+    StopOnZeroGradient,
     TransformersEngine,
     VLLMEngine,
 )
@@ -110,7 +111,6 @@ def run_fit(
         engine=engine,
         sampling=SamplingParams(max_new_tokens=tokens),
         max_staleness=max_staleness,
-        max_idle_rollouts=None,
         optimizer=partial(AdamW, lr=1e-5),
     )
     seconds, data = Seconds(step), PromptDataModule(task.sorting_prompts(rollouts * PROMPTS, seed=0), PROMPTS)
@@ -121,7 +121,7 @@ def run_fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[TruncatedIS(), seconds],
+        callbacks=[TruncatedIS(), StopOnZeroGradient(patience=None), seconds],
     )
     trainer.fit(module, data)
     return seconds

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
@@ -63,12 +62,9 @@ class EntropyBonus(RLCallback):
         return {"entropy_bonus/coef": Stat.of(torch.full_like(view.logprobs, self.alpha), view.valid_tokens)}
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.target is None or not isinstance(outputs, Mapping) or "policy/entropy" not in outputs:
-            return  # fixed coefficient or skipped step
-        self.adapt(torch.stack(self.collectives.gather(outputs["policy/entropy"])))
+    def after_step(self, outputs: Mapping[str, Tensor]) -> None:
+        if self.target is not None and "policy/entropy" in outputs:
+            self.adapt(torch.stack(self.collectives.gather(outputs["policy/entropy"])))
 
     def adapt(self, moments: Tensor) -> None:
         """Update the coefficient from the entropy's moments on each rank, shape [ranks, 4]."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         ReinforcePlusPlusBaseline,
         ReMax,
     )
-    from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
+    from lightning_rl.checkpointing import AtomicCheckpointIO, FaultTolerance, latest_checkpoint
     from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
     from lightning_rl.data import PromptDataModule
     from lightning_rl.distributed import FSDP2Strategy
@@ -61,12 +61,13 @@ if TYPE_CHECKING:
     from lightning_rl.policy import ModelOptions
     from lightning_rl.rewards import Rewards
     from lightning_rl.rollout import FinishReason, Rollout
+    from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
     from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 ROOMS = {
     "advantages": "GAE GRPO OPO RLOO DrGRPO Estimator GAEOverTurns MaxRL Normalized RawReward ReMax ReinforcePlusPlus "
     "ReinforcePlusPlusBaseline",
-    "checkpointing": "AtomicCheckpointIO latest_checkpoint",
+    "checkpointing": "AtomicCheckpointIO FaultTolerance latest_checkpoint",
     "corrections": "LossTerm LossView RLCallback Stat",
     "data": "PromptDataModule",
     "distributed": "FSDP2Strategy",
@@ -80,6 +81,7 @@ ROOMS = {
     "policy": "ModelOptions",
     "rewards": "Rewards",
     "rollout": "FinishReason Rollout",
+    "rollouts.zero_gradient": "StopOnZeroGradient",
     "signal.reductions": "SequenceSumNorm prompt_mean sequence_mean token_mean",
 }
 HOMES = {name: f"lightning_rl.{room}" for room, names in ROOMS.items() for name in names.split()}
@@ -109,6 +111,7 @@ __all__ = [
     "Evaluation",
     "FSDP2Strategy",
     "FakeEngine",
+    "FaultTolerance",
     "FinishReason",
     "GAEOverTurns",
     "KLCov",
@@ -131,6 +134,7 @@ __all__ = [
     "SamplingParams",
     "SequenceSumNorm",
     "Stat",
+    "StopOnZeroGradient",
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServerEngine",

@@ -12,21 +12,19 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary, ProgressBar
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_rl.checkpointing import FirstToHear, Interrupts
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
 from lightning_rl.serialization import ARGUMENTS, CLASS, Plain, describe, path_of
-from lightning_rl.utils.trainer import callbacks_of
+from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 from lightning_rl.version import __version__
 
 ABSENT = "nothing"
 FIXED = ("minibatches_per_rollout", "epochs_per_rollout")  # a checkpoint counts step indices in their product
-FREE = {"engine", "evaluation", "model", "max_idle_rollouts", "allow_config_changes", "skip_rollouts"}
-FREE |= {"checkpoint_errors", "rewards.timeout", "rewards.max_failure_rate"}
+FREE = {"engine", "evaluation", "model", "rewards.timeout", "rewards.max_failure_rate"}
 FREE |= {f"environment.{option}" for option in ("workers", "step_timeout", "timeout", "max_failure_rate")}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module
-SHOWN = (FirstToHear, Interrupts, ModelSummary, ProgressBar)  # do not affect a run
+SHOWN = (CoreCallback, ModelSummary, ProgressBar)  # do not affect a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 
@@ -140,7 +138,7 @@ def check_resume(
     if refused:
         lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in changes]
         fixed = [name for name in refused if name in FIXED]
-        cure = f"or accept them with RLLightningModule(allow_config_changes={refused!r})"
+        cure = f"or accept them with FaultTolerance(allow_config_changes={refused!r})"
         if fixed:
             cure = f"or start a new run from its weights, since {' and '.join(fixed)} cannot change within a run"
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -188,28 +188,40 @@ def is_of_the_clock(metric: str) -> bool:
 
 
 class PhaseTimes:
-    """Seconds per phase since the last :meth:`take`."""
+    """Seconds per phase since the last :meth:`take`.
 
-    def __init__(self) -> None:
+    Args:
+        device: Device to synchronize at the end of a phase.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._show: Callable[[str], None] | None = None
         self._seconds: dict[str, float] = {}
         self._started = self._asked = time.perf_counter()
         self._waited = 0.0
 
-    def start(self) -> None:
-        """Start the time of an optimizer step and its rollout, after a validation."""
-        self._started, self._seconds = time.perf_counter(), {}
+    def start(self, show: Callable[[str], None]) -> None:
+        """Start the time of an optimizer step and its rollout; ``show`` gets the name of each phase that begins."""
+        self._started, self._seconds, self._show = time.perf_counter(), {}, show
+
+    def stop(self) -> None:
+        """End the time of an optimizer step, before a validation."""
+        self._show = None
 
     def seconds(self) -> float:
         """Return the seconds since the step started."""
         return time.perf_counter() - self._started
 
     @contextmanager
-    def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """Measure the time inside of the context."""
+    def phase(self, name: str) -> Iterator[None]:
+        """Show the name of a phase and measure the time inside of the context."""
+        if self._show is not None:
+            self._show(name)
         start = time.perf_counter()
         yield
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self._waited += seconds if name in WAITING else 0.0

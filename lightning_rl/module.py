@@ -23,17 +23,16 @@ from lightning_rl import setup_checks
 from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing import (
-    Interrupts,
+    FaultTolerance,
     protect_checkpoints,
     protect_resume,
-    read_checkpoint,
-    restore_options,
+    restore_module,
     write_pretrained,
 )
 from lightning_rl.configuration import BESIDE, check_resume, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, prompt_stream_of
-from lightning_rl.distributed import Parallel, check_agreement, parallel_of, process_count, process_maximum
+from lightning_rl.distributed import Parallel, check_process_group, parallel_of, process_count, process_maximum
 from lightning_rl.environments import Conversations
 from lightning_rl.environments.parsing import AnswerParser
 from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck
@@ -48,19 +47,17 @@ from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine, request_seed
 from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import Critic, PolicyLoss, ValueLoss, resolve_loss
-from lightning_rl.metrics import global_values, log_for_monitors, log_rest, log_row, rows_every
+from lightning_rl.metrics import global_values, log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw, step_or_leave
-from lightning_rl.policy import ModelOptions, PolicyModel, Scorer, make_plan
+from lightning_rl.policy import Microbatch, ModelOptions, PolicyModel, make_plan
 from lightning_rl.policy.build import (
     ModelSource,
     TokenizerSource,
     build_tokenizer,
     max_prompt_length,
 )
-from lightning_rl.policy.lora import AdapterOffScorer
 from lightning_rl.policy.memory import resident_bytes
 from lightning_rl.policy.run_models import RunModels
-from lightning_rl.policy.tensor_hash import hash_weights
 from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rewards.reward_failures import FOLDER
@@ -70,24 +67,27 @@ from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logpr
 from lightning_rl.rollouts.loop import Ahead, RolloutLoop, Synchronous, generates_concurrently
 from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
-from lightning_rl.rollouts.rollback import settle
+from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import Sampler, staleness
-from lightning_rl.rollouts.state import CurrentRollout, RunState, trainer_state
-from lightning_rl.rollouts.zero_gradient import census
+from lightning_rl.rollouts.state import RunState, trainer_state
+from lightning_rl.rollouts.step_metrics import StepMetrics, begin_trace
+from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient, census
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
 from lightning_rl.update import MadeStep, StepGradient, accumulate_gradient
-from lightning_rl.utils.arguments import check_choices, check_counts, check_numbers, refuse_old_names
+from lightning_rl.utils.arguments import check_counts, check_numbers, refuse_old_names
 from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
-from lightning_rl.utils.trainer import callbacks_of, show_phase
+from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of
 
 RENAMED = {
     "activation_checkpointing": "model=ModelOptions(activation_checkpointing=)",
-    "allow_changes": "allow_config_changes=",
+    "allow_changes": "FaultTolerance(allow_config_changes=)",
+    "allow_config_changes": "FaultTolerance(allow_config_changes=)",
     "attention": "model=ModelOptions(attention=)",
+    "checkpoint_errors": "FaultTolerance(on_checkpoint_error=)",
     "compile": "model=ModelOptions(compile=)",
     "conversation_timeout": "environment=Conversations(timeout=)",
     "environment_timeout": "environment=Conversations(step_timeout=)",
@@ -97,6 +97,7 @@ RENAMED = {
     "max_environment_failure_rate": "environment=Conversations(max_failure_rate=)",
     "max_failed_environments": "environment=Conversations(max_failure_rate=)",
     "max_failed_rewards": "rewards=Rewards(max_failure_rate=)",
+    "max_idle_rollouts": "StopOnZeroGradient(patience=)",
     "max_reward_failure_rate": "rewards=Rewards(max_failure_rate=)",
     "max_tokens_per_microbatch": "model=ModelOptions(max_tokens_per_microbatch=)",
     "max_turn_tokens": "environment=Conversations(max_turn_tokens=)",
@@ -105,6 +106,7 @@ RENAMED = {
     "packing": "model=ModelOptions(packing=)",
     "reward_seconds": "rewards=Rewards(timeout=)",
     "reward_timeout": "rewards=Rewards(timeout=)",
+    "skip_rollouts": "FaultTolerance(skip_rollouts=)",
     "token_budget": "model=ModelOptions(max_tokens_per_microbatch=)",
     "tool_parser": "environment=Conversations(tool_parser=)",
     "tools": "environment=Conversations()",
@@ -157,13 +159,6 @@ class RLLightningModule(LightningModule):
         max_staleness: Maximum number of rollouts generated ahead of training; 0 is synchronous.
         max_grad_norm: Maximum gradient norm; None for no clipping.
         model: Memory, kernels and compilation of policy, critic and reference.
-        max_idle_rollouts: The run ends with a checkpoint after this number of consecutive rollouts without a gradient;
-            None disables the check.
-        skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
-        checkpoint_errors: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
-            the last complete checkpoint.
-        allow_config_changes: Options that may differ from the resumed checkpoint, such as
-            ``["optimizer", "corrections"]``.
         seed: Seed of all random numbers of the run.
 
     Attributes:
@@ -198,10 +193,6 @@ class RLLightningModule(LightningModule):
         lr_scheduler: SchedulerBuilder | None = None,
         max_grad_norm: float | None = 1.0,
         model: ModelOptions = ModelOptions(),  # noqa: B008  frozen
-        max_idle_rollouts: int | None = 10,
-        skip_rollouts: Sequence[int] = (),
-        checkpoint_errors: str = "raise",
-        allow_config_changes: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         options = dict(locals())  # must come first, so that locals() holds only the arguments
@@ -209,10 +200,8 @@ class RLLightningModule(LightningModule):
         self.automatic_optimization = False
         check_counts(1, group_size=group_size, minibatches_per_rollout=minibatches_per_rollout)
         check_counts(1, epochs_per_rollout=epochs_per_rollout)
-        check_counts(1, optional=True, max_idle_rollouts=max_idle_rollouts)
         check_counts(0, max_staleness=max_staleness, seed=seed)
         check_numbers(above=0, finite=True, optional=True, max_grad_norm=max_grad_norm)
-        check_choices(("raise", "warn"), checkpoint_errors=checkpoint_errors)
         setup_checks.check_parts(engine=engine, sampling=sampling, model=model)
         setup_checks.check_builders(optimizer=optimizer, lr_scheduler=lr_scheduler)
         self.rewards, self.critic, self.model_options = Rewards.of(rewards), Critic.of(critic), model
@@ -241,10 +230,7 @@ class RLLightningModule(LightningModule):
         self.epochs_per_rollout, self.max_staleness = epochs_per_rollout, max_staleness
         self.sampling, self.seed = sampling, seed
         self.evaluations = evaluations_of(evaluation)
-        self.max_idle_rollouts, self.checkpoint_errors = max_idle_rollouts, checkpoint_errors
-        self.skip_rollouts = setup_checks.check_rollouts(skip_rollouts=skip_rollouts)
-        known = (*(name for name in options if name not in ("self", "__class__")), *BESIDE)
-        self.allow_config_changes = setup_checks.check_names(known, allow_config_changes=allow_config_changes)
+        self.fault_tolerance = FaultTolerance()
         self.tokenizer = build_tokenizer(tokenizer, self.sources["policy"])
         self.policy: PolicyModel | None = None
         self.engine, self.run = engine or TransformersEngine(), RunState()
@@ -358,27 +344,28 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Add the callback that saves a checkpoint on errors and signals; check Trainer flags before Lightning does."""
+        """Add the callbacks that every run has, unless the Trainer has them; check its flags before Lightning does."""
         stop_in_inspection(self)
         setup_checks.check_flags(self.trainer)
-        present = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, Interrupts)]
-        close, settle = RLLightningModule.close_engine, RLLightningModule.settle
-        added = [] if present else [Interrupts(settle=settle, close=close, run=lambda module: module.run.name)]
-        (*present, *added)[0].attach(self.trainer)
+        for kind in (StopOnZeroGradient, StepMetrics):  # other callbacks may save a checkpoint of a step
+            add_first(self.trainer, kind)
+        added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
+        self.fault_tolerance.attach(self.trainer)
         return [*added]
 
     @override
     def setup(self, stage: str) -> None:
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         self.parallel.check(self.max_grad_norm)
-        protect_checkpoints(self.trainer.strategy, self.checkpoint_errors)
+        setup_checks.check_changes(self.fault_tolerance.allow_config_changes, (*self.options, *BESIDE))
+        protect_checkpoints(self.trainer.strategy, self.fault_tolerance.on_checkpoint_error)
         protect_resume(self.trainer)
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         needed = needed_extras(corrections, self.sampling).keys()
         # Select the extras of training in every stage, so that the stages share a vLLM engine.
         self.engine.select_extras(self.engine.capabilities.extras & needed)
-        check_run(self._spec(fits=stage == "fit"))
+        check_run(RunSpec.of(self, fits=stage == "fit"))
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
         if stage == "fit":
             self.rewards.check_weights()
@@ -386,24 +373,6 @@ class RLLightningModule(LightningModule):
         self.run.failed_folder = self._folder / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         self.save_hyperparameters(self.run.configuration)
-
-    def _spec(self, *, fits: bool) -> RunSpec:
-        return RunSpec(
-            algorithm=self.algorithm,
-            engine=self.engine,
-            parallel=self.parallel,
-            sampling=self.sampling,
-            evaluations=[evaluation.sampling for evaluation in self.evaluations],
-            rewards=self.rewards.sources,
-            model=self.model_options,
-            critic=self.critic is not None,
-            reference=self.sources["reference"] is not None,
-            group_size=self.group_size,
-            minibatches=self.minibatches_per_rollout,
-            steps_per_rollout=self.steps_per_rollout,
-            max_staleness=self.max_staleness,
-            prompts_per_rollout=self.prompt_stream.prompts_per_rollout if fits else None,
-        )
 
     @override
     def configure_model(self) -> None:
@@ -413,34 +382,25 @@ class RLLightningModule(LightningModule):
             self._encode_prompts()
 
     def _build_models(self) -> None:
-        """Build the models that are missing; shard them, or a policy that was built before there was a Trainer."""
-        run, models, parallel = self.run, self.models, self.parallel
+        """Build and shard the models that are missing, or a policy that was built before there was a Trainer."""
+        run, parallel = self.run, self.parallel
         if alone := run.built_alone:
             self._end_stage(self.engine.end_stage)  # started by generate(); a Trainer may need a copy of the policy
             run.built_alone = False
-        with parallel.building():
-            new = self.policy if alone else None
-            if self.policy is None:
-                new = models.build_policy(split=parallel.splits_first)
-            if new is not None and self.engine.capabilities.shares_policy and (parallel.sharded or self.max_staleness):
-                run.replica = models.build_replica(parallel, new, self.trainer.precision_plugin.convert_module)
-            reference = None
-            if run.needs.ref_logprobs and run.reference is None:
-                initial = not run.stepped and (new is not None or not parallel.sharded)
-                reference = models.build_reference(parallel, new or self.required_policy, initial=initial)
-            frozen = None if reference is None else cast(PolicyModel, reference.scoring)
-            models.use_kernels(parallel, *(model for model in (new, frozen) if model is not None))
-        self._check_ranks(new, reference)
-        if new is not None:
-            self.policy = cast(PolicyModel, parallel.shard(new, new.layers(), self.device_mesh))
-            if new.files is not None:
-                self.policy.fill(parallel.strategy.root_device)
-        if reference is not None:
-            root = parallel.strategy.root_device
-            reference.shard(lambda model, layers: parallel.shard_frozen(model, layers, self.device_mesh), root)
-            run.reference = reference
-        if run.needs.ref_logprobs and run.reference is None:
-            run.reference = AdapterOffScorer(self.required_policy, self.required_policy.model)
+        built = self.models.build(
+            parallel,
+            self.device_mesh,
+            policy=self.policy,
+            alone=alone,
+            replica=self.engine.capabilities.shares_policy and (parallel.sharded or self.max_staleness > 0),
+            reference=run.needs.ref_logprobs and run.reference is None,
+            stepped=run.stepped,
+            convert=self.trainer.precision_plugin.convert_module,
+            data=None if self._data is None else self._data.fingerprint,
+        )
+        self.policy = built.policy
+        run.replica = run.replica if built.replica is None else built.replica
+        run.reference = run.reference if built.reference is None else built.reference
 
     def _encode_prompts(self) -> None:
         """Encode the prompts of training and evaluation, and check that they fit the policy and the environments."""
@@ -460,19 +420,6 @@ class RLLightningModule(LightningModule):
             self._parse, self._schemas = checked.parse, checked.schemas
         for sampling in (run.sampling, *evaluated):
             setup_checks.check_eos(frozenset(sampling.eos_token_ids or ()), vocabulary)
-
-    def _check_ranks(self, built: PolicyModel | None, reference: Scorer | None) -> None:
-        """Check that all ranks have the same unsharded weights and the same data."""
-        if process_count() == 1:
-            return
-        frozen = None if reference is None else cast(PolicyModel, reference.scoring)
-        weights = {
-            name: hash_weights(model.named_parameters() if model.files is None else model.files.parameters())
-            for name, model in {"policy": built, "reference": frozen}.items()
-            if model is not None
-        }
-        rows = {} if self._data is None else {"data": self._data.fingerprint}
-        check_agreement({**weights, **rows})
 
     @override
     def configure_optimizers(self) -> Any:
@@ -494,12 +441,14 @@ class RLLightningModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         """Check that an epoch has whole rollouts; step the scheduler if the saved run stopped right before that."""
-        step_indices = len(cast(StepLoader, self.trainer.train_dataloader))
-        setup_checks.check_whole_rollouts(step_indices, self.steps_per_rollout)
+        loader = cast(StepLoader, self.trainer.train_dataloader)
+        setup_checks.check_whole_rollouts(len(loader), self.steps_per_rollout)
         with warnings.catch_warnings():
             # the optimizer stepped before the error
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._catch_up_schedule()
+            if self.run.progress.schedule_behind:
+                self._step_scheduler()
+        self.run.commit(self.prompt_stream, loader.index, current=self.run.current)
 
     # A rollout: sync, sample, plan, log-probabilities, signal.
 
@@ -507,8 +456,7 @@ class RLLightningModule(LightningModule):
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
         """Generate and score the rollout of the step index, unless it is the current one."""
-        self.run.times.start()
-        if batch.rollout in self.skip_rollouts:
+        if self.skips(batch.rollout):
             self._skip_rollout(batch)
             return
         if self.run.current is not None and self.run.current.number == batch.rollout:
@@ -518,42 +466,28 @@ class RLLightningModule(LightningModule):
                 f"expected step 0 of rollout {batch.rollout} first, got step {batch.step}: resume from a checkpoint "
                 "or start a new fit"
             )
-        with self._undoing():
-            self.run.idle.check(self.max_idle_rollouts)
-            loop, end = self.rollout_loop, (batch.index + remaining_tickets(self.trainer, batch_idx))
-            in_flight = loop.in_flight(batch.rollout)
-            rollout, sampled, noted = loop.sample(batch.rollout, end / self.steps_per_rollout)
-            self.rest()  # frees the engine's memory for the log-probability passes
-            self.run.current, stats = self._finish(rollout, batch.rollout)
-            times = {**in_flight, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
-            stats = self.run.rollout_stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
-            shown = {**stats, **noted, **census(self.run.current.rollout)}
-            self.run.idle.figures = global_values(shown, self.device, self.parallel.collectives)
-            log_for_monitors(self, self.run.idle.figures)
-        self.run.metrics.add("rollout", stats)
-        self.run.metrics.add("noted", noted)
-        self.run.prefetcher.drop(batch.rollout)
+        loop, end = self.rollout_loop, (batch.index + remaining_tickets(self.trainer, batch_idx))
+        in_flight = loop.in_flight(batch.rollout)
+        rollout, sampled, noted = loop.sample(batch.rollout, end / self.steps_per_rollout)
+        self.rest()  # frees the engine's memory for the log-probability passes
+        current, stats = self._finish(rollout, batch.rollout)
+        times = {**in_flight, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
+        stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
+        shown = {**stats, **noted, **census(current.rollout)}
+        self.run.rollout_figures = global_values(shown, self.device, self.parallel.collectives)
+        log_for_monitors(self, self.run.rollout_figures)
+        self.run.begin_rollout(current, stats, noted)
+        self.run.commit(self.prompt_stream, batch.index, current=current, corrections=self.run.corrections.states())
 
     @refuse_stop_iteration
     def begin_step(self, step_index: StepIndex) -> None:
-        """Record the run state and seed the generators before the hooks of this batch run."""
-        self.run.set_mark(step_index, self.prompt_stream.cursor)
+        """Keep the states of the corrections and seed the generators before the hooks of this batch run."""
+        self.run.begin_step(step_index)
         self.seed_generators(step_index)
 
-    @contextmanager
-    def _undoing(self) -> Iterator[None]:
-        """Restore the state after the last optimizer step if anything is raised inside."""
-        try:
-            yield
-        except BaseException as error:
-            self.settle(error)
-            raise
-
-    def settle(self, error: BaseException) -> str | None:
-        """Restore the state after the last optimizer step; return the reason if that is not possible, else None."""
-        if self.policy is not None:
-            self.policy.zero_grad()  # a partial gradient would enter a later fit
-        return settle(self.run, error, self.prompt_stream, self.trainer, self.steps_per_rollout)
+    def skips(self, number: int) -> bool:
+        """Return True if a rollout is to be skipped."""
+        return number in self.fault_tolerance.skip_rollouts
 
     def _skip_rollout(self, step_index: StepIndex) -> None:
         """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
@@ -574,7 +508,7 @@ class RLLightningModule(LightningModule):
             "rank": self.parallel.rank,
             "ranks": self.parallel.ranks,
             "sync": self.sync,
-            "phase": self._phase,
+            "phase": self.run.times.phase,
         }
         if not self.max_staleness:
             return Synchronous(**parts)
@@ -582,14 +516,14 @@ class RLLightningModule(LightningModule):
             **parts,
             prefetcher=self.run.prefetcher,
             max_staleness=self.max_staleness,
-            skipped=self.skip_rollouts,
+            skipped=self.fault_tolerance.skip_rollouts,
             device=self.device,
         )
 
     def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """Add plan, log-probabilities and signal to a rollout, and pass it to the observers."""
         corrections, collectives = self.run.corrections, self.parallel.collectives
-        with self._phase("score"), self.trainer.precision_plugin.forward_context():
+        with self.run.times.phase("score"), self.trainer.precision_plugin.forward_context():
             rollout, excluded = exclude_rows(rollout, corrections)
             plan_of = partial(
                 make_plan,
@@ -606,20 +540,12 @@ class RLLightningModule(LightningModule):
             needs = self.run.needs
             passes = {"old": needs.old_logprobs, "squares": needs.sum_pi_squared}
             rollout = add_logprobs(rollout, plan, self.required_policy, self.run.reference, corrections, **passes)
-        with self._phase("signal"):
+        with self.run.times.phase("signal"):
             rollout, _, signal = estimate_signal(rollout, self.estimator, corrections, collectives.sum)
         current = CurrentRollout.of(number, rollout, plan)
         corrections.observe(rollout)
         measured = corrections.rollout_metrics(rollout)
         return current, {**excluded, **signal, **staleness(rollout, number), **measured}
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Show a phase in the progress bar, and measure its duration."""
-        if self._trainer is not None and self._trainer.training and self.run.mark is not None:
-            show_phase(self._trainer, self.run.mark.step_index.rollout, name)
-        with self.run.times.phase(name, self.device):
-            yield
 
     # An update: steps_per_rollout optimizer steps.
 
@@ -627,93 +553,52 @@ class RLLightningModule(LightningModule):
     @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make one optimizer step, or skip it on all ranks if no rank has a token to train on."""
-        if batch.rollout in self.skip_rollouts:
-            self._leave_out(batch)
+        run, last = self.run, batch.step == self.steps_per_rollout - 1
+        if self.skips(batch.rollout):
+            run.skipped += 1
+            run.commit(self.prompt_stream, batch.index + 1, current=None)
             return {}
-        self.run.set_mark(batch, self.prompt_stream.cursor)
-        with self._undoing():
-            step = self._make_step(batch)
-            try:
-                self._show_step(batch, step)
-            except Exception as error:  # noqa: BLE001  raised in on_train_batch_end
-                self.run.late_error = self.run.late_error or error
-            finally:
-                self.run.end_step(batch, last=batch.step == self.steps_per_rollout - 1)
-        return step.outputs()
-
-    def _make_step(self, batch: StepIndex) -> MadeStep:
-        """Make the optimizer step of a step index; skip it if no rank has a token to train on."""
-        current = self.run.current
-        if current is None:
+        if run.current is None:
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
-        current.check_edits()
+        run.current.check_edits()
         self.seed_generators(batch)
-        tokens = sum(len(microbatch.layout.targets) for microbatch in current.plan.step(batch.step))
-        tokens = int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
-        trace = self._trace(batch)
-        if not tokens:
-            self.run.skipped += 1
-            self.run.note_step()
-            return MadeStep(trace=trace)
-        with self._phase("update"):
-            gradient, trace = self._gradient(batch, trace)
-            norm, rates = self._optimizer_step(gradient, batch)
-        return MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
+        tokens = self._count_tokens(run.current.plan.step(batch.step))
+        trace, skipped = self._trace(batch), run.skipped
+        run.made = MadeStep(trace=trace)
+        if tokens:
+            with run.times.phase("update"):
+                gradient, trace = self._gradient(batch, trace)
+                norm, rates = self._step_optimizer(gradient, batch)
+            run.made = MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
+        else:
+            run.skipped += 1
+        behind = self._lr_scheduler is not None and run.skipped == skipped
+        run.commit(self.prompt_stream, batch.index + 1, current=None if last else run.current, schedule_behind=behind)
+        outputs = run.made.outputs()
+        if tokens:
+            run.corrections.after_step(outputs)
+            if behind:
+                self._step_scheduler()
+            self.parallel.clear(cast(LightningOptimizer, self.optimizers()))
+        return outputs
 
-    def _show_step(self, batch: StepIndex, step: MadeStep) -> None:
-        """Log an optimizer step and pass it to the observers."""
-        if step.gradient is not None:
-            self.run.idle.note(step.norm, step.rates)
-            self._measure(step.gradient, step.norm, step.rates[0], step.tokens, step.trace)
-        self.run.count(batch.rollout)
-        if step.trace is not None:
-            self.run.corrections.observe_step(step.trace)
-        if batch.step == self.steps_per_rollout - 1:
-            self.run.idle.end_rollout(batch.rollout, self.run.corrections, self.max_idle_rollouts)
-        log_row(self, self.run.metrics, batch.index, self._rows_every)
-
-    @override
-    @refuse_stop_iteration
-    def on_train_batch_end(self, outputs: Any, batch: StepIndex, batch_idx: int) -> None:
-        """Raise the error that was caught after the optimizer step."""
-        error, self.run.late_error = self.run.late_error, None
-        if error is not None:
-            raise error
-
-    def _leave_out(self, step_index: StepIndex) -> None:
-        """Advance the counters for a step of a skipped rollout."""
-        self.run.mark = None
-        self.run.skipped += 1
-        self.run.count(step_index.rollout)
-        self.run.step_index = step_index.index
-
-    @override
-    def on_train_end(self) -> None:
-        """Log the steps that have not been logged yet."""
-        if self._rows_every and self.run.step_index is not None:
-            log_rest(self.trainer, self.run.metrics, self.run.step_index)
-
-    @property
-    def _rows_every(self) -> int:
-        return rows_every(self.trainer.log_every_n_steps, self.steps_per_rollout)  # pyright: ignore[reportAttributeAccessIssue]
+    def _count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
+        """Return the number of tokens that all ranks train on."""
+        tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
+        return int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
 
     def seed_generators(self, step_index: StepIndex) -> None:
         """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
         seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
 
     def _trace(self, step_index: StepIndex) -> StepTrace | None:
-        """Return the trace of this optimizer step for observers, or None."""
-        if not self.run.corrections.traces_step(step_index.rollout, step_index.step):
-            return None
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)  # under 16-mixed
-        scale = self.parallel.ranks * (1.0 if scaler is None else float(scaler.get_scale()))
-        trace = StepTrace(rollout_number=step_index.rollout, step=step_index.step, scale=scale)
-        trace.log(self.run.rollout_stats)
-        return trace
+        """Return a trace of this optimizer step for observers, or None."""
+        return begin_trace(self.run, step_index, self.parallel.ranks * self.parallel.loss_scale)
 
     def _gradient(self, step_index: StepIndex, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
         """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
         repeats = self.parallel.repeats_steps
+        states = self.run.corrections.states() if repeats else {}
         gradient = self._accumulate(step_index, trace, notices_exhaustion=repeats)
         if not repeats or not process_maximum(int(gradient.exhausted)):
             return gradient, trace
@@ -721,8 +606,7 @@ class RLLightningModule(LightningModule):
         self.required_policy.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        if self.run.mark is not None:
-            self.run.mark.restore_corrections(self.run)
+        self.run.corrections.restore(states)
         budget = self.run.halve(self.model_options.max_tokens_per_microbatch)
         self.run.current = current.divide(
             budget, packed=self.model_options.packing, max_over_ranks=self._max_over_ranks
@@ -757,51 +641,37 @@ class RLLightningModule(LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the weights are about to change."""
-        if self.run.mark is not None:
-            self.run.mark.stepping = True
+        self.run.stepping = True
 
-    def _optimizer_step(self, gradient: StepGradient, step_index: StepIndex) -> tuple[Tensor, list[float]]:
-        """Step optimizer and scheduler, or neither if the gradient is not finite.
+    def _step_optimizer(self, gradient: StepGradient, step_index: StepIndex) -> tuple[Tensor, list[float]]:
+        """Step the optimizer, unless the gradient is not finite.
 
         Returns:
             Gradient norm before clipping, and learning rate of each parameter group.
         """
         optimizer = cast(LightningOptimizer, self.optimizers())
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        skipped = self.run.skipped
         try:
             norm = self.parallel.step(self.required_policy, optimizer, self.max_grad_norm, self.run.accept)
         except FloatingPointError as stop:
             current = cast(CurrentRollout, self.run.current)
             where = record_nonfinite(self._folder / NONFINITE, current, step_index.step, gradient, self.parallel.rank)
             raise FloatingPointError(f"{stop}; {where}") from stop
-        self.run.note_step()
-        self.run.schedule_behind = self._lr_scheduler is not None and skipped == self.run.skipped
-        try:
-            self._catch_up_schedule()
-            self.parallel.clear(optimizer)
-        except Exception as error:  # noqa: BLE001  raised in on_train_batch_end
-            self.run.late_error = error
         return norm, rates
 
-    def _catch_up_schedule(self) -> None:
-        """Step the scheduler if it is behind the optimizer."""
-        if self.run.schedule_behind:
-            step_or_leave(cast(LRScheduler, self.lr_schedulers()))
-            self.run.schedule_behind = False
+    def _step_scheduler(self) -> None:
+        step_or_leave(cast(LRScheduler, self.lr_schedulers()))
+        self.run.progress = replace(self.run.progress, schedule_behind=False)
 
-    def _measure(self, gradient: StepGradient, norm: Tensor, rate: float, tokens: int, trace: StepTrace | None) -> None:
-        """Log a step and complete its trace."""
-        step = gradient.metrics(
-            self.parallel.ranks, norm=norm, optim__lr=rate, tokens_per_second=tokens / self.run.times.seconds()
-        )
-        logged = [*(("microbatch", stats) for stats in gradient.stats), ("step", step | self.run.times.take())]
-        for group, stats in logged:
-            self.run.metrics.add(group, stats)
-            if trace is not None:
-                trace.log(stats)
-        if trace is not None:
-            trace.norm, trace.made = norm, bool(torch.isfinite(norm))
+    def note_error(self, error: BaseException) -> str | None:
+        """Prepare a checkpoint after an error; return the reason why none can be saved, or None."""
+        if self.policy is not None:
+            self.policy.zero_grad()  # a partial gradient would enter a later fit
+        self.run.note_error(error)
+        counts: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        if self.run.made_step and counts.current.processed < counts.current.started:
+            counts.increment_processed()  # the error came right after the optimizer step
+        return self.run.save_problem
 
     # The engine and its weights.
 
@@ -814,8 +684,8 @@ class RLLightningModule(LightningModule):
             self.run.prefetcher.drain()
         weight_sync = self.weight_sync
         if not (self.run.engine_started and self.engine.started):
-            self._check_process_group()
-            weight_sync.start(self.tokenizer, device=self.device, resident=self._resident_bytes())
+            check_process_group(1 if self._trainer is None else self.trainer.world_size)
+            weight_sync.start(self.tokenizer, device=self.device, resident=self.resident_bytes)
             self.run.engine_started = True
         weight_sync.send(version)
 
@@ -831,29 +701,17 @@ class RLLightningModule(LightningModule):
             context=self._canary_context,
         )
 
-    def _check_process_group(self) -> None:
-        world_size = 1 if self._trainer is None else self.trainer.world_size
-        if process_count() != world_size:
-            raise RuntimeError(
-                f"expected a process group of {world_size} ranks as in the trainer, got {process_count()} ranks: "
-                "do not start an engine or call init_process_group before trainer.fit"
-            )
-
-    def _resident_bytes(self) -> float:
-        """Return the bytes that this rank holds during generation, optimizer states included."""
-        reference = self.run.reference
-        # other references share the policy's parameters
-        frozen = reference.model.parameters() if type(reference) is Scorer else ()
+    @property
+    def resident_bytes(self) -> float:
+        """Bytes that this rank holds during generation, optimizer states included."""
         fits = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        return resident_bytes(
-            [*self.required_policy.parameters(), *frozen],
-            self.trainer.optimizers[0] if fits else None,
-            copies_gradients=self.parallel.copies_gradients,
-        )
+        optimizer = self.trainer.optimizers[0] if fits else None
+        copies = self.parallel.copies_gradients
+        return resident_bytes(self.required_policy, self.run.reference, optimizer, copies_gradients=copies)
 
     @contextmanager
     def _canary_context(self) -> Iterator[None]:
-        with self._phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
+        with self.run.times.phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
             yield
 
     def rest(self) -> None:
@@ -877,7 +735,7 @@ class RLLightningModule(LightningModule):
         if self.environment_workers is not None:
             self.environment_workers.close()
         end_engine()
-        self.run.engine_started, self.run.settled = False, None
+        self.run.engine_started = False
 
     @override
     def teardown(self, stage: str) -> None:
@@ -1026,18 +884,12 @@ class RLLightningModule(LightningModule):
         del weights_only
         if hparams_file is not None:
             raise ValueError(f"expected hparams_file=None, got {hparams_file}: pass options as keyword arguments")
-        checkpoint = read_checkpoint(checkpoint_path, map_location)
-        described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
-        module = cls(**restore_options(described, kwargs))
-        module.policy, module.run.built_alone = module.models.build_policy(), True
-        module.load_state_dict(checkpoint["state_dict"], strict=strict is not False)
-        module.run.stepped = True
-        return module
+        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
-        hurried = self.run.settled is not None or bool(CLOCK.stopped_by)
+        hurried = self.trainer.interrupted or bool(CLOCK.stopped_by)
         if hurried or not generates_concurrently(self.engine, self.max_staleness):
             self.run.prefetcher.drain(hurried=hurried)
         reference = self.run.reference
@@ -1046,6 +898,7 @@ class RLLightningModule(LightningModule):
         )  # LightningCLI would pass them to the constructor
         for name in self.run.configuration.keys() & hparams.keys():
             del hparams[name]
+        self.run.write_corrections(checkpoint.get("callbacks", {}))
         checkpoint["lightning_rl"] = {
             "run": self.run.name,
             "configuration": self.run.configuration,
@@ -1063,7 +916,7 @@ class RLLightningModule(LightningModule):
             return
         setup_checks.check_whole_checkpoint(checkpoint)
         states = {callback.name: callback.state_dict() for callback in self.run.corrections.callbacks}
-        check_resume(state["configuration"], self.run.configuration, self.allow_config_changes, states)
+        check_resume(state["configuration"], self.run.configuration, self.fault_tolerance.allow_config_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
             self._begin()  # on_fit_start was called before

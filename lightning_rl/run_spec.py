@@ -67,6 +67,26 @@ class RunSpec:
     max_staleness: int = 0
     prompts_per_rollout: int | None = None
 
+    @staticmethod
+    def of(module: Any, *, fits: bool) -> "RunSpec":
+        """Return the spec of a module, in a fit or in another stage."""
+        return RunSpec(
+            algorithm=module.algorithm,
+            engine=module.engine,
+            parallel=module.parallel,
+            sampling=module.sampling,
+            evaluations=[evaluation.sampling for evaluation in module.evaluations],
+            rewards=module.rewards.sources,
+            model=module.model_options,
+            critic=module.critic is not None,
+            reference=module.sources["reference"] is not None,
+            group_size=module.group_size,
+            minibatches=module.minibatches_per_rollout,
+            steps_per_rollout=module.steps_per_rollout,
+            max_staleness=module.max_staleness,
+            prompts_per_rollout=module.prompt_stream.prompts_per_rollout if fits else None,
+        )
+
     @property
     def corrections(self) -> Corrections:
         """Corrections of the algorithm."""

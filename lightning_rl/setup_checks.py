@@ -1,6 +1,6 @@
 """Checks of single arguments of the module, of Trainer flags, optimizers and checkpoints."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,25 +195,12 @@ def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
         )
 
 
-def check_names(known: Iterable[str], **given: Any) -> tuple[str, ...]:
-    """Return an argument, given by name, as a tuple of names; raise ValueError unless all are known names."""
-    ((name, names),) = given.items()
-    if isinstance(names, str) or not all(isinstance(one, str) for one in names):
-        raise ValueError(f'expected {name} to be a list of names, such as ["optimizer"], got {names!r}')
+def check_changes(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ValueError if a name in ``allow_config_changes`` is not an option of the run."""
     known = list(known)
-    for one in names:
-        if one not in known:
-            raise ValueError(f"expected {name} to contain only {', '.join(known)}, got {one!r}")
-    return tuple(names)
-
-
-def check_rollouts(**given: Any) -> frozenset[int]:
-    """Return an argument, given by name, as a set of rollout numbers; raise ValueError if it is something else."""
-    ((name, numbers),) = given.items()
-    listed: list[Any] = list(numbers) if isinstance(numbers, Collection) and not isinstance(numbers, str) else [None]
-    if not all(type(one) is int and one >= 0 for one in listed):
-        raise ValueError(f"expected {name} to be a list of numbers of rollouts, such as [7], got {numbers!r}")
-    return frozenset(listed)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"expected allow_config_changes to contain only {', '.join(known)}, got {name!r}")
 
 
 def check_whole_checkpoint(checkpoint: Mapping[str, Any]) -> None:

@@ -136,9 +136,7 @@ def soak(rollouts: int, folder: Path) -> Watch:
 
 def _train(rollouts: int, folder: Path, callbacks: list[Callback], per_rollout: int) -> None:
     fit(
-        tiny_module(
-            minibatches_per_rollout=2, max_staleness=1, max_idle_rollouts=None, optimizer=partial(AdamW, lr=RATE)
-        ),
+        tiny_module(minibatches_per_rollout=2, max_staleness=1, patience=None, optimizer=partial(AdamW, lr=RATE)),
         callbacks=callbacks,
         data=tiny_prompts(400, per_rollout, validation=[[2, 3], [5]]),
         max_epochs=-1,

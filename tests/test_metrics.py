@@ -266,16 +266,16 @@ def test_a_run_of_several_epochs_keeps_counting() -> None:
 def test_a_trainer_is_idle_for_the_share_of_time_in_which_it_waits_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    times, device = metrics.PhaseTimes(), torch.device("cpu")
+    times = metrics.PhaseTimes()
 
     def spend(phase: str, seconds: float) -> None:
-        with times.phase(phase, device):
+        with times.phase(phase):
             now[0] += seconds
 
     for phase, seconds in (("wait", 1.0), ("generate", 2.0), ("sync", 3.0), ("update", 4.0)):
         spend(phase, seconds)
     assert times.idle().value() == pytest.approx(0.3)
-    times.start()  # of the next step: what was waited for stays counted since the last rollout
+    times.start(lambda _: None)  # of the next step: what was waited for stays counted since the last rollout
     spend("update", 1.0)
     spend("wait", 1.0)
     assert times.idle().value() == pytest.approx(0.5)

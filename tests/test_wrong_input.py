@@ -28,6 +28,7 @@ from transformers import Qwen2ForCausalLM
 
 from lightning_rl import (
     Conversations,
+    FaultTolerance,
     PromptDataModule,
     RLLightningModule,
     TransformersEngine,
@@ -178,8 +179,14 @@ NUMBERS: dict[str, Case] = {
         made(max_reward_failure_rate=2),
         r"expected max_failure_rate in \(0, 1\] or None, got 2",
     ),
-    "skip_rollouts alone": (made(skip_rollouts=7), r"skip_rollouts to be a list of numbers of rollouts, .*, got 7"),
-    "checkpoint_errors": (made(checkpoint_errors="stop"), "checkpoint_errors raise or warn, got 'stop'"),
+    "skip_rollouts alone": (
+        lambda: FaultTolerance(skip_rollouts=7),  # pyright: ignore[reportArgumentType]
+        r"skip_rollouts to be a list of numbers of rollouts, .*, got 7",
+    ),
+    "on_checkpoint_error": (
+        lambda: FaultTolerance(on_checkpoint_error="stop"),
+        "on_checkpoint_error raise or warn, got 'stop'",
+    ),
     "max_turn_tokens above all": (
         made(environment=Echo, max_turn_tokens=9),
         "expected max_turn_tokens of at most 8, the max_new_tokens of sampling .*, got 9: raise max_new_tokens, or",
@@ -230,7 +237,7 @@ NUMBERS: dict[str, Case] = {
     "tools": (made(tools=["calculator"]), r"tools to be a list of at least one function, got \['calculator'\]: pass"),
     "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm > 0 or None, got '1'"),
     "allow_config_changes": (
-        made(allow_config_changes="seed"),
+        lambda: FaultTolerance(allow_config_changes="seed"),
         "expected allow_config_changes to be a list of names, .* got 'seed'",
     ),
     "optimizer-name": (made(optimizer="adamw"), "expected optimizer to be a function .* got 'adamw'"),
@@ -243,7 +250,7 @@ NUMBERS: dict[str, Case] = {
         "but it raised TypeError: .*options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6",
     ),
     "allow_config_changes-unknown": (
-        made(allow_config_changes=["sede"]),
+        fitted(allow_config_changes=["sede"]),
         "to contain only policy, .*seed, corrections, .* got 'sede'",
     ),
     "loss-module": (made(loss=torch.nn.CrossEntropyLoss()), "a function of a LossView .* the module CrossEntropyLoss"),

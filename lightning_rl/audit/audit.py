@@ -61,6 +61,7 @@ from lightning_rl.generation import Completion, Request
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.seeding import fork_generators
@@ -68,6 +69,7 @@ from lightning_rl.utils.terminal import visible
 from lightning_rl.utils.trainer import callbacks_of
 
 FOLDER = "audit"
+ROW_LOGGED = f"[Callback]{StepMetrics.__qualname__}.on_train_batch_end"
 
 
 class SignalAudit(RLCallback):
@@ -383,7 +385,7 @@ class _RunWatch:
             self.tracer.before_optimizer()
 
     def _after_action(self, action: str) -> None:
-        if action.endswith(".training_step"):
+        if action == ROW_LOGGED:
             self._row.close()
         of_module = action.startswith("[LightningModule]")  # runs after the same hook of every callback
         if of_module and action.endswith(".on_before_optimizer_step") and self.tracer is not None:

@@ -1,22 +1,22 @@
-"""Checkpoints: atomic writes, checksums, the newest of a folder, interrupts and export."""
+"""Checkpoints: atomic writes, checksums, the newest of a folder, fault tolerance and export."""
 
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_run
-from lightning_rl.checkpointing.interrupts import INTERRUPTED, FirstToHear, Interrupts
-from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_options, write_pretrained
+from lightning_rl.checkpointing.fault_tolerance import INTERRUPTED, FaultTolerance
+from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_module, restore_options, write_pretrained
 from lightning_rl.checkpointing.same_checkpoint import protect_resume
 
 __all__ = [
     "INTERRUPTED",
     "AtomicCheckpointIO",
     "CheckpointError",
-    "FirstToHear",
-    "Interrupts",
+    "FaultTolerance",
     "latest_checkpoint",
     "new_run",
     "protect_checkpoints",
     "protect_resume",
     "read_checkpoint",
+    "restore_module",
     "restore_options",
     "write_pretrained",
 ]

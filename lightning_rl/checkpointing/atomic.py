@@ -20,7 +20,7 @@ from lightning_rl.utils.atomic_write import PART, move_over, remove, write_atomi
 
 
 class CheckpointError(RunEndError):
-    """A checkpoint could not be written, and ``checkpoint_errors="raise"`` ends the run."""
+    """A checkpoint could not be written, and ``FaultTolerance(on_checkpoint_error="raise")`` ends the run."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -47,12 +47,12 @@ class AtomicStrategy(Strategy):
     """Strategy with the checks of :func:`protect_checkpoints`.
 
     Attributes:
-        checkpoint_errors: ``"raise"`` to end the run if a checkpoint cannot be written, ``"warn"`` to continue.
+        on_checkpoint_error: ``"raise"`` to end the run if a checkpoint cannot be written, ``"warn"`` to continue.
         last_checkpoint: Path of the last complete checkpoint.
         failing: True if the last attempt failed.
     """
 
-    checkpoint_errors: str
+    on_checkpoint_error: str
     last_checkpoint: Path | None
     failing: bool
 
@@ -97,10 +97,10 @@ class AtomicStrategy(Strategy):
             other = "a broken link" if path.parent.is_symlink() else "a file" if path.parent.exists() else "nothing"
             cure, reason = "put the folder back", f"{other} instead of its folder"
         message = f"expected to write the checkpoint {path}, got {reason}: {good}"
-        if self.checkpoint_errors == "raise":
-            cure += ', or let the run continue with RLLightningModule(checkpoint_errors="warn")'
+        if self.on_checkpoint_error == "raise":
+            cure += ', or let the run continue with FaultTolerance(on_checkpoint_error="warn")'
             raise CheckpointError(f"{message}; {cure}") from failure
-        rank_zero_warn(f"{message}; the run continues without it (checkpoint_errors={self.checkpoint_errors!r})")
+        rank_zero_warn(f"{message}; the run continues without it (on_checkpoint_error={self.on_checkpoint_error!r})")
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -130,7 +130,7 @@ class AtomicStrategy(Strategy):
         return checkpoint
 
 
-def protect_checkpoints(strategy: Strategy, checkpoint_errors: str) -> None:
+def protect_checkpoints(strategy: Strategy, on_checkpoint_error: str) -> None:
     """Make a strategy write checkpoints atomically, and compare them with their checksums before loading.
 
     Replaces the class of the strategy object by a subclass, like ``fully_shard`` for modules, because FSDP and
@@ -138,14 +138,14 @@ def protect_checkpoints(strategy: Strategy, checkpoint_errors: str) -> None:
 
     Args:
         strategy: Strategy of the Trainer.
-        checkpoint_errors: ``"raise"`` or ``"warn"``.
+        on_checkpoint_error: ``"raise"`` or ``"warn"``.
     """
     kind = type(strategy)
     if not isinstance(strategy, AtomicStrategy):
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         strategy.__class__ = type(kind.__name__, (AtomicStrategy, kind), names)
     atomic = cast(AtomicStrategy, strategy)
-    atomic.checkpoint_errors, atomic.last_checkpoint, atomic.failing = checkpoint_errors, None, False
+    atomic.on_checkpoint_error, atomic.last_checkpoint, atomic.failing = on_checkpoint_error, None, False
     if type(atomic.checkpoint_io) is TorchCheckpointIO:
         atomic.checkpoint_io = AtomicCheckpointIO()
 

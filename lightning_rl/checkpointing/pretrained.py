@@ -1,6 +1,6 @@
 """Export: from a checkpoint to the arguments of a module, and from a policy to a Hugging Face folder."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,26 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     if "model" in checkpoint:  # a consolidated FSDP1 folder
         checkpoint["state_dict"] = checkpoint.pop("model")
     return checkpoint
+
+
+def restore_module(
+    kind: Callable[..., Any], path: Any, map_location: Any, arguments: Mapping[str, Any], *, strict: bool
+) -> Any:
+    """Return a module with the weights and options of a checkpoint.
+
+    Args:
+        kind: Class of the module.
+        path: Path of the checkpoint.
+        map_location: Device to load the weights to.
+        arguments: Constructor arguments that replace those of the run.
+        strict: False to accept missing or unexpected weights.
+    """
+    checkpoint = read_checkpoint(path, map_location)
+    described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
+    module = kind(**restore_options(described, arguments))
+    module.policy, module.run.built_alone, module.run.stepped = module.models.build_policy(), True, True
+    module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    return module
 
 
 def _consolidation(folder: Path) -> str:

@@ -26,7 +26,9 @@ class AgreeingConnector(_CheckpointConnector):
 
 def protect_resume(trainer: Trainer) -> None:
     """Make a Trainer refuse to load a checkpoint unless every rank loads the same one, or none."""
-    trainer._checkpoint_connector.__class__ = AgreeingConnector  # noqa: SLF001  like its loops and its strategy
+    connector = AgreeingConnector(trainer)
+    vars(connector).update(vars(trainer._checkpoint_connector))  # noqa: SLF001  Lightning offers no hook before it loads
+    trainer._checkpoint_connector = connector  # noqa: SLF001
 
 
 def identity_of(checkpoint: Any) -> str:

@@ -224,6 +224,22 @@ class Corrections:
         for callback in self._step_observers:
             self._ask(callback, "observe_step", trace, shown=trace.tensors)
 
+    def states(self) -> dict[str, Any]:
+        """Return a copy of the callbacks' states by name, without empty ones."""
+        states = {callback.name: callback.state_dict() for callback in self.callbacks}
+        return copy.deepcopy({name: state for name, state in states.items() if state})
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Load :meth:`states` into the callbacks."""
+        for callback in self.callbacks:
+            if callback.name in states:
+                callback.load_state_dict(copy.deepcopy(dict(states[callback.name])))
+
+    def after_step(self, outputs: Mapping[str, Tensor]) -> None:
+        """Let every callback adapt to an optimizer step."""
+        for callback in self.callbacks:
+            callback.after_step(outputs)
+
     def call(self, who: str, function: Callable[..., ReturnT], *args: object, shown: Callable[[], Fields]) -> ReturnT:
         """Call user code of the signal under the guard of this run; see :func:`call_user`."""
         return call_user(who, function, *args, shown=shown, guard=self.guard)

@@ -245,3 +245,12 @@ class RLCallback(Callback):
 
     def observe_step(self, trace: StepTrace) -> None:
         """Observe an optimizer step after it has finished; see :meth:`traces_step`."""
+
+    def after_step(self, outputs: Mapping[str, Tensor]) -> None:
+        """Adapt coefficients to the outputs of an optimizer step, right after the optimizer.
+
+        An error of another callback in ``on_train_batch_end`` may skip that hook, but not this method.
+
+        Args:
+            outputs: What ``training_step`` returns; ``"policy/entropy"`` is missing if the gradient was not finite.
+        """

@@ -114,6 +114,7 @@ class PromptDataModule(LightningDataModule):
         self.cursor = 0
         self._loader: StepLoader | None = None
         self._resumed_at: int | None = None
+        self._committed: tuple[int, int] | None = None
         self._check_size()
 
     def connect(
@@ -204,11 +205,12 @@ class PromptDataModule(LightningDataModule):
             return {}
         return {"prompts/dropped": Stat.single(self.prompts.drop_count)}
 
-    def give_back(self, step_index: StepIndex, cursor: int) -> None:
-        """Undo a step index that led to no optimizer step, and reset the cursor."""
-        self.cursor = cursor
+    def commit(self, step_index: int) -> int:
+        """Make the cursor and the index of the next optimizer step those to resume from; return the cursor."""
+        self._committed = self.cursor, step_index
         if self._loader is not None:
-            self._loader.index = step_index.index
+            self._loader.committed = step_index
+        return self.cursor
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -227,7 +229,8 @@ class PromptDataModule(LightningDataModule):
         steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
         start, self._resumed_at = self._resumed_at, None
         if start is None:
-            start = 0 if self._loader is None else -(-self._loader.index // steps) * steps
+            self.cursor, index = self._position
+            start = -(-index // steps) * steps
         self._loader = StepLoader(self._epoch_rollouts * steps, steps, start)
         return self._loader
 
@@ -265,14 +268,21 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor of the prompt stream and the next step index."""
-        return {"cursor": self.cursor, "step_index": 0 if self._loader is None else self._loader.index}
+        """Return the cursor of the prompt stream and the index of the next step, as of the last commit."""
+        cursor, index = self._position
+        return {"cursor": cursor, "step_index": index}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the cursor in a fit; ignored when a checkpoint is evaluated."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self.cursor, self._resumed_at = int(state_dict["cursor"]), state_dict.get("step_index")
+            self._committed = None
+
+    @property
+    def _position(self) -> tuple[int, int]:
+        """Cursor and index of the next optimizer step at the last commit; those of now before the first."""
+        return self._committed or (self.cursor, 0 if self._loader is None else self._loader.index)
 
     @property
     def _module(self) -> LightningModule:

@@ -15,12 +15,18 @@ class StepIndex:
 
 
 class StepLoader:
-    """Loader of ``epoch_length`` step indices per epoch; the index continues over epochs and is part of the state."""
+    """Loader of ``epoch_length`` step indices per epoch; the index continues over epochs and is part of the state.
+
+    Attributes:
+        index: Next index.
+        committed: Index to resume from; None for ``index``.
+    """
 
     def __init__(self, epoch_length: int, steps_per_rollout: int, start: int = 0) -> None:
         self.epoch_length = epoch_length
         self.steps_per_rollout = steps_per_rollout
         self.index = start
+        self.committed: int | None = None
 
     def __len__(self) -> int:
         """Return the number of step indices of one epoch."""
@@ -35,8 +41,8 @@ class StepLoader:
             yield step_index
 
     def state_dict(self) -> dict[str, int]:
-        """Return the index in the run; Lightning stores the position within the epoch."""
-        return {"index": self.index}
+        """Return the committed index in the run; Lightning stores the position within the epoch."""
+        return {"index": self.index if self.committed is None else self.committed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a saved index."""

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import (
     Strategy,
 )
 
-from lightning_rl.distributed.agreement import check_agreement
+from lightning_rl.distributed.agreement import check_agreement, check_process_group
 from lightning_rl.distributed.collectives import (
     ALONE,
     Alone,
@@ -37,6 +37,7 @@ __all__ = [
     "Parallel",
     "RunEndError",
     "check_agreement",
+    "check_process_group",
     "cure_of",
     "failing_together",
     "meet",

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 
-from lightning_rl.distributed.collectives import process_objects
+from lightning_rl.distributed.collectives import process_count, process_objects
 from lightning_rl.version import __version__
 
 CURES = {
@@ -13,6 +13,15 @@ CURES = {
     "data": "give every rank the same rows, in the same order",
     "lightning-rl": "install one version of lightning-rl on all nodes",
 }
+
+
+def check_process_group(world_size: int) -> None:
+    """Raise RuntimeError unless the default process group has the ranks of the Trainer."""
+    if process_count() != world_size:
+        raise RuntimeError(
+            f"expected a process group of {world_size} ranks as in the trainer, got {process_count()} ranks: "
+            "do not start an engine or call init_process_group before trainer.fit"
+        )
 
 
 def check_agreement(mine: Mapping[str, str]) -> None:

@@ -111,12 +111,21 @@ class Parallel:
 
     def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
         """Clip the gradient to ``limit``, step if the norm is accepted, and return the norm before clipping."""
-        scaler = getattr(self.strategy.precision_plugin, "scaler", None)  # under 16-mixed
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        scaler, scale = self._scaler, self.loss_scale
         norm = self.clipped_norm(model, torch.inf if limit is None else limit * scale) / scale
         if accept(norm, patient=scaler is not None) or scaler is not None:
             optimizer.step()  # a scaler skips the step by itself and lowers its scale
         return norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the gradient scaler on the loss; 1 without one."""
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    @property
+    def _scaler(self) -> Any:
+        """Gradient scaler under 16-mixed, else None."""
+        return getattr(self.strategy.precision_plugin, "scaler", None)
 
     def clear(self, optimizer: LightningOptimizer) -> None:
         """Clear the gradient after a step."""

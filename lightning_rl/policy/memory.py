@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
+from lightning_rl.policy.model import PolicyModel, Scorer
+
 GIB = 2**30
 USABLE = 0.95  # share of a device's memory; the rest is lost to fragmentation
 CONTEXT = GIB  # CUDA context, workspaces, NCCL buffers; an allowance, not measured
@@ -196,15 +198,19 @@ def states_per_weight(optimizer: Optimizer) -> float:
     return 2 / optimizer_weights(optimizer)[0].itemsize if "8bit" in type(optimizer).__name__ else 2.0
 
 
-def resident_bytes(tensors: Iterable[Tensor], optimizer: Optimizer | None, *, copies_gradients: bool) -> float:
+def resident_bytes(
+    policy: PolicyModel, reference: Scorer | None, optimizer: Optimizer | None, *, copies_gradients: bool
+) -> float:
     """Return the bytes that a rank holds during generation.
 
     Args:
-        tensors: Weights of policy, critic and reference.
+        policy: Policy with its critic.
+        reference: Reference of the run.
         optimizer: Optimizer of a fit; None outside of a fit.
         copies_gradients: True if the strategy holds a second copy of the gradients.
     """
-    weights = local_bytes(tensors)
+    frozen = reference.model.parameters() if type(reference) is Scorer else ()  # others share the policy's parameters
+    weights = local_bytes([*policy.parameters(), *frozen])
     if optimizer is None:
         return weights
     trained = local_bytes(optimizer_weights(optimizer))

@@ -7,16 +7,33 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from lightning_rl.distributed import Parallel
+from lightning_rl.distributed import Parallel, check_agreement, process_count
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.build import ModelSource, build_policy, build_reference
 from lightning_rl.policy.compilation import compile_layers
 from lightning_rl.policy.liger import apply_liger
-from lightning_rl.policy.lora import adapters_of
+from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
 from lightning_rl.policy.model import PolicyModel, Scorer
 from lightning_rl.policy.model_options import ModelOptions
+from lightning_rl.policy.tensor_hash import hash_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModels:
+    """Models of a run, sharded.
+
+    Args:
+        policy: Policy with its critic.
+        reference: New reference; None if none was built.
+        replica: New copy for an engine that cannot decode with the policy; None if none was built.
+    """
+
+    policy: PolicyModel
+    reference: Scorer | None
+    replica: PreTrainedModel | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +49,55 @@ class RunModels:
     sources: Mapping[str, Any]
     temperature: float
     options: ModelOptions
+
+    def build(
+        self,
+        parallel: Parallel,
+        mesh: DeviceMesh | None,
+        *,
+        policy: PolicyModel | None,
+        alone: bool,
+        replica: bool,
+        reference: bool,
+        stepped: bool,
+        convert: Callable[[nn.Module], nn.Module],
+        data: str | None,
+    ) -> BuiltModels:
+        """Build the models that are missing, check that all ranks have the same ones, and shard them.
+
+        Args:
+            parallel: Strategy of the run.
+            mesh: Devices of the strategy.
+            policy: Policy, if there is one.
+            alone: True if it was built without a Trainer, so that it is not sharded.
+            replica: True to build a replica of a new policy.
+            reference: True to build a reference.
+            stepped: True if the policy has been trained.
+            convert: ``convert_module`` of the precision plugin.
+            data: Fingerprint of the prompts; None without prompts.
+        """
+        copied, frozen, root = None, None, parallel.strategy.root_device
+        with parallel.building():
+            new = policy if alone else None
+            if policy is None:
+                policy = new = self.build_policy(split=parallel.splits_first)
+            if new is not None and replica:
+                copied = self.build_replica(parallel, new, convert)
+            if reference:
+                initial = not stepped and (new is not None or not parallel.sharded)
+                frozen = self.build_reference(parallel, policy, initial=initial)
+            scoring = None if frozen is None else cast(PolicyModel, frozen.scoring)
+            self.use_kernels(parallel, *(model for model in (new, scoring) if model is not None))
+        _check_ranks({"policy": new, "reference": scoring}, data)
+        if new is not None:
+            policy = cast(PolicyModel, parallel.shard(new, new.layers(), mesh))
+            if new.files is not None:
+                policy.fill(root)
+        if frozen is not None:
+            frozen.shard(lambda model, layers: parallel.shard_frozen(model, layers, mesh), root)
+        elif reference:
+            frozen = AdapterOffScorer(policy, policy.model)
+        return BuiltModels(policy=policy, reference=frozen, replica=copied)
 
     def build_policy(self, *, split: bool = False) -> PolicyModel:
         """Return policy and critic on one device, or with ``split`` without weights if they come from a folder."""
@@ -98,3 +164,15 @@ class RunModels:
                 apply_liger(model)
             if self.options.backend:
                 compile_layers(policy, policy.layers(), self.options.backend)
+
+
+def _check_ranks(models: Mapping[str, PolicyModel | None], data: str | None) -> None:
+    """Check that all ranks have the same unsharded weights and the same data."""
+    if process_count() == 1:
+        return
+    weights = {
+        name: hash_weights(model.named_parameters() if model.files is None else model.files.parameters())
+        for name, model in models.items()
+        if model is not None
+    }
+    check_agreement({**weights, **({} if data is None else {"data": data})})

@@ -1,7 +1,7 @@
 """RolloutLoop: the scored samples of one rollout after another, generated when needed or ahead of training."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +101,7 @@ class Ahead(RolloutLoop):
 
     prefetcher: Prefetcher
     max_staleness: int
-    skipped: frozenset[int]
+    skipped: Collection[int]
     device: torch.device
 
     @override

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.state import CurrentRollout
+from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.update import StepGradient
 from lightning_rl.utils.atomic_write import write_atomically
 

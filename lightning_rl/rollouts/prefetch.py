@@ -87,9 +87,9 @@ class Prefetcher:
         everywhere = all(process_objects(samples is not None))
         return samples if everywhere else pending.prompts
 
-    def numbers(self) -> set[int]:
-        """Return the numbers of the submitted rollouts."""
-        return set(self._pending)
+    def pending(self) -> Mapping[int, Pending]:
+        """Return the submitted rollouts by number."""
+        return dict(self._pending)
 
     def drop(self, *numbers: int) -> None:
         """Remove rollouts."""
@@ -136,26 +136,36 @@ class Prefetcher:
             "the engine, sample fewer or shorter responses, or raise lightning_rl.rollouts.prefetch.PATIENCE"
         )
 
-    def state(self) -> list[dict[str, Any]]:
-        """Return the rollouts as values that load under ``weights_only=True``; prompts by their index in the stream."""
-        states = []
-        for number, pending in self._pending.items():
-            future = pending.samples
-            done = future is not None and future.done() and not future.cancelled() and not future.exception()
-            samples = future.result().state() if future is not None and done else None
-            places = [prompt.index for prompt in pending.prompts]
-            states.append({"rollout": number, "places": places, "samples": samples})
-        return states
-
-    def load(self, states: Iterable[Mapping[str, Any]], at: Callable[[Iterable[int]], list[Prompt]]) -> None:
-        """Restore the rollouts from :meth:`state`; ``at`` returns the prompts at indices of the stream."""
+    def load(self, pending: Mapping[int, Pending]) -> None:
+        """Replace the submitted rollouts."""
         self.close()
-        for state in states:
-            prompts, samples = at(state["places"]), None
-            if state["samples"] is not None:
-                samples = Future[Samples]()
-                samples.set_result(Samples.from_state(state["samples"], prompts))
-            self._pending[state["rollout"]] = Pending(prompts=prompts, samples=samples)
+        self._pending = dict(pending)
+
+
+def state_of_pending(pending: Mapping[int, Pending]) -> list[dict[str, Any]]:
+    """Return rollouts as values that load under ``weights_only=True``; prompts by their index in the stream."""
+    states = []
+    for number, rollout in pending.items():
+        future = rollout.samples
+        done = future is not None and future.done() and not future.cancelled() and not future.exception()
+        samples = future.result().state() if future is not None and done else None
+        places = [prompt.index for prompt in rollout.prompts]
+        states.append({"rollout": number, "places": places, "samples": samples})
+    return states
+
+
+def pending_from_state(
+    states: Iterable[Mapping[str, Any]], at: Callable[[Iterable[int]], list[Prompt]]
+) -> dict[int, Pending]:
+    """Restore rollouts from :func:`state_of_pending`; ``at`` returns the prompts at indices of the stream."""
+    pending = {}
+    for state in states:
+        prompts, samples = at(state["places"]), None
+        if state["samples"] is not None:
+            samples = Future[Samples]()
+            samples.set_result(Samples.from_state(state["samples"], prompts))
+        pending[state["rollout"]] = Pending(prompts=prompts, samples=samples)
+    return pending
 
 
 def remaining_tickets(trainer: Trainer, batch_idx: int) -> float:

@@ -1,7 +1,7 @@
 """State of a run besides its weights, and the part of it that a checkpoint stores."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,79 +13,17 @@ from transformers import PreTrainedModel, TrainerState
 
 from lightning_rl.checkpointing import new_run
 from lightning_rl.corrections import Corrections, Stat
-from lightning_rl.data import Prompt, StepIndex
+from lightning_rl.data import Prompt, PromptDataModule, StepIndex
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
-from lightning_rl.policy import Plan, Scorer
-from lightning_rl.policy.plan import divide_plan, plan_of_rows
-from lightning_rl.rollout import Rollout
+from lightning_rl.policy import Scorer
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.rollouts.rollback import Failure, Mark
-from lightning_rl.rollouts.zero_gradient import IdleRollouts
+from lightning_rl.rollouts.progress import CurrentRollout, Failure, Progress
 from lightning_rl.run_spec import Needs
-from lightning_rl.utils.mutation_guard import EditError, Versions
+from lightning_rl.update import MadeStep
 
 MAX_NONFINITE_IN_A_ROW = 3
-MaxOverRanks = Callable[[Sequence[int]], list[int]]
-"""Element-wise maximum of a list over all ranks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurrentRollout:
-    """A finished rollout from its first optimizer step to its last.
-
-    Args:
-        number: Number of the rollout.
-        rollout: Rollout with advantages.
-        plan: Plan of every pass over it.
-        versions: Versions of its fields when it was finished.
-    """
-
-    number: int
-    rollout: Rollout
-    plan: Plan
-    versions: Versions
-
-    @staticmethod
-    def of(number: int, rollout: Rollout, plan: Plan) -> "CurrentRollout":
-        """Begin the optimizer steps on a rollout."""
-        return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=Versions(rollout.tensors()))
-
-    def check_edits(self) -> None:
-        """Check that the rollout has not been modified since it was finished.
-
-        Raises:
-            EditError: With the names of the modified fields.
-        """
-        if edited := self.versions.changes(self.rollout.tensors()):
-            raise EditError(
-                f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
-                "keeps a reference to it and edits it: SignalAudit names the callback"
-            )
-
-    def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
-        """Split the rows into smaller microbatches; every rank has to call this."""
-        device, rollout = self.rollout.response_ids.device, self.rollout.to("cpu")
-        plan = divide_plan(
-            rollout,
-            self.plan.rows(),
-            max_tokens_per_microbatch=max_tokens_per_microbatch,
-            packed=packed,
-            max_over_ranks=max_over_ranks,
-        )
-        return replace(self, plan=plan.to(device))
-
-    def state(self) -> dict[str, Any]:
-        """Return plain values and tensors that load under ``weights_only=True``."""
-        return {"number": self.number, "rollout": self.rollout.to("cpu").state(), "rows": self.plan.rows()}
-
-    @staticmethod
-    def from_state(state: Mapping[str, Any], device: torch.device, *, packed: bool) -> "CurrentRollout":
-        """Restore the rollout from :meth:`state` on a device."""
-        rollout = Rollout.from_state(state["rollout"])
-        plan = plan_of_rows(rollout, state["rows"], packed=packed)
-        return CurrentRollout.of(state["number"], rollout.to(device), plan.to(device))
 
 
 @dataclass(slots=True)
@@ -100,28 +38,24 @@ class RunState:
         replica: Copy of the policy that the embedded engine decodes with, where it cannot use the policy.
         sampling: Sampling parameters of the module, with the ids that end a response.
         engine_started: True once the engine can load weights.
+        progress: State after the last optimizer step, which a checkpoint stores.
         current: Rollout in progress.
         prefetcher: Rollouts that are generated ahead.
         metrics: Metrics that have not been logged yet.
         times: Seconds by phase.
         rollout_stats: Logged metrics of the current rollout.
+        rollout_figures: Their values over all ranks, with those of rewards and the numbers of rows and tokens.
         failed_folder: Folder for samples with failed rewards.
         tracer: Tracer of the parameters during an optimizer step.
-        step_index: Last step index of this fit.
+        begun: Index of the last optimizer step that began.
+        stepping: True while the optimizer updates weights, so that some may be old and some new.
         built_alone: True if the policy was built before there was a Trainer, so without a strategy.
         stepped: True if the policy has changed since it was built.
         skipped: Number of skipped optimizer steps.
-        idle: Counter of rollouts in a row without a gradient.
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
-        mark: Snapshot from before the current step index or its optimizer step.
-        late_error: Error raised after an optimizer step, until the step is complete.
-        settled: Error after which the run was rolled back.
-        unsettled: Reason why the rollback failed.
-        failure: Rollout in which the last error was raised.
-        schedule_behind: True if the scheduler has not stepped since the last optimizer step.
-        budget: Requested and reduced token budget after memory ran out; None before.
+        made: Optimizer step that is not measured yet.
     """
 
     corrections: Corrections = field(default_factory=Corrections)
@@ -131,52 +65,106 @@ class RunState:
     replica: PreTrainedModel | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     engine_started: bool = False
+    progress: Progress = field(default_factory=Progress)
     current: CurrentRollout | None = None
     prefetcher: Prefetcher = field(default_factory=Prefetcher)
     metrics: MetricLog = field(default_factory=MetricLog)
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
+    rollout_figures: Mapping[str, float] = field(default_factory=dict)
     failed_folder: Path | None = None
-    step_index: int | None = None
+    begun: StepIndex | None = None
+    stepping: bool = False
     built_alone: bool = False
     stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0
-    idle: IdleRollouts = field(default_factory=IdleRollouts)
     loaded: Mapping[str, Any] | None = None
     name: str = ""
-    mark: Mark | None = None
-    late_error: Exception | None = None
-    settled: BaseException | None = None
-    unsettled: str | None = None
-    failure: Failure | None = None
-    schedule_behind: bool = False
-    budget: tuple[int, int] | None = None
+    made: MadeStep | None = None
 
-    def set_mark(self, step_index: StepIndex, cursor: int) -> None:
-        """Take a snapshot of the run at a step index or at its optimizer step."""
-        self.mark = Mark.of(self, step_index, cursor)
-        self.mark.keep_states(self.corrections)
+    def begin_rollout(self, current: CurrentRollout, stats: Mapping[str, Stat], noted: Mapping[str, Stat]) -> None:
+        """Add a finished rollout and its metrics to the state of the run."""
+        self.current, self.rollout_stats = current, dict(stats)
+        self.metrics.add("rollout", stats)
+        self.metrics.add("noted", noted)
+        self.prefetcher.drop(current.number)
 
-    def note_step(self) -> None:
-        """Record that the optimizer step of the current step index was made or skipped."""
-        if self.mark is not None:
-            self.mark.stepping, self.mark.made = False, True
+    def begin_step(self, step_index: StepIndex) -> None:
+        """Keep the states of the corrections from before the hooks of an optimizer step."""
+        self.begun, self.stepping = step_index, False
+        self.progress = replace(self.progress, corrections=self.corrections.states())
 
-    def end_step(self, step_index: StepIndex, *, last: bool) -> None:
-        """Complete the step of a step index, as a checkpoint in ``on_train_batch_end`` expects."""
-        self.mark, self.step_index = None, step_index.index
-        if last:
-            self.current = None
+    def commit(
+        self,
+        stream: PromptDataModule,
+        index: int,
+        *,
+        current: CurrentRollout | None,
+        corrections: Mapping[str, Mapping[str, Any]] | None = None,
+        schedule_behind: bool = False,
+    ) -> None:
+        """Make the state of the run the one that a checkpoint stores, until the next commit.
+
+        Args:
+            stream: Source of the prompts.
+            index: Index of the next optimizer step.
+            current: Rollout of the next optimizer step; None if it has to be generated.
+            corrections: States of the corrections, within a step.
+            schedule_behind: True if the scheduler has to step.
+        """
+        self.stepping = False
+        self.progress = replace(
+            self.progress,
+            index=index,
+            current=current,
+            prefetched=self.prefetcher.pending(),
+            cursor=stream.commit(index),
+            skipped=self.skipped,
+            nonfinite_in_a_row=self.nonfinite_in_a_row,
+            corrections=corrections,
+            schedule_behind=schedule_behind,
+        )
+
+    def write_corrections(self, states: dict[str, Any]) -> None:
+        """Replace the states of the corrections in a checkpoint, by state key, by the committed ones."""
+        for callback in self.corrections.callbacks:
+            if self.progress.corrections is not None and callback.name in self.progress.corrections:
+                states[callback.state_key] = self.progress.corrections[callback.name]
+
+    @property
+    def save_problem(self) -> str | None:
+        """Reason why the last commit does not fit the weights, or cannot be saved; None if it can."""
+        return "the error came in the middle of an optimizer step" if self.stepping else self.progress.edits()
+
+    @property
+    def made_step(self) -> bool:
+        """True if the optimizer step that began last was made or skipped."""
+        return self.begun is not None and self.progress.index > self.begun.index
+
+    def note_error(self, error: BaseException) -> None:
+        """Restore the corrections, and record the rollout in which an error was raised."""
+        if self.progress.corrections is not None:
+            self.corrections.restore(self.progress.corrections)
+        current = self.progress.current
+        number = None if current is None else current.number
+        if self.begun is not None and not self.made_step:
+            number = self.begun.rollout
+        if number is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            failure = Failure.next(self.progress.failure, number)
+            self.progress = replace(self.progress, failure=failure)
+            error.add_note(failure.note())
 
     def max_tokens_per_microbatch(self, asked: int) -> int:
         """Return the maximum number of tokens per microbatch: ``asked``, or less after memory ran out with it."""
-        return self.budget[1] if self.budget is not None and self.budget[0] == asked else asked
+        budget = self.progress.budget
+        return budget[1] if budget is not None and budget[0] == asked else asked
 
     def halve(self, asked: int) -> int:
         """Halve the token budget and return it."""
-        self.budget = asked, max(1, self.max_tokens_per_microbatch(asked) // 2)
-        return self.budget[1]
+        half = max(1, self.max_tokens_per_microbatch(asked) // 2)
+        self.progress = replace(self.progress, budget=(asked, half))
+        return half
 
     def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
         """Return True if a step with this gradient norm is to be made, and count the others.
@@ -208,17 +196,7 @@ class RunState:
 
     def state(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, in values that load under ``weights_only=True``."""
-        return {
-            "current": None if self.current is None else self.current.state(),
-            "prefetched": self.prefetcher.state(),
-            "metrics": self.metrics.state(),
-            "skipped": self.skipped,
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
-            "idle": self.idle.state(),
-            "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
-            "schedule_behind": self.schedule_behind,
-            "budget": self.budget,
-        }
+        return {**self.progress.state(), "metrics": self.metrics.state()}
 
     def begin(
         self,
@@ -241,33 +219,26 @@ class RunState:
         Raises:
             ValueError: If the checkpoint has more rollouts ahead.
         """
-        loaded, self.loaded, self.current = self.loaded, None, None
+        loaded, self.loaded = self.loaded, None
         if loaded is None or not self.name:
             self.name = new_run()
-        self.rollout_stats, self.step_index, self.idle = {}, None, IdleRollouts()
-        self.mark = self.late_error = self.settled = self.unsettled = self.failure = self.budget = None
-        self.schedule_behind = False
+        self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
+        self.begun, self.made, self.stepping = None, None, False
         self.prefetcher.close()
-        self.metrics, self.skipped, self.nonfinite_in_a_row = MetricLog(device, collectives), 0, 0
-        self.times = PhaseTimes()
+        self.metrics, self.times = MetricLog(device, collectives), PhaseTimes(device)
         if self.reference is not None:
             self.reference.to(device)
-        if loaded is None:
-            return
-        self.metrics.load(loaded["metrics"])
-        self.skipped, self.nonfinite_in_a_row = loaded["skipped"], loaded["nonfinite_in_a_row"]
-        self.idle = IdleRollouts.from_state(loaded["idle"])
-        self.failure = None if loaded["failure"] is None else Failure(*loaded["failure"])
-        self.schedule_behind = loaded.get("schedule_behind", False)
-        self.budget = None if loaded["budget"] is None else tuple(loaded["budget"])
-        if len(loaded["prefetched"]) > max_staleness:
-            raise ValueError(
-                f"expected a checkpoint with at most {max_staleness} rollouts in flight (max_staleness), got "
-                f"{len(loaded['prefetched'])}: resume with max_staleness={len(loaded['prefetched'])}"
-            )
-        self.prefetcher.load(loaded["prefetched"], at)
-        if loaded["current"] is not None:
-            self.current = CurrentRollout.from_state(loaded["current"], device, packed=packed)
+        if loaded is not None:
+            if (ahead := len(loaded["prefetched"])) > max_staleness:
+                raise ValueError(
+                    f"expected a checkpoint with at most {max_staleness} rollouts in flight (max_staleness), got "
+                    f"{ahead}: resume with max_staleness={ahead}"
+                )
+            self.metrics.load(loaded["metrics"])
+            self.progress = Progress.from_state(loaded, device, packed=packed, at=at)
+            self.prefetcher.load(self.progress.prefetched)
+        self.current, self.skipped = self.progress.current, self.progress.skipped
+        self.nonfinite_in_a_row = self.progress.nonfinite_in_a_row
 
     def load(self, checkpoint: Mapping[str, Any], *, rank: int, world_size: int) -> None:
         """Load this rank's part of a checkpoint.

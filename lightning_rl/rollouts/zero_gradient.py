@@ -2,15 +2,18 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.data import StepIndex
 from lightning_rl.distributed import RunEndError
 from lightning_rl.rollout import Rollout
+from lightning_rl.utils.arguments import check_counts
 
 SHOWN = ("groups/sampled", "groups/filtered", "groups/zero_variance")
 SHOWN += ("engine/aborted", "reward/failed", "length/truncated")
@@ -25,13 +28,15 @@ class IdleRunError(RunEndError):
     """Error that ends a run after too many rollouts in a row without a gradient or learning rate."""
 
 
-@dataclass(slots=True)
-class IdleRollouts:
-    """Counter of rollouts in a row without an optimizer step that had both a gradient and a learning rate.
+class StopOnZeroGradient(Callback):
+    """Ends a run after consecutive rollouts without an optimizer step that had both a gradient and a learning rate.
 
-    A rollout without a trained token makes no step. With all advantages zero, only momentum and weight decay move the
-    policy. With a learning rate of 0 in every parameter group, nothing moves. One group with a learning rate is enough,
-    such as the critic's during its warmup.
+    A run without this callback gets it with its default. A rollout without a trained token makes no step. With all
+    advantages zero, only momentum and weight decay move the policy. With a learning rate of 0 in every parameter group,
+    nothing moves. One group with a learning rate is enough, such as the critic's during its warmup.
+
+    Args:
+        patience: Number of such rollouts after which the run ends with a checkpoint; None to only warn.
 
     Attributes:
         count: Number of such rollouts in a row.
@@ -42,12 +47,38 @@ class IdleRollouts:
         ended: True if a rollout has ended since the fit began.
     """
 
-    count: int = 0
-    learning: bool = False
-    stopped: bool = False
-    figures: Mapping[str, float] = field(default_factory=dict)
-    reason: str = ""
-    ended: bool = False
+    def __init__(self, patience: int | None = 10) -> None:
+        check_counts(1, optional=True, patience=patience)
+        self.patience = patience
+        self._rates: list[float] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self.count, self.learning, self.stopped, self.reason, self.ended = 0, False, False, "", False
+        self.figures: Mapping[str, float] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._reset()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: StepIndex, batch_idx: int) -> None:
+        self._rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        if batch.step == 0:
+            self.check()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: StepIndex, batch_idx: int
+    ) -> None:
+        if pl_module.skips(batch.rollout):
+            return
+        self.figures = pl_module.run.rollout_figures or self.figures
+        if outputs:
+            self.note(outputs["optim/grad_norm"], self._rates)
+        if batch.step == pl_module.steps_per_rollout - 1:
+            self.end_rollout(batch.rollout, pl_module.run.corrections)
 
     def note(self, norm: Tensor, rates: Sequence[float]) -> None:
         """Record the gradient norm of an optimizer step and the learning rate of each parameter group.
@@ -58,10 +89,10 @@ class IdleRollouts:
         self.learning = self.learning or (has_gradient and moves)
         self.stopped = self.stopped or (has_gradient and not moves)
 
-    def end_rollout(self, number: int, corrections: Corrections, max_count: int | None) -> None:
+    def end_rollout(self, number: int, corrections: Corrections) -> None:
         """Update the count after the last step of a rollout.
 
-        Warns of the first rollout in a row without a trained token, and of zero gradients at half of ``max_count``.
+        Warns of the first rollout in a row without a trained token, and of zero gradients at half of ``patience``.
         """
         self.ended = True
         stopped, self.stopped = self.stopped, False
@@ -69,11 +100,11 @@ class IdleRollouts:
         if not self.count:
             return
         self.reason = f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections)
-        half = 0 if max_count is None else max(max_count // 2, 1)
+        half = 0 if self.patience is None else max(self.patience // 2, 1)
         if self.count == (half if self.figures.get("trained tokens") else 1):
             warnings.warn(f"rollout {number} taught the policy nothing: {self.reason}", stacklevel=2)
 
-    def check(self, max_count: int | None) -> None:
+    def check(self) -> None:
         """End the run on every rank before the next rollout if the limit is reached.
 
         A resumed run gets one more rollout before it ends.
@@ -81,24 +112,24 @@ class IdleRollouts:
         Raises:
             IdleRunError: With the reason and the metrics of the last rollout.
         """
-        if max_count is None or self.count < max_count:
+        if self.patience is None or self.count < self.patience:
             return
-        count, self.count = self.count, max_count - 1
+        count, self.count = self.count, self.patience - 1
         if self.ended:
             lacked = "learning rate" if self.reason.startswith(STOPPED) else "gradient"
             raise IdleRunError(
-                f"expected the policy to learn, but {count} rollouts in a row had no {lacked} (max_idle_rollouts="
-                f"{max_count}): {self.reason}"
+                f"expected the policy to learn, but {count} rollouts in a row had no {lacked} (patience="
+                f"{self.patience}): {self.reason}"
             )
 
-    def state(self) -> dict[str, Any]:
-        """Return the state as plain values."""
+    @override
+    def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "learning": self.learning, "stopped": self.stopped, "figures": dict(self.figures)}
 
-    @staticmethod
-    def from_state(state: Mapping[str, Any]) -> "IdleRollouts":
-        """Restore the counter from :meth:`state`."""
-        return IdleRollouts(**state)
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count, self.learning, self.stopped = (state_dict[name] for name in ("count", "learning", "stopped"))
+        self.figures = state_dict["figures"]
 
 
 def census(rollout: Rollout) -> dict[str, Stat]:

@@ -1,10 +1,17 @@
 """Callbacks and progress bars of a Trainer."""
 
+from typing import TypeVar
+
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
+CallbackT = TypeVar("CallbackT", bound=Callback)
 PHASE_WIDTH = len("generate")  # keeps the bar in place
+
+
+class CoreCallback(Callback):
+    """Callback without options that every run has, so that it is no part of a configuration."""
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
@@ -32,3 +39,17 @@ def show_line(trainer: Trainer, text: str) -> None:
         bar.print(text)
     else:
         rank_zero_info(text)
+
+
+def add_first(trainer: Trainer, kind: type[Callback]) -> None:
+    """Move the trainer's callback of a class before the others, or create it there if there is none."""
+    callbacks = callbacks_of(trainer)
+    present = [callback for callback in callbacks if isinstance(callback, kind)] or [kind()]
+    callbacks[:] = [*present, *(callback for callback in callbacks if callback not in present)]
+
+
+def add_missing(trainer: Trainer, kind: type[CallbackT]) -> tuple[list[CallbackT], CallbackT]:
+    """Return the callbacks to add for a class, none if the trainer has one, and the callback of the run."""
+    present = [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
+    added = [] if present else [kind()]
+    return added, (*present, *added)[0]

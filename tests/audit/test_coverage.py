@@ -107,7 +107,7 @@ def test_a_figure_that_lightning_shows_is_compared_too() -> None:
     class Overwriting(Callback):
         @override
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-            pl_module.log("reward/task", 2.0, on_step=True, on_epoch=False)
+            pl_module.log("reward/task", 2.0, prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
     audit = SignalAudit(1, checks=["logged_metrics"])
     with pytest.warns(UserWarning, match="reward/task = .* in callback_metrics"):

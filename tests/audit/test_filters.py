@@ -72,7 +72,7 @@ def alarms(callback: RLCallback, rollouts: int = 2, **options: Any) -> set[str]:
     audit = SignalAudit(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = tiny_module(**{"max_idle_rollouts": None, **options})
+        module = tiny_module(**{"patience": None, **options})
         fit(module, callbacks=[callback, audit], data=tiny_prompts(4 * rollouts, 4))
     return {finding.culprit for finding in audit.findings}
 

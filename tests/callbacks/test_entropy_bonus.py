@@ -1,5 +1,6 @@
 """EntropyBonus: the entropy's gradient in the loss, and a coefficient that holds a target over all ranks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -102,9 +103,9 @@ class Trace(EntropyBonus):
     """Keeps coefficient and mean entropy of every optimizer step."""
 
     @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def after_step(self, outputs: Mapping[str, Tensor]) -> None:
         used = self.alpha
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().after_step(outputs)
         self.steps = [*getattr(self, "steps", []), (used, float(outputs["policy/entropy"][1]), self.coef)]
 
 

@@ -279,9 +279,7 @@ def test_routes_stay_with_their_samples_through_refills() -> None:
     def odd_sum(prompts: Any, completions: Any, *, completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [float(sum(ids) % 2) for ids in completion_ids]
 
-    module = tiny_module(
-        policy=moe, rewards=odd_sum, optimizer=partial(SGD, lr=0.0), max_idle_rollouts=None, group_size=2
-    )
+    module = tiny_module(policy=moe, rewards=odd_sum, optimizer=partial(SGD, lr=0.0), patience=None, group_size=2)
     fit(module, callbacks=[RouterReplay(), DynamicSampling(), recorder(seen)("seen")], data=tiny_prompts(24, 4))
     assert any(len(rollout) and int(rollout.groups.max() - rollout.groups.min()) > 3 for rollout in seen), "no refill"
     model = module.required_policy.model

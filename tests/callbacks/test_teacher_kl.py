@@ -149,7 +149,7 @@ def test_a_teacher_equal_to_the_policy_gives_no_penalty_at_the_first_step(precis
 def test_a_teacher_pulls_the_policy_towards_itself() -> None:
     gaps = []
     for beta in (0.0, 1.0):
-        nothing: dict[str, Any] = {"rewards": lambda prompts, *_, **__: [0.0] * len(prompts), "max_idle_rollouts": None}
+        nothing: dict[str, Any] = {"rewards": lambda prompts, *_, **__: [0.0] * len(prompts), "patience": None}
         module = tiny_module(advantages="reinforce", **nothing)
         seen: list[Rollout] = []
         teacher = TeacherKL(partial(tiny_policy, 3), beta, as_loss=True, estimator="k2")

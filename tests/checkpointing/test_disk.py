@@ -88,7 +88,7 @@ def test_a_full_disk_lets_the_run_go_on_if_that_is_wanted_and_keeps_the_last_che
     whole = run(tmp_path / "whole")
     monkeypatch.setattr(torch, "save", FullDisk(torch.save, 3))
     with pytest.warns(UserWarning, match="the run continues without"):
-        module = run(tmp_path / "full", top=1, checkpoint_errors="warn")
+        module = run(tmp_path / "full", top=1, on_checkpoint_error="warn")
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(module).items())
     newest = latest_checkpoint(tmp_path / "full")
     assert newest is not None and newest.name == "step=2.ckpt", "though ModelCheckpoint wanted to replace it"

@@ -199,6 +199,29 @@ def test_whatever_the_engine_raises_leaves_the_last_step(
     assert_equal(run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)[0], whole)
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("at", [5, 7])
+def test_a_checkpoint_within_a_step_holds_the_last_one(
+    hook: str, at: int, whole: RLLightningModule, tmp_path: Path
+) -> None:
+    class Saves(Callback):
+        def __init__(self) -> None:
+            self.left = at
+            setattr(self, hook, self.save)
+
+        def save(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+            self.left -= 1
+            if not self.left:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    start(tmp_path, Saves())
+    saved = torch.load(tmp_path / "within.ckpt", weights_only=True)
+    assert saved["global_step"] == saved["PromptDataModule"]["step_index"] == at - 1
+    resumed, trainer = run(tmp_path, ckpt_path=tmp_path / "within.ckpt")
+    assert trainer.global_step == 16
+    assert_equal(resumed, whole)
+
+
 def test_an_error_inside_the_optimizer_step_saves_nothing_and_says_so(tmp_path: Path) -> None:
     class Half(torch.optim.AdamW):
         def step(self, closure: Callable[[], float] | None = None) -> Any:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl import RLCallback, RLLightningModule, Rollout
-from lightning_rl.checkpointing import INTERRUPTED, interrupts
+from lightning_rl.checkpointing import INTERRUPTED, fault_tolerance
 
 SLURM = {
     "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "rl", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1",
@@ -83,7 +83,7 @@ def test_the_signal_of_slurm_saves_at_the_end_of_the_step_queues_the_job_and_its
 def test_a_step_that_outlasts_the_grace_is_left_and_the_run_goes_on_before_it(
     whole: dict[int, RLLightningModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupts, "GRACE", 0.3)
+    monkeypatch.setattr(fault_tolerance, "GRACE", 0.3)
     begin = time.monotonic()
     with pytest.raises(SIGTERMException) as ended:
         run(tmp_path, Sends(signal.SIGTERM, hangs=True))
@@ -108,12 +108,12 @@ class LastSendsIn(SendsIn, Checkpoint):
 def test_sigterm_before_the_first_step_ends_the_run_at_once_and_says_that_nothing_is_lost(
     hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    before = [signal.getsignal(number) for number in fault_tolerance.SIGNALS]
     with pytest.raises(SIGTERMException) as ended:
         fit(tiny_module(), callbacks=[SendsIn(hook)], data=tiny_prompts(validation=[[2, 3]]), default_root_dir=tmp_path)
     assert ended.value.code == 143 and not (tmp_path / INTERRUPTED).exists()
     assert "SIGTERM ended this fit before its first optimizer step: earlier checkpoints are kept" in caplog.messages
-    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    assert [signal.getsignal(number) for number in fault_tolerance.SIGNALS] == before
 
 
 @pytest.mark.parametrize(
@@ -133,16 +133,16 @@ def test_sigterm_after_the_last_step_ends_the_run_with_its_status_and_a_checkpoi
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    before = [signal.getsignal(number) for number in interrupts.SIGNALS]
+    before = [signal.getsignal(number) for number in fault_tolerance.SIGNALS]
     with pytest.raises(SIGTERMException) as ended:
         run(tmp_path, kind(hook), enable_checkpointing=kind is LastSendsIn)
     path = tmp_path / INTERRUPTED
     assert ended.value.code == 143 and torch.load(path, weights_only=True)["global_step"] == 16
     assert f"after optimizer step 16: resume with ckpt_path={str(path)!r}" in caplog.text
-    assert [signal.getsignal(number) for number in interrupts.SIGNALS] == before
+    assert [signal.getsignal(number) for number in fault_tolerance.SIGNALS] == before
     resumed, _ = run(tmp_path, max_epochs=2, ckpt_path=path)
     assert not differing(resumed, whole[2])
 
 
 def test_the_grace_ends_before_that_of_schedulers() -> None:
-    assert interrupts.GRACE + interrupts.MEETING < 30
+    assert fault_tolerance.GRACE + fault_tolerance.MEETING < 30

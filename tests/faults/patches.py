@@ -15,8 +15,8 @@ import lightning_rl.policy.attention
 from lightning_rl import ClippedSurrogate, LossView, RLLightningModule, Rollout, Stat
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
+from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import Sampler
-from lightning_rl.rollouts.state import CurrentRollout
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.update import StepWeights
 

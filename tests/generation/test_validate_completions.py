@@ -218,7 +218,7 @@ def test_a_run_whose_engine_aborts_everything_ends_with_the_reason() -> None:
         pytest.warns(UserWarning, match=told),
         pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine aborted every sample"),
     ):
-        fit(tiny_module(engine=Lost(), max_idle_rollouts=3))
+        fit(tiny_module(engine=Lost(), patience=3))
 
 
 def certain(number: int, *, logprob: float = 0.0, **options: Any) -> list[Completion]:

@@ -31,6 +31,7 @@ from lightning_rl import (
     ClippedSurrogate,
     Conversations,
     Critic,
+    FaultTolerance,
     FinishReason,
     LossView,
     ModelOptions,
@@ -41,6 +42,7 @@ from lightning_rl import (
     RLLightningModule,
     Rollout,
     SamplingParams,
+    StopOnZeroGradient,
     sequence_mean,
 )
 from lightning_rl.advantages import Estimator, resolve_advantages
@@ -431,8 +433,18 @@ def grouped(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+CALLBACKS: dict[str, tuple[str, ...]] = {
+    "FaultTolerance": ("skip_rollouts", "on_checkpoint_error", "allow_config_changes"),
+    "StopOnZeroGradient": ("patience",),
+}
+
+
 def tiny_module(**options: Any) -> RLLightningModule:
-    """A module around :func:`tiny_policy`; options of SamplingParams and of the groups go by their own names."""
+    """A module around :func:`tiny_policy`; options of SamplingParams and of the groups go by their own names.
+
+    Options of the callbacks that every run has go to :func:`fit`.
+    """
+    given = {kind: {name: options.pop(name) for name in names if name in options} for kind, names in CALLBACKS.items()}
     names = [spec.name for spec in fields(SamplingParams) if spec.name in options]
     sampling = {"max_new_tokens": 8, **{name: options.pop(name) for name in names}}
     defaults: dict[str, Any] = {
@@ -442,7 +454,10 @@ def tiny_module(**options: Any) -> RLLightningModule:
         "sampling": SamplingParams(**sampling),
         "optimizer": partial(AdamW, lr=1e-2, weight_decay=0.0),
     }
-    return RLLightningModule(**grouped({**defaults, **options}))
+    module = RLLightningModule(**grouped({**defaults, **options}))
+    kinds = {"FaultTolerance": FaultTolerance, "StopOnZeroGradient": StopOnZeroGradient}
+    vars(module)["callbacks"] = [kinds[kind](**group) for kind, group in given.items() if group]
+    return module
 
 
 def tiny_prompts(number: int = 16, per_rollout: int = 4, **options: Any) -> PromptDataModule:
@@ -460,7 +475,7 @@ def fit(
     **options: Any,
 ) -> Trainer:
     """A short ``Trainer.fit`` on the CPU without bar, logger or checkpoints unless asked for."""
-    trainer = a_trainer(callbacks, **options)
+    trainer = a_trainer([*callbacks, *vars(module).get("callbacks", ())], **options)
     trainer.fit(module, data or tiny_prompts(), ckpt_path=ckpt_path)
     return trainer
 

@@ -260,7 +260,7 @@ def test_an_evaluation_ends_the_processes_of_its_rewards() -> None:
 
     validation, training = isolated(always(0.25)), isolated(always(1.0))
     evaluation = Evaluation("held", [[2, 3], [2, 4], [2, 5]], save=False, rewards={"other": validation})
-    module = tiny_module(rewards={"training": training}, evaluation=[evaluation], max_idle_rollouts=None)
+    module = tiny_module(rewards={"training": training}, evaluation=[evaluation], patience=None)
     trainer = fit(module, data=tiny_prompts(8, 4), num_sanity_val_steps=0)
     assert trainer.callback_metrics["val/held/reward/other"] == 0.25
     assert validation.pids() == training.pids() == []

@@ -215,7 +215,7 @@ class Paused(FakeEngine):
 
 def test_an_engine_that_takes_weights_while_it_generates_may_be_further_ahead() -> None:
     rollouts, steps = list[Rollout](), Steps()
-    module = module_of(2, engine=Paused(steps), max_idle_rollouts=None)  # which draws the same tokens every time
+    module = module_of(2, engine=Paused(steps), patience=None)  # which draws the same tokens every time
     fit(module, callbacks=[TruncatedIS(), steps, recorder(rollouts)("seen")], max_epochs=2)
     assert len(rollouts) == 8 and versions_of(rollouts)[:2] == [[0], [0]]
     for number, (version,) in enumerate(versions_of(rollouts)):

@@ -39,9 +39,7 @@ def run(
 ) -> PacedEngine:
     """A fit of as many rollouts as there are lengths, in scripted time."""
     paced = clock.drive(lengths, **(engine or {"sync_seconds": 0.5}))
-    module = tiny_module(
-        max_staleness=max_staleness, engine=paced, group_size=GROUP, max_new_tokens=56, max_idle_rollouts=None
-    )
+    module = tiny_module(max_staleness=max_staleness, engine=paced, group_size=GROUP, max_new_tokens=56, patience=None)
     data = options.pop("data", None) or tiny_prompts(PER_ROLLOUT * len(lengths), PER_ROLLOUT)
     fit(module, callbacks=[TruncatedIS(), *callbacks, clock.trains(step_seconds)], data=data, **options)
     return paced

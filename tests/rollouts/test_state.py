@@ -8,7 +8,7 @@ from kit.support import ragged_rollout
 
 from lightning_rl import Rollout
 from lightning_rl.policy import make_plan
-from lightning_rl.rollouts.state import CurrentRollout
+from lightning_rl.rollouts.progress import CurrentRollout
 
 
 def a_rollout(*, packed: bool = True) -> CurrentRollout:

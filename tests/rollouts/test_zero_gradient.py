@@ -15,7 +15,7 @@ from lightning_rl import RLCallback, RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import DynamicSampling, EntropyBonus, NoEOSMask
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.corrections import Corrections
-from lightning_rl.rollouts.zero_gradient import IdleRollouts, IdleRunError
+from lightning_rl.rollouts.zero_gradient import IdleRunError, StopOnZeroGradient
 
 FIGURES = {
     "rows": 4.0,
@@ -33,6 +33,12 @@ def _checkpoints_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
 
 
+def watching() -> StopOnZeroGradient:
+    callback = StopOnZeroGradient(3)
+    callback.figures = FIGURES
+    return callback
+
+
 def equal(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return [1.0] * len(prompts)
 
@@ -47,7 +53,7 @@ def never_ends() -> Any:
 def run(
     *callbacks: RLCallback, folder: Path | None = None, ckpt_path: Path | None = None, epochs: int = 20, **options: Any
 ) -> RLLightningModule:
-    module = tiny_module(**{"rewards": equal, "max_idle_rollouts": 3, **options})
+    module = tiny_module(**{"rewards": equal, "patience": 3, **options})
     data = tiny_prompts(8, 4)
     fit(
         module, data=data, callbacks=callbacks, default_root_dir=folder, max_epochs=epochs, max_steps=30,
@@ -59,14 +65,14 @@ def run(
 @pytest.mark.filterwarnings(MISSING)
 def test_dynamic_sampling_with_equal_rewards_ends_the_run(tmp_path: Path) -> None:
     message = (
-        r"3 rollouts in a row had no gradient \(max_idle_rollouts=3\): every group was filtered by DynamicSampling, "
+        r"3 rollouts in a row had no gradient \(patience=3\): every group was filtered by DynamicSampling, "
         r".*\(last rollout: rows 0, .*groups/sampled 8, groups/filtered 8"
     )
     ending = pytest.raises(IdleRunError, match=message)
     with pytest.warns(UserWarning, match="rollout 0 taught the policy nothing: every group"), ending:
         run(DynamicSampling(max_rounds=2), folder=tmp_path)
     saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
-    assert saved["global_step"] == 0 and saved["lightning_rl"]["ranks"][0]["idle"]["count"] == 2
+    assert saved["global_step"] == 0 and saved["callbacks"]["StopOnZeroGradient"]["count"] == 2
 
 
 def test_truncated_responses_without_a_trained_token_end_the_run() -> None:
@@ -105,7 +111,7 @@ def test_a_rollout_that_learns_ends_the_row_and_none_never_stops() -> None:
         return parity_reward(prompts, completions, completion_ids=completion_ids) if len(calls) % 3 == 0 else [0.0] * 16
 
     assert run(rewards=third, epochs=5).trainer.global_step == 10
-    assert run(max_idle_rollouts=None, epochs=3).trainer.global_step == 6
+    assert run(patience=None, epochs=3).trainer.global_step == 6
 
 
 @pytest.mark.filterwarnings(IDLE)
@@ -123,17 +129,18 @@ def test_a_resumed_run_keeps_the_count_and_has_one_rollout_to_show(tmp_path: Pat
 
 
 def test_the_count_is_part_of_a_checkpoint_in_the_middle_of_a_rollout() -> None:
-    idle = IdleRollouts(count=4, figures=FIGURES)
+    idle, again = watching(), StopOnZeroGradient()
+    idle.count = 4
     idle.note(torch.tensor(0.5), [0.1])
-    again = IdleRollouts.from_state(idle.state())
+    again.load_state_dict(idle.state_dict())
     assert (again.count, again.learning, again.figures) == (4, True, FIGURES)
 
 
 def test_a_norm_that_is_not_finite_is_no_sign_of_idleness() -> None:
-    idle = IdleRollouts(figures=FIGURES)
+    idle = watching()
     for norm in (0.0, math.nan):
         idle.note(torch.tensor(norm), [0.1])
-    idle.end_rollout(0, Corrections(), 3)
+    idle.end_rollout(0, Corrections())
     assert idle.count == 0
 
 
@@ -147,14 +154,15 @@ def test_a_norm_that_is_not_finite_is_no_sign_of_idleness() -> None:
     ],
 )
 def test_a_rollout_without_a_learning_rate_is_idle(steps: list[list[float]], idles: bool) -> None:
-    idle = IdleRollouts(figures=FIGURES)
+    idle = watching()
     for rates in steps:
         idle.note(torch.tensor(0.5), rates)
-    idle = IdleRollouts.from_state(idle.state())
+    resumed = StopOnZeroGradient(3)
+    resumed.load_state_dict(idle.state_dict())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        idle.end_rollout(0, Corrections(), 3)
-    assert idle.count == int(idles)
+        resumed.end_rollout(0, Corrections())
+    assert resumed.count == int(idles)
     assert [("learning rate was 0 in every parameter group" in str(one.message)) for one in caught] == [True] * idles
 
 
@@ -166,7 +174,7 @@ def test_a_rollout_without_a_learning_rate_is_idle(steps: list[list[float]], idl
     ],
 )
 def test_a_run_whose_learning_rate_is_zero_ends(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
-    message = r"3 rollouts in a row had no learning rate \(max_idle_rollouts=3\): .*\(last rollout: rows 16, "
+    message = r"3 rollouts in a row had no learning rate \(patience=3\): .*\(last rollout: rows 16, "
     ending = pytest.raises(IdleRunError, match=message)
     with pytest.warns(UserWarning, match="taught the policy nothing: the learning rate was 0"), ending:
         run(folder=tmp_path, rewards=parity_reward, **options)

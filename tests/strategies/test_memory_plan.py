@@ -37,7 +37,7 @@ class Look(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.plans.append(memory_plan(pl_module, 3))
-        self.resident.append(pl_module._resident_bytes())  # noqa: SLF001
+        self.resident.append(pl_module.resident_bytes)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:

@@ -3,7 +3,7 @@
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -22,6 +22,8 @@ from lightning_rl.checkpointing.rank_errors import clear_rank_errors, first_rank
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
 from lightning_rl.processes.timeouts import CLOCK
+from lightning_rl.utils.arguments import check_choices
+from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
@@ -29,33 +31,44 @@ GRACE = 20.0  # seconds for the step to end after a signal; schedulers kill afte
 MEETING = 8.0  # seconds within which every rank must fail for a joint checkpoint
 
 
-class Interrupts(Callback):
+class FaultTolerance(Callback):
     """Callback of every run that saves a checkpoint on signals and exceptions.
+
+    A run without one gets it with its defaults.
 
     The first SIGINT (Ctrl-C) or SIGTERM on any rank lets the optimizer step end, saves ``interrupted.ckpt`` beside the
     other checkpoints and ends the run on all ranks, after SIGTERM with exit code 143. A step that takes longer than
     :data:`GRACE` seconds is abandoned, a reward after a few seconds; a second signal abandons the step at once. The
     requeue signal of SLURM does the same and requeues the job.
 
-    Any exception also saves a checkpoint: work since the last optimizer step is undone, and repeated on resume. Two
-    states cannot be saved: an optimizer step that broke off half way, and ranks at different steps. The engine is
-    always closed.
+    Any exception also saves a checkpoint of what the module committed last: work since the last optimizer step is
+    repeated on resume. Two states cannot be saved: an optimizer step that broke off half way, and ranks at different
+    steps. The engine is always closed.
 
     Args:
-        settle: Function of a module and the exception that restores the last optimizer step; returns the reason why
-            that is impossible, or None.
-        close: Function that closes the engine of a module.
-        run: Function that returns the name of a module's run.
+        skip_rollouts: Numbers of rollouts to skip, such as one that fails at every resume.
+        on_checkpoint_error: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
+            the last complete checkpoint.
+        allow_config_changes: Options that may differ from the resumed checkpoint, such as
+            ``["optimizer", "corrections"]``.
+
+    Raises:
+        ValueError: If an argument has another form.
     """
 
     def __init__(
         self,
-        settle: Callable[[Any, BaseException], str | None],
-        close: Callable[[Any], None],
-        run: Callable[[Any], str],
+        *,
+        skip_rollouts: Sequence[int] = (),
+        on_checkpoint_error: str = "raise",
+        allow_config_changes: Sequence[str] = (),
     ) -> None:
+        _check_rollouts(skip_rollouts)
+        check_choices(("raise", "warn"), on_checkpoint_error=on_checkpoint_error)
+        _check_names(allow_config_changes)
+        self.skip_rollouts, self.on_checkpoint_error = tuple(skip_rollouts), on_checkpoint_error
+        self.allow_config_changes = tuple(allow_config_changes)
         self.received = 0
-        self._settle, self._close, self._run = settle, close, run
         self._begun = self._stepping = self._saved = self._saving = False
         self._requeue: int | None = None
         self._alarm: threading.Timer | None = None
@@ -64,9 +77,12 @@ class Interrupts(Callback):
 
     def attach(self, trainer: Trainer) -> None:
         """Start a stage of a trainer: receive errors before other callbacks do, and signals during a fit."""
-        callbacks = _callbacks_of(trainer)
-        if not any(isinstance(callback, FirstToHear) for callback in callbacks):
-            callbacks.insert(0, FirstToHear(self))
+        callbacks = callbacks_of(trainer)
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, FirstToHear)]
+        callbacks.insert(0, FirstToHear(self))
+        if self in callbacks:  # a signal ends the run after the hooks of the other callbacks
+            callbacks.remove(self)
+            callbacks.append(self)
         self._begun = self._stepping = self._saved = self._saving = False
         self.received = 0
         if trainer.state.fn == TrainerFn.FITTING:
@@ -91,14 +107,14 @@ class Interrupts(Callback):
         self._begun = self._stepping = True
         self.install((*SIGNALS, *([] if self._requeue is None else [self._requeue])))
 
-    def _claim(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _claim(self, trainer: Trainer, pl_module: Any) -> None:
         """Check the checkpoint folders at the start of the run."""
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         paths = dict.fromkeys(str(saver.dirpath) for saver in savers if saver.dirpath and is_local(saver.dirpath))
         with failing_together("a folder for checkpoints"):
             for path in paths if trainer.is_global_zero else ():
                 folder = RunFolder(Path(path))
-                folder.claim(self._run(pl_module))
+                folder.claim(pl_module.run.name)
                 self._folders.append(folder)
             if trainer.is_global_zero:
                 clear_rank_errors(_folder_of(trainer))
@@ -153,7 +169,7 @@ class Interrupts(Callback):
         self._stepping = False
         self._silence()
 
-    def rescue(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def rescue(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save the last optimizer step of a fit that an exception ended, and restore signals and folders."""
         self._saving = True
         self._silence()
@@ -171,11 +187,11 @@ class Interrupts(Callback):
         finally:
             self._restore(trainer)
             try:
-                self._close(pl_module)
+                pl_module.close_engine()
             except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
                 exception.add_note(f"the engine could not be closed: {reason_of(failure)}")
 
-    def _save_last_step(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def _save_last_step(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save the last optimizer step, if every rank can; the exception stays the cause."""
         if isinstance(exception, torch.OutOfMemoryError):  # free the tensors in its frames, since saving needs memory
             traceback.clear_frames(exception.__traceback__)
@@ -185,7 +201,7 @@ class Interrupts(Callback):
         folder = _folder_of(trainer)
         if trainer.world_size > 1:
             write_rank_error(folder, trainer.global_rank, exception)
-        reason = self._settle(pl_module, exception)
+        reason = pl_module.note_error(exception)
         places = meet(MEETING, (reason, trainer.global_step))
         if places is None:
             reason = _absence(folder, trainer.global_rank)
@@ -225,23 +241,23 @@ class Interrupts(Callback):
         CLOCK.reset()
 
 
-class FirstToHear(Callback):
-    """First callback, which forwards events to ``interrupts`` before errors of other callbacks can skip it."""
+class FirstToHear(CoreCallback):
+    """First callback, which forwards events before errors of other callbacks can skip them."""
 
-    def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
+    def __init__(self, fault_tolerance: FaultTolerance) -> None:
+        self._fault_tolerance = fault_tolerance
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interrupts.install(SIGNALS)  # Lightning has replaced the handlers
+        self._fault_tolerance.install(SIGNALS)  # Lightning has replaced the handlers
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interrupts.install(SIGNALS)
+        self._fault_tolerance.install(SIGNALS)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._interrupts.rescue(trainer, pl_module, exception)
+        self._fault_tolerance.rescue(trainer, pl_module, exception)
 
 
 def _absence(folder: str | Path, rank: int) -> str:
@@ -257,8 +273,17 @@ def _folder_of(trainer: Trainer) -> str | Path:
     return getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
 
 
-def _callbacks_of(trainer: Trainer) -> list[Callback]:
-    return vars(trainer)["callbacks"]
+def _check_rollouts(numbers: Any) -> None:
+    """Raise ValueError for anything but a list of rollout numbers."""
+    listed: list[Any] = list(numbers) if isinstance(numbers, Collection) and not isinstance(numbers, str) else [None]
+    if not all(type(one) is int and one >= 0 for one in listed):
+        raise ValueError(f"expected skip_rollouts to be a list of numbers of rollouts, such as [7], got {numbers!r}")
+
+
+def _check_names(names: Any) -> None:
+    """Raise ValueError for anything but a list of names."""
+    if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+        raise ValueError(f'expected allow_config_changes to be a list of names, such as ["optimizer"], got {names!r}')
 
 
 def _tell(exception: BaseException, text: str) -> None:

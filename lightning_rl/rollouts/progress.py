@@ -1,0 +1,177 @@
+"""Progress: what a checkpoint stores of a run besides weights, committed after every optimizer step."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_rl.data import Prompt
+from lightning_rl.policy import Plan
+from lightning_rl.policy.plan import divide_plan, plan_of_rows
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.prefetch import Pending, pending_from_state, state_of_pending
+from lightning_rl.utils.mutation_guard import EditError, Versions
+
+MaxOverRanks = Callable[[Sequence[int]], list[int]]
+"""Element-wise maximum of a list over all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurrentRollout:
+    """A finished rollout from its first optimizer step to its last.
+
+    Args:
+        number: Number of the rollout.
+        rollout: Rollout with advantages.
+        plan: Plan of every pass over it.
+        versions: Versions of its fields when it was finished.
+    """
+
+    number: int
+    rollout: Rollout
+    plan: Plan
+    versions: Versions
+
+    @staticmethod
+    def of(number: int, rollout: Rollout, plan: Plan) -> "CurrentRollout":
+        """Begin the optimizer steps on a rollout."""
+        return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=Versions(rollout.tensors()))
+
+    def check_edits(self) -> None:
+        """Check that the rollout has not been modified since it was finished.
+
+        Raises:
+            EditError: With the names of the modified fields.
+        """
+        if edited := self.versions.changes(self.rollout.tensors()):
+            raise EditError(
+                f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
+                "keeps a reference to it and edits it: SignalAudit names the callback"
+            )
+
+    def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
+        """Split the rows into smaller microbatches; every rank has to call this."""
+        device, rollout = self.rollout.response_ids.device, self.rollout.to("cpu")
+        plan = divide_plan(
+            rollout,
+            self.plan.rows(),
+            max_tokens_per_microbatch=max_tokens_per_microbatch,
+            packed=packed,
+            max_over_ranks=max_over_ranks,
+        )
+        return replace(self, plan=plan.to(device))
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values and tensors that load under ``weights_only=True``."""
+        return {"number": self.number, "rollout": self.rollout.to("cpu").state(), "rows": self.plan.rows()}
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any], device: torch.device, *, packed: bool) -> "CurrentRollout":
+        """Restore the rollout from :meth:`state` on a device."""
+        rollout = Rollout.from_state(state["rollout"])
+        plan = plan_of_rows(rollout, state["rows"], packed=packed)
+        return CurrentRollout.of(state["number"], rollout.to(device), plan.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rollout in which an error was raised.
+
+    Attributes:
+        rollout: Number of the rollout.
+        count: Number of errors in a row.
+    """
+
+    rollout: int
+    count: int
+
+    @staticmethod
+    def next(before: "Failure | None", rollout: int) -> "Failure":
+        """Return the failure of a rollout, counted up if ``before`` is of the same rollout."""
+        again = before is not None and before.rollout == rollout
+        return Failure(rollout, before.count + 1 if again and before is not None else 1)
+
+    def note(self) -> str:
+        """Return advice for a repeated error."""
+        again = f"rollout {self.rollout} failed in {self.count} of {self.count} attempts: fix the cause and resume"
+        if self.count == 1:
+            return again
+        return f"{again}, or skip it by FaultTolerance(skip_rollouts=[{self.rollout}])"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """State of a run between two optimizer steps, in which a checkpoint is saved and a resumed run begins.
+
+    Args:
+        index: Index of the next optimizer step.
+        current: Rollout in progress; None between two rollouts.
+        prefetched: Rollouts submitted ahead, by number.
+        cursor: Position in the prompt stream.
+        skipped: Number of skipped optimizer steps.
+        nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
+        corrections: States of the corrections by name, from before the optimizer step that has begun; None between
+            two steps, when the callbacks hold them.
+        schedule_behind: True if the scheduler has not stepped since the last optimizer step.
+        budget: Requested and reduced token budget after memory ran out; None before.
+        failure: Rollout in which the last error was raised.
+    """
+
+    index: int = 0
+    current: CurrentRollout | None = None
+    prefetched: Mapping[int, Pending] = field(default_factory=dict)
+    cursor: int = 0
+    skipped: int = 0
+    nonfinite_in_a_row: int = 0
+    corrections: Mapping[str, Mapping[str, Any]] | None = None
+    schedule_behind: bool = False
+    budget: tuple[int, int] | None = None
+    failure: Failure | None = None
+
+    def edits(self) -> str | None:
+        """Return the message about in-place edits of the current rollout, or None."""
+        try:
+            if self.current is not None:
+                self.current.check_edits()
+        except EditError as edited:
+            return str(edited)
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Return values that load under ``weights_only=True``.
+
+        Lightning stores position and corrections, in the states of data module and callbacks.
+        """
+        return {
+            "current": None if self.current is None else self.current.state(),
+            "prefetched": state_of_pending(self.prefetched),
+            "skipped": self.skipped,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
+            "schedule_behind": self.schedule_behind,
+            "budget": self.budget,
+        }
+
+    @staticmethod
+    def from_state(
+        state: Mapping[str, Any], device: torch.device, *, packed: bool, at: Callable[[Iterable[int]], list[Prompt]]
+    ) -> "Progress":
+        """Restore the progress from :meth:`state`.
+
+        Args:
+            state: State of the progress.
+            device: Device of the rollout in progress.
+            packed: True if microbatches have no padding.
+            at: Returns the prompts at indices of the stream.
+        """
+        current, failure, budget = state["current"], state["failure"], state["budget"]
+        return Progress(
+            current=None if current is None else CurrentRollout.from_state(current, device, packed=packed),
+            prefetched=pending_from_state(state["prefetched"], at),
+            skipped=state["skipped"],
+            nonfinite_in_a_row=state["nonfinite_in_a_row"],
+            schedule_behind=state.get("schedule_behind", False),
+            budget=None if budget is None else tuple(budget),
+            failure=None if failure is None else Failure(*failure),
+        )

@@ -1,0 +1,92 @@
+"""StepMetrics: measures, logs and shows every optimizer step, as the first callback of a Trainer."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_rl.corrections import StepTrace
+from lightning_rl.data import StepIndex
+from lightning_rl.metrics import log_rest, log_row, rows_every
+from lightning_rl.rollouts.state import RunState
+from lightning_rl.update import MadeStep
+from lightning_rl.utils.stop_iteration import refuse_stop_iteration
+from lightning_rl.utils.trainer import CoreCallback, show_phase
+
+
+class StepMetrics(CoreCallback):
+    """Callback of every run that logs its metrics.
+
+    It precedes other callbacks, so that they find the metrics of a step in their ``on_train_batch_end``. An error
+    here, of a logger or an observer, leaves the optimizer step complete.
+    """
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
+    ) -> None:
+        _run_of(pl_module).times.start(partial(show_phase, trainer, batch.rollout))
+
+    @override
+    @refuse_stop_iteration
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: StepIndex, batch_idx: int
+    ) -> None:
+        run = _run_of(pl_module)
+        run.times.stop()
+        run.count(batch.rollout)
+        step, run.made = run.made, None
+        if step is None:  # of a skipped rollout
+            return
+        measure(run, step, pl_module.parallel.ranks)
+        if step.trace is not None:
+            run.corrections.observe_step(step.trace)
+        run.current = run.progress.current
+        log_row(pl_module, run.metrics, batch.index, _rows_every(trainer, pl_module))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the steps that have not been logged yet."""
+        run = _run_of(pl_module)
+        if _rows_every(trainer, pl_module):
+            log_rest(trainer, run.metrics, run.progress.index - 1)
+
+
+def measure(run: RunState, step: MadeStep, ranks: int) -> None:
+    """Add the statistics of an optimizer step to the metrics, and complete its trace."""
+    if step.gradient is None:
+        return
+    speed = step.tokens / run.times.seconds()
+    stats = step.gradient.metrics(ranks, norm=step.norm, optim__lr=step.rates[0], tokens_per_second=speed)
+    logged = [*(("microbatch", stats) for stats in step.gradient.stats), ("step", stats | run.times.take())]
+    for group, stats in logged:
+        run.metrics.add(group, stats)
+        if step.trace is not None:
+            step.trace.log(stats)
+    if step.trace is not None:
+        step.trace.norm, step.trace.made = step.norm, bool(torch.isfinite(step.norm))
+
+
+def begin_trace(run: RunState, step_index: StepIndex, scale: float) -> StepTrace | None:
+    """Return a trace of the optimizer step that begins, if a callback observes it.
+
+    Args:
+        run: State of the run.
+        step_index: Index of the step.
+        scale: Factor on the loss before the backward.
+    """
+    if not run.corrections.traces_step(step_index.rollout, step_index.step):
+        return None
+    trace = StepTrace(rollout_number=step_index.rollout, step=step_index.step, scale=scale)
+    trace.log(run.rollout_stats)
+    return trace
+
+
+def _run_of(pl_module: Any) -> RunState:
+    return pl_module.run
+
+
+def _rows_every(trainer: Any, pl_module: Any) -> int:
+    return rows_every(trainer.log_every_n_steps, pl_module.steps_per_rollout)
