@@ -150,7 +150,7 @@ format: $(INSTALLED) ## Format the code and apply fixes of ruff
 bench: $(INSTALLED) $(TRL_INSTALLED) ## Run every benchmark, and end with a table of all bounds
 	$(BIN)/python benchmarks/run.py
 
-bench-gpu: $(INSTALLED) ## Check a GPU in ten minutes; PYTHON_OF_GPU=... names a Python with vLLM
+bench-gpu: $(INSTALLED) ## Check a GPU; PYTHON_OF_GPU=... names a Python with vLLM
 	$(PYTHON_OF_GPU) benchmarks/gpu_smoke.py
 
 clean: ## Remove caches and builds, but neither .venv nor runs

@@ -78,40 +78,10 @@ from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_r
 from lightning_rl.update import MadeStep, StepGradient, accumulate_gradient
 from lightning_rl.utils.arguments import check_counts, check_numbers, refuse_old_names
 from lightning_rl.utils.inspection import stop_in_inspection
+from lightning_rl.utils.renamed import RENAMED
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of
-
-RENAMED = {
-    "activation_checkpointing": "model=ModelOptions(activation_checkpointing=)",
-    "allow_changes": "FaultTolerance(allow_config_changes=)",
-    "allow_config_changes": "FaultTolerance(allow_config_changes=)",
-    "attention": "model=ModelOptions(attention=)",
-    "checkpoint_errors": "FaultTolerance(on_checkpoint_error=)",
-    "compile": "model=ModelOptions(compile=)",
-    "conversation_timeout": "environment=Conversations(timeout=)",
-    "environment_timeout": "environment=Conversations(step_timeout=)",
-    "environment_workers": "environment=Conversations(workers=)",
-    "epochs": "epochs_per_rollout=",
-    "liger": "model=ModelOptions(liger=)",
-    "max_environment_failure_rate": "environment=Conversations(max_failure_rate=)",
-    "max_failed_environments": "environment=Conversations(max_failure_rate=)",
-    "max_failed_rewards": "rewards=Rewards(max_failure_rate=)",
-    "max_idle_rollouts": "StopOnZeroGradient(patience=)",
-    "max_reward_failure_rate": "rewards=Rewards(max_failure_rate=)",
-    "max_tokens_per_microbatch": "model=ModelOptions(max_tokens_per_microbatch=)",
-    "max_turn_tokens": "environment=Conversations(max_turn_tokens=)",
-    "max_turns": "environment=Conversations(max_turns=)",
-    "minibatches": "minibatches_per_rollout=",
-    "packing": "model=ModelOptions(packing=)",
-    "reward_seconds": "rewards=Rewards(timeout=)",
-    "reward_timeout": "rewards=Rewards(timeout=)",
-    "skip_rollouts": "FaultTolerance(skip_rollouts=)",
-    "token_budget": "model=ModelOptions(max_tokens_per_microbatch=)",
-    "tool_parser": "environment=Conversations(tool_parser=)",
-    "tools": "environment=Conversations()",
-    "value_loss": "critic=Critic(loss=)",
-}
 
 # Lightning warns of checkpoints that are saved after the optimizer step; resuming here relies on them.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
