@@ -68,8 +68,8 @@ class Drawn(RLCallback):
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        self.answers += len(rollout.drawn_lengths)
-        self.tokens += int(rollout.drawn_lengths.sum())
+        self.answers += len(rollout.sampled_lengths)
+        self.tokens += int(rollout.sampled_lengths.sum())
 
 
 class TimedAudit(SignalAudit):

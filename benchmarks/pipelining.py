@@ -66,7 +66,7 @@ class Seconds(RLCallback):
 
     @override
     def observe(self, rollout: Any) -> None:
-        self.tokens.append(int(rollout.drawn_lengths.sum()))
+        self.tokens.append(int(rollout.sampled_lengths.sum()))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *arguments: Any, **keywords: Any) -> None:

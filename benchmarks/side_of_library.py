@@ -89,7 +89,7 @@ class Steps(RLCallback):
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        self.drawn, self.trained = int(rollout.drawn_lengths.sum()), int(rollout.valid_tokens.sum())
+        self.drawn, self.trained = int(rollout.sampled_lengths.sum()), int(rollout.valid_tokens.sum())
 
     @override
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:

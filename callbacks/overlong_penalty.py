@@ -69,5 +69,5 @@ class OverlongPenalty(RLCallback):
         return {f"overlong_penalty/{key}": stat for key, stat in stats.items()}
 
     def _penalty(self, rollout: Rollout) -> Tensor:
-        excess = self.max_length - self.cache - rollout.drawn_lengths
+        excess = self.max_length - self.cache - rollout.sampled_lengths
         return (excess / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)

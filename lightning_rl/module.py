@@ -71,7 +71,7 @@ from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import Sampler, staleness
 from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics, begin_trace
-from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient, census
+from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient, row_counts
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, resolve_reduction
@@ -439,11 +439,11 @@ class RLLightningModule(LightningModule):
         loop, end = self.rollout_loop, (batch.index + remaining_tickets(self.trainer, batch_idx))
         in_flight = loop.in_flight(batch.rollout)
         rollout, sampled, noted = loop.sample(batch.rollout, end / self.steps_per_rollout)
-        self.rest()  # frees the engine's memory for the log-probability passes
+        self.sleep_engine()  # frees memory for the log-probability passes
         current, stats = self._finish(rollout, batch.rollout)
         times = {**in_flight, **self.run.times.take(), "trainer/idle": self.run.times.idle()}
         stats = {**sampled, **stats, **self.prompt_stream.stats(), **times}
-        shown = {**stats, **noted, **census(current.rollout)}
+        shown = {**stats, **noted, **row_counts(current.rollout)}
         self.run.rollout_figures = global_values(shown, self.device, self.parallel.collectives)
         log_for_monitors(self, self.run.rollout_figures)
         self.run.begin_rollout(current, stats, noted)
@@ -684,7 +684,7 @@ class RLLightningModule(LightningModule):
         with self.run.times.phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
             yield
 
-    def rest(self) -> None:
+    def sleep_engine(self) -> None:
         """Put an engine that shares the trainer's device to sleep until the next sync, to free its memory."""
         if self.engine.capabilities.sleeps:
             self.engine.sleep()
@@ -757,7 +757,7 @@ class RLLightningModule(LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Log the metrics over all ranks, and write the samples."""
         self.evaluator.end(self.trainer, self.log, self._folder / "evaluations", self.run.failed_folder)
-        self.rest()
+        self.sleep_engine()
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -777,7 +777,7 @@ class RLLightningModule(LightningModule):
     def on_predict_epoch_end(self) -> None:
         """Write ``completions.jsonl`` to the logger's folder, or to ``default_root_dir`` without a logger."""
         self.evaluator.write_predictions(self._folder / "completions.jsonl", writing=self.trainer.is_global_zero)
-        self.rest()
+        self.sleep_engine()
 
     def generate(
         self,
@@ -810,7 +810,7 @@ class RLLightningModule(LightningModule):
         self.sync(max(self.engine.version, 0))
         model = self.required_policy.model
         answers = generate(prompts, samples=samples, sampling=chosen, sampler=self.sampler, model=model)
-        self.rest()
+        self.sleep_engine()
         return answers
 
     def save_pretrained(self, folder: str | Path) -> None:

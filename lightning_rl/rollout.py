@@ -183,7 +183,7 @@ class Rollout:
         return self.sample_ids >= 0
 
     @property
-    def drawn_lengths(self) -> Int[Tensor, " B"]:
+    def sampled_lengths(self) -> Int[Tensor, " B"]:
         """Number of sampled tokens of each response, without tokens of an environment, shape [B]."""
         return self.action_mask.sum(-1)
 
@@ -256,10 +256,6 @@ class Rollout:
             return torch.where(mask, tensor, 0.0)
 
         return self.map(clean)
-
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """Return ``(id, _version)`` of every tensor by name, to detect replaced or modified tensors."""
-        return {name: (id(tensor), tensor._version) for name, tensor in self.tensors()}  # noqa: SLF001
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return every tensor with its name; entries of dict fields are named ``field/key``."""

@@ -225,17 +225,6 @@ def test_required_names_what_is_missing() -> None:
         rollout.replace(values=None).require("values")
 
 
-def test_versions_tell_an_edit_and_a_swap_of_any_tensor() -> None:
-    rollout = whole_rollout().map(lambda tensor, _axes, _pad: tensor.clone())  # else some fields share one tensor
-    before = rollout.versions()
-    assert rollout.versions() == before
-    for name, tensor in rollout.tensors():
-        tensor[0] = tensor[1].clone()
-        assert [key for key, version in rollout.versions().items() if version != before[key]] == [name]
-        before = rollout.versions()
-    assert rollout.replace(values=rollout.require("values").clone()).versions() != before
-
-
 def test_samples_become_padded_rows_that_nobody_has_scored() -> None:
     rollout = Rollout.of_samples([(2, 3), [4]], [[5, 6, 1], (7,)], groups=[3, 9], dtype=torch.float64)
     assert rollout.prompt_ids.tolist() == [[2, 3], [4, 0]] and rollout.prompt_lengths.tolist() == [2, 1]

@@ -17,7 +17,7 @@ def records_of(
     prompts: Sequence[Prompt], rows: Rollout, texts: Sequence[str], further: Mapping[str, Sequence[Any]]
 ) -> list[Record]:
     """Return a record for each prompt; rows are ordered by prompt, and ``further`` has entries of each completion."""
-    size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.drawn_lengths.tolist(), rows.finish.tolist()
+    size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.sampled_lengths.tolist(), rows.finish.tolist()
     completions = [
         {
             "text": text,

@@ -176,7 +176,7 @@ def table_rows(
         "failed": failed,
         "solved": solved,
         "answered": torch.tensor(answers.read, dtype=torch.bool),
-        "length": rollout.drawn_lengths,
+        "length": rollout.sampled_lengths,
         "truncated": rollout.cut_off,
         "task": torch.where(rewarded, rollout.rewards, 0.0),
     }

@@ -142,7 +142,7 @@ def _samples(recording: Recording) -> list[dict[str, Any]]:
             "prompt": [int(rollout.prompt_lengths[row]), _key(rollout, row)],
             "text": _text(samples[row].get("prompt")) if row < len(samples) else None,
             "tokens": int(rollout.response_lengths[row]),
-            "drawn": int(rollout.drawn_lengths[row]),
+            "drawn": int(rollout.sampled_lengths[row]),
         }
         for row in range(len(rollout))
         if bool(rollout.real[row])

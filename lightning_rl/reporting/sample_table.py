@@ -95,7 +95,7 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
         "group": int(rollout.groups[row]),
         **{f"reward/{name}": None if math.isnan(value) else value for name, value in rewards.items()},
         "finish": FinishReason(int(rollout.finish[row])).name.lower(),
-        "tokens": int(rollout.drawn_lengths[row]),
+        "tokens": int(rollout.sampled_lengths[row]),
         "prompt": text(rollout.prompt_ids[row], rollout.prompt_lengths[row]),
         "response": "".join(
             said if drawn else f"[{said}]"  # text of an environment

@@ -13,7 +13,7 @@ from lightning_rl.corrections import Stat
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.generation import Engine
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, deal
+from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, distribute_prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class RolloutLoop(ABC):
     def next_prompts(self) -> list[Prompt]:
         """Return this rank's share of the prompts of one rollout."""
         share = self.stream.prompts_per_rollout // self.ranks
-        return deal(self.stream.take(share * self.ranks), [share] * self.ranks)[self.rank]
+        return distribute_prompts(self.stream.take(share * self.ranks), [share] * self.ranks)[self.rank]
 
     def _generate(self, prompts: Sequence[Prompt], number: int) -> Samples:
         return self.sampler.generate_together(self.sampler.requests(prompts, number))

@@ -187,7 +187,7 @@ class Sampler:
             if not sum(wanted):
                 break
             if round_number:
-                prompts = deal(take(sum(wanted)), wanted)[rank]
+                prompts = distribute_prompts(take(sum(wanted)), wanted)[rank]
                 samples = self.generate_together(self.requests(prompts, number))
             with self._failing_together("rewards and masks of them"):
                 self.corrections.observe_generated(samples.pairs)
@@ -448,7 +448,7 @@ class Sampler:
         return scored, list(scores.calls), scores.failed
 
 
-def deal(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
+def distribute_prompts(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
     """Distribute prompts to the ranks round-robin until each has enough; ``[rank::world]`` if all want equally many."""
     hands: list[list[Prompt]] = [[] for _ in wanted]
     rank = 0

@@ -132,7 +132,7 @@ class StopOnZeroGradient(Callback):
         self.figures = state_dict["figures"]
 
 
-def census(rollout: Rollout) -> dict[str, Stat]:
+def row_counts(rollout: Rollout) -> dict[str, Stat]:
     """Count the rows and tokens of a finished rollout, and those that are left to train on."""
     counts = {"rows": rollout.real, "rewarded rows": rollout.rewarded, "trained tokens": rollout.valid_tokens}
     counts |= {"excluded rows": rollout.real & ~rollout.trained}
@@ -147,12 +147,12 @@ def _reason(figures: Mapping[str, float], corrections: Corrections) -> str:
 
 
 def _last(figures: Mapping[str, float]) -> str:
-    names = [*census_names(figures), *(name for name in SHOWN if name in figures)]
+    names = [*count_names(figures), *(name for name in SHOWN if name in figures)]
     return "last rollout: " + ", ".join(f"{name} {figures[name]:g}" for name in names)
 
 
-def census_names(figures: Mapping[str, float]) -> list[str]:
-    """Return the names of the metrics that :func:`census` made."""
+def count_names(figures: Mapping[str, float]) -> list[str]:
+    """Return the names of the metrics that :func:`row_counts` made."""
     return [name for name in figures if "/" not in name]
 
 

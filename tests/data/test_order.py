@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, Rollout
 from lightning_rl.data import Prompt
-from lightning_rl.rollouts.sample import deal
+from lightning_rl.rollouts.sample import distribute_prompts
 
 ROWS = [{"prompt": [2 + n % 9, 3], "n": n} for n in range(11)]
 TABLE = datasets.Dataset.from_list(ROWS)
@@ -61,7 +61,10 @@ def test_the_ranks_share_the_samples_of_one(kind: str, ranks: int, rounds: list[
     streams = [connected(kind, shuffle=shuffle, seed=seed) for _ in range(ranks)]
     for share in rounds:
         wanted = share * 4 // ranks
-        shares = [deal(stream.take(wanted * ranks), [wanted] * ranks)[rank] for rank, stream in enumerate(streams)]
+        shares = [
+            distribute_prompts(stream.take(wanted * ranks), [wanted] * ranks)[rank]
+            for rank, stream in enumerate(streams)
+        ]
         together = sorted((prompt for part in shares for prompt in part), key=lambda prompt: prompt.index)
         assert together == whole.take(wanted * ranks)
 

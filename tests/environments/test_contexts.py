@@ -86,7 +86,7 @@ def test_a_context_that_is_rewritten_as_it_was_changes_nothing(options: dict[str
     for one, other in zip(ours, theirs, strict=True):
         assert context_starts(one).any() and not context_starts(other).any()
         assert one.sample_ids.tolist() == other.sample_ids.tolist() and len(one) == len(other)
-        for name in ("rewards", "finish", "drawn_lengths", "trained", "rewarded"):
+        for name in ("rewards", "finish", "sampled_lengths", "trained", "rewarded"):
             assert torch.equal(getattr(one, name), getattr(other, name))
         assert torch.equal(one.response_ids[one.action_mask], other.response_ids[other.action_mask])
         for name in ("advantages", "old_logprobs", "rollout_logprobs"):

@@ -56,7 +56,7 @@ def test_what_the_environment_says_is_read_and_never_trained() -> None:
             ~actions
         ].any()
         assert torch.allclose(rollout.token_extras[TURN_REWARDS].sum(-1), rollout.rewards)
-        assert (rollout.drawn_lengths <= 9).all() and (turns.amax(-1) <= 4).all()
+        assert (rollout.sampled_lengths <= 9).all() and (turns.amax(-1) <= 4).all()
         assert torch.isclose(
             rollout.require("old_logprobs")[actions], rollout.require("rollout_logprobs")[actions]
         ).all()
@@ -203,7 +203,7 @@ def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment()
     module = talking_module(minibatches_per_rollout=2, max_turns=2)
     fit(module, data=data(), callbacks=callbacks)
     figures = module.run.metrics.values()
-    assert figures["ledger/tokens/sampled"] == seen[-1].drawn_lengths.sum() < seen[-1].response_lengths.sum()
+    assert figures["ledger/tokens/sampled"] == seen[-1].sampled_lengths.sum() < seen[-1].response_lengths.sum()
     shares = {name: value for name, value in figures.items() if name.startswith("ledger/tokens/")}
     del shares["ledger/tokens/sampled"]
     assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6) and 0 < shares["ledger/tokens/used"] < 1

@@ -146,3 +146,8 @@ def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: An
     }
     known.setdefault("shaped", shaped_rewards(known["scores"], tokens, known["valid_tokens"], earned))
     return RewardSignal(**known)
+
+
+def tensor_versions(rollout: Rollout) -> dict[str, tuple[int, int]]:
+    """Return ``(id, _version)`` of every tensor by name, to detect replaced or modified tensors."""
+    return {name: (id(tensor), tensor._version) for name, tensor in rollout.tensors()}  # noqa: SLF001

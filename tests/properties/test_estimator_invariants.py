@@ -28,7 +28,7 @@ from properties.batches import (
     views,
     without_columns,
 )
-from properties.evaluation import agree, signal_of
+from properties.evaluation import agree, signal_of, tensor_versions
 from properties.exports import ESTIMATOR_EXAMPLES, corrections_with, name_of
 
 each = pytest.mark.parametrize("name", ESTIMATOR_EXAMPLES)
@@ -79,10 +79,10 @@ def rewarded_differently(view: LossView, rows_of: Tensor, seed: int = 2) -> Loss
 @given(view=views())
 @few
 def test_i_01_purity(name: str, view: LossView) -> None:
-    before, versions = [tensor.clone() for _, tensor in view.tensors()], view.versions()
+    before, versions = [tensor.clone() for _, tensor in view.tensors()], tensor_versions(view)
     first, second = both(name, view), both(name, view)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert view.versions() == versions
+    assert tensor_versions(view) == versions
     assert all(torch.equal(tensor, old) for (_, tensor), old in zip(view.tensors(), before, strict=True))
 
 

@@ -17,7 +17,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Sampler, deal
+from lightning_rl.rollouts.sample import Sampler, distribute_prompts
 
 G = 3
 Keep = Callable[[Rollout], Tensor]
@@ -227,7 +227,7 @@ def test_a_split_group_is_refused() -> None:
 )
 def test_prompts_are_dealt_out_in_turn(number: int, wanted: list[int], hands: list[list[int]]) -> None:
     prompts = [Prompt(place, (2,), None, {}) for place in range(number)]
-    assert [[prompt.index for prompt in hand] for hand in deal(prompts, wanted)] == hands
+    assert [[prompt.index for prompt in hand] for hand in distribute_prompts(prompts, wanted)] == hands
 
 
 def greedy_or_not(request: Request) -> list[int]:

@@ -60,7 +60,7 @@ def truncation(samples: Samples) -> Iterator[Finding]:
     """Check that most responses end within ``max_new_tokens``."""
     rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
     share = float(rollout.cut_off.double().mean())
-    mean = float(rollout.drawn_lengths.double().mean())
+    mean = float(rollout.sampled_lengths.double().mean())
     drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
     yield fact("samples", f"{drawn}, {share:.0%} cut off at {limit} tokens")
     if share > MAX_TRUNCATED:

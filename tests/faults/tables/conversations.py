@@ -407,7 +407,7 @@ FAULTS: tuple[Fault, ...] = (
         "a length penalty that counts what environments say",
         "length|overlong",
         callbacks=lambda: [OverlongPenalty(10, 8)],
-        patches=[patch.object(Rollout, "drawn_lengths", property(lambda self: self.response_lengths))],
+        patches=[patch.object(Rollout, "sampled_lengths", property(lambda self: self.response_lengths))],
     ),
     chat(
         "turns logged with the one that never came",

@@ -67,9 +67,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the same prompts on both ranks",
-        "prompt|deal|draw|data|sampl",
+        "prompt|distribute|draw|data|sampl",
         options=SLOW,
-        patches=[after(lightning_rl.rollouts.loop, "deal", same_hand)],
+        patches=[after(lightning_rl.rollouts.loop, "distribute_prompts", same_hand)],
         ranks=2,
     ),
     Fault(
