@@ -1,13 +1,13 @@
-r"""Off-policy sequence masking: mask responses of negative advantage that the policy has made less likely.
+r"""Off-policy sequence masking: mask responses of negative advantage that have become less likely.
 
 .. math::
     \text{reject } b \iff \bar A_b < 0 \ \text{and}\ \frac{1}{|o_b|} \sum_t \log \frac{\mu(o_{b,t})}{\pi(o_{b,t})} >
     \delta
 
-Here :math:`\mu` is the policy before the optimizer steps of the rollout and :math:`\pi` is the current policy. With
-``against="rollout"``, :math:`\mu` is the engine. The mean of the log-ratio over valid tokens is the drift of a
-response: it is positive if the response became less likely. Rejected responses still count in the denominator of the
-loss.
+Here :math:`\pi` is the current policy and :math:`\mu` is the policy before the first optimizer step on the rollout
+(``old_logprobs``), or, with ``against="rollout"``, the engine that sampled (``rollout_logprobs``). The mean of the
+log-ratio over valid tokens is the drift of a response: it is positive if the response became less likely. Rejected
+responses still count in the denominator of the loss.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -28,7 +28,7 @@ Anchor = Literal["old", "rollout"]
 class OPSM(RLCallback):
     """Excludes responses of negative advantage from the policy loss if their drift exceeds a threshold.
 
-    Logs ``opsm/rejected``, the fraction of masked responses, and ``opsm/drift``, the mean drift over all responses.
+    Logs over the trained responses: ``opsm/rejected``, the fraction that is masked, and ``opsm/drift``, the mean drift.
 
     Args:
         delta: Threshold of the drift, in nats per token.

@@ -110,8 +110,8 @@ class RLLightningModule(LightningModule):
         reduction: Average of per-token losses: a function, or a name in ``lightning_rl.signal.reductions.REDUCTIONS``.
         reference: Frozen policy for callbacks that read ``ref_logprobs``, in any form that ``policy`` takes. Default:
             a copy of the initial policy, created only if a callback reads ``ref_logprobs``.
-        critic: ``"shared"`` for a value head on the policy's hidden states, a separate model in any form that
-            ``policy`` takes, a :class:`Critic`, which adds the loss, or None for no critic.
+        critic: ``"shared"`` for a value head on the policy's hidden states, or a separate model in any form that
+            ``policy`` takes; either may be in a :class:`Critic`, which also sets the loss. None for no critic.
         engine: Engine that generates; by default the policy itself through transformers.
         sampling: Sampling parameters for training. Log-probabilities are computed at its temperature. With ``top_k``,
             ``top_p`` or ``min_p`` they are renormalized over the tokens kept by the filter.
@@ -245,7 +245,7 @@ class RLLightningModule(LightningModule):
 
     @property
     def _data(self) -> PromptDataModule | None:
-        """Data module of the trainer; None if none is attached or required."""
+        """Data module of the trainer; None without a trainer, or outside of a fit if it has none."""
         if self._trainer is None:
             return None
         fits = self.trainer.state.fn == TrainerFn.FITTING
@@ -314,10 +314,11 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Add the callbacks that every run has, unless the Trainer has them; check its flags before Lightning does."""
+        """Check the Trainer's flags before Lightning does; add the callbacks of every run that it lacks."""
         stop_in_inspection(self)
         setup_checks.check_flags(self.trainer)
-        for kind in (StopOnZeroGradient, StepMetrics):  # other callbacks may save a checkpoint of a step
+        # First, so that a checkpoint that another callback saves after a step contains what these two add after it.
+        for kind in (StopOnZeroGradient, StepMetrics):
             add_first(self.trainer, kind)
         added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
         self.fault_tolerance.attach(self.trainer)
@@ -333,7 +334,7 @@ class RLLightningModule(LightningModule):
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         needed = needed_extras(corrections, self.sampling).keys()
-        # Select the extras of training in every stage, so that the stages share a vLLM engine.
+        # An evaluation records the extras of training too: vLLM would have to be built again for other extras.
         self.engine.select_extras(self.engine.capabilities.extras & needed)
         check_run(RunSpec.of(self, fits=stage == "fit"))
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
@@ -352,10 +353,10 @@ class RLLightningModule(LightningModule):
             self._encode_prompts()
 
     def _build_models(self) -> None:
-        """Build and shard the models that are missing, or a policy that was built before there was a Trainer."""
+        """Build and shard the models that are missing; a policy that was built without a Trainer is only sharded."""
         run, parallel = self.run, self.parallel
         if alone := run.built_alone:
-            self._end_stage(self.engine.end_stage)  # started by generate(); a Trainer may need a copy of the policy
+            self._end_stage(self.engine.end_stage)  # generate() started it on the policy; it may need a replica now
             run.built_alone = False
         built = self.models.build(
             parallel,
@@ -410,11 +411,11 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """Check that an epoch has whole rollouts; step the scheduler if the saved run stopped right before that."""
+        """Check that an epoch has whole rollouts; step the scheduler if the checkpoint is from just before its step."""
         loader = cast(StepLoader, self.trainer.train_dataloader)
         setup_checks.check_whole_rollouts(len(loader), self.steps_per_rollout)
         with warnings.catch_warnings():
-            # the optimizer stepped before the error
+            # PyTorch warns, because the optimizer stepped in the run that saved the checkpoint, not in this one
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             if self.run.progress.schedule_behind:
                 self._step_scheduler()
@@ -451,7 +452,7 @@ class RLLightningModule(LightningModule):
 
     @refuse_stop_iteration
     def begin_step(self, step_index: StepIndex) -> None:
-        """Keep the states of the corrections and seed the generators before the hooks of this batch run."""
+        """Save the states of the corrections and seed the generators; the data module calls it first for each batch."""
         self.run.begin_step(step_index)
         self.seed_generators(step_index)
 
@@ -460,7 +461,7 @@ class RLLightningModule(LightningModule):
         return number in self.fault_tolerance.skip_rollouts
 
     def _skip_rollout(self, step_index: StepIndex) -> None:
-        """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
+        """Drop a rollout, but take its prompts from the stream, so that those of later rollouts do not change."""
         number, begun = step_index.rollout, self.run.current is not None
         self.run.current = None
         if step_index.step == 0:
@@ -543,6 +544,7 @@ class RLLightningModule(LightningModule):
         else:
             run.skipped += 1
         behind = self._lr_scheduler is not None and run.skipped == skipped
+        # From here on the step counts, even if a call below fails. StepMetrics drops the rollout after its last step.
         run.commit(self.prompt_stream, batch.index + 1, current=None if last else run.current, schedule_behind=behind)
         outputs = run.made.outputs()
         if tokens:
@@ -634,21 +636,21 @@ class RLLightningModule(LightningModule):
         self.run.progress = replace(self.run.progress, schedule_behind=False)
 
     def note_error(self, error: BaseException) -> str | None:
-        """Prepare a checkpoint after an error; return the reason why none can be saved, or None."""
+        """Prepare the checkpoint that is saved after an error; return None, or the reason if it cannot be saved."""
         if self.policy is not None:
             self.policy.zero_grad()  # a partial gradient would enter a later fit
         self.run.note_error(error)
         counts: Any = self.trainer.fit_loop.epoch_loop.batch_progress
         if self.run.made_step and counts.current.processed < counts.current.started:
-            counts.increment_processed()  # the error came right after the optimizer step
+            counts.increment_processed()  # the step is complete, but Lightning has not counted its batch
         return self.run.save_problem
 
-    # The engine and its weights.
+    # The engine and its weights: it starts in the first sync, sleeps after sampling, and ends in teardown.
 
     def sync(self, version: int) -> None:
-        """Send the policy's weights to the engine under a version number; collective over all ranks.
+        """Start the engine if needed, and send it the policy's weights under a version number. A collective.
 
-        Waits for rollouts in progress, unless the engine can receive weights while it generates.
+        Waits for rollouts in progress first, unless the engine can receive weights while it generates.
         """
         if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
             self.run.prefetcher.drain()
@@ -692,7 +694,7 @@ class RLLightningModule(LightningModule):
     def close_engine(self) -> None:
         """Shut down the engine and the workers of rewards and environments; the next sync restarts them.
 
-        After a stage of a Trainer a :class:`VLLMEngine` only sleeps, because it takes long to build.
+        At the end of a Trainer's stage, in contrast, a :class:`VLLMEngine` only sleeps, because it takes long to build.
         """
         self._end_stage(self.engine.close)
 
@@ -732,7 +734,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        """Send the weights to the engine, after callbacks such as WeightAveraging have swapped theirs in."""
+        """Send the weights to the engine; callbacks such as WeightAveraging have put theirs into the policy before."""
         self._begin_evaluation("val")
 
     @override
@@ -863,9 +865,8 @@ class RLLightningModule(LightningModule):
         if hurried or not generates_concurrently(self.engine, self.max_staleness):
             self.run.prefetcher.drain(hurried=hurried)
         reference = self.run.reference
-        hparams = checkpoint.get(
-            self.CHECKPOINT_HYPER_PARAMS_KEY, {}
-        )  # LightningCLI would pass them to the constructor
+        # Remove the configuration from the hyperparameters: LightningCLI would pass it to the constructor.
+        hparams = checkpoint.get(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         for name in self.run.configuration.keys() & hparams.keys():
             del hparams[name]
         self.run.write_corrections(checkpoint.get("callbacks", {}))
@@ -889,7 +890,7 @@ class RLLightningModule(LightningModule):
         check_resume(state["configuration"], self.run.configuration, self.fault_tolerance.allow_config_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
-            self._begin()  # on_fit_start was called before
+            self._begin()  # this strategy loads a checkpoint after on_fit_start
 
     def _begin(self) -> None:
         """Restore the state of a checkpoint, or discard the state of an earlier fit."""

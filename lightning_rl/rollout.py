@@ -22,7 +22,9 @@ ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabilities of the old policy's distribution
-TURNS = "turns"  # in ``token_extras``: 1, 2, ... for sampled tokens, 0 for the environment's, -k: see context_starts
+# In ``token_extras``: turn 1, 2, ... of a sampled token; 0 for a token of the environment's reply; -k for a token of a
+# context that the environment rewrote after turn k, see :func:`context_starts`.
+TURNS = "turns"
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 
@@ -62,7 +64,7 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens that enter the loss: ``action_mask``, without rows that ``exclude_rows`` removed.
+        valid_tokens: True for tokens that enter the loss: after ``exclude_rows``, ``action_mask`` of the trained rows.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities of the engine that sampled.
@@ -284,10 +286,10 @@ class Rollout:
 
 
 def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
-    """Return a mask of the tokens where a context rewritten by the environment starts, shape [B, T].
+    """Return a mask of the first token of each context that the environment rewrote, shape [B, T].
 
-    Tokens from there on do not attend to earlier ones. The tokens of a rewritten context are part of the response;
-    their value in ``token_extras["turns"]`` is -k, where k is the number of the turn before.
+    This token and later ones do not attend to the tokens before it. A rewritten context is part of the response; each
+    of its tokens has the value -k in ``token_extras["turns"]``, where k is the turn after which it was rewritten.
     """
     if TURNS not in rollout.token_extras:
         return torch.zeros_like(rollout.action_mask)
@@ -296,7 +298,7 @@ def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
-    """Split a response into spans of sampled and other tokens: True if sampled, and the token ids."""
+    """Split a response where the turn changes; return pairs (True if the policy sampled it, token ids of the span)."""
     length = int(rollout.response_lengths[row])
     ids, sampled = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
     turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else sampled
