@@ -16,7 +16,11 @@ from lightning_rl.processes.pool import Pool
 
 pytestmark = pytest.mark.slow
 CALLS = 1_000
-KINDS = {1: "hangs", 4: "dies", 7: "leaks"}  # of ten calls
+KINDS = {
+    1: "hangs",
+    **dict.fromkeys(range(4, 50, 10), "dies"),
+    **dict.fromkeys(range(7, 50, 10), "leaks"),
+}  # of 50 calls
 
 
 def behave(number: int, kind: str) -> int:
@@ -39,8 +43,8 @@ def result_of(future: Any) -> Any:
 def test_of_a_thousand_calls_none_is_lost_and_nothing_is_left(tmp_path: Path) -> None:
     cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["behave"]))
     pool = Pool(cloudpickle.dumps(behave), processes=16, environment={"MARK": str(tmp_path)})
-    kinds = [KINDS.get(number % 10, "") for number in range(CALLS)]
-    futures = [pool.submit(cloudpickle.dumps((pair, {})), 2.0) for pair in enumerate(kinds)]
+    kinds = [KINDS.get(number % 50, "") for number in range(CALLS)]
+    futures = [pool.submit(cloudpickle.dumps((pair, {})), 10.0) for pair in enumerate(kinds)]
     expected = [{"hangs": TIMEOUT, "dies": DEATH}.get(kind, number) for number, kind in enumerate(kinds)]
     assert [result_of(future) for future in futures] == expected
     assert len(pool.pids()) <= 1 + 2 * 16 and marked(str(tmp_path))
