@@ -407,7 +407,17 @@ class RLLightningModule(LightningModule):
     @override
     def on_fit_start(self) -> None:
         """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
-        self._begin()
+        self._restore_or_reset()
+
+    def _restore_or_reset(self) -> None:
+        """Restore the state of a checkpoint, or discard the state of an earlier fit."""
+        self.run.begin(
+            self.device,
+            packed=self.model_options.packing,
+            at=self.prompt_stream.at,
+            max_staleness=self.max_staleness,
+            collectives=self.parallel.collectives,
+        )
 
     @override
     def on_train_start(self) -> None:
@@ -422,6 +432,12 @@ class RLLightningModule(LightningModule):
         self.run.commit(self.prompt_stream, loader.index, current=self.run.current)
 
     # A rollout: sync, sample, plan, log-probabilities, signal.
+
+    @refuse_stop_iteration
+    def begin_step(self, step_index: StepIndex) -> None:
+        """Save the states of the corrections and seed the generators; the data module calls it first for each batch."""
+        self.run.begin_step(step_index)
+        self.seed_generators(step_index)
 
     @override
     @refuse_stop_iteration
@@ -449,12 +465,6 @@ class RLLightningModule(LightningModule):
         log_for_monitors(self, self.run.rollout_figures)
         self.run.begin_rollout(current, stats, noted)
         self.run.commit(self.prompt_stream, batch.index, current=current, corrections=self.run.corrections.states())
-
-    @refuse_stop_iteration
-    def begin_step(self, step_index: StepIndex) -> None:
-        """Save the states of the corrections and seed the generators; the data module calls it first for each batch."""
-        self.run.begin_step(step_index)
-        self.seed_generators(step_index)
 
     def skips(self, number: int) -> bool:
         """Return True if a rollout is to be skipped."""
@@ -634,16 +644,6 @@ class RLLightningModule(LightningModule):
     def _step_scheduler(self) -> None:
         step_or_leave(cast(LRScheduler, self.lr_schedulers()))
         self.run.progress = replace(self.run.progress, schedule_behind=False)
-
-    def note_error(self, error: BaseException) -> str | None:
-        """Prepare the checkpoint that is saved after an error; return None, or the reason if it cannot be saved."""
-        if self.policy is not None:
-            self.policy.zero_grad()  # a partial gradient would enter a later fit
-        self.run.note_error(error)
-        counts: Any = self.trainer.fit_loop.epoch_loop.batch_progress
-        if self.run.made_step and counts.current.processed < counts.current.started:
-            counts.increment_processed()  # the step is complete, but Lightning has not counted its batch
-        return self.run.save_problem
 
     # The engine and its weights: it starts in the first sync, sleeps after sampling, and ends in teardown.
 
@@ -877,6 +877,16 @@ class RLLightningModule(LightningModule):
             "reference_hash": None if reference is None else reference.fingerprint,
         }
 
+    def note_error(self, error: BaseException) -> str | None:
+        """Prepare the checkpoint that is saved after an error; return None, or the reason if it cannot be saved."""
+        if self.policy is not None:
+            self.policy.zero_grad()  # a partial gradient would enter a later fit
+        self.run.note_error(error)
+        counts: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        if self.run.made_step and counts.current.processed < counts.current.started:
+            counts.increment_processed()  # the step is complete, but Lightning has not counted its batch
+        return self.run.save_problem
+
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load this rank's state for a fit; other stages use the weights alone."""
@@ -890,14 +900,4 @@ class RLLightningModule(LightningModule):
         check_resume(state["configuration"], self.run.configuration, self.fault_tolerance.allow_config_changes, states)
         self.run.load(state, rank=self.parallel.rank, world_size=self.parallel.ranks)
         if self.trainer.strategy.restore_checkpoint_after_setup:
-            self._begin()  # this strategy loads a checkpoint after on_fit_start
-
-    def _begin(self) -> None:
-        """Restore the state of a checkpoint, or discard the state of an earlier fit."""
-        self.run.begin(
-            self.device,
-            packed=self.model_options.packing,
-            at=self.prompt_stream.at,
-            max_staleness=self.max_staleness,
-            collectives=self.parallel.collectives,
-        )
+            self._restore_or_reset()  # this strategy loads a checkpoint after on_fit_start
