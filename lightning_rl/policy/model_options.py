@@ -9,7 +9,7 @@ from lightning_rl.utils.arguments import check_bools, check_choices, check_count
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of how policy, critic and reference compute; they affect memory and speed, not results.
+    """Options of how policy, critic and reference compute; they affect memory and speed, and results only by rounding.
 
     Args:
         max_tokens_per_microbatch: Maximum number of tokens per microbatch.

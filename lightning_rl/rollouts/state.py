@@ -46,7 +46,6 @@ class RunState:
         rollout_stats: Logged metrics of the current rollout.
         rollout_figures: Their values over all ranks, with those of rewards and the numbers of rows and tokens.
         failed_folder: Folder for samples with failed rewards.
-        tracer: Tracer of the parameters during an optimizer step.
         begun: Index of the last optimizer step that began.
         stepping: True while the optimizer updates weights, so that some may be old and some new.
         built_alone: True if the policy was built before there was a Trainer, so without a strategy.

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from kit.forks import PATH, Fork
-from kit.marks import gone, marked, wait_for
+from kit.marks import gone, pids_with, wait_for
 from typing_extensions import override
 
 from lightning_rl import FakeEngine, FinishReason, SamplingParams
@@ -348,7 +348,7 @@ pool.open("hangs", pool.budget()).reset({"folder": sys.argv[1]}, 0)
 
 def test_a_killed_trainer_leaves_no_process(tmp_path: Path, pool: WorkerPool) -> None:
     trainer = run_script(tmp_path, HANGS)
-    assert len(set(marked(MARK)) - set(pool.pids())) >= 4, "server, guard, worker and its child"
+    assert len(set(pids_with(MARK)) - set(pool.pids())) >= 4, "server, guard, worker and its child"
     trainer.kill()
     trainer.wait()
     assert nothing_is_left(*pool.pids())

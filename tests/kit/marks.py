@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 
-def marked(mark: str) -> list[int]:
+def pids_with(mark: str) -> list[int]:
     """Return the ids of the processes that have a mark."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -30,4 +30,4 @@ def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
 
 def gone(mark: str, but: Collection[int] = ()) -> bool:
     """Return True once no process has a mark, apart from some."""
-    return wait_for(lambda: not set(marked(mark)) - set(but), 20.0)
+    return wait_for(lambda: not set(pids_with(mark)) - set(but), 20.0)

@@ -412,7 +412,7 @@ CONVERSATIONS |= {"environment_workers": "workers", "max_environment_failure_rat
 CONVERSATIONS |= {"environment_timeout": "step_timeout", "conversation_timeout": "timeout"}
 
 
-def grouped(options: dict[str, Any]) -> dict[str, Any]:
+def nested_options(options: dict[str, Any]) -> dict[str, Any]:
     """Options of a module in which those of its groups are passed by their own names."""
 
     def take(names: Mapping[str, str]) -> dict[str, Any]:
@@ -454,7 +454,7 @@ def tiny_module(**options: Any) -> RLLightningModule:
         "sampling": SamplingParams(**sampling),
         "optimizer": partial(AdamW, lr=1e-2, weight_decay=0.0),
     }
-    module = RLLightningModule(**grouped({**defaults, **options}))
+    module = RLLightningModule(**nested_options({**defaults, **options}))
     kinds = {"FaultTolerance": FaultTolerance, "StopOnZeroGradient": StopOnZeroGradient}
     vars(module)["callbacks"] = [kinds[kind](**group) for kind, group in given.items() if group]
     return module

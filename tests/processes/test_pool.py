@@ -9,7 +9,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from kit.marks import gone, marked
+from kit.marks import gone, pids_with
 
 from lightning_rl.processes.errors import DEATH, TIMEOUT, CallError
 from lightning_rl.processes.pool import Pool
@@ -47,7 +47,7 @@ def test_of_a_thousand_calls_none_is_lost_and_nothing_is_left(tmp_path: Path) ->
     futures = [pool.submit(cloudpickle.dumps((pair, {})), 10.0) for pair in enumerate(kinds)]
     expected = [{"hangs": TIMEOUT, "dies": DEATH}.get(kind, number) for number, kind in enumerate(kinds)]
     assert [result_of(future) for future in futures] == expected
-    assert len(pool.pids()) <= 1 + 2 * 16 and marked(str(tmp_path))
+    assert len(pool.pids()) <= 1 + 2 * 16 and pids_with(str(tmp_path))
     pool.close()
     assert gone(str(tmp_path)) and not pool.pids()
     assert pool.submit(cloudpickle.dumps(((5, ""), {})), 60.0).result() == 5, "and it starts again"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.marks import gone, marked, wait_for
+from kit.marks import gone, pids_with, wait_for
 
 from lightning_rl.rewards import Sandbox, SandboxResult, SandboxUnavailable, sandbox
 
@@ -134,7 +134,7 @@ def test_a_fork_bomb_is_stopped_at_the_limit(tmp_path: Path) -> None:
 
     def count() -> None:
         while not stop.wait(0.05):
-            most[0] = max(most[0], len(marked(mark)))
+            most[0] = max(most[0], len(pids_with(mark)))
 
     stop, begin = threading.Event(), time.monotonic()
     counter = threading.Thread(target=count)
@@ -195,7 +195,7 @@ print("left")
 def test_a_daemon_left_behind_dies_with_the_program() -> None:
     mark = f"daemon-{os.getpid()}-{time.monotonic_ns()}"
     assert OPEN.run(DAEMON.format(mark=mark)).stdout == "left\n"
-    survivors = marked(mark)
+    survivors = pids_with(mark)
     assert len(survivors) == 1, "without the sandbox it lives on"
     os.kill(survivors[0], 9)
     assert gone(mark)
@@ -208,7 +208,7 @@ def test_a_program_dies_with_a_trainer_that_is_killed(unsafe: bool) -> None:
     sleep = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', {mark!r}])"
     run = f"from lightning_rl.rewards import Sandbox; Sandbox(seconds=60.0, unsafe={unsafe}).run({sleep!r})"
     trainer = subprocess.Popen([sys.executable, "-c", run])
-    assert wait_for(lambda: len(marked(mark)) == 2), "the trainer and the program"
+    assert wait_for(lambda: len(pids_with(mark)) == 2), "the trainer and the program"
     trainer.kill()
     trainer.wait()
     assert gone(mark)
