@@ -211,6 +211,11 @@ def test_memory_and_order_are_told_from_noise_and_curricula(function: Any, faili
     assert {name: str(value) for name, value in getattr(function, "__dict__", {}).items()} == before, "asked in the run"
 
 
+def test_noise_of_a_run_seeded_with_0_is_no_dependence_on_order() -> None:
+    random.seed(0)
+    assert checks_that_fail(ask_again(call_of(global_noise), SAMPLES)) == []
+
+
 @pytest.mark.parametrize("longest", [range(16), [5]], ids=["all", "one"])
 def test_a_reward_beside_the_longest_of_its_call_is_found_whichever_rows_are_asked(longest: Any) -> None:
     """Half of the rows are scored together, perhaps with the longest ones."""
