@@ -35,9 +35,6 @@ DASK_INSTALLED := .venv-dask/.installed
 LAUNCH ?= kubernetes-validate==1.37.0 compose-spec==0.2.1
 LAUNCH_BIN := .venv-launch/bin
 LAUNCH_INSTALLED := .venv-launch/.installed
-SCALE_TESTS = tests/test_restarts.py tests/test_slurm.py tests/strategies/test_nodes.py tests/strategies/test_agreement.py \
-	tests/strategies/test_broadcast_ranks.py tests/strategies/test_served_ranks.py tests/distributed/test_network.py \
-	tests/rewards/test_sandbox_service.py tests/generation/vllm/test_discovery.py
 TRL ?= trl==1.16.*
 TRL_BIN := .venv-trl/bin
 TRL_INSTALLED := .venv-trl/.installed
@@ -52,7 +49,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test-fast test test-long test-mutations test-faults test-goldens test-vllm test-verifiers test-loggers test-liger test-dask test-scale bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static check format bench bench-gpu clean
+.PHONY: help install demo test test-all test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-dask test-launch bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,15 +59,11 @@ install: $(INSTALLED) ## Install the library and its tools into .venv
 demo: $(INSTALLED) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
 
-test-fast: $(INSTALLED) ## Tests without subprocesses and long fits
-	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not slow and not long"
+test: check-static ## Static checks and the tests for each commit
+	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
-test: check-static ## Static checks, then every test but the long ones
-	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not long"
-
-test-long: $(INSTALLED) $(VLLM_INSTALLED) $(VERIFIERS_INSTALLED) ## Every test, for hours
-	$(BIN)/pytest
-	$(VLLM_BIN)/pytest tests/vllm
+test-all: check-static $(VERIFIERS_INSTALLED) ## Every test of .venv, and those of the package verifiers
+	$(BIN)/pytest $(PARALLEL) $(WATCHED)
 	$(VERIFIERS_TESTS)
 
 test-mutations: $(INSTALLED) ## Inject known silent bugs into a copy, one at a time; a test must fail for each
@@ -82,11 +75,8 @@ test-faults: $(INSTALLED) ## Inject silent faults into a fit, one at a time; the
 soak: $(INSTALLED) ## Train 2,000 rollouts with every kind of callback, and check for growth of memory and time
 	$(BIN)/python -m tests.soak
 
-test-goldens: $(INSTALLED) ## Compare with recorded cases of other systems
-	$(BIN)/pytest tests/test_goldens.py
-
 test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in a separate environment
-	$(VLLM_BIN)/pytest $(WATCHED) -m "not long" tests/vllm
+	$(VLLM_BIN)/pytest $(WATCHED) -m "not nightly" tests/vllm
 
 test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in a separate environment
 	$(VERIFIERS_TESTS)
@@ -100,9 +90,7 @@ test-liger: $(LIGER_INSTALLED) ## Liger's kernels through Triton's interpreter, 
 test-dask: $(DASK_INSTALLED) ## Tests of rewards on two workers of Dask, in a separate environment
 	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
 
-test-scale: $(DASK_INSTALLED) $(LAUNCH_INSTALLED) ## Tests of nodes, restarts, broadcast, servers, remote rewards and launch files, in minutes
-	$(BIN)/pytest $(WATCHED) $(SCALE_TESTS)
-	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
+test-launch: $(LAUNCH_INSTALLED) ## Validate the launch files of Docker Compose and Kubernetes, in a separate environment
 	$(LAUNCH_BIN)/python -m pytest $(WATCHED) tests/test_launch.py
 
 bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL with TRL, in a separate environment
@@ -113,17 +101,17 @@ docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a 
 
 test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in a separate environment
 	for extra in $(ADAPTERS); do \
-		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/recipes/test_$${extra//-/_}.py; \
-		.venv-adapters/$$extra/bin/python -m pytest -m "not long" tests/test_docs_blocks.py -k environments.md; \
+		.venv-adapters/$$extra/bin/python -m pytest -m "not nightly" tests/recipes/test_$${extra//-/_}.py; \
+		.venv-adapters/$$extra/bin/python -m pytest -m "not nightly" tests/test_docs_blocks.py -k environments.md; \
 		[ $$extra != reasoning-gym ] || .venv-adapters/$$extra/bin/python -m pytest tests/recipes/test_every_recipe.py tests/recipes/test_gpu_commands.py -k reasoning; \
 	done
 
-test-oldest: build/uv ## Fast tests with the oldest version of everything that pyproject.toml allows
+test-oldest: build/uv ## The tests of each commit with the oldest version of everything that pyproject.toml allows
 	$(RESOLVE) --resolution lowest-direct --no-annotate pyproject.toml -o build/oldest.txt
 	$(PYTHON) tests/bounds.py build/oldest.txt
 	$(call try,.venv-oldest,build/oldest.txt)
 
-test-newest: build/uv ## Fast tests with the newest version of everything that pyproject.toml allows
+test-newest: build/uv ## The tests of each commit with the newest version of everything that pyproject.toml allows
 	$(RESOLVE) --upgrade --no-annotate pyproject.toml -o build/newest.txt
 	$(call try,.venv-newest,build/newest.txt)
 
@@ -141,8 +129,6 @@ check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling, lang
 	$(BIN)/codespell
 	$(BIN)/python -m tests.language
 
-check: check-static test-fast ## Static checks and fast tests, for each commit
-
 format: $(INSTALLED) ## Format the code and apply fixes of ruff
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -157,14 +143,14 @@ clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-# $(call try,folder,requirements): the fast tests in a separate environment.
+# $(call try,folder,requirements): the tests of each commit in a separate environment.
 define try
 	$(PYTHON) -m venv --clear $(1)
 	$(1)/bin/python -m pip install --quiet '$(TORCH)'
 	$(1)/bin/python -m pip install --quiet --no-deps -r $(2)
 	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(1)/bin/python -m pip check
-	OMP_NUM_THREADS=1 $(1)/bin/pytest -m "not slow and not long" --ignore tests/vllm
+	OMP_NUM_THREADS=1 $(1)/bin/pytest -m "not nightly" --ignore tests/vllm
 endef
 
 build/uv:

@@ -69,6 +69,7 @@ def test_the_runner_runs_every_benchmark(monkeypatch: pytest.MonkeyPatch) -> Non
     assert names == {path.stem for path in BENCHMARKS.glob("*.py")} - SHARED - OF_DATA - OF_A_GPU
 
 
+@pytest.mark.nightly
 def test_the_runner_goes_on_after_a_bound_that_fails_and_a_benchmark_that_ends_early(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks"
     folder.mkdir()

@@ -50,6 +50,7 @@ def trained(**options: Any) -> RLLightningModule:
     return module
 
 
+@pytest.mark.nightly
 def test_in_a_fit_the_loss_that_was_passed_is_the_one_that_trains() -> None:
     class Plain(ValueLoss):
         @override

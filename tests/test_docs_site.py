@@ -89,6 +89,7 @@ def test_every_public_name_has_its_place_in_the_reference(site: ModuleType) -> N
         assert names and all(hasattr(importlib.import_module(module), name) for name in names), module
 
 
+@pytest.mark.nightly
 def test_what_lies_outside_of_the_pages_becomes_a_page_of_the_site(
     site: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,12 +150,12 @@ def test_a_link_to_a_public_name_in_a_file_leads_to_the_reference(site: ModuleTy
     assert site.site_link("figures/GSPO.svg", page, set()) == "figures/GSPO.svg"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_site_builds_without_a_warning_or_a_dead_link(built: Path) -> None:
     assert (built / "index.html").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_word_is_found_from_a_folder_without_a_request(built: Path, width: int, tmp_path: Path) -> None:
     with chromium(tmp_path) as browser:
@@ -170,7 +171,7 @@ def test_a_word_is_found_from_a_folder_without_a_request(built: Path, width: int
         assert [address for address in browser.requests if not address.startswith(("file:", "data:", "about:"))] == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_formulas_are_drawn_by_the_browser_alone(built: Path) -> None:
     text = (built / "reference" / "lightning_rl.losses.html").read_text()
     assert text.count('<div class="formula"><math') >= 12 and "arithmatex" not in text

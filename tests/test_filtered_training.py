@@ -71,6 +71,7 @@ def test_a_filter_is_of_one_request_alone() -> None:
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-12)
 
 
+@pytest.mark.nightly
 @each
 def test_four_steps_over_a_filtered_rollout_stay_finite(keep: SamplingParams) -> None:
     seen: list[Rollout] = []

@@ -111,6 +111,7 @@ def test_the_engines_log_probabilities_are_the_trainers() -> None:
         assert float(gap.abs().max()) < 1e-5
 
 
+@pytest.mark.nightly
 def test_the_token_budget_changes_nothing_but_rounding() -> None:
     # AdamW would make whole steps of the rounding of a gradient of 0
     exact: Any = {"policy": partial(tiny_policy, dtype=torch.float64), "optimizer": partial(SGD, lr=0.05)}

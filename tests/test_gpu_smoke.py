@@ -114,6 +114,7 @@ def test_a_check_that_hangs_is_ended_and_fails(smoke: ModuleType) -> None:
     assert "not at its end after 1 s" in lines
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("functions", "status"),
     [(["passes", "needs_a_device"], None), (["breaks_its_bound", "hangs", "crashes", "passes"], 1)],
@@ -154,6 +155,7 @@ def test_every_check_has_a_function(smoke: ModuleType) -> None:
         assert f"\ndef {check.function}(findings: Findings)" in (BENCHMARKS / f"{check.script}.py").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["stages", "requests", "embedded"])
 def test_checks_in_the_configuration_of_the_recipes_pass_with_the_fake_of_vllm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +171,7 @@ def test_checks_in_the_configuration_of_the_recipes_pass_with_the_fake_of_vllm(
     assert bounds and [line["what"] for line in bounds if not line["bound"]["holds"]] == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_checks_that_have_a_meaning_on_a_cpu_pass_there_and_the_others_are_skipped() -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu_smoke.py"), "--tiny", "true", "--only", "1,3,4,14"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -56,6 +56,7 @@ def test_without_packing_transformers_waits_once_for_each_microbatch() -> None:
     assert len(after) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("reduction", [*REDUCTIONS.values(), SequenceSumNorm(8)], ids=name_of)
 def test_no_reduction_waits_for_the_device(reduction: Reduction) -> None:
     first, rest, _ = reads_within(a_rollout(), a_forward(), an_algorithm(reduction=reduction))
@@ -80,6 +81,7 @@ def test_scoring_waits_once_at_its_end() -> None:
     assert names == ["aten._local_scalar_dense.default"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "read",
     [

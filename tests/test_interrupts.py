@@ -102,6 +102,7 @@ class Lost(TransformersEngine):
         return super()._draw(requests, logprobs=logprobs)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_lost_saves_the_last_step_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     def run(engine: Engine | None = None, ckpt_path: Path | None = None) -> RLLightningModule:
         module, data = module_of(engine=engine), tiny_prompts(8, 4)
@@ -119,6 +120,7 @@ def test_an_engine_that_is_lost_saves_the_last_step_and_the_run_goes_on_from_the
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_lost_while_it_is_validated_saves_the_last_step(tmp_path: Path) -> None:
     def run(engine: Engine | None = None, ckpt_path: Path | None = None) -> RLLightningModule:
         module, data = module_of(engine=engine), tiny_prompts(8, 4, validation=[[2, 3]])

@@ -82,12 +82,11 @@ def check(folder: Path, kind: str, moments: int) -> None:
                 assert torch.equal(result["weights"][name], weight), name
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_ends_bitwise_equal(tmp_path: Path) -> None:
     check(tmp_path, "plain", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_ends_a_process_with_143_and_what_is_started_again_ends_bitwise_equal(tmp_path: Path) -> None:
     whole = Run(tmp_path / "whole", "ahead").finish()[0]
     stopped = Run(tmp_path / "stopped", "ahead")
@@ -99,7 +98,7 @@ def test_sigterm_ends_a_process_with_143_and_what_is_started_again_ends_bitwise_
     assert all(torch.equal(weight, again["weights"][name]) for name, weight in whole["weights"].items())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", killed_run.RANKS)
 def test_a_run_killed_at_twenty_moments_ends_bitwise_equal(kind: str, tmp_path: Path) -> None:
     check(tmp_path, kind, 20)

@@ -108,6 +108,7 @@ def test_print_config_shows_every_default_and_loads_again(folder: Path, capsys: 
     assert printed(capsys, "--config", "again.yaml") == config
 
 
+@pytest.mark.nightly
 def test_every_known_name_is_printed_as_a_file_that_is_read_again(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

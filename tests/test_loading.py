@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SOURCES = [path for room in ("lightning_rl", "callbacks") for path in (ROOT / room).rglob("*.py")]
 SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[:2] != ("lightning_rl", "callbacks")]
@@ -48,6 +50,7 @@ def test_nothing_else_is_unpickled_imported_or_run_by_name() -> None:
     }
 
 
+@pytest.mark.nightly
 def test_every_model_and_tokenizer_is_loaded_without_code_of_its_own() -> None:
     nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     calls = [ast.unparse(node) for node in nodes if isinstance(node, ast.Call)]

@@ -23,12 +23,12 @@ def mutate(*names: str) -> tuple[int, str]:
     return ran.returncode, (ran.stdout + ran.stderr).splitlines()[-1]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_bug_that_is_put_back_is_caught() -> None:
     assert mutate("1_18") == (0, "mutations injected=1 caught=1")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_every_bug_is_caught() -> None:
     every = len(MUTATIONS) + len(EXPORTS) + len(CURES)
     assert mutate() == (0, f"mutations injected={every} caught={every}")

@@ -56,7 +56,6 @@ from lightning_rl.update import accumulate_gradient, from_table
 from lightning_rl.utils.device import to_device
 
 CUT = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
-pytestmark = pytest.mark.slow
 Numbers = dict[str, Tensor]
 on_the_stand_in = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU notes no copies")
 
@@ -149,6 +148,7 @@ def test_every_correction_is_the_same_on_another_device(place: int) -> None:
     assert_the_same_there(numbers_on)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
@@ -214,6 +214,7 @@ def everyday() -> list[RLCallback]:
     ]
 
 
+@pytest.mark.nightly
 def test_a_fit_with_its_watchers_is_the_same_on_another_device(tmp_path: Path) -> None:
     audit = SignalAudit(1, "raise")
 
@@ -225,7 +226,7 @@ def test_a_fit_with_its_watchers_is_the_same_on_another_device(tmp_path: Path) -
     assert audit.findings == []
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_fit_with_a_critic_is_the_same_on_another_device() -> None:
     fit_there(
         lambda: tiny_module(critic="shared", advantages="gae", minibatches_per_rollout=2),
@@ -233,7 +234,7 @@ def test_a_fit_with_a_critic_is_the_same_on_another_device() -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_fit_with_refills_and_filters_is_the_same_on_another_device() -> None:
     fit_there(
         lambda: tiny_module(top_k=5, top_p=0.9, advantages=GRPO()),
@@ -257,6 +258,7 @@ def test_a_rollout_and_its_plan_go_there_through_pinned_memory_and_nobody_waits(
         assert torch.equal(layout.position_ids.cpu(), plan.step(0)[0].layout.position_ids)
 
 
+@pytest.mark.nightly
 @on_the_stand_in
 def test_no_fit_leaves_a_copy_to_the_host_unwaited_for() -> None:
     with other_device() as copies:

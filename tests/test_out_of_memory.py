@@ -110,7 +110,7 @@ def test_a_step_that_does_not_fit_with_half_of_it_either_ends_the_run_with_a_che
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_agree_when_memory_runs_out_on_one_of_them(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path)
 

@@ -87,7 +87,7 @@ def copy_of_tree(copy: Path) -> Path:
     return copy
 
 
-@pytest.fixture(params=["linked", pytest.param("unlinked", marks=pytest.mark.long)])
+@pytest.fixture(params=["linked", pytest.param("unlinked", marks=pytest.mark.nightly)])
 def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of the tree, as git makes it with and without links."""
     copy = copy_of_tree(tmp_path / "tree")
@@ -98,7 +98,7 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return copy
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_wheel_from_the_sdist_brings_every_package(tree: Path, tmp_path: Path) -> None:
     run(tmp_path, sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", tree)
     (wheel,) = (tmp_path / "dist").glob("*.whl")
@@ -106,8 +106,8 @@ def test_a_wheel_from_the_sdist_brings_every_package(tree: Path, tmp_path: Path)
     assert all(file.is_file() and file.is_relative_to(tmp_path / "installed") for file in files), files
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.nightly)])
 def test_a_clean_environment_runs_what_was_built(kind: str, tmp_path: Path) -> None:
     built, clean = tmp_path / "dist", tmp_path / "clean"
     tree = copy_of_tree(tmp_path / "tree")
@@ -125,13 +125,13 @@ def test_a_clean_environment_runs_what_was_built(kind: str, tmp_path: Path) -> N
     assert said.splitlines() == [VERSION, str(site / "lightning_rl" / "callbacks" / "opsm.py")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_editable_install_imports_the_tree(tree: Path, tmp_path: Path) -> None:
     files = imported_files(tmp_path / "installed", "--editable", tree)
     assert all(file.is_file() and file.is_relative_to(tree) for file in files), files
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_sdist_carries_everything_that_is_tracked(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("only a git checkout knows which files belong to it")
@@ -157,7 +157,7 @@ def refusal(folder: Path, statement: str) -> str:
     return done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_copy_of_every_class_is_refused() -> None:
     said = refusal(ROOT, "from callbacks.opsm import OPSM")
     assert said.startswith("ImportError: expected import lightning_rl.callbacks, got import callbacks")

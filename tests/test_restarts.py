@@ -29,7 +29,7 @@ def check_equal(folder: Path, undisturbed: Path) -> None:
             assert torch.equal(result["weights"][name], weight), name
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "rank"),
     [
@@ -54,7 +54,7 @@ def test_a_rank_that_is_killed_comes_back_by_itself_and_the_run_ends_bitwise_equ
     check_equal(tmp_path / "killed", tmp_path / "whole")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_node_that_is_lost_and_replaced_lets_the_run_end_bitwise_equal(kind: str, tmp_path: Path) -> None:
     with agents_of(tmp_path / "whole", kind, 2) as whole:

@@ -74,8 +74,14 @@ def assert_same_weights(one: RLLightningModule, other: RLLightningModule) -> Non
     assert states[0] == states[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [GRPO, PPO, REMAX], ids=["grpo", "ppo", "remax"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(GRPO, id="grpo"),
+        pytest.param(PPO, id="ppo", marks=pytest.mark.nightly),
+        pytest.param(REMAX, id="remax", marks=pytest.mark.nightly),
+    ],
+)
 def test_resuming_at_every_step_of_a_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = run(tmp_path / "whole", options)
     for step in range(1, STEPS):
@@ -83,6 +89,7 @@ def test_resuming_at_every_step_of_a_run_ends_bitwise_equal(tmp_path: Path, opti
         assert_same_weights(resumed, expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [GRPO, REPLAYED], ids=["grpo", "replayed"])
 def test_resuming_within_a_rollout_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any]) -> None:
     expected = run(tmp_path / "whole", options)
@@ -98,6 +105,7 @@ def test_coefficients_that_adapt_are_part_of_a_checkpoint(tmp_path: Path) -> Non
     assert last["entropy_bonus"] != states["entropy_bonus"] and last["adaptive_kl"] == states["adaptive_kl"]
 
 
+@pytest.mark.nightly
 def test_the_logged_rows_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     def rows(logger: CSVLogger) -> dict[int, dict[str, float]]:
         return {

@@ -61,6 +61,7 @@ def resume(checkpoint: Path, *, callbacks: Any = None, data: PromptDataModule | 
     return fit(tiny_module(**options), callbacks=corrections, data=data, ckpt_path=checkpoint, **trainer)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "name", "difference"),
     [

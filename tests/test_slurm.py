@@ -41,7 +41,7 @@ def wait(tasks: list[Fork]) -> list[int]:
             task.kill()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_tasks_that_are_told_to_end_save_together_queue_the_job_once_and_go_on_bitwise(tmp_path: Path) -> None:
     commands, whole, job = tmp_path / "bin", tmp_path / "whole", tmp_path / "job"
     for folder in (commands, whole, job):

@@ -42,6 +42,7 @@ class Entropies(RLCallback):
         return {"entropies/rows": Stat.of(view.trained)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("budget", [30, 4096])
 def test_the_entropy_is_that_of_all_valid_tokens_of_the_step(budget: int) -> None:
     outputs, entropies = Outputs(), Entropies()

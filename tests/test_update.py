@@ -154,6 +154,7 @@ def train(*callbacks: RLCallback, **options: Any) -> RLLightningModule:
     return module
 
 
+@pytest.mark.nightly
 def test_looking_on_changes_no_bit_of_a_run() -> None:
     plain, observed = weights_of(train()), weights_of(train(Observer()))
     assert [name for name, weight in plain.items() if not torch.equal(observed[name], weight)] == []

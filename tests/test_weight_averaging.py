@@ -99,6 +99,7 @@ def test_a_validation_evaluates_the_average_and_rollouts_come_from_the_policy(ma
     torch.testing.assert_close(weights_of(module)[f"policy.model.{WEIGHT}"], average[3])  # what the fit leaves
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:max_staleness=1 trains on samples")
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_an_average_changes_nothing_of_the_training(max_staleness: int) -> None:

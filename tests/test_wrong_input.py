@@ -419,6 +419,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("wrong", "message"), CASES.values(), ids=CASES.keys())
 def test_what_is_wrong_is_named_with_what_to_do(
     wrong: Callable[[], object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,7 +44,7 @@ def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Pat
     assert saved["findings"][0]["check"] == "gradient_liveness" and saved["rollout"]["response_ids"].dim() == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "cured"),
     [
@@ -103,6 +103,7 @@ class Methods(RLCallback):
         self.replaced |= {name for part in parts for name in vars(part) if callable(getattr(type(part), name, None))}
 
 
+@pytest.mark.nightly
 def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is_over() -> None:
     profiler, module = SimpleProfiler(), tiny_module()
     methods, functions = Methods(module), dict(module.rewards.by_name)

@@ -63,7 +63,7 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
     (folder / f"rank-{module.global_rank}.txt").write_text(said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "kind", "named"),
     [
@@ -71,10 +71,10 @@ def audited(folder: Path, strategy: str, kind: str) -> None:
         ("ddp", "on one rank", "gradient_liveness: callback reference_kl.loss_term"),
         ("ddp", "own denominators", "rank_denominators: reduction token_mean"),
         ("ddp", "adaptive", ""),
-        pytest.param("fsdp1", "clean", "", marks=pytest.mark.long),
+        pytest.param("fsdp1", "clean", "", marks=pytest.mark.nightly),
         ("fsdp2", "clean", ""),
-        pytest.param("fsdp2", "on one rank", "gradient_liveness", marks=pytest.mark.long),
-        pytest.param("zero3", "clean", "", marks=pytest.mark.long),
+        pytest.param("fsdp2", "on one rank", "gradient_liveness", marks=pytest.mark.nightly),
+        pytest.param("zero3", "clean", "", marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_are_audited_alike(tmp_path: Path, strategy: str, kind: str, named: str) -> None:

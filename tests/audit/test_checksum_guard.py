@@ -365,6 +365,7 @@ WAYS_AND_METHODS = [("loss_term", way) for way in WEIGHT_WAYS]
 WAYS_AND_METHODS += [(method, "through data") for method in CONTRIBUTED if method != "loss_term"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("method", "way"), WAYS_AND_METHODS)
 def test_the_callback_that_writes_to_the_weights_of_the_policy_is_named(method: str, way: str) -> None:
     module, audit = tiny_module(), SignalAudit(1, checks=["quiet_hooks"])

@@ -183,6 +183,7 @@ def render_plainly(bridge: Bridge, drawn: Sequence[int], said: Sequence[Any]) ->
     return tuple(ids[1:] if drawn[-1] in bridge.ends else ids)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("after", "text", "found"),
     [

@@ -59,6 +59,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[RLCallback]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*groups are missing:UserWarning")
 @pytest.mark.parametrize("name", RUNS)
 def test_every_name_that_is_logged_is_listed_and_what_is_listed_as_recomputed_is(name: str) -> None:
@@ -82,6 +83,7 @@ def test_every_name_that_is_logged_is_listed_and_what_is_listed_as_recomputed_is
     assert recomputed - seen["handed"] == set() == recomputed - seen["logged"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "wrong",
     ["reward/task", "kl/ref", "policy/ess", "advantage/std", "loss/policy", "optim/lr", "length/max", "rollout"],

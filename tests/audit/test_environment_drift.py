@@ -149,6 +149,7 @@ class RewardAlone(Estimator):
         return Advantages(signal.spread_out(torch.where(signal.rewarded, signal.scores, 0.0)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("leaks", [False, True])
 def test_a_mask_that_leaks_shows_in_a_fit(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if leaks:

@@ -77,6 +77,7 @@ def alarms(callback: RLCallback, rollouts: int = 2, **options: Any) -> set[str]:
     return {finding.culprit for finding in audit.findings}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("callback", [ByMean(), DynamicSampling(max_rounds=4)], ids=lambda callback: callback.name)
 @pytest.mark.parametrize("options", [{"group_size": 2, "temperature": 0.05}, {"max_staleness": 1}], ids=["sure", "old"])
 def test_a_legal_filter_that_refills_gives_no_alarm(callback: RLCallback, options: dict[str, Any]) -> None:

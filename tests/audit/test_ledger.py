@@ -199,6 +199,7 @@ OPTIONS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2
 quiet = pytest.mark.filterwarnings("ignore:.*groups are missing:UserWarning")
 
 
+@pytest.mark.nightly
 @quiet
 def test_a_run_with_the_ledger_ends_with_the_same_weights() -> None:
     modules = [tiny_module(**OPTIONS) for _ in range(2)]

@@ -31,6 +31,7 @@ def batch_whitening(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
     return torch.where(rewarded, (scores - kept.mean()) / (kept.std() + 1e-6), 0.0)
 
 
+@pytest.mark.nightly
 def test_a_whitening_over_the_batch_is_declared_in_one_line() -> None:
     said = alarms(advantages=batch_whitening)
     assert said and all(
@@ -46,6 +47,7 @@ def test_what_is_not_declared_still_raises() -> None:
         fit(tiny_module(advantages=batch_whitening), callbacks=[audit], data=tiny_prompts(4, 4))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("as_loss", [False, True])
 def test_a_coefficient_that_follows_the_rollout_gives_no_alarm(as_loss: bool) -> None:
     options: dict[str, Any] = {"advantages": "gae", "critic": "shared", "minibatches_per_rollout": 2}
@@ -94,6 +96,7 @@ class GrowsBehindTheStep(Pull):
         self.coef *= 1.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [GrowsOnceObserved, GrowsInTheStep, GrowsBehindTheStep])
 def test_a_coefficient_that_follows_the_step_gives_no_alarm(kind: type[Pull]) -> None:
     assert alarms(kind(), minibatches_per_rollout=2, rollouts=2) == []

@@ -46,6 +46,7 @@ def spread_out(weight: Tensor) -> Tensor:
     return weight.flatten()[:: max(weight.numel() // 64, 1)][:64]
 
 
+@pytest.mark.nightly
 def test_parameters_are_followed_from_the_backward_to_the_step() -> None:
     audit, module = Keeping(), tiny_module(rewards=sum_reward, max_grad_norm=1e-3, **OPTIONS)
     with warnings.catch_warnings():
@@ -83,6 +84,7 @@ class Decay(RLCallback):
         return LossTerm(per_token=self.weight.sum().expand_as(view.logprobs), coef=0.1)
 
 
+@pytest.mark.nightly
 def test_an_expanded_gradient_is_traced_like_any_other() -> None:
     def policy() -> Any:
         model = tiny_policy()

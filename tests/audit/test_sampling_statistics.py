@@ -199,6 +199,7 @@ class FixedOpening(Echo):
         return [3, 4]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("environment", "kind", "found"),
     [
@@ -260,6 +261,7 @@ def said_of_data(data: PromptDataModule, evaluation: Sequence[Evaluation] = (), 
 PAIRS = [[2 + row // 6, 8 + row % 6] for row in range(36)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -353,6 +355,7 @@ def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
     assert audit.findings == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("engine", "said"),
     [

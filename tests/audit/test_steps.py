@@ -77,6 +77,7 @@ def touch_metrics(module: Any) -> None:
     module.run.metrics.groups["step"].moments.mul_(2.0)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("where", "act"),
     [
@@ -101,6 +102,7 @@ def test_a_hook_of_a_subclass_of_the_module_is_named() -> None:
     assert {culprit for _, culprit in found(module=Mine(**base.options))} == {"module Mine.on_after_backward"}
 
 
+@pytest.mark.nightly
 def test_a_callback_may_set_the_learning_rate_but_not_to_zero() -> None:
     def scale_rate(factor: float) -> Callable[[Any], None]:
         def act(module: Any) -> None:
@@ -195,6 +197,7 @@ def step_by_half(self: Any, closure: Any = None) -> None:
         weight.copy_(was)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "step"),
     [(AdamW, step_by_half), (Adam, step_sometimes), (SGD, step_twice), (RMSprop, step_uphill), (RMSprop, step_by_half)],
@@ -265,6 +268,7 @@ class DropSome(RLCallback):
         return rollout.groups % 2 == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["", "groups/filtered", "engine/aborted", "reward/failed"])
 def test_a_wrong_count_of_the_sampling_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = Sampler.fill_groups
@@ -292,6 +296,7 @@ def test_failures_of_rewards_are_counted_for_greedy_answers_too(advantages: str)
     assert found(rollouts=2, rewards=rewards, advantages=advantages) == set()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -383,6 +388,7 @@ LEGAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", LEGAL.values(), ids=LEGAL)
 def test_no_alarm_for_legal_optimizers(optimizer: Any) -> None:
     assert found(optimizer=optimizer, epochs_per_rollout=2, lr_scheduler=warmup_then_linear(4, 100)) == set()

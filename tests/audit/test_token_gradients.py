@@ -33,6 +33,7 @@ def with_adapters() -> Any:
     return get_peft_model(tiny_policy(0), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,6 +75,7 @@ def of_the_head_alone(logprobs: Tensor, valid: Tensor) -> Tensor:
     return logprobs.detach() + 0 * logprobs
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", [at_the_end, at_the_beginning, of_half_the_size, of_the_head_alone])
 def test_a_forward_that_loses_a_part_of_it_is_named(
     change: Callable[[Tensor, Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def same(one: RLLightningModule, other: RLLightningModule) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.nightly
 def test_a_fixed_one_is_a_loss_term_of_minus_the_entropy_bit_for_bit() -> None:
     bonus = callback_of("bonus", loss_term=lambda view: LossTerm(per_token=-view.entropy, coef=0.05))
     bonus.trains_entropy = True
@@ -109,6 +110,7 @@ class Trace(EntropyBonus):
         self.steps = [*getattr(self, "steps", []), (used, float(outputs["policy/entropy"][1]), self.coef)]
 
 
+@pytest.mark.nightly
 def test_in_a_fit_every_optimizer_step_moves_it() -> None:
     callback = Trace(0.02, target=2.2, step=0.01)
     trained(callback, max_tokens_per_microbatch=30)

@@ -70,6 +70,7 @@ def test_two_of_them_go_together() -> None:
     assert step.gradient[2].tolist() == pytest.approx([-0.5 / 4, 0.0, 0.0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.5])
 def test_the_kit_finds_its_bound_to_matter(threshold: float) -> None:
     check_callback(PositiveNLL(threshold=threshold))

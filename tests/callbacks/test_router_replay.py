@@ -322,13 +322,13 @@ def test_what_cannot_work_is_an_error_before_anything_is_drawn(options: dict[str
         fit(tiny_module(**{"policy": moe, **options}), callbacks=[RouterReplay()])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_bfloat16_the_mismatch_falls() -> None:
     policy = partial(many_experts, torch.bfloat16)
     check_that_it_falls(mismatch(policy), mismatch(policy, [RouterReplay()]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_in_float32_it_is_at_the_level_of_a_dense_model() -> None:
     on = mismatch(partial(many_experts, torch.float32), [RouterReplay()])
     dense = mismatch(partial(many_experts, torch.float32, "qwen3"))

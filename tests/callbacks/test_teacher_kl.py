@@ -146,6 +146,7 @@ def test_a_teacher_equal_to_the_policy_gives_no_penalty_at_the_first_step(precis
     assert not gaps[0].any() and gaps[1].any()
 
 
+@pytest.mark.nightly
 def test_a_teacher_pulls_the_policy_towards_itself() -> None:
     gaps = []
     for beta in (0.0, 1.0):

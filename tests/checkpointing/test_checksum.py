@@ -41,6 +41,7 @@ def test_a_checkpoint_has_a_run_and_a_step(checkpoint: Path, tmp_path: Path) -> 
     assert read_origin(tmp_path / "list.ckpt") == Origin("", -1)
 
 
+@pytest.mark.nightly
 def test_every_flipped_bit_of_a_small_file_is_refused_or_changes_nothing(tmp_path: Path) -> None:
     path, content = tmp_path / "damaged.ckpt", {"lightning_rl": {"run": "0123abcd"}, "weights": torch.arange(64.0)}
     AtomicCheckpointIO().save_checkpoint(content, path)

@@ -95,6 +95,7 @@ def test_a_full_disk_lets_the_run_go_on_if_that_is_wanted_and_keeps_the_last_che
     check_whole(newest)
 
 
+@pytest.mark.nightly
 def test_a_limit_of_the_file_system_leaves_no_part(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", LIMITED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -131,6 +132,7 @@ def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "step=4.ckpt"
 
 
+@pytest.mark.nightly
 def test_a_folder_where_another_process_writes_is_refused(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path\n"

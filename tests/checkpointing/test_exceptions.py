@@ -180,6 +180,7 @@ def test_an_error_at_any_place_leaves_the_last_step(
     assert_equal(resumed, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
@@ -199,6 +200,7 @@ def test_whatever_the_engine_raises_leaves_the_last_step(
     assert_equal(run(tmp_path, ckpt_path=tmp_path / INTERRUPTED)[0], whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_after_backward", "on_before_optimizer_step"])
 @pytest.mark.parametrize("at", [5, 7])
 def test_a_checkpoint_within_a_step_holds_the_last_one(
@@ -388,6 +390,7 @@ def assert_goes_on(folder: Path, steps: int, whole: RLLightningModule) -> None:
     assert_equal(resumed, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hook", "at", "steps"),
     [
@@ -420,6 +423,7 @@ def test_a_logger_that_cannot_write_its_last_lines_leaves_the_last_step(
     assert_goes_on(tmp_path, 16, whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("at", [1, 5])
 def test_an_error_of_the_scheduler_leaves_the_step_and_the_next_run_makes_up_for_it(at: int, tmp_path: Path) -> None:
     falling = partial(LambdaLR, lr_lambda=lambda step: 0.8**step)

@@ -58,6 +58,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, RLLightningModu
     return {epochs: run(folder, max_epochs=epochs)[0] for epochs in (1, 2)}
 
 
+@pytest.mark.nightly
 def test_the_signal_of_slurm_saves_at_the_end_of_the_step_queues_the_job_and_its_next_start_resumes(
     whole: dict[int, RLLightningModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_sigterm_before_the_first_step_ends_the_run_at_once_and_says_that_nothin
     assert [signal.getsignal(number) for number in fault_tolerance.SIGNALS] == before
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hook", "kind"),
     [

@@ -106,6 +106,7 @@ def run(folder: Path, *callbacks: Callback, **options: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("start", "steps"),
     [

@@ -195,6 +195,7 @@ def templated(template: str) -> Any:
     return tokenizer
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_each_problem_is_found_with_its_fix(case: str) -> None:
     look, severity, check, what, fix = CASES[case]
@@ -398,7 +399,7 @@ def test_the_command_exits_with_1_if_there_is_an_error(
     assert all(part in printed for part in said)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_quickstart_is_clean(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
     command = [sys.executable, "-m", "lightning_rl", "doctor", str(recipe)]

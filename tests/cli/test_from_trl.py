@@ -104,6 +104,7 @@ def test_every_option_of_trl_is_in_the_table_with_its_default(part: str) -> None
     assert json.loads(json.dumps(defaults)) == RECORD[part]
 
 
+@pytest.mark.nightly
 def test_an_option_with_a_place_changes_the_recipe(tmp_path: Path) -> None:
     always_on = "use_transformers_continuous_batching"
     assert {*EXAMPLES} == {name for name, option in OPTIONS.items() if option.ours} - {always_on}

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from lightning_rl.cli.main import main
 
-pytestmark = pytest.mark.slow
 RECIPE = Path(__file__).parents[1] / "recording" / "recorded_recipe.py"
 
 
@@ -29,6 +28,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, l
     return (ended.value.code, lines) if isinstance(ended.value.code, int) else (2, [str(ended.value.code)])
 
 
+@pytest.mark.nightly
 def test_a_recorded_rollout_is_bitwise_equal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = said(capsys, folder / "recorded" / "rollout-000001.json")
     assert code == 0
@@ -94,6 +94,7 @@ def test_a_checkpoint_gives_log_probabilities_and_gradient_norm(
     assert "no recorded step started from them" in lines[-3]
 
 
+@pytest.mark.nightly
 def test_a_loss_of_a_script_needs_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(RECIPE, 1, tmp_path, "--loss", "own")
     path = tmp_path / "recorded" / "rollout-000001.json"
@@ -103,7 +104,8 @@ def test_a_loss_of_a_script_needs_the_recipe(tmp_path: Path, capsys: pytest.Capt
     assert said(capsys, path, "--recipe", RECIPE, "--", tmp_path, "--loss", "own")[0] == 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_the_ranks_of_a_run_are_replayed_together(
     strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -216,6 +216,7 @@ def test_a_fit_without_validation_prompts_leaves_later_validation_alone() -> Non
     assert "val/reward/task" in found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("overfit", "minibatches", "prompts"),
     [(1, 1, 2), (2, 1, 4), (1, 2, 2), (3, 2, 4), (0.5, 1, 4), (99, 1, 8)],

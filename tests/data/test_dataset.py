@@ -156,7 +156,7 @@ def test_a_dataset_survives_pickling(tmp_path: Path) -> None:
 ROWS = [{"prompt": f"a {n}", "answer": n, "tags": {"x", "y", str(n)}} for n in range(50)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     row = "{'prompt': 'a', 'tags': {'x', 'y', 'z'}, 'n': 1.5}"
     code = f"from lightning_rl.data import PromptDataset; print(PromptDataset([{row}]).fingerprint)"

@@ -48,6 +48,7 @@ def test_an_order_never_changes_between_versions(kind: str, seed: int, start: in
     assert [prompt.columns["n"] for prompt in data.at(range(start, start + 7))] == order
 
 
+@pytest.mark.nightly
 @each_source
 @given(
     ranks=st.sampled_from([1, 2, 4]),
@@ -69,6 +70,7 @@ def test_the_ranks_share_the_samples_of_one(kind: str, ranks: int, rounds: list[
         assert together == whole.take(wanted * ranks)
 
 
+@pytest.mark.nightly
 @each_source
 @given(cursor=st.integers(0, 40), shuffle=st.booleans(), seed=st.integers(0, 5))
 @settings(max_examples=30)
@@ -99,7 +101,7 @@ def train(kind: str, **trainer: Any) -> tuple[int, dict[int, list[int]]]:
     return module.global_rank, seen.prompts
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_train_on_the_samples_of_one(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path)
     shares = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]

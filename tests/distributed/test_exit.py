@@ -22,6 +22,7 @@ def gloo_threads() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux lists them")
 def test_the_threads_of_every_group_end_before_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit, before = list[Callable[[], Any]](), len(gloo_threads())  # of groups of earlier tests

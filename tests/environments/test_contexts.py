@@ -30,10 +30,6 @@ pytestmark = pytest.mark.filterwarnings(
 EXPLAINED = {"env/tokens", "env/rewritten", "env/logprob"}  # figures that a rewritten context has others of
 
 
-def slow(options: dict[str, Any]) -> Any:
-    return pytest.param(options, marks=pytest.mark.slow)
-
-
 def data(number: int = 8, per_rollout: int = 4) -> PromptDataModule:
     rows = [{"prompt": [2 + place % 11, 3 + place % 7, 4][: 1 + place % 3], "place": place} for place in range(number)]
     return PromptDataModule(rows, per_rollout, shuffle=False)
@@ -67,12 +63,13 @@ def run_of(
     return seen, watch.rows, weights_of(module)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
         {"reduction": "token_mean", "max_tokens_per_microbatch": 40},
         {"reduction": "prompt_mean", "group_size": 3},
-        slow({"reduction": "sequence_mean", "loss": "gspo", "group_size": 6, "advantages": "rloo"}),
+        {"reduction": "sequence_mean", "loss": "gspo", "group_size": 6, "advantages": "rloo"},
         {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
@@ -126,11 +123,12 @@ def test_the_model_reads_each_context_on_its_own() -> None:
     assert found > 4, "prefixes of four tokens, even after longer ones"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
         {"packing": False, "reduction": "sequence_mean"},
-        slow({"advantages": GAEOverTurns(lam=0.9), "critic": "shared"}),
+        {"advantages": GAEOverTurns(lam=0.9), "critic": "shared"},
     ],
     ids=["padded", "critic"],
 )
@@ -150,6 +148,7 @@ def test_groups_are_filtered_by_samples() -> None:
     assert rows[-1]["groups/zero_variance"] == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("environment", [Echo, Forgetful])
 def test_routes_of_experts_are_those_of_each_context(environment: type[Echo]) -> None:
     seen, *_ = run_of(environment, RouterReplay(), policy=partial(tiny_model, "qwen3_moe"))
@@ -186,6 +185,7 @@ def read_on(rollout: Rollout) -> Tensor:
     return torch.zeros_like(rollout.action_mask)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("place", "fault", "check"),
     [

@@ -120,7 +120,7 @@ def test_microbatches_and_padding_move_nothing(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "steps", [(1, 4), pytest.param(range(1, 9), marks=pytest.mark.long)], ids=["some steps", "every step"]
+    "steps", [(1, 4), pytest.param(range(1, 9), marks=pytest.mark.nightly)], ids=["some steps", "every step"]
 )
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_resume_is_bitwise_with_conversations_in_flight(
@@ -140,6 +140,7 @@ def test_a_resume_is_bitwise_with_conversations_in_flight(
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
@@ -209,7 +210,7 @@ def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment()
     assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6) and 0 < shares["ledger/tokens/used"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_that_answer_in_any_order_train_the_same() -> None:
     modules = (
         talking_module(minibatches_per_rollout=2),

@@ -40,7 +40,6 @@ from lightning_rl.generation import Request
 from lightning_rl.generation import engine as engine_module
 from lightning_rl.processes.errors import CallError
 
-pytestmark = pytest.mark.slow
 SAMPLING = SamplingParams(max_new_tokens=20, eos_token_ids=[9])
 MARK = f"environments-{uuid.uuid4()}"  # in the environment of every process that a pool starts, and of their children
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
@@ -234,6 +233,7 @@ def run(
         return converse(openings, engine, executor=executor, limit=pool.workers)
 
 
+@pytest.mark.nightly
 def test_each_kind_of_failure_costs_its_own_conversation_alone(pool: WorkerPool) -> None:
     kinds = [*ENDS, *HARMLESS]
     ends = [end for kind in kinds for end in ("well", "well", kind)]
@@ -254,7 +254,7 @@ def test_each_kind_of_failure_costs_its_own_conversation_alone(pool: WorkerPool)
     assert nothing_is_left(*pool.pids())
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_of_a_thousand_conversations_none_is_lost_and_nothing_is_left(pool: WorkerPool) -> None:
     ends = [{1: "hang", 4: "kill", 7: "double-fork"}.get(sample % 10, "well") for sample in range(1_000)]
     many = WorkerPool({"bad": Bad}, workers=32, step_seconds=3.0, conversation_seconds=4.5)
@@ -302,6 +302,7 @@ def test_factories_are_sent_or_refused(pool: WorkerPool) -> None:
         pool.describe("breaks")
 
 
+@pytest.mark.nightly
 def test_closing_ends_busy_workers_and_the_pool_can_be_used_again(pool: WorkerPool, tmp_path: Path) -> None:
     transcripts: list[Transcript] = []
     row = {"retry": False, "file": str(tmp_path / "busy")}
@@ -346,6 +347,7 @@ pool.open("hangs", pool.budget()).reset({"folder": sys.argv[1]}, 0)
 """
 
 
+@pytest.mark.nightly
 def test_a_killed_trainer_leaves_no_process(tmp_path: Path, pool: WorkerPool) -> None:
     trainer = run_script(tmp_path, HANGS)
     assert len(set(pids_with(MARK)) - set(pool.pids())) >= 4, "server, guard, worker and its child"
@@ -377,6 +379,7 @@ fit(module, data=PromptDataModule(rows, 4, shuffle=False), default_root_dir=sys.
 """
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_with_a_hanging_environment_saves_and_leaves_no_process(tmp_path: Path, pool: WorkerPool) -> None:
     trainer = run_script(tmp_path, FIT)
     begin = time.monotonic()

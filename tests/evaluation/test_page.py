@@ -8,7 +8,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # advice of Lightning about settings that a short page leaves out
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -58,9 +58,9 @@ def evaluate(folder: Path, ranks: int, strategy: str = "ddp") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("ranks", "strategy"), [(2, "ddp"), pytest.param(4, "ddp", marks=pytest.mark.long), (2, "tensor")]
+    ("ranks", "strategy"), [(2, "ddp"), pytest.param(4, "ddp", marks=pytest.mark.nightly), (2, "tensor")]
 )
 def test_ranks_evaluate_bit_for_bit_as_one_device(tmp_path: Path, ranks: int, strategy: str) -> None:
     one = evaluate(tmp_path / "one", 1)

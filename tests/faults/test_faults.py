@@ -12,18 +12,18 @@ PRECISE = ("weights in float64", "weights in bfloat16", "bf16-true", "only ended
 
 
 def is_quick(name: str) -> bool:
-    """Return True for the configurations of the fast tests; the others take part in the long ones."""
+    """Return True for the configurations of `make test`; the others are nightly."""
     return name in PRECISE or name.endswith("with every correction, 32-true")
 
 
-def often_enough(number: int) -> pytest.MarkDecorator:
-    """Mark all but every twelfth fault as long; ``make test-faults`` runs all of them."""
-    return pytest.mark.long if number % 12 else pytest.mark.slow
+def sampled(number: int) -> list[pytest.MarkDecorator]:
+    """Mark all but every 24th fault as nightly; ``make test-faults`` runs all of them."""
+    return [pytest.mark.nightly] if number % 24 else []
 
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, id=fault.name, marks=often_enough(number)) for number, fault in enumerate(faults.FAULTS)],
+    [pytest.param(fault, id=fault.name, marks=sampled(number)) for number, fault in enumerate(faults.FAULTS)],
 )
 def test_every_fault_is_found_with_its_culprit(fault: Fault) -> None:
     found = faults.found_by_audit(fault)
@@ -41,9 +41,9 @@ def test_the_runs_of_the_faults_are_clean_without_them() -> None:
     assert faults.found_by_audit(None) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(one.name, marks=[] if is_quick(one.name) else [pytest.mark.long]) for one in CONFIGURATIONS]
+    "name",
+    [pytest.param(one.name, marks=[] if is_quick(one.name) else [pytest.mark.nightly]) for one in CONFIGURATIONS],
 )
 def test_a_clean_configuration_gives_no_alarm(name: str) -> None:
     (configuration,) = (one for one in CONFIGURATIONS if one.name == name)

@@ -13,7 +13,7 @@ from lightning_rl.recording import Recording
 from lightning_rl.serialization import describe, restorable, restore
 from lightning_rl.utils.terminal import visible
 
-EXAMPLES = [pytest.param(30, id="some"), pytest.param(10_000, id="many", marks=pytest.mark.long)]
+EXAMPLES = [pytest.param(30, id="some"), pytest.param(10_000, id="many", marks=pytest.mark.nightly)]
 NAMES = [*restorable(), "os.system", "builtins.eval", "lightning_rl.audit.saved.torch.load", "../x.y", ""]
 MARKS = ["class_path", "init_args", "name", "partial", "args", "keywords", "closure"]
 OPTIONS = ["delta", "clip_low", "clip_high", "function", "beta", "name", "estimator", "coef", "length", "mean", "level"]

@@ -116,6 +116,7 @@ def test_contexts_of_corrections_are_entered_for_the_pass_as_well() -> None:
     assert entered == [4, 1, 8] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("minibatches", "epochs"), [(1, 1), (2, 1), (2, 2)])
 def test_a_fit_prepares_once_for_each_optimizer_step(minibatches: int, epochs: int) -> None:
     loss = Watching()

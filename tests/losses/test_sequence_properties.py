@@ -25,6 +25,7 @@ def same_along_rows(view: LossView) -> LossView:
     return view.replace(advantages=torch.where(view.valid_tokens, per_row, 0.0))
 
 
+@pytest.mark.nightly
 @each_reduction
 @pytest.mark.parametrize("clip", [3e-4, 0.1, 1.0])
 @given(view=views())

@@ -66,12 +66,13 @@ def differentiate(policy: PolicyModel, seed: int, *, packed: bool = True) -> lis
     return [outputs.logprobs.detach(), *(p.grad for p in policy.parameters() if p.grad is not None)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
     [
         ("qwen2", False),
-        pytest.param("lora", True, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", False, marks=pytest.mark.long),
+        ("lora", True),
+        pytest.param("gemma3_text", False, marks=pytest.mark.nightly),
     ],
 )
 def test_values_and_gradients_are_those_of_the_model_as_it_is(family: str, checkpointing: bool) -> None:
@@ -82,13 +83,14 @@ def test_values_and_gradients_are_those_of_the_model_as_it_is(family: str, check
     assert graphs() > 0
 
 
+@pytest.mark.nightly
 def test_without_packing_the_numbers_are_the_same() -> None:
     plain, compiled = policies("qwen2", "aot_eager", packed=False)
     exactly(differentiate(compiled, 3, packed=False), differentiate(plain, 3, packed=False), rtol=1e-10, atol=1e-10)
     assert graphs() > 0
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_generated_code_gives_the_same_to_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # what other processors left is not for this one
     plain, compiled = policies("qwen2", "inductor")
@@ -96,6 +98,7 @@ def test_generated_code_gives_the_same_to_rounding(tmp_path: Path, monkeypatch: 
         exactly(differentiate(compiled, seed), differentiate(plain, seed), rtol=1e-5, atol=1e-5)  # norms are float32
 
 
+@pytest.mark.nightly
 def test_other_rows_lengths_and_layers_compile_nothing_anew() -> None:
     _, policy = policies("lora", "eager")
 
@@ -114,6 +117,7 @@ def test_other_rows_lengths_and_layers_compile_nothing_anew() -> None:
     assert graphs() == first
 
 
+@pytest.mark.nightly
 def test_twice_the_layers_are_no_more_graphs() -> None:
     counts = []
     for layers in (2, 4):
@@ -154,14 +158,14 @@ def run(backend: str | bool, steps: int, *, begin: Path | None = None, end: Path
     return weights_of(trained)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_fit_is_the_same() -> None:
     expected, found = run(PLAIN, 4), run(COMPILED, 4)
     assert graphs() > 0 and found.keys() == expected.keys()
     exactly(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_from_a_checkpoint_with_or_without(tmp_path: Path) -> None:
     plain, compiled = tmp_path / "plain.ckpt", tmp_path / "compiled.ckpt"
     half_way = run(PLAIN, 2, end=plain)
@@ -172,6 +176,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_or_without(tmp_path: Path) -> None
         exactly(run(backend, 4, begin=half), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_a_compiled_run_loads_into_a_module(tmp_path: Path) -> None:
     weights = run(COMPILED, 2, end=tmp_path / "end.ckpt")
     again = {name: module(PLAIN).options[name] for name in ("policy", "critic", "rewards")}
@@ -179,8 +184,8 @@ def test_a_checkpoint_of_a_compiled_run_loads_into_a_module(tmp_path: Path) -> N
     exactly(weights_of(saved), weights, rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [1, pytest.param(0, marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ahead", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_decoding_compiles_nothing_and_draws_the_same(ahead: int) -> None:
     texts = []
     for backend in (PLAIN, COMPILED):

@@ -86,6 +86,7 @@ def test_equals_log_softmax_with_its_entropy_and_squares(
     exactly(squares, scores.detach().view(len(hidden), -1).exp().square().sum(-1), rtol=0, atol=tolerance)
 
 
+@pytest.mark.nightly
 @temperatures
 @biased
 @pytest.mark.parametrize("outputs", [slice(1), slice(1, 2), slice(2)], ids=["logprobs", "entropy", "both"])

@@ -136,6 +136,7 @@ def planned(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -157,7 +158,7 @@ def test_activations_beside_frozen_weights_are_those_that_autograd_keeps(family:
     assert plan.kept == pytest.approx(kept, rel=CLOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "checkpointing", "vocabulary"),
     [("bf16-mixed", False, 64), ("bf16-mixed", True, 4096), ("32-true", True, 64), ("bf16-true", False, 4096)],

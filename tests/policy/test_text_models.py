@@ -130,6 +130,7 @@ def test_the_page_names_every_decoder_with_towers_of_the_installed_transformers(
     assert len(towers) > 30 and towers <= set(re.findall(r"`([\w.-]+)`", section()))
 
 
+@pytest.mark.nightly
 @each_family
 def test_the_language_model_is_built_with_the_weights_of_the_checkpoint(row: Row, checkpoint: Checkpoint) -> None:
     model, whole = build_model(checkpoint.folder), checkpoint.whole
@@ -182,6 +183,7 @@ def check_draws(policy: PolicyModel, *, packed: bool) -> None:
         torch.testing.assert_close(one.logprobs, score[: len(one.token_ids)], rtol=0, atol=1e-5)
 
 
+@pytest.mark.nightly
 @each_family
 def test_a_step_moves_the_language_model_alone_and_what_is_saved_loads_again(
     row: Row, checkpoint: Checkpoint, tmp_path: Path

@@ -14,7 +14,6 @@ from kit.marks import gone, pids_with
 from lightning_rl.processes.errors import DEATH, TIMEOUT, CallError
 from lightning_rl.processes.pool import Pool
 
-pytestmark = pytest.mark.slow
 CALLS = 1_000
 KINDS = {
     1: "hangs",
@@ -40,6 +39,7 @@ def result_of(future: Any) -> Any:
         return error.kind
 
 
+@pytest.mark.nightly
 def test_of_a_thousand_calls_none_is_lost_and_nothing_is_left(tmp_path: Path) -> None:
     cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["behave"]))
     pool = Pool(cloudpickle.dumps(behave), processes=16, environment={"MARK": str(tmp_path)})

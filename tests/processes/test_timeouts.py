@@ -70,7 +70,6 @@ def test_a_call_that_hangs_fails_its_rows_in_time(reward: Any) -> None:
     assert found.calls[0].failures[0].cause == "took longer than 0.3 s" and found.failed.tolist() == [True]
 
 
-@pytest.mark.slow
 def test_a_coroutine_that_blocks_the_loop_does_not_affect_later_calls() -> None:
     assert scores(block).calls[0].failures[0].cause == "took longer than 0.3 s"
 
@@ -129,7 +128,7 @@ def test_the_result_of_a_call_that_catches_the_timeout_is_dropped() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [sleep, wait])
 def test_a_signal_to_the_run_interrupts_a_hanging_reward_and_a_resume_begins_with_its_rollout(
     kind: Any, tmp_path: Path
@@ -158,7 +157,7 @@ def test_a_signal_to_the_run_interrupts_a_hanging_reward_and_a_resume_begins_wit
     assert all(torch.equal(weight, whole[name]) for name, weight in resumed.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_prints_and_a_debugger_work() -> None:
     code = (
         "from lightning_rl.rewards import Rewards\n"

@@ -41,20 +41,20 @@ def run(folder: Path, *options: str) -> None:
     check(folder, ran.stdout)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
 def test_held_out_greedy_success_rises(seed: int, tmp_path: Path) -> None:
     run(tmp_path, "--seed", str(seed))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("options", ["--max_staleness 1", "--devices 2 --strategy fsdp2"])
 def test_it_rises_ahead_of_the_update_and_on_two_ranks_too(options: str, seed: int, tmp_path: Path) -> None:
     run(tmp_path, *options.split(), "--seed", str(seed))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("leaks", [True, False])
 def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_the_audit(
     leaks: bool,

@@ -171,6 +171,7 @@ def test_a_tiny_recipe_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     check_training(run_log(name, monkeypatch))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "small", "columns"),
     [
@@ -188,6 +189,7 @@ def test_a_recipe_with_a_small_model_of_its_own_logs_its_figures_and_keeps_its_s
     assert list((folder / "checkpoints").iterdir()) and list((folder / "evaluations" / "greedy").iterdir())
 
 
+@pytest.mark.nightly
 def test_the_student_of_the_tiny_distillation_comes_closer_to_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = run_log("distillation", monkeypatch)
     check_training(rows)
@@ -201,7 +203,7 @@ def test_the_tiny_evaluation_counts_what_is_solved(monkeypatch: pytest.MonkeyPat
     assert 0 <= float(row["test/sampled/pass@1"]) <= float(row["test/sampled/pass@8"]) <= 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_tiny_agent_ends_within_its_rollouts(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +211,7 @@ def test_the_tiny_agent_ends_within_its_rollouts(
     assert "success before=0." in capfd.readouterr().out
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_two_tiny_nodes_train_together(workplace: Path) -> None:
     run_nodes(2, [str(RECIPES / "two_nodes.py"), "--tiny", "--rollouts", "2"], workplace)
     rows = last_log("two_nodes")
@@ -246,6 +248,7 @@ def words_of(name: str) -> list[str]:
     return [f"--{option}={value}" for option, value in options.items() if option in known]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [*SIMPLE, "agent", "two_nodes"])
 def test_script_and_configuration_are_the_same_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_extra(name)

@@ -52,7 +52,6 @@ def test_a_wrong_name_is_answered_by_the_nearest() -> None:
         GemEnvironment(GUESS, 3)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.slow
 def test_a_policy_trains_on_a_game_under_the_audit() -> None:
     rollouts: list[Rollout] = []
     module = chatting_module(

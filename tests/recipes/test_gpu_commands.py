@@ -138,6 +138,7 @@ def run(command: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         return list(csv.DictReader(lines))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_of_a_recipe_comes_through_its_first_rollout(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lightning_rl, "VLLMEngine", WholeEngine)

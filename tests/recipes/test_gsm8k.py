@@ -14,7 +14,7 @@ from lightning_rl.rewards import NumberMatch
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "gsm8k.py"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(5))
 def test_the_validation_reward_rises(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, RECIPE, "--tiny", "--seed", str(seed)]

@@ -171,7 +171,6 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.slow
 def test_a_client_plays_as_the_environment_does(server: str) -> None:
     environment = OpenEnvEnvironment(
         lambda: core.GenericEnvClient(base_url=server).sync(),
@@ -188,7 +187,6 @@ def test_a_client_plays_as_the_environment_does(server: str) -> None:
     environment.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_policy_trains_on_it_under_the_audit(workers: int) -> None:
     rollouts: list[Rollout] = []

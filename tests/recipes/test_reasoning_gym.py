@@ -56,7 +56,6 @@ def test_options_of_the_task_are_taken() -> None:
     assert {row["entry"]["metadata"]["num_terms"] for row in questions} == {2}
 
 
-@pytest.mark.slow
 def test_every_process_asks_the_same_whatever_the_order_of_its_sets() -> None:
     said = [
         subprocess.run(
@@ -152,7 +151,6 @@ def module_of(questions: ReasoningGym) -> Any:
     return chatting_module(["5", "6", "7", "8", "9"], rewards=ReasoningGymScore(questions), max_new_tokens=8)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed", "ignore:.*pre-optimization state")
 def test_a_policy_trains_on_it_under_the_audit_and_resumes_on_the_same_questions(tmp_path: Path) -> None:
     def run(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], list[Rollout]]:

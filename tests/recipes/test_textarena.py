@@ -84,7 +84,6 @@ def test_a_wrong_name_is_answered_by_the_nearest() -> None:
         TextArenaEnvironment("GuesTheNumber")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_policy_trains_on_a_game_under_the_audit(workers: int) -> None:
     rollouts: list[Rollout] = []

@@ -18,7 +18,7 @@ from lightning_rl.rewards import NumberMatch
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tools.py"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
 def test_held_out_greedy_success_rises(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, RECIPE, "--tiny", "--seed", str(seed)]

@@ -89,6 +89,7 @@ def test_signal_loss_and_gradient_come_out_bit_for_bit(run: str, tmp_path: Path)
     assert any(bool(gradient.any()) for each in found for gradient in each.gradients)
 
 
+@pytest.mark.nightly
 def test_also_under_mixed_precision(tmp_path: Path) -> None:
     for recording in recorded(tmp_path, "grpo", precision="bf16-mixed"):
         assert differing(recording, replayed(recording)) == {}
@@ -157,6 +158,7 @@ def test_nothing_global_is_left_behind(tmp_path: Path) -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.nightly
 def test_audit_and_ledger_leave_a_recording_alone(tmp_path: Path) -> None:
     watching = [SignalAudit(1, "raise"), SignalLedger()]
     options, corrections = RUNS["grpo"]

@@ -96,6 +96,7 @@ def shown_figures(browser: Browser, selector: str) -> list[float]:
     return [float(text) for text in found]
 
 
+@pytest.mark.nightly
 def test_every_view_opens_from_its_link(browser: Browser, run: Path) -> None:
     assert browser.open(run / "report.html") < 30
     for view in ("flow", "findings", "rollout", "compare", "configuration", "curves"):
@@ -122,6 +123,7 @@ def test_every_value_of_every_curve_is_the_loggers(browser: Browser, run: Path) 
     assert "weighted sum of the reward functions" in text and "rows that are rewarded" in text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 def test_every_colour_mode_colours(browser: Browser, run: Path, mode: str) -> None:
     browser.open(run / "report.html", "#rollout?rollout=3&colour=none")
@@ -193,6 +195,7 @@ def test_a_point_leads_to_the_tokens_that_moved_it(browser: Browser, run: Path) 
     assert facts["entropy, nats"] == float(recording.tensors["pass/0/entropy"][rows[row], place])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("metric", MADE_OF_TOKENS)
 def test_what_a_point_is_made_of_is_the_point(browser: Browser, run: Path, metric: str) -> None:
     values = read_folder([run]).metrics[metric]
@@ -269,6 +272,7 @@ def test_the_keyboard_suffices(browser: Browser, run: Path) -> None:
     assert browser.ask("document.activeElement.type") == "search"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("dark", [False, True])
 def test_every_view_fits_the_window(browser: Browser, run: Path, width: int, dark: bool) -> None:
@@ -454,7 +458,7 @@ def test_what_is_beyond_normal_is_judged_with_what_it_stands_on(browser: Browser
         assert sum(map(entries[name].is_beyond, values, bases)) == counts[name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_long_samples_open_quickly(browser: Browser, run: Path, tmp_path: Path) -> None:
     recording, number, width = Recording.load(run / "report" / "rollout-000001.json"), 1000, 512
     draw = torch.Generator().manual_seed(0)

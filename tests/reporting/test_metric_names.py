@@ -78,6 +78,7 @@ def names_of_a_fit() -> set[str]:
     return names.seen
 
 
+@pytest.mark.nightly
 def test_no_name_that_fits_log_is_the_folder_of_another(names_of_a_fit: set[str]) -> None:
     assert folders(names_of_a_fit) == set()
     assert {

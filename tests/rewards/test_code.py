@@ -38,7 +38,6 @@ def test_the_last_block_of_python_is_taken(text: str, code: str | None) -> None:
     assert code_of(text) == code
 
 
-@pytest.mark.slow
 def test_the_share_of_tests_that_pass() -> None:
     wrong = DOUBLE.replace("2 *", "4 +").replace("4 +", "1 + ")  # right for no case
     half = DOUBLE.replace("2 * int(input())", "4")
@@ -49,7 +48,6 @@ def test_the_share_of_tests_that_pass() -> None:
     assert reward(partial=False)([""] * 2, completions[:2], tests=tests[:2]) == [1.0, 0.0]
 
 
-@pytest.mark.slow
 def test_assertions_run_after_the_program_and_an_early_end_passes_none() -> None:
     tests = [["assert f(2) == 4", "assert f(3) == 9"]]
     programs = [
@@ -63,7 +61,6 @@ def test_assertions_run_after_the_program_and_an_early_end_passes_none() -> None
     assert values == [[1.0], [0.5], [0.0], [0.0], [0.0]]
 
 
-@pytest.mark.slow
 def test_another_column_and_what_is_no_test() -> None:
     assert reward(tests="cases")([""], [DOUBLE], cases=[CASES]) == [1.0]
     with pytest.raises(
@@ -107,6 +104,7 @@ def test_the_forms_that_tests_have(tests: Any, read: Any) -> None:
     assert _read(tests, "f") == read
 
 
+@pytest.mark.nightly
 def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
     script = "from lightning_rl.rewards.code import _read; _read(r\"assert f('\\d') == 4\", 'f')"
     run = subprocess.run([sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, check=True)
@@ -136,7 +134,6 @@ def test_what_is_no_test_is_none(tests: Any, message: str) -> None:
     assert isinstance(found, UnreadableReference) and message in str(found)
 
 
-@pytest.mark.slow
 def test_no_form_of_a_test_lets_a_wrong_program_pass() -> None:
     programs = [f"```python\ndef f(x): return {value}\n```" for value in ("2 * x", "0")]
     for tests in ("assert f(2) == 4", '["assert f(2) == 4"]', HUMAN_EVAL):

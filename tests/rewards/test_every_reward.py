@@ -47,7 +47,6 @@ EXAMPLES: list[Any] = [
     TagFormat(),
     TagFormat(partial=True, prefix="<think>"),
 ]
-SLOW = {MathMatch}
 COLUMNS: dict[str, Any] = {"answer": "B", "choices": ["a dog", "a whale", "7", ""]}
 NASTY = {
     "empty": "",
@@ -70,8 +69,7 @@ NASTY = {
 
 
 def each(examples: list[Any]) -> Any:
-    marks = [pytest.param(e, marks=pytest.mark.slow) if type(e) in SLOW else e for e in examples]
-    return pytest.mark.parametrize("reward", marks, ids=lambda reward: type(reward).__name__)
+    return pytest.mark.parametrize("reward", examples, ids=lambda reward: type(reward).__name__)
 
 
 def values(reward: Any, completions: list[Any], answer: Any = None) -> list[float | None]:
@@ -114,6 +112,7 @@ def test_a_copy_scores_alike_and_is_equal(reward: Any) -> None:
         assert twin == reward and values(twin, completions) == values(reward, completions)
 
 
+@pytest.mark.nightly
 @each([reward for reward in EXAMPLES if not isinstance(reward, MathMatch)])
 def test_the_kit_finds_nothing_wrong(reward: Any) -> None:
     columns: dict[str, Any] = {"answer": ["A", "B"], "choices": [["x", "y", "z", "4"], ["1", "2", "3", "5"]]}

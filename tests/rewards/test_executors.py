@@ -15,7 +15,6 @@ from kit.support import fit, tiny_module, tiny_prompts, weights_of
 
 from lightning_rl.rewards import Rewards, Scores, SubprocessReward
 
-pytestmark = pytest.mark.slow
 WORKERS = 2
 
 
@@ -60,6 +59,7 @@ def causes(found: Scores) -> list[tuple[tuple[int, ...], str]]:
     return [(failure.rows, failure.cause) for failure in found.calls[0].failures]
 
 
+@pytest.mark.nightly
 def test_closures_and_coroutines_run_elsewhere_in_order(executor: Executor) -> None:
     bonus = 0.5
 
@@ -79,6 +79,7 @@ def test_closures_and_coroutines_run_elsewhere_in_order(executor: Executor) -> N
     assert scores(SubprocessReward(judge, executor=executor), texts).total.tolist() == [1.0, 3.0, 0.0, 2.0]
 
 
+@pytest.mark.nightly
 def test_values_keep_their_places(executor: Executor, tmp_path: Path) -> None:
     done = tmp_path / "done"
 
@@ -106,6 +107,7 @@ def test_a_call_that_takes_too_long_fails_and_the_next_one_is_made(executor: Exe
     assert scores(SubprocessReward(hangs, executor=executor), ["a", "hang"]).total.tolist() == [1.0, 4.0]
 
 
+@pytest.mark.nightly
 def test_a_fit_equals_that_of_local_processes(executor: Executor) -> None:
     def rewards(prompts: Any, completions: Any, **_: Any) -> list[float]:
         return [float(len(text) % 3) for text in completions]
@@ -130,6 +132,7 @@ def deadly() -> Any:
     return dies
 
 
+@pytest.mark.nightly
 def test_workers_that_die_fail_their_rows_and_a_broken_executor_fails_later_ones() -> None:
     with processes() as made:
         executor = ready(made)

@@ -50,7 +50,7 @@ def rank(folder: Path, strategy: str) -> None:
     assert (folder / INTERRUPTED).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_ranks_end_alike_if_one_fails(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, "ddp")
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 2

@@ -176,6 +176,7 @@ def test_answers(options: dict[str, Any], answer: str, value: float | None, serv
     assert found is not None and math.isnan(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_busy_endpoint_is_asked_again(status: int, serve: Any) -> None:
     def script(body: dict[str, Any], seen: int) -> Reply:
@@ -225,6 +226,7 @@ def test_an_answer_without_a_chat_completion_fails_its_row(content: bytes, serve
     assert value is not None and math.isnan(value)
 
 
+@pytest.mark.nightly
 def test_a_slow_answer_is_one_time_out_and_the_deadline_is_the_last(serve: Any) -> None:
     release = threading.Event()
 

@@ -19,7 +19,6 @@ from kit.marks import wait_for
 
 from lightning_rl.rewards import MathMatch
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 HANG = r"\boxed{9^{9^{9^{9^{9}}}}}"
 
@@ -99,6 +98,7 @@ def test_a_process_that_dies_fails_its_row_alone() -> None:
     assert workers_of(reward) != [worker]
 
 
+@pytest.mark.nightly
 def test_a_busy_machine_changes_no_score() -> None:
     reward = MathMatch(timeout=0.5, processes=1)
     assert reward(["?"], ["so $x+1$"], answer=["1+x"]) == [1.0]
@@ -116,6 +116,7 @@ def test_threads_share_the_processes(reward: MathMatch) -> None:
         assert [call.result() for call in calls] == [[1.0, 0.0]] * 40
 
 
+@pytest.mark.nightly
 def test_a_fork_starts_other_processes_and_does_not_affect_those_of_the_parent(reward: MathMatch) -> None:
     assert reward(["?"], ["so $x+1$"], answer=["1+x"]) == [1.0]
     program = (
@@ -159,6 +160,7 @@ def plain_number(draw: random.Random) -> str:
     return draw.choice(["", "-"]) + digits + ("." + decimals if decimals else "")
 
 
+@pytest.mark.nightly
 def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
     math_verify = pytest.importorskip("math_verify")
     draw = random.Random(0)

@@ -173,6 +173,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         NumberMatch(**options)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "piece",
     [

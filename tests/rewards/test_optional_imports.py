@@ -36,7 +36,7 @@ def test_a_reward_names_its_library_at_construction(library: str, monkeypatch: p
         build()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_package_imports_none_of_them() -> None:
     program = f"import sys, lightning_rl.rewards; print(sorted(set({list(LIBRARIES)}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

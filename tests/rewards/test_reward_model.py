@@ -63,6 +63,7 @@ def of_policy(build: Any, **options: Any) -> RewardModel:
     return RewardModel(model=build, tokens="policy", device="cpu", **options)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("pad", [None, EOS, 0, 15], ids=lambda pad: f"pad-{pad}")
 @pytest.mark.parametrize("max_tokens_per_microbatch", [1, 8, 1000])

@@ -16,7 +16,6 @@ from kit.marks import gone, pids_with, wait_for
 
 from lightning_rl.rewards import Sandbox, SandboxResult, SandboxUnavailable, sandbox
 
-pytestmark = pytest.mark.slow
 OPEN = Sandbox(unsafe=True, seconds=20.0)
 
 
@@ -115,6 +114,7 @@ def test_limits_under_which_nothing_runs_are_named(tight: Any) -> None:
             Sandbox(**tight, unsafe=unsafe).check()
 
 
+@pytest.mark.nightly
 def test_a_fork_bomb_is_stopped_at_the_limit(tmp_path: Path) -> None:
     mark = f"bomb-{os.getpid()}-{time.monotonic_ns()}"
     small = (
@@ -202,6 +202,7 @@ def test_a_daemon_left_behind_dies_with_the_program() -> None:
     assert Sandbox(seconds=20.0).run(DAEMON.format(mark=mark)).stdout == "left\n" and gone(mark)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_program_dies_with_a_trainer_that_is_killed(unsafe: bool) -> None:
     mark = f"orphan-{os.getpid()}-{time.monotonic_ns()}"

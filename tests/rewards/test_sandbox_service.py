@@ -107,6 +107,7 @@ def test_a_program_that_exceeds_a_limit_has_its_ending(answer: tuple[int, Any], 
     assert (result.ending, result.stdout, result.ok) == (ending, out, False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "busy",
     [(503, b"later"), (429, b""), (200, {"status": "SandboxError", "message": "no room", "run_result": None}),
@@ -122,6 +123,7 @@ def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
     assert len(requests) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("answer", "said"),
     [

@@ -17,7 +17,6 @@ from transformers import TrainerState
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.rewards import Rewards, Scores, SubprocessReward
 
-pytestmark = pytest.mark.slow
 MADE: list[SubprocessReward] = []
 
 
@@ -226,6 +225,7 @@ Rewards({"x": SubprocessReward(hangs)})(["q"], ["a"], completion_ids=[[1]], colu
 """
 
 
+@pytest.mark.nightly
 def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "pid"))))
     trainer = subprocess.Popen([sys.executable, str(tmp_path / "run.py")])
@@ -237,6 +237,7 @@ def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     assert eventually_dead(worker)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:max_staleness=1 trains on samples of earlier weights")
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_fit_with_isolated_rewards_equals_the_one_without(staleness: int) -> None:

@@ -57,7 +57,6 @@ def test_choices_that_are_one_text_cost_their_row() -> None:
     assert values[0] == 1.0 and math.isnan(values[1] or 0.0)
 
 
-@pytest.mark.slow
 def test_lists_are_no_mathematics() -> None:
     with pytest.warns(UserWarning, match=r"MathMatch cannot read 1 of its references.* got \['4'\]"):
         values = MathMatch()(["?"] * 3, ["4"] * 3, answer=["4", ["4"], None])

@@ -156,6 +156,7 @@ def test_which_thread_is_faster_changes_no_bit(name: str) -> None:
     assert differing(*modules) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*groups are missing after:UserWarning")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_no_sample_is_lost_or_drawn_twice(name: str) -> None:
@@ -263,6 +264,7 @@ def test_the_thread_has_autocast_and_number_of_threads_of_the_trainer() -> None:
     assert set(seen) == {(False, True, torch.bfloat16, 1), (True, True, torch.bfloat16, 1)}
 
 
+@pytest.mark.nightly
 def test_the_audit_knows_every_sample_and_allows_versions_within_the_bound() -> None:
     checks = ["trained_tokens", "versions", "sample_conservation", "weight_sync", "on_policy_identity"]
     steps, audit, counts = Steps(), SignalAudit(1, "raise", checks), list[int]()

@@ -85,10 +85,10 @@ CASES: dict[str, tuple[Callable[[], list[RLCallback]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*groups are missing after:UserWarning")
 @pytest.mark.parametrize(
-    "case", ["grpo", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "grpo")]
+    "case", ["grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in CASES if name != "grpo")]
 )
 def test_resuming_at_every_step_of_a_pipelined_run_ends_bitwise_equal(case: str, tmp_path: Path) -> None:
     corrections, options = CASES[case]
@@ -99,6 +99,7 @@ def test_resuming_at_every_step_of_a_pipelined_run_ends_bitwise_equal(case: str,
         assert resumed.global_step == STEPS and differing(resumed, expected) == [], f"step {step}"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("step", [3, 4])
 def test_resuming_within_a_rollout_and_between_two_ends_bitwise_equal(step: int, tmp_path: Path) -> None:
     expected, seen = run(tmp_path / "whole"), list[Rollout]()
@@ -135,6 +136,7 @@ def test_a_synchronous_run_can_go_on_ahead(tmp_path: Path) -> None:
     assert versions == [[1], [1]], "the first one was not generated ahead"
 
 
+@pytest.mark.nightly
 def test_a_finished_run_goes_on_with_the_prompts_of_a_longer_one_and_newer_weights(tmp_path: Path) -> None:
     longer, seen = run(trainer={"max_steps": 12}), list[Rollout]()
     run(tmp_path, trainer={"max_steps": 8})
@@ -153,6 +155,7 @@ def test_a_finished_run_without_rollouts_ahead_goes_on_bitwise_as_a_longer_one(t
     assert differing(run(max_staleness=0, trainer=further), longer) == []
 
 
+@pytest.mark.nightly
 def test_validation_and_answers_wait_for_the_rollout_in_flight_and_change_nothing() -> None:
     engine = Gated()
 
@@ -202,6 +205,7 @@ def test_an_error_of_the_trainer_waits_for_the_thread_and_closes_the_engine() ->
     assert engine.state is EngineState.ASLEEP and in_flight() == []
 
 
+@pytest.mark.nightly
 def test_a_signal_saves_what_is_in_flight_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     expected, engine = run(), Gated()
     opening = hooked(on_save_checkpoint=lambda *_: engine.gate.set())
@@ -231,6 +235,7 @@ def test_an_engine_that_hangs_is_given_up_with_an_error_that_says_so(monkeypatch
     assert in_flight() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("limits", "rollouts"),
     [

@@ -44,7 +44,7 @@ def run(ranks: int, engine: TransformersEngine | None = None) -> tuple[dict[str,
     return weights_of(module), rows.rows
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_equal_one_device_and_fail_together(tmp_path: Path) -> None:
     weights, rows = run(1)
     run_ranks(__file__, 2, tmp_path)

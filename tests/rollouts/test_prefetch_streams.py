@@ -45,6 +45,7 @@ def run(
     return paced
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("max_staleness", "concurrent", "waits", "seconds"),
     [
@@ -78,6 +79,7 @@ class Watch(RLCallback):
         self.asked.append(pl_module.engine.asked)
 
 
+@pytest.mark.nightly
 def test_what_the_bound_admits_is_in_flight_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, rollouts, audit = Watch(), list[Rollout](), SignalAudit(1, "raise", ["versions", "trained_tokens"])
     run(ScriptedClock(monkeypatch), 2, watch, audit, recorder(rollouts)("seen"), lengths=SKEWED[:10])
@@ -109,6 +111,7 @@ def test_a_checkpoint_waits_for_nothing_and_holds_what_is_there(
     assert engine.asked == 3
 
 
+@pytest.mark.nightly
 def test_prompts_that_replace_filtered_ones_come_in_the_order_in_which_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

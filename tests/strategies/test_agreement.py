@@ -96,8 +96,8 @@ def on_two_ranks(folder: Path, strategy: str) -> None:
     assert run(max_steps=3, max_epochs=9, ckpt_path=folder / "2.ckpt").global_step == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_a_rank_with_other_files_than_rank_0_is_refused_on_both_within_seconds(strategy: str, tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, strategy)
     begins = {

@@ -38,7 +38,7 @@ def main(url: str, storage: str) -> None:
     fit(module, callbacks=[Compare()], data=tiny_prompts(4, 4), devices=2, strategy=STRATEGIES["fsdp2"]())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_gets_the_weights_of_a_sharded_policy_in_its_own_dtype(tmp_path: Path) -> None:
     server = ScriptedServer(architecture="Qwen2ForCausalLM", dtype="bfloat16")
     with servers(server):

@@ -86,7 +86,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_two_ranks_equal_one_device(tmp_path: Path, kind: str, two_ranks: Path) -> None:
     run(tmp_path, kind)

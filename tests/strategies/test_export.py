@@ -107,11 +107,12 @@ def test_one_device(case: str, tmp_path: Path) -> None:
     check(tmp_path, case)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "strategies",
     [
-        pytest.param(["fsdp2"], marks=pytest.mark.slow),
-        pytest.param(sorted(STRATEGIES.keys() - {"fsdp2"}), marks=pytest.mark.long),
+        ["fsdp2"],
+        pytest.param(sorted(STRATEGIES.keys() - {"fsdp2"}), marks=pytest.mark.nightly),
     ],
     ids=["fsdp2", "the others"],
 )

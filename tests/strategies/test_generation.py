@@ -79,12 +79,12 @@ def run(folder: Path, strategy: str) -> None:
     assert engine.rollouts == 2 and engine.lengths == [LONG if dist.get_rank() == 1 else SHORT] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_with_3_and_100_tokens_both_finish(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, "fsdp2", "zero3", timeout=240)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_ranks_with_3_and_100_tokens_both_finish_elsewhere(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, *(STRATEGIES.keys() - {"fsdp2", "zero3", "tensor"}), timeout=240)
 

@@ -47,7 +47,7 @@ class Watch(Callback):
         self.steps.append([])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_rank_holds_a_whole_gradient_between_microbatches() -> None:
     run_ranks(__file__, 2)
 

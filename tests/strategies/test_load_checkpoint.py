@@ -40,7 +40,7 @@ def run(folder: Path) -> None:
     assert loaded.parallel.sharded and loaded.run.replica is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_of_two_ranks_load_on_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_ranks(__file__, 2, tmp_path)
     paths = {"whole": tmp_path / "whole.ckpt"}

@@ -50,7 +50,7 @@ class Look(Callback):
         self.states.append(held(state for state in states if isinstance(state, Tensor) and state.dim()))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_rank_holds_what_the_plan_says() -> None:
     run_ranks(__file__, 2)
 

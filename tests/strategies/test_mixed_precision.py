@@ -114,7 +114,7 @@ def round_weights(model: nn.Module) -> None:
             register_parametrization(module, name, Rounded(), unsafe=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_are_gathered_in_bfloat16_and_kept_in_float32(tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path)
     for case in CASES:

@@ -12,7 +12,7 @@ from kit.strategy_cases import run
 STRATEGY = "fsdp2"
 
 
-@pytest.mark.long  # `make test-scale` runs it
+@pytest.mark.nightly
 def test_two_nodes_equal_one_device(tmp_path: Path) -> None:
     run_nodes(2, [__file__, "2", str(tmp_path)], tmp_path)
     expected, found = run("critic", torch.float64)["weights"], torch.load(tmp_path / "weights")

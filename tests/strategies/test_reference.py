@@ -39,12 +39,12 @@ class Watch(RLCallback):
             self.buffers |= {buffer.dtype for buffer in model.buffers()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_hold_the_reference(tmp_path: Any) -> None:
     run_ranks(__file__, 2, "zero3:bf16-mixed", "fsdp1:bf16-true")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_two_ranks_hold_the_reference_under_every_strategy(precision: str) -> None:
     run_ranks(__file__, 2, *(f"{strategy}:{precision}" for strategy in STRATEGIES))

@@ -29,7 +29,7 @@ def checked(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[Any, lis
     return ended.value.code, capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("algorithm", "staleness"), [("grpo", "0"), ("ppo", "1")])
 def test_one_device_resumes_bitwise(algorithm: str, staleness: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = checked(capsys, "--algorithm", algorithm, "--max_staleness", staleness)
@@ -37,6 +37,7 @@ def test_one_device_resumes_bitwise(algorithm: str, staleness: str, capsys: pyte
     assert [line.split() for line in lines if line[:1].isdigit()][1:] == [[str(n)] + ["equal"] * 5 for n in range(1, 6)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "first"),
     [("unseeded", "first difference: rollout of step 5"), ("forgetful", "first difference: metrics of step 2: loss/")],
@@ -53,7 +54,7 @@ def test_a_recipe_that_would_start_its_ranks_itself_is_sent_to_torchrun() -> Non
         resume_check(RECIPE, ["--strategy", "ddp", "--ranks", "2"], steps=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_resume_bitwise_and_save_what_they_should(tmp_path: Path) -> None:
     tiny_policy(3).save_pretrained(tmp_path / "policy")
     checks = f"ddp:ppo:1,fsdp2:grpo:0:{tmp_path}/policy,zero2:grpo"
@@ -65,13 +66,13 @@ def test_two_ranks_resume_bitwise_and_save_what_they_should(tmp_path: Path) -> N
             fit_three_steps(ckpt_path=path)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_resume_bitwise_after_every_step(strategy: str, tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, f"{strategy}:grpo,{strategy}:ppo,{strategy}:grpo:1,{strategy}:ppo:1", "1", "")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rank_cannot_resume_what_two_saved(strategy: str, tmp_path: Path) -> None:
     run_ranks(__file__, 2, tmp_path, "", "1", strategy)

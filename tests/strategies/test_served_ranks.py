@@ -66,8 +66,8 @@ def check(folder: Path, name: str, rollouts: range, alone: dict[str, Any]) -> No
     assert drawn == [list(range(number * 16, number * 16 + 16)) for number in rollouts]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
 def test_ranks_share_servers_outlive_them_together_and_go_on_together(strategy: str, tmp_path: Path) -> None:
     one, other = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS)
 
@@ -95,7 +95,7 @@ def test_ranks_share_servers_outlive_them_together_and_go_on_together(strategy: 
     check(tmp_path, "resumed", range(2, 3), torch.load(tmp_path / "alone-0.pt"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_rank_goes_to_the_servers_that_rank_0_finds_listed(tmp_path: Path) -> None:
     one, other, listing = ScriptedServer(**HOLDS), ScriptedServer(**HOLDS), tmp_path / "servers"
     listing.write_text(one.url)

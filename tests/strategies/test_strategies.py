@@ -51,46 +51,40 @@ def runs(folder: Path, ranks: int, strategies: list[str], cases: list[str], agai
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(name, marks=pytest.mark.long if name in ("zero1", "zero2") else pytest.mark.slow)
+    [pytest.param(name, marks=[] if name in ("ddp", "fsdp2") else [pytest.mark.nightly])
      for name in STRATEGIES],
 )  # fmt: skip
 def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
-    """Under DDP and FSDP2 also with a rank that has nothing to train; the long tests run every case everywhere."""
+    """Under DDP and FSDP2 also with a rank that has nothing to train; the nightly tests run every case everywhere."""
     runs(tmp_path, 2, [strategy], ["critic", "masked"] if strategy in ("ddp", "fsdp2") else ["critic"])
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(name, marks=pytest.mark.slow if name == "ddp" else pytest.mark.long)
-     for name in STRATEGIES],
-)  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rewritten_contexts_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
     runs(tmp_path, 2, [strategy], ["contexts"])
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(name, marks=pytest.mark.slow if name == "ddp" else pytest.mark.long)
-     for name in STRATEGIES if name != "tensor"],  # which splits no mixture of experts
-)  # fmt: skip
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor"])  # it splits no experts
 def test_routes_and_kept_tokens_are_replayed_on_every_rank(strategy: str, tmp_path: Path) -> None:
     runs(tmp_path, 2, [strategy], ["replayed"])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_compiled_layers_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
     runs(tmp_path, 2, [strategy], ["compiled"], against="checkpointing")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_case_equals_one_device(strategy: str, ranks: int, tmp_path: Path) -> None:
     runs(tmp_path, ranks, [strategy], list(CASES))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_models_of_several_families_split_their_layers(tmp_path: Path) -> None:
     runs(tmp_path, 2, ["tensor"], ["qwen3", "llama", "gemma3_text"])
 

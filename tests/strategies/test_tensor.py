@@ -61,7 +61,7 @@ def test_a_model_that_would_be_split_wrongly_is_refused(model: Any, ranks: int, 
     assert str(refused.value).endswith('use "fsdp2"')
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_lightnings_default_splits_the_layers_of_a_node() -> None:
     run_ranks(__file__, 2)
 

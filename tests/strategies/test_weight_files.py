@@ -94,7 +94,7 @@ class Watch(RLCallback):
         self.apart.append(pl_module.run.metrics.values()["kl/ref"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_begin_with_the_very_weights_of_a_whole_model(tmp_path: Path) -> None:
     plain, tied = a_folder(tmp_path / "plain"), a_folder(tmp_path / "tied", tied=True)
     towers = a_folder(tmp_path / "towers", towers=True)

@@ -24,9 +24,10 @@ def test_a_peak_is_what_was_held_at_once() -> None:
     assert peaks(act)[0] == pytest.approx(32_000, abs=500)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "strategies",
-    [pytest.param(["fsdp1", "fsdp2"], marks=pytest.mark.slow), pytest.param(["zero3"], marks=pytest.mark.long)],
+    [["fsdp1", "fsdp2"], pytest.param(["zero3"], marks=pytest.mark.nightly)],
     ids=",".join,
 )
 def test_one_parameter_at_a_time(strategies: list[str], tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "checking.md"
 
 
 def variants_in_long(examples: Iterable[str]) -> list[Any]:
-    """Names of examples; another configuration of the same thing waits for `make test-long`."""
-    return [pytest.param(name, marks=pytest.mark.long) if "-" in name else name for name in examples]
+    """Names of examples; another configuration of the same thing is nightly."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if "-" in name else name for name in examples]
 
 
 @pytest.fixture
@@ -42,21 +42,20 @@ def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shrinking, "HOW", settings(shrinking.HOW, max_examples=6))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize("name", variants_in_long(ESTIMATOR_EXAMPLES))
 def test_every_estimator_passes(name: str) -> None:
     check_advantage(ESTIMATOR_EXAMPLES[name])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize("name", variants_in_long(LOSS_EXAMPLES))
 def test_every_loss_passes(name: str) -> None:
     check_loss(LOSS_EXAMPLES[name])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("few_batches")
 @pytest.mark.parametrize("number", range(len(correction_examples())))
 def test_every_correction_passes(number: int) -> None:
@@ -105,6 +104,7 @@ def drawn(prompts: Any, completions: Sequence[str], **_: Any) -> list[float]:
     return torch.rand(len(completions)).tolist()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("reward", "broken"),
     [
@@ -130,15 +130,15 @@ def times_group_size(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor
     return torch.where(rewarded, scores - means / sizes, 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("advantages", "broken"),
     [
         (over_everyone, {"excluded_rows"}),
         (over_the_batch, {"group_isolation"}),
         (by_position, {"row_order", "group_isolation", "excluded_rows"}),
-        pytest.param(OverPadding(), {"padding_width"}, marks=pytest.mark.long),
-        pytest.param(times_group_size, {"excluded_rows"}, marks=pytest.mark.long),
+        pytest.param(OverPadding(), {"padding_width"}, marks=pytest.mark.nightly),
+        pytest.param(times_group_size, {"excluded_rows"}, marks=pytest.mark.nightly),
     ],
 )
 def test_wrong_advantages_fail_with_their_property(advantages: Any, broken: set[str]) -> None:
@@ -164,13 +164,13 @@ def already_reduced(view: LossView) -> Tensor:
     return (-view.logprobs * view.require("advantages")).mean()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("loss", "broken"),
     [
         (loss_without_gradient, {"gradient_liveness"}),
         (in_place, {"loss_fits"}),
-        pytest.param(already_reduced, {"loss_fits"}, marks=pytest.mark.long),
+        pytest.param(already_reduced, {"loss_fits"}, marks=pytest.mark.nightly),
         (wrong_way, {"loss_direction"}),
         (mean_of_the_microbatch, {"partition", "loss_direction"}),
     ],
@@ -201,16 +201,16 @@ class ForeignName(RLCallback):
         return {"policy/mine": Stat.of(view.entropy, view.valid_tokens)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("callback", "broken"),
     [
         (DetachedKL(0.1, as_loss=True), {"gradient_liveness"}),
-        pytest.param(Repelling(0.1, as_loss=True), {"distances_pull_back"}, marks=pytest.mark.long),
-        pytest.param(TokenwiseOPSM(0.05), {"sequence_decisions"}, marks=pytest.mark.long),
+        pytest.param(Repelling(0.1, as_loss=True), {"distances_pull_back"}, marks=pytest.mark.nightly),
+        pytest.param(TokenwiseOPSM(0.05), {"sequence_decisions"}, marks=pytest.mark.nightly),
         (Unmasked(), {"padding_blindness"}),
         (Random(), {"contributions_fit"}),
-        pytest.param(ForeignName(), {"contributions_fit"}, marks=pytest.mark.long),
+        pytest.param(ForeignName(), {"contributions_fit"}, marks=pytest.mark.nightly),
         (Widening(), {"padding_blindness"}),
     ],
 )
@@ -247,7 +247,7 @@ class MeanDrift(RLCallback):
         return drift.abs() < self.threshold
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [MeanEntropy, MeanDrift])
 @pytest.mark.parametrize("threshold", [0.003, 0.4, 60.0])
 def test_a_mean_over_padding_is_found_whatever_its_threshold(kind: Any, threshold: float) -> None:
@@ -284,7 +284,7 @@ class TooEarly(RLCallback):
         return torch.where(rollout.valid_tokens, rollout.require("advantages"), 0.0).sum(-1).double() * 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("callback", "said"),
     [
@@ -306,7 +306,6 @@ def test_a_field_that_is_read_and_not_declared_is_named_with_the_cure(callback: 
     assert all(part in str(raised.value) for part in said)
 
 
-@pytest.mark.slow
 def test_a_field_that_is_declared_may_be_read() -> None:
     check_callback(Undeclared("ref_logprobs", declares=True))
 
@@ -330,6 +329,7 @@ def test_without_hypothesis_the_import_says_what_to_install(monkeypatch: pytest.
         __import__("lightning_rl.testing")
 
 
+@pytest.mark.nightly
 def test_the_examples_of_the_page_pass() -> None:
     section = PAGE.read_text().partition("## Test your own code")[2]
     blocks = [part.partition("```")[0] for part in section.split("```python\n")[1:]]

@@ -23,8 +23,6 @@ from lightning_rl.generation.vllm import broadcast
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.server_client import ServerClient
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:

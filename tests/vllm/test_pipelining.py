@@ -60,7 +60,7 @@ def test_samples_have_the_log_probabilities_of_the_weights_that_their_version_na
         assert float(gaps[0].max()) < 1e-4 < float(gaps[1].max())
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_pipelined_run_resumes_exactly(step: int, tmp_path: Path) -> None:
     def run(folder: Path, **options: Any) -> dict[str, Tensor]:
         module = ahead()

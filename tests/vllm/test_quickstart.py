@@ -10,7 +10,7 @@ import pytest
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.py"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_held_out_greedy_accuracy_rises(tmp_path: Path) -> None:
     command = [sys.executable, RECIPE, "--engine", "vllm"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -46,14 +46,12 @@ def test_every_token_has_the_route_that_the_trainer_would_choose() -> None:
     engine.close()
 
 
-@pytest.mark.slow
 def test_in_bfloat16_the_mismatch_falls() -> None:
     policy = partial(many_experts, torch.bfloat16)
     off = mismatch(policy, engine=an_engine())
     check_that_it_falls(off, mismatch(policy, [RouterReplay()], engine=an_engine()))
 
 
-@pytest.mark.slow
 def test_in_float32_it_is_at_the_level_of_a_dense_model() -> None:
     on = mismatch(partial(many_experts, torch.float32), [RouterReplay()], engine=an_engine())
     dense = mismatch(partial(many_experts, torch.float32, "qwen3"), engine=an_engine())

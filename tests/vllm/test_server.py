@@ -31,8 +31,6 @@ from lightning_rl.generation import CanaryError, Completion
 from lightning_rl.generation.vllm.http import Cancelled, Client
 from lightning_rl.generation.vllm.server_client import Label, ServerClient
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -260,7 +258,7 @@ def test_a_run_survives_a_killed_server(
     assert said[0].startswith(f"lost {server.url}: ") and said[-1] == f"{server.url} is back, with the current weights"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_several_engines_at_one_port_are_refused(tmp_path: Path) -> None:
     served = Served(MODEL(), tmp_path, unchecked=["--data-parallel-size", "2"])
     try:

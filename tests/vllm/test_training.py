@@ -107,8 +107,8 @@ def test_stages_of_trainers_share_an_engine(policy: Any, lora: str, monkeypatch:
     ("strategy", "shared"),
     [
         pytest.param("ddp", 1, id="ddp-an-engine-each"),
-        pytest.param("ddp", 2, id="ddp-one-engine-split-in-two", marks=pytest.mark.long),
-        pytest.param("fsdp2", 1, id="fsdp2-an-engine-each", marks=pytest.mark.long),
+        pytest.param("ddp", 2, id="ddp-one-engine-split-in-two", marks=pytest.mark.nightly),
+        pytest.param("fsdp2", 1, id="fsdp2-an-engine-each", marks=pytest.mark.nightly),
         pytest.param("fsdp1", 2, id="fsdp1-one-engine-split-in-two"),
     ],
 )

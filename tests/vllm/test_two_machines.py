@@ -60,7 +60,7 @@ def accuracy(path: Path) -> float:
     return json.loads(path.read_text())["val/reward/task"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.skipif(not namespaces.can_make(), reason="this user may make no network namespaces")
 def test_a_run_on_two_machines_learns_though_a_server_a_rank_and_a_node_are_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,7 +137,6 @@ def test_what_is_no_text_is_named() -> None:
         GymEnvironment(Pixels).reset({"prompt": "play"}, 0)
 
 
-@pytest.mark.slow
 def test_a_run_whose_conversations_go_on_in_a_thread_asks_for_processes() -> None:
     module = chatting_module(
         "12", environment=lambda: GymEnvironment(Guess), rewards=EnvironmentReward(), max_staleness=1
@@ -147,7 +146,7 @@ def test_a_run_whose_conversations_go_on_in_a_thread_asks_for_processes() -> Non
         fit(module, callbacks=[TruncatedIS()], data=games())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_policy_trains_on_it_under_the_audit() -> None:
     rollouts: list[Rollout] = []
     module = chatting_module(

@@ -102,6 +102,7 @@ def undisturbed() -> list[tuple[tuple[int, ...], FinishReason]]:
     return found
 
 
+@pytest.mark.nightly
 def test_the_turns_of_a_group_are_at_one_server(undisturbed: Any) -> None:
     one, two = ScriptedServer(), ScriptedServer()
     with servers(one, two):

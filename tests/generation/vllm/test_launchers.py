@@ -42,7 +42,7 @@ def run(tasks: list[dict[str, str]], folder: Path) -> dict[int, Any]:
     return {rank: torch.load(folder / f"{rank}.pt") for rank in range(2)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "launcher",
     ["python", "torchrun", "slurm"],

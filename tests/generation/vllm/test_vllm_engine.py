@@ -132,6 +132,7 @@ def test_a_gpu_that_vllm_would_not_take_is_refused_with_the_cure(monkeypatch: py
     assert fake.built == []
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")  # Lightning sees vLLM's group
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=["plain", "filtered"])
 def test_stages_of_trainers_share_an_engine_which_sleeps_between_them(filters: dict[str, Any], gpu: FakeVLLM) -> None:

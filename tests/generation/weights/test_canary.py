@@ -176,6 +176,7 @@ def rounded_run(kind: str, seed: int, request: pytest.FixtureRequest) -> Watched
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["vllm on a gpu", "set_float32_matmul_precision"])
 def test_tf32_is_rounding_and_faults_are_still_found(kind: str, seed: int, request: pytest.FixtureRequest) -> None:
