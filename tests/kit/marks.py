@@ -23,9 +23,9 @@ def pids_with(mark: str) -> list[int]:
 def wait_for(condition: Callable[[], bool], seconds: float = 100.0) -> bool:
     """Return True once a condition holds, False if it does not in time."""
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while not (held := condition()) and time.monotonic() < end:
         time.sleep(0.05)
-    return condition()
+    return held
 
 
 def gone(mark: str, but: Collection[int] = ()) -> bool:
