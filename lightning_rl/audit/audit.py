@@ -28,7 +28,6 @@ from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.audit.conversation_evidence import accounts_of, talk_figures, talks_of, words_logprob
 from lightning_rl.audit.copies import numbers_of
 from lightning_rl.audit.coverage import COVERAGE
-from lightning_rl.audit.environment_drift import MoveWatch
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
@@ -287,7 +286,6 @@ class _RunWatch:
         self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
-        self._moves = MoveWatch(module)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""
@@ -356,11 +354,9 @@ class _RunWatch:
             words_logprob=words_logprob(module, rollout) if module.environments else None,
             told=accounts_of(talks, early_ends(module, talks)),
             reference_weights=(weights if self._reference is None else self._reference, weights),
-            moves=self._moves.moves,
             replies=self._rewards.ask(self.calls, samples),
             replays=self._replays.ask(talks, self._number),
         )
-        self._moves.before(rollout)
         self._reference, self._own_figures = weights, {}
         self._talk_figures = {} if module.estimator.needs_greedy else talk_figures(talks, module.environments)
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
@@ -413,9 +409,7 @@ class _RunWatch:
         if evidence is None:
             return
         self.fields.look()
-        algorithm, last = self._algorithm or evidence.algorithm, trace.step == module.steps_per_rollout - 1
-        moves = self._moves.after(trace.rollout_number) if last else self._moves.moves
-        evidence = replace(evidence, algorithm=algorithm, moves=moves)
+        evidence = replace(evidence, algorithm=self._algorithm or evidence.algorithm)
         collectives, rank = module.parallel.collectives, module.parallel.rank
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
         self._passes[trace.step] = step.rows.sample_ids

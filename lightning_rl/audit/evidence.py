@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.conversation_evidence import Told
 from lightning_rl.audit.copies import copy_state
-from lightning_rl.audit.environment_drift import Move
 from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
@@ -148,7 +147,6 @@ class Evidence:
         step: An optimizer step; None before the first.
         numbers: Numeric attributes of the corrections, by name, for each rank.
         edits: Findings of edited fields of the rollout.
-        moves: Change of environment and policy tokens in the steps of audited rollouts.
     """
 
     algorithm: Algorithm
@@ -182,7 +180,6 @@ class Evidence:
     step: StepEvidence | None = None
     numbers: Sequence[Mapping[str, Mapping[str, float]]] = ()
     edits: Sequence[Finding] = ()
-    moves: Sequence[Move] = ()
 
     @property
     def names(self) -> dict[str, str]:

@@ -24,8 +24,6 @@ from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
 from lightning_rl.utils.finding import Finding
 
 ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
-LEAST_MOVES = 6  # rollouts
-LEAST_NATS, SHARE = 1.0, 1 / 4  # per environment token; share of the change of policy tokens
 
 
 @check(
@@ -135,31 +133,6 @@ def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
         alone, kept = evidence.advantages_of(groups.select(first)), evidence.advantages[first]
         changed = differences(alone, kept, groups.sample_ids[first])
         yield from (replace(finding, observed="others with one row per sample") for finding in changed)
-
-
-@check(
-    culprit="stage update, or other code that trains environment tokens",
-    expected="environment tokens that get no likelier than policy tokens",
-    cure="train only the tokens of action_mask, in every loss and every forward",
-    of_step=True,
-)
-def environment_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Environment tokens do not train: over the latest audited rollouts the updates do not make them likelier.
-
-    The bound, relative to policy tokens, is one nat and a quarter of the change of their log-odds.
-    """
-    if TURNS not in evidence.rollout.token_extras:
-        return
-    moves = evidence.moves
-    if len(moves) < LEAST_MOVES:
-        yield Skip(f"{len(moves)} of {LEAST_MOVES} rollouts with environment tokens were audited")
-        return
-    risen, size = sum(move.said - max(move.drawn, 0.0) for move in moves), sum(move.size for move in moves)
-    if risen > max(LEAST_NATS, SHARE * size):
-        yield Finding(
-            observed=f"{risen:.3g} nats more per token in {len(moves)} rollouts, in which policy tokens "
-            f"moved by {size:.3g} in log-odds"
-        )
 
 
 @check(
