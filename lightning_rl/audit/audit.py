@@ -27,7 +27,6 @@ from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.audit.conversation_evidence import accounts_of, talk_figures, talks_of, words_logprob
 from lightning_rl.audit.copies import numbers_of
-from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
@@ -126,14 +125,6 @@ class SignalAudit(RLCallback):
         self.skipped: dict[str, str] = {}
         self.seconds = self._spent = self._since_last = 0.0
         self._run: _RunWatch | None = None
-
-    @staticmethod
-    def coverage() -> dict[str, str]:
-        """Return the name of the check that recomputes each logged metric, or the reason why there is none.
-
-        Names contain placeholders such as ``<function>``; the first matching one applies.
-        """
-        return dict(COVERAGE)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
