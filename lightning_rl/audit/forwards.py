@@ -34,8 +34,6 @@ class PlainForward(NamedTuple):
         row: Index in :attr:`Evidence.rows`.
         begin: First position of the slice.
         logprobs: Log-probabilities at the run's temperature, float64, [N].
-        at_one: Log-probabilities at temperature 1.
-        at_square: Log-probabilities divided by the temperature twice.
         entropy: Entropy at the run's temperature.
     """
 
@@ -43,8 +41,6 @@ class PlainForward(NamedTuple):
     row: int
     begin: int
     logprobs: Tensor
-    at_one: Tensor
-    at_square: Tensor
     entropy: Tensor
 
 
@@ -264,10 +260,6 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
             mask = from_bits(rows.token_extras[SAMPLING_MASK][row, begin:end], scores.shape[-1])
             scores = scores.masked_fill(~mask, -torch.inf)
         normal = (scores / temperature).log_softmax(-1)
-        logprobs, at_one, at_square = (
-            (scores / divisor).log_softmax(-1).gather(1, targets)[:, 0]
-            for divisor in (temperature, 1.0, temperature**2)
-        )
         entropy = -(normal.exp() * normal.clamp(min=FLOOR)).sum(-1)
-        stretches.append(PlainForward(name, row, begin, logprobs, at_one, at_square, entropy))
+        stretches.append(PlainForward(name, row, begin, normal.gather(1, targets)[:, 0], entropy))
     return stretches

@@ -17,6 +17,7 @@ from lightning_rl import (
     Rollout,
 )
 from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
+from lightning_rl.audit.saved import load
 from lightning_rl.callbacks import (
     OPSM,
     ReferenceKL,
@@ -40,8 +41,8 @@ def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Pat
         fit(tiny_module(), callbacks=[*fault.callbacks(), SignalAudit(1, "raise")], default_root_dir=tmp_path)
     assert "gradient_liveness: callback reference_kl.loss_term: expected a term with a gradient" in str(raised.value)
     assert "What to do: compute it from view.logprobs without detach()" in str(raised.value)
-    saved = torch.load(tmp_path / "audit" / "rollout-0.pt", weights_only=True)
-    assert saved["findings"][0]["check"] == "gradient_liveness" and saved["rollout"]["response_ids"].dim() == 2
+    saved = load(tmp_path / "audit" / "rollout-0.pt")
+    assert saved["findings"][0]["check"] == "gradient_liveness" and saved["rollout"].response_ids.dim() == 2
 
 
 @pytest.mark.nightly

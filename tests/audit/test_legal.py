@@ -34,11 +34,8 @@ def batch_whitening(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
 @pytest.mark.nightly
 def test_a_whitening_over_the_batch_is_declared_in_one_line() -> None:
     said = alarms(advantages=batch_whitening)
-    assert said and all(
-        text.startswith(("group_isolation: estimator batch_whitening", "advantages_are")) for text in said
-    )
-    meant = ["group_isolation: estimator batch_whitening", "advantages_are_those_of_the_stage"]
-    assert alarms(advantages=batch_whitening, deliberate=meant) == []
+    assert said and all(text.startswith("group_isolation: estimator batch_whitening") for text in said)
+    assert alarms(advantages=batch_whitening, deliberate=["group_isolation: estimator batch_whitening"]) == []
 
 
 def test_what_is_not_declared_still_raises() -> None:

@@ -19,6 +19,7 @@ UNSEEN = "no optimizer step was traced: it had no valid token, its gradient was 
 ONE_DEVICE = "parameters are traced on a single device only"
 REPRESENTABLE = 100.0  # units in the last place from which on an update has to move a parameter
 FEW, MANY = 0.02, 0.25  # tolerated share of wrong entries, of all and of one parameter
+SCORE = "stage score, the policy before the update"
 NAMED = 3  # missing metrics per finding
 
 
@@ -74,11 +75,14 @@ def _row_change(ours: list[int], theirs: list[int], expected: str, culprit: str 
 
 @check(
     culprit="stage update, the policy's forward in training",
-    cure="run the update with the weights, mode, precision and temperature of the pass that scored the rollout",
+    cure="score and update with the same microbatches, weights, mode, precision and temperature, without dropout",
     of_step=True,
 )
 def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """In the first step of a rollout the update's forward returns the scored log-probabilities and values."""
+    """In the first step of a rollout the update's forward returns the scored log-probabilities and values.
+
+    So the ratio of current to old policy is 1.
+    """
     step, bound = evidence.step, evidence.facts.tolerance / 10
     if step is None or step.number:
         yield from [Skip(UNSEEN)] if step is None else []
@@ -101,11 +105,24 @@ def first_forward(evidence: Evidence) -> Iterator[Finding | Skip]:
             ours,
             theirs,
             rows.sample_ids,
+            culprit=SCORE if _is_scored_otherwise(evidence, what, bound) else "",
             expected=f"the {what} that were scored before the first step",
             observed=f"others, up to {float((ours - theirs).abs().max()):.3g} apart",
             rtol=0.0,
             atol=bound * (1.0 + (float(theirs.abs().max()) if what == "values" else 0.0)),
         )
+
+
+def _is_scored_otherwise(evidence: Evidence, what: str, bound: float) -> bool:
+    """Return True if the pass before the update differs from the forward that the audit repeats."""
+    rows, outputs = evidence.rows, evidence.outputs
+    if outputs is None:
+        return False
+    before, now = (rows.values, outputs.values) if what == "values" else (rows.old_logprobs, outputs.logprobs)
+    if before is None or now is None:
+        return False
+    size = before.nan_to_num().abs() if what == "values" else 0.0
+    return bool((torch.where(rows.valid_tokens, now - before, 0.0).abs() > bound * (1.0 + size)).any())
 
 
 @check(

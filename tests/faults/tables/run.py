@@ -119,7 +119,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "noise in the old pass",
         "stage score",
-        check="on_policy_identity",
+        check="first_forward",
         options=STEPS,
         patches=[after(lightning_rl.module, "add_logprobs", patches.noisy)],
     ),
@@ -270,14 +270,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "logged KL is the penalty",
         "kl/ref",
-        check="raw_kl",
+        check="logged_metrics",
         callbacks=lambda: [KL()],
         patches=[after(lightning_rl.algorithm, "policy_metrics", patches.shaped_kl)],
     ),
     Fault(
         "logged KL over padding",
         "kl/ref",
-        check="raw_kl",
+        check="logged_metrics",
         callbacks=lambda: [KL()],
         patches=[after(lightning_rl.algorithm, "policy_metrics", patches.unmasked_kl)],
     ),
@@ -488,7 +488,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the KL to the engine the wrong way round",
         "metric kl/rollout",
-        check="raw_kl",
+        check="logged_metrics",
         options=STEPS,
         patches=[
             after(
