@@ -25,7 +25,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.audit_error import AuditError
 from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
-from lightning_rl.audit.conversation_evidence import accounts_of, talk_figures, talks_of, words_logprob
+from lightning_rl.audit.conversation_evidence import judged_otherwise, talk_figures, talks_of, words_logprob
 from lightning_rl.audit.copies import numbers_of
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
@@ -49,7 +49,7 @@ from lightning_rl.audit.saved import save
 from lightning_rl.audit.schedule import in_turn, is_full
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.audit.turn_boundaries import contexts_of, early_ends, seams_of
+from lightning_rl.audit.turn_boundaries import written_of
 from lightning_rl.audit.user_hooks import suspects
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat, StepTrace
@@ -340,10 +340,9 @@ class _RunWatch:
             ),
             plain=plain_forwards(module, rows),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
-            seams=seams_of(module, talks, self._number),
-            contexts=contexts_of(module, talks, self._number),
+            written=written_of(module, talks, self._number),
             words_logprob=words_logprob(module, rollout) if module.environments else None,
-            told=accounts_of(talks, early_ends(module, talks)),
+            judged_otherwise=judged_otherwise(talks),
             reference_weights=(weights if self._reference is None else self._reference, weights),
             replies=self._rewards.ask(self.calls, samples),
             replays=self._replays.ask(talks, self._number),

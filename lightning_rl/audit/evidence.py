@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.conversation_evidence import Told
 from lightning_rl.audit.copies import copy_state
 from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.facts import RunFacts
@@ -18,7 +17,7 @@ from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.reward_repeats import RewardReply
 from lightning_rl.audit.sampling_statistics import Draw, Earlier
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
-from lightning_rl.audit.turn_boundaries import Context, Seam
+from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
     CONTRIBUTIONS,
     TOKEN_REWARDS,
@@ -139,9 +138,8 @@ class Evidence:
         token_gradients: Gradients of a few log-probabilities by the run's forward and by the model's plain one, and of
             their scores, [N] each; empty if unavailable.
         reference_weights: A few weights of the reference at an earlier audit and now, [N] each, or empty.
-        seams: Tokens between answers, with those of the chat template.
-        contexts: First or rewritten contexts of conversations, with those of the chat template.
-        told: Summaries of conversations as rewards see them.
+        written: Tokens of conversations that were not sampled, with those of the chat template.
+        judged_otherwise: Ids of conversations of which rewards score other tokens than the last answer.
         words_logprob: Mean log-probability of environment tokens in a row of each group; None if unknown.
         replays: Repeated conversations.
         step: An optimizer step; None before the first.
@@ -172,9 +170,8 @@ class Evidence:
     plain: Sequence[PlainForward] = ()
     token_gradients: tuple[Tensor, ...] = ()
     reference_weights: tuple[Tensor, ...] = ()
-    seams: Sequence[Seam] = ()
-    contexts: Sequence[Context] = ()
-    told: Sequence[Told] = ()
+    written: Sequence[Written] = ()
+    judged_otherwise: Sequence[int] = ()
     words_logprob: float | None = None
     replays: Sequence[Replay] = ()
     step: StepEvidence | None = None

@@ -26,7 +26,7 @@ def _classes_in(kind: Any) -> Iterator[type]:
     """Yield the dataclasses, named tuples and enumerations that occur in a type."""
     for part in get_args(kind):
         yield from _classes_in(part)
-    if is_dataclass(kind) or hasattr(kind, "_fields") or (isinstance(kind, type) and issubclass(kind, Enum)):
+    if isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields") or issubclass(kind, Enum)):
         yield kind
         for hint in get_type_hints(kind).values():
             yield from _classes_in(hint)

@@ -82,16 +82,13 @@ class Seal:
 
     def __init__(self, fields: Fields) -> None:
         copies = {id(tensor): tensor.detach().clone() for tensor in {id(one): one for _, one in fields}.values()}
-        self._versions, self._values = Versions(fields), {name: copies[id(tensor)] for name, tensor in fields}
+        self._versions, self._fields, self._copies = Versions(fields), fields, copies
 
     def changes(self, fields: Fields) -> list[str]:
         """Return the names of fields that were written, replaced, added or removed since."""
-        edited = {name for name, tensor in fields if name in self._values and self._differs(name, tensor)}
+        edited = {name for name, tensor in self._fields if not bitwise_equal(self._copies[id(tensor)], tensor.detach())}
         edited.update(self._versions.changes(fields))
-        return [name for name in dict.fromkeys([*self._values, *dict(fields)]) if name in edited]
-
-    def _differs(self, name: str, tensor: Tensor) -> bool:
-        return not bitwise_equal(self._values[name], tensor.detach())
+        return [name for name in dict.fromkeys(name for name, _ in [*self._fields, *fields]) if name in edited]
 
 
 class _Link(NamedTuple):

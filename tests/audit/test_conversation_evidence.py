@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason, RLLightningModule, SamplingParams
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.conversation_evidence import Talk, Told, accounts_of
+from lightning_rl.audit.conversation_evidence import Talk, judged_otherwise
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.generation import Completion, Request
@@ -73,53 +73,13 @@ def test_a_run_without_an_environment_has_no_limits_of_turns() -> None:
     assert limits((3, 10, 4), max_turns=0) == []
 
 
-def test_a_conversation_that_ended_while_there_was_room_is_found() -> None:
-    evidence = replace(
-        evidence_of(),
-        facts=FACTS,
-        told=[Told(5, 1, 1, judges_last=True, cut_early=True), Told(6, 1, 1, judges_last=True)],
-    )
-    assert [(one.expected, list(one.samples)) for one in CHECKS["turn_limits"](evidence)] == [
-        ("another answer where there is room for one", [5])
-    ]
-
-
-def told(*stories: Told) -> list[str]:
-    return [finding.expected for finding in CHECKS["told_rewards"](replace(evidence_of(), told=stories))]
-
-
-def test_rewards_are_told_every_answer_and_judge_the_last_one() -> None:
-    assert (
-        told(Told(1, 2, 2, judges_last=True), Told(2, 2, 3, judges_last=True), Told(3, 2, -1, judges_last=True)) == []
-    )  # prompts may contain answers
-    assert told(Told(1, 2, 1, judges_last=True)) == ["a message of the policy for each of its turns"]
-    assert told(Told(1, 2, -1, judges_last=False)) == ["the token ids of the last answer as a completion"]
-
-
-def test_what_is_told_of_conversations_that_came_to_an_end() -> None:
+def test_rewards_score_the_last_answer_of_a_conversation_that_ended() -> None:
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     talk = Talk(5, 1, "environment", {}, asked((3, 4, 2)), said, 1.0, (2, 2), FinishReason.STOP)
-    assert accounts_of([talk]) == [Told(5, 1, 1, judges_last=True)]
-    assert accounts_of([talk._replace(judged=(2,)), talk._replace(messages=[])]) == [
-        Told(5, 1, 1, judges_last=False),
-        Told(5, 1, -1, judges_last=True),
-    ]
-    assert accounts_of([talk._replace(finish=FinishReason.FAILED), talk._replace(turns=[])]) == []
-
-
-@pytest.mark.parametrize(
-    ("finish", "calls", "cut"), [("LENGTH", [{}], True), ("STOP", [{}], False), ("LENGTH", [], False)]
-)
-def test_calls_of_an_answer_that_was_cut_off_are_found(finish: str, calls: list[Any], *, cut: bool) -> None:
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "tool_calls": calls}]
-    ((request, completion),) = asked((3, 4, 2))
-    turns = [(request, replace(completion, finish=FinishReason[finish]))]
-    (account,) = accounts_of([Talk(5, 1, "environment", {}, turns, said, 1.0, (2, 2), FinishReason.STOP)])
-    assert account.calls_when_cut is cut
-    found = CHECKS["cut_calls"](replace(evidence_of(), told=[account]))
-    assert [(finding.observed, list(finding.samples)) for finding in found] == (
-        [("some in 1 conversations", [5])] if cut else []
-    )
+    whole, failed = talk._replace(judged=(2,)), talk._replace(judged=(), finish=FinishReason.FAILED)
+    assert judged_otherwise([talk, whole, failed, talk._replace(turns=[])]) == [5]
+    (finding,) = CHECKS["told_rewards"](replace(evidence_of(), judged_otherwise=[5]))
+    assert (finding.observed, list(finding.samples)) == ("others in 1 conversations", [5])
 
 
 def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
