@@ -7,10 +7,9 @@ import pytest
 import torch
 from kit.evidence import evidence_of
 from kit.support import tiny_policy
-from typing_extensions import override
 
 from lightning_rl import FinishReason, RLLightningModule, SamplingParams
-from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages import Estimator
 from lightning_rl.audit import CHECKS
 from lightning_rl.audit.conversation_evidence import Talk, judged_otherwise
 from lightning_rl.audit.evidence import Evidence
@@ -55,24 +54,6 @@ def test_a_turn_that_may_draw_what_is_left_is_silent(turns: Any) -> None:
     assert limits(*turns) == []
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
-        ([(3, 10, 4)], "requests for what is left"),  # no limit of a turn
-        ([(3, 4, 4), (9, 4, 4), (15, 4, 2)], "requests for what is left"),  # the whole budget again
-        ([(3, 4, 4), (12, 1, 1)], "requests for what is left"),  # environment tokens counted as sampled ones
-        ([(3, 4, 1), (18, 4, 2)], "requests for what is left"),  # beyond the context
-        ([(3, 4, 1), (5, 4, 1), (7, 4, 1), (9, 4, 1)], "at most 3 turns"),
-    ],
-)
-def test_another_limit_is_found(turns: Any, expected: str) -> None:
-    assert limits(*turns) == [expected]
-
-
-def test_a_run_without_an_environment_has_no_limits_of_turns() -> None:
-    assert limits((3, 10, 4), max_turns=0) == []
-
-
 def test_rewards_score_the_last_answer_of_a_conversation_that_ended() -> None:
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     talk = Talk(5, 1, "environment", {}, asked((3, 4, 2)), said, 1.0, (2, 2), FinishReason.STOP)
@@ -93,19 +74,6 @@ def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
     assert [finding.culprit for finding in CHECKS["versions"](late)] == ["engine none"]
 
 
-class OverTime(Estimator):
-    """Discounts by the position among valid tokens or among all tokens."""
-
-    def __init__(self, *, drawn: bool) -> None:
-        self.drawn = drawn
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        place = signal.valid_tokens.long().cumsum(-1) if self.drawn else torch.arange(signal.valid_tokens.shape[1])
-        raw = signal.scores[:, None] * 0.9 ** place.to(signal.scores.dtype)
-        return Advantages(torch.where(signal.valid_tokens, raw, 0.0))
-
-
 def with_words(evidence: Evidence, estimator: Estimator) -> Evidence:
     """Return responses whose third token is an environment token."""
     rollout = evidence.rollout
@@ -115,14 +83,6 @@ def with_words(evidence: Evidence, estimator: Estimator) -> Evidence:
     rollout = rollout.replace(action_mask=drawn, valid_tokens=drawn, token_extras={TURNS: turns})
     algorithm = evidence.algorithm.replace(advantages=estimator)
     return replace(evidence, rollout=rollout, groups=rollout, rows=rollout, algorithm=algorithm)
-
-
-@pytest.mark.parametrize(("drawn", "found"), [(True, []), (False, ["estimator OverTime"])])
-def test_words_of_an_environment_are_no_time_steps(drawn: bool, found: list[str]) -> None:
-    evidence = with_words(evidence_of(), OverTime(drawn=drawn))
-    assert [finding.culprit for finding in CHECKS["silent_environments"](evidence)] == found
-    whole = replace(evidence_of(), algorithm=evidence.algorithm)
-    assert CHECKS["silent_environments"](whole) == []  # no environment tokens
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])

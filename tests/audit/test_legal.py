@@ -69,22 +69,6 @@ class Pull(RLCallback):
         return {"pull/coef": Stat.of(torch.full_like(view.logprobs, self.coef), view.valid_tokens)}
 
 
-class GrowsOnceObserved(Pull):
-    """Adapts its coefficient when a step is observed."""
-
-    @override
-    def observe_step(self, trace: Any) -> None:
-        self.coef *= 1.5
-
-
-class GrowsInTheStep(Pull):
-    """Adapts its coefficient after the backward pass."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.coef *= 1.5
-
-
 class GrowsBehindTheStep(Pull):
     """Adapts its coefficient after the step."""
 
@@ -93,7 +77,6 @@ class GrowsBehindTheStep(Pull):
         self.coef *= 1.5
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", [GrowsOnceObserved, GrowsInTheStep, GrowsBehindTheStep])
+@pytest.mark.parametrize("kind", [GrowsBehindTheStep])
 def test_a_coefficient_that_follows_the_step_gives_no_alarm(kind: type[Pull]) -> None:
     assert alarms(kind(), minibatches_per_rollout=2, rollouts=2) == []

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from typing_extensions import override
 
-from lightning_rl import LossView, RLCallback, RLLightningModule, Stat, warmup_then_linear
+from lightning_rl import LossView, RLLightningModule, warmup_then_linear
 from lightning_rl.audit import SignalAudit
 from lightning_rl.corrections import StepTrace
 from lightning_rl.optimizers import fused_adamw
-from lightning_rl.rollouts.sample import Sampler
 
 
 def found(
@@ -50,57 +49,12 @@ def hook(name: str, act: Callable[..., object]) -> Callback:
     return type("Hooked", (Callback,), {name: run})()
 
 
-def scale_gradients(module: Any) -> None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(0.5)
-
-
 @torch.no_grad()
 def decay(module: Any) -> None:
     for parameter in module.parameters():
         parameter.data.mul_(0.999)
 
 
-def reset_moments(module: Any) -> None:
-    for state in module.trainer.optimizers[0].state.values():
-        state["exp_avg"].zero_()
-
-
-def freeze(module: Any) -> None:
-    module.policy.model.lm_head.weight.requires_grad_(requires_grad=False)
-
-
-def touch_metrics(module: Any) -> None:
-    module.run.metrics.groups["step"].moments.mul_(2.0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("where", "act"),
-    [
-        ("on_train_batch_end", reset_moments),
-        ("on_train_batch_start", freeze),
-        ("on_train_batch_end", touch_metrics),
-    ],
-)
-def test_a_hook_that_changes_the_state_of_a_run_is_the_only_culprit(where: str, act: Any) -> None:
-    pairs = found(hook(where, act), rollouts=2)
-    assert ("quiet_hooks", f"callback Hooked.{where}") in pairs
-    assert {culprit for _, culprit in pairs} == {f"callback Hooked.{where}"}
-
-
-def test_a_hook_of_a_subclass_of_the_module_is_named() -> None:
-    class Mine(RLLightningModule):
-        @override
-        def on_after_backward(self) -> None:
-            scale_gradients(self)
-
-    base = tiny_module(minibatches_per_rollout=2, max_tokens_per_microbatch=60)
-    assert {culprit for _, culprit in found(module=Mine(**base.options))} == {"module Mine.on_after_backward"}
-
-
-@pytest.mark.nightly
 def test_a_callback_may_set_the_learning_rate_but_not_to_zero() -> None:
     def scale_rate(factor: float) -> Callable[[Any], None]:
         def act(module: Any) -> None:
@@ -208,30 +162,6 @@ def not_at_the_start(view: LossView) -> Tensor:
 
 def test_a_loss_without_the_first_token_is_found() -> None:
     assert found(loss=not_at_the_start, rollouts=2) == {("gradient_liveness", "loss not_at_the_start")}
-
-
-class DropSome(RLCallback):
-    """Keep every second group and request others."""
-
-    name, max_rounds = "drop_some", 3
-
-    @override
-    def keep_groups(self, rollout: Any) -> Tensor:
-        return rollout.groups % 2 == 0
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["", "groups/filtered", "engine/aborted", "reward/failed"])
-def test_a_wrong_count_of_the_sampling_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = Sampler.fill_groups
-
-    def miscount(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        scored = fill(self, *arguments, **keywords)
-        wrong = {name: Stat.single(scored.stats[name].value() + 1).sum()} if name else {}
-        return scored._replace(stats={**scored.stats, **wrong})
-
-    monkeypatch.setattr(Sampler, "fill_groups", miscount)
-    assert found(DropSome(), rollouts=2) == ({("logged_metrics", f"metric {name}")} if name else set())
 
 
 def fail_on_some(completions: Any, **_: Any) -> list[float | None]:

@@ -125,21 +125,6 @@ def test_the_callback_that_edits_the_view_of_a_microbatch_is_named(method: str) 
         )
 
 
-def test_a_loss_that_edits_the_view_is_named() -> None:
-
-    class Careful(ClippedSurrogate):
-        @override
-        def __call__(self, view: LossView) -> Tensor:
-            through_data(view)
-            return torch.zeros_like(view.logprobs)
-
-    rows = a_view()
-    with pytest.raises(EditError, match=rf"^the loss Careful wrote in place to {FIELD}: return a new tensor"):
-        guarded_algorithm(loss=Careful()).microbatch_loss(
-            rows, lambda weigh: weigh(rows.valid_tokens, rows.trained, rows.groups, local_sum)
-        )
-
-
 def test_a_loss_that_edits_while_it_prepares_is_named() -> None:
 
     class Preparing(ClippedSurrogate):
@@ -319,10 +304,7 @@ class Observer(RLCallback):
 
 
 OBSERVERS: list[tuple[str, Callable[..., None], str]] = [
-    ("observe", lambda rollout: rollout.advantages.data.zero_(), "advantages"),
     ("observe_generated", lambda pairs: pairs[1][1].logprobs.data.zero_(), "logprobs of sample 1"),
-    ("observe_rewards", lambda rollout, _calls: rollout.rewards.data.zero_(), "rewards"),
-    ("observe_step", lambda trace: trace.microbatches[0].view.advantages.data.zero_(), "advantages of microbatch 0"),
     ("observe_step", lambda trace: trace.microbatches[0].gradient.numpy().fill(0), "gradient of microbatch 0"),
 ]
 
@@ -339,16 +321,8 @@ WEIGHT_WAYS: dict[str, Callable[[Tensor], object]] = {
     "by a pointer": lambda weight: setattr(ctypes.c_float.from_address(weight.data_ptr()), "value", 7.0),
 }
 CONTRIBUTED: dict[str, Callable[[Any], Any]] = {
-    "reward_mask": lambda rollout: rollout.trained,
     "reward_bonus": lambda rollout: torch.zeros(len(rollout)),
-    "exclude": lambda rollout: ~rollout.trained,
-    "rollout_metrics": lambda rollout: {"vandal/zero": Stat.of(rollout.rewards)},
     "loss_term": lambda view: LossTerm(per_token=view.logprobs * 0.0, coef=1.0),
-    "token_mask": lambda view: view.valid_tokens,
-    "metrics": lambda view: {"vandal/zero": Stat.of(view.rewards)},
-    "observe": lambda _: None,
-    "observe_generated": lambda _: None,
-    "observe_rewards": lambda _: None,
     "observe_step": lambda _: None,
 }
 
@@ -361,8 +335,11 @@ def vandal_of(method: str, way: str, module: Any) -> RLCallback:
     return callback_of("vandal", **{method: contribute})
 
 
-WAYS_AND_METHODS = [("loss_term", way) for way in WEIGHT_WAYS]
-WAYS_AND_METHODS += [(method, "through data") for method in CONTRIBUTED if method != "loss_term"]
+WAYS_AND_METHODS = [
+    *(("loss_term", way) for way in WEIGHT_WAYS),
+    ("reward_bonus", "through data"),
+    ("observe_step", "through data"),
+]
 
 
 @pytest.mark.nightly
@@ -395,40 +372,6 @@ def test_a_context_of_the_forward_that_edits_its_rows_is_named() -> None:
     with pytest.raises(EditError, match=r"^forward_context of context wrote in place to response_ids"):  # noqa: SIM117
         with corrections.forward_context(finite_rollout()):
             pass
-
-
-class Keeping(RLCallback):
-    """Keeps the finished rollout, and edits it in a hook of Lightning."""
-
-    name = "keeping"
-
-    def __init__(self, hook: str) -> None:
-        self.hook = hook
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self.kept = rollout
-
-    @override
-    def on_after_backward(self, *_: Any, **__: Any) -> None:
-        if self.hook == "on_after_backward":
-            self.kept.require("advantages").data.mul_(0.5)
-
-    @override
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        if self.hook == "on_train_batch_end":
-            self.kept.require("advantages").numpy()[0] = 9.0
-
-
-@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
-def test_a_hook_of_lightning_that_edits_the_held_rollout_is_named(hook: str) -> None:
-    audit, minibatches = SignalAudit(1, checks=["raw_fields"]), 1 if hook == "on_after_backward" else 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(tiny_module(minibatches_per_rollout=minibatches), callbacks=[Keeping(hook), audit], data=tiny_prompts(4))
-    assert {(finding.check, finding.culprit) for finding in audit.findings} == {
-        ("raw_fields", f"callback keeping.{hook}")
-    }
 
 
 def test_every_edited_field_is_named_whatever_its_type() -> None:

@@ -374,7 +374,13 @@ FAULTS: tuple[Fault, ...] = (
     said("the limit of turns called an end", "_stop", talks.turns_as_stop, callbacks=lambda: [NoEOSMask()]),
     said("a turn more than the limit", "__init__", talks.a_turn_more),
     said("no limit for a turn", "_room", talks.room_without_turns, ASKED),
-    said("the environment's words counted against the policy's", "_room", talks.room_of_all_words, ASKED, options={"max_new_tokens": 24, "max_turn_tokens": 20}),
+    said(
+        "the environment's words counted against the policy's",
+        "_room",
+        talks.room_of_all_words,
+        ASKED,
+        options={"max_new_tokens": 24, "max_turn_tokens": 20},
+    ),
     said("the budget of a conversation for each turn", "_room", talks.room_for_whole_budget, ASKED, **LATE),
     # Tools.
     tools("calls of a cut answer made", CALLS, around(MessageEnvironment, "step", talks.cut_as_whole)),
