@@ -27,7 +27,8 @@ class SampleTable(RLCallback):
     """Shows samples of the rollouts 0, n, 2n, ...: the best and the worst of some groups.
 
     Rank 0 prints them above the progress bar and logs a table to every logger that supports tables: TensorBoard, W&B,
-    MLflow and Comet; else it appends lines to ``samples.jsonl`` beside the run. The signal does not change. Control characters in model output are shown as text in a terminal.
+    MLflow and Comet; else it appends lines to ``samples.jsonl`` beside the run. The signal does not change. Control
+    characters in model output are shown as text in a terminal.
 
     Args:
         every_n_rollouts: Interval n.
