@@ -275,13 +275,6 @@ FAULTS: tuple[Fault, ...] = (
         patches=[after(lightning_rl.algorithm, "policy_metrics", patches.shaped_kl)],
     ),
     Fault(
-        "logged KL over padding",
-        "kl/ref",
-        check="logged_metrics",
-        callbacks=lambda: [KL()],
-        patches=[after(lightning_rl.algorithm, "policy_metrics", patches.unmasked_kl)],
-    ),
-    Fault(
         "rewards of the row before",
         "stage draw",
         check="reward_rows",
@@ -295,12 +288,6 @@ FAULTS: tuple[Fault, ...] = (
         "stage draw",
         check="trained_tokens",
         patches=[change_rows(patches.without_last_token)],
-    ),
-    Fault(
-        "groups of the row before",
-        "stage draw",
-        check="sample_conservation",
-        patches=[change_rows(lambda rollout: rollout.replace(groups=rollout.groups.roll(1)))],
     ),
     Fault(
         "a group lost after the draw",
@@ -460,30 +447,6 @@ FAULTS: tuple[Fault, ...] = (
         check="raw_fields",
         callbacks=lambda: [parts.Swapping()],
         options=STEPS,
-    ),
-    Fault(
-        "length logged as the padded width",
-        "metric length/mean",
-        check="logged_metrics",
-        patches=[
-            after(
-                lightning_rl.rollouts.estimate_signal,
-                "reward_metrics",
-                patches.logging("length/mean", lambda rollout: Stat.of(torch.full((len(rollout),), rollout.width))),
-            )
-        ],
-    ),
-    Fault(
-        "entropy logged over masked tokens",
-        "metric policy/entropy",
-        check="logged_metrics",
-        patches=[
-            after(
-                lightning_rl.algorithm,
-                "policy_metrics",
-                patches.logging("policy/entropy", lambda view: Stat.of(view.entropy)),
-            )
-        ],
     ),
     Fault(
         "the KL to the engine the wrong way round",
