@@ -31,7 +31,6 @@ from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import (
-    forwards_plainly,
     plain_forwards,
     policy_outputs,
     reference_weights,
@@ -323,7 +322,6 @@ class _RunWatch:
             rows=rows,
             number=self._number,
             outputs=policy_outputs(module, rows),
-            reversed=policy_outputs(module, rows, reverse=True) if not forwards_plainly(module) else None,
             double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
             batches=self.batches,
             calls=self.calls,

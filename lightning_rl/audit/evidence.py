@@ -121,7 +121,6 @@ class Evidence:
         rows: A few trained rows of these groups, cut to the longest.
         number: Number of the rollout.
         outputs: Outputs of the policy on ``rows`` before the first update; None without a policy.
-        reversed: Outputs with the rows in reverse order, if there is no ``plain``.
         double_temperature: Outputs at twice the temperature; None without a critic.
         batches: Requests and completions of this rollout by batch.
         calls: Calls of the reward functions.
@@ -154,7 +153,6 @@ class Evidence:
     rows: Rollout
     number: int = 0
     outputs: Outputs | None = None
-    reversed: Outputs | None = None
     double_temperature: Outputs | None = None
     batches: Sequence[Sequence[tuple[Request, Completion]]] = ()
     calls: Sequence[RewardCall] = ()

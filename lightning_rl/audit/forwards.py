@@ -45,21 +45,18 @@ class PlainForward(NamedTuple):
 
 
 @torch.no_grad()
-def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = False, heat: float = 1.0) -> Outputs:
+def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.0) -> Outputs:
     """Return the outputs of the policy on rows, in one microbatch. A collective, also on ranks without rows.
 
     Args:
         module: Module of the run.
         rows: A few rows.
-        reverse: True to reverse the order of rows in the microbatch.
         heat: Factor of the temperature.
     """
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
     rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
-    order = list(range(len(rows)))[:: -1 if reverse else 1]
-    microbatch = (
-        plan_of_rows(rows.to("cpu"), [[order]], packed=module.model_options.packing).to(rows.groups.device).step(0)[0]
-    )
+    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.model_options.packing)
+    microbatch = plan.to(rows.groups.device).step(0)[0]
     policy, temperature = module.required_policy, module.required_policy.temperature
     policy.temperature = temperature * heat
     try:
@@ -68,11 +65,8 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
             outputs = policy(microbatch.layout)
     finally:
         policy.temperature = temperature
-    back = torch.tensor(order, dtype=torch.int64, device=rows.groups.device).argsort()
     parts = [
-        None
-        if part is None
-        else nn.functional.pad(part, (0, rows.width - part.shape[1]))[: len(rows), : rows.width][back]
+        None if part is None else nn.functional.pad(part, (0, rows.width - part.shape[1]))[: len(rows), : rows.width]
         for part in outputs
     ]
     return Outputs(*parts)  # pyright: ignore[reportArgumentType]

@@ -89,7 +89,7 @@ def surprises_of(probabilities: Tensor, assumed: Tensor, number: int, seed: int)
     mean = (assumed * surprise).sum()
     variance = (assumed * (surprise - mean).square()).sum().expand(number)
     reach = torch.stack([mean, cut - mean])[:, None].expand(2, number)
-    return [Draw(0, 0.0, surprise[tokens] - mean, variance, reach, {})]
+    return [Draw(0, surprise[tokens] - mean, variance, reach)]
 
 
 def test_tokens_of_another_distribution_are_found_over_a_few_rollouts() -> None:
@@ -118,25 +118,6 @@ def test_two_thousand_sound_rollouts_give_no_alarm() -> None:
     for place in range(8, len(rollouts)):
         earlier = [Earlier(place - 8 + back, [], [], moments[place - 8 + back]) for back in range(8)]
         assert not CHECKS["sample_likelihood"](replace(empty, draws=[rollouts[place]], earlier=earlier))
-
-
-def draw(gap: float | None, others: dict[int, float]) -> Draw:
-    nothing = torch.zeros(1, dtype=torch.float64)
-    return Draw(3, gap, nothing, nothing, torch.zeros(2, 1), others)
-
-
-@pytest.mark.parametrize(
-    ("gap", "others", "found"),
-    [
-        (0.0, {}, False),
-        (1.5, {8: 1e-6, 9: 1.0}, True),  # the engine's log-probabilities fit another prompt
-        (1.5, {8: 1.2}, False),  # they fit none, which weight_sync reports
-        (None, {8: 30.0, 9: 2.0}, True),
-        (None, {8: 5.0}, False),  # one in e^5 valid samples
-    ],
-)
-def test_a_completion_of_another_request_is_found(gap: float | None, others: dict[int, float], found: bool) -> None:
-    assert bool(culprits("request_order", replace(evidence_of(), draws=[draw(gap, others)]))) is found
 
 
 @pytest.mark.parametrize(

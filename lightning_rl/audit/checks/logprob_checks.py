@@ -139,26 +139,3 @@ def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding | Skip]:
             samples=rows.sample_ids[gap.amax(-1) > 0][:4].tolist(),
             positions=[int(gap.amax(0).argmax())],
         )
-
-
-@check(
-    culprit=UPDATE,
-    expected="the same log-probabilities in every microbatch",
-    cure="separate the sequences of a microbatch: restart boundaries and positions with each",
-)
-def packing(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Log-probabilities of a row do not depend on the rows that it is packed with, nor on padding."""
-    if evidence.outputs is None or evidence.reversed is None:
-        if not evidence.plain:  # else logprob_alignment compares with single rows
-            yield Skip(NO_ROWS)
-        return
-    rows, ours, theirs = evidence.rows, evidence.outputs.logprobs, evidence.reversed.logprobs
-    gap = torch.where(rows.valid_tokens, ours.double() - theirs.double(), 0.0).abs()
-    per_row = gap.sum(-1) / rows.valid_tokens.sum(-1).clamp(min=1)
-    wrong = per_row > evidence.facts.tolerance
-    if wrong.any():
-        yield Finding(
-            observed=f"{float(per_row.max()):.3g} nats apart on average of a row",
-            samples=rows.sample_ids[wrong][:4].tolist(),
-            positions=[int(gap.amax(0).argmax())],
-        )

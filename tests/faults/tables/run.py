@@ -305,7 +305,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "packed sequences see each other",
         "",
-        check="logprob_alignment|packing|weight_sync|canary",
+        check="logprob_alignment|weight_sync|canary",
         patches=[patch.object(lightning_rl.policy.attention, "_runs", patches.one_sequence)],
     ),
     Fault(
