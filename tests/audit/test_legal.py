@@ -77,6 +77,7 @@ class GrowsBehindTheStep(Pull):
         self.coef *= 1.5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [GrowsBehindTheStep])
 def test_a_coefficient_that_follows_the_step_gives_no_alarm(kind: type[Pull]) -> None:
     assert alarms(kind(), minibatches_per_rollout=2, rollouts=2) == []

@@ -55,6 +55,7 @@ def decay(module: Any) -> None:
         parameter.data.mul_(0.999)
 
 
+@pytest.mark.nightly
 def test_a_callback_may_set_the_learning_rate_but_not_to_zero() -> None:
     def scale_rate(factor: float) -> Callable[[Any], None]:
         def act(module: Any) -> None:
