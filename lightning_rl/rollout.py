@@ -280,9 +280,14 @@ class Rollout:
                 values[name] = tensor
         return cls(**values)
 
-    def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[dict[str, Tensor]]]:
+    def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[type["Rollout"], dict[str, Tensor]]]:
         """Pickle and copy through :meth:`state`, since read-only mappings support neither."""
-        return (type(self).from_state, (self.state(),))
+        return rebuild_rollout, (type(self), self.state())
+
+
+def rebuild_rollout(kind: type[Rollout], state: Mapping[str, Tensor]) -> Rollout:
+    """Return a rollout of a class from its state, for pickle."""
+    return kind.from_state(state)
 
 
 def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:

@@ -25,15 +25,12 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.audit_error import AuditError
 from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
-from lightning_rl.audit.conversation_evidence import accounts_of, talk_figures, talks_of, words_logprob
+from lightning_rl.audit.conversation_evidence import judged_otherwise, talk_figures, talks_of, words_logprob
 from lightning_rl.audit.copies import numbers_of
-from lightning_rl.audit.coverage import COVERAGE
-from lightning_rl.audit.environment_drift import MoveWatch
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import (
-    forwards_plainly,
     plain_forwards,
     policy_outputs,
     reference_weights,
@@ -51,7 +48,7 @@ from lightning_rl.audit.saved import save
 from lightning_rl.audit.schedule import in_turn, is_full
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.audit.turn_boundaries import contexts_of, early_ends, seams_of
+from lightning_rl.audit.turn_boundaries import written_of
 from lightning_rl.audit.user_hooks import suspects
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat, StepTrace
@@ -127,14 +124,6 @@ class SignalAudit(RLCallback):
         self.skipped: dict[str, str] = {}
         self.seconds = self._spent = self._since_last = 0.0
         self._run: _RunWatch | None = None
-
-    @staticmethod
-    def coverage() -> dict[str, str]:
-        """Return the name of the check that recomputes each logged metric, or the reason why there is none.
-
-        Names contain placeholders such as ``<function>``; the first matching one applies.
-        """
-        return dict(COVERAGE)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -287,7 +276,6 @@ class _RunWatch:
         self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
-        self._moves = MoveWatch(module)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""
@@ -334,7 +322,6 @@ class _RunWatch:
             rows=rows,
             number=self._number,
             outputs=policy_outputs(module, rows),
-            reversed=policy_outputs(module, rows, reverse=True) if not forwards_plainly(module) else None,
             double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
             batches=self.batches,
             calls=self.calls,
@@ -351,16 +338,13 @@ class _RunWatch:
             ),
             plain=plain_forwards(module, rows),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
-            seams=seams_of(module, talks, self._number),
-            contexts=contexts_of(module, talks, self._number),
+            written=written_of(module, talks, self._number),
             words_logprob=words_logprob(module, rollout) if module.environments else None,
-            told=accounts_of(talks, early_ends(module, talks)),
+            judged_otherwise=judged_otherwise(talks),
             reference_weights=(weights if self._reference is None else self._reference, weights),
-            moves=self._moves.moves,
             replies=self._rewards.ask(self.calls, samples),
             replays=self._replays.ask(talks, self._number),
         )
-        self._moves.before(rollout)
         self._reference, self._own_figures = weights, {}
         self._talk_figures = {} if module.estimator.needs_greedy else talk_figures(talks, module.environments)
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
@@ -413,9 +397,7 @@ class _RunWatch:
         if evidence is None:
             return
         self.fields.look()
-        algorithm, last = self._algorithm or evidence.algorithm, trace.step == module.steps_per_rollout - 1
-        moves = self._moves.after(trace.rollout_number) if last else self._moves.moves
-        evidence = replace(evidence, algorithm=algorithm, moves=moves)
+        evidence = replace(evidence, algorithm=self._algorithm or evidence.algorithm)
         collectives, rank = module.parallel.collectives, module.parallel.rank
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
         self._passes[trace.step] = step.rows.sample_ids
@@ -424,7 +406,7 @@ class _RunWatch:
         if self.tracer is not None:
             step.optimizer, step.norm = type(self.tracer.optimizer).__name__, self.tracer.norm
             step.parameters = self.tracer.parameters
-        step.stepping = self._rates.note(trace.rollout_number, step.parameters, step.optimizer)
+        step.stepping = self._rates.note(trace.rollout_number, step.parameters)
         step.frozen = self._rates.names_without_gradient()
         step.silent = silent_parameters(module, step)
         step.blamed = self._culprits()

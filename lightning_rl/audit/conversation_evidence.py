@@ -1,6 +1,6 @@
 """Conversations as rewards see them, together with the requests and completions of their turns."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -83,26 +83,6 @@ def is_answer(message: Message) -> bool:
     return message.get("role") == "assistant" and not message.get(REWRITTEN)
 
 
-class Told(NamedTuple):
-    """Summary of a conversation as rewards see it, in plain values.
-
-    Attributes:
-        sample: Id of the sample.
-        turns: Number of turns.
-        answers: Number of assistant messages; -1 for an environment in token ids.
-        judges_last: True if rewards score the token ids of its last turn.
-        cut_early: True if it ended at a length limit before reaching the limit.
-        calls_when_cut: True if tool calls were parsed from a truncated answer.
-    """
-
-    sample: int
-    turns: int
-    answers: int
-    judges_last: bool
-    cut_early: bool = False
-    calls_when_cut: bool = False
-
-
 def talks_of(module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds) -> list[Talk]:
     """Return the conversations of all rounds of a rollout; empty without an environment."""
     if not module.environments:
@@ -136,28 +116,10 @@ def _talks_of_round(
         )
 
 
-def accounts_of(talks: Sequence[Talk], early: Collection[int] = ()) -> list[Told]:
-    """Return summaries of conversations that ended.
-
-    Args:
-        talks: Conversations.
-        early: Ids of samples that ended at a length limit before reaching it.
-    """
-    return [
-        Told(
-            sample=talk.sample,
-            turns=len(talk.turns),
-            answers=sum(map(is_answer, talk.messages)) if talk.messages else -1,
-            judges_last=talk.judged == tuple(talk.turns[-1][1].token_ids),
-            cut_early=talk.sample in early,
-            calls_when_cut=any(
-                bool(message.get("tool_calls")) and drawn.finish is FinishReason.LENGTH
-                for message, drawn in talk.answers
-            ),
-        )
-        for talk in talks
-        if talk.is_over
-    ]
+def judged_otherwise(talks: Sequence[Talk]) -> list[int]:
+    """Return the ids of conversations of which rewards score other tokens than those of the last turn."""
+    over = (talk for talk in talks if talk.is_over)
+    return [talk.sample for talk in over if talk.judged != tuple(talk.turns[-1][1].token_ids)]
 
 
 def talk_figures(talks: Sequence[Talk], factories: Mapping[str, Factory]) -> dict[str, Stat]:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.conversation_evidence import Told
 from lightning_rl.audit.copies import copy_state
-from lightning_rl.audit.environment_drift import Move
 from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
@@ -19,7 +17,7 @@ from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.reward_repeats import RewardReply
 from lightning_rl.audit.sampling_statistics import Draw, Earlier
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
-from lightning_rl.audit.turn_boundaries import Context, Seam
+from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
     CONTRIBUTIONS,
     TOKEN_REWARDS,
@@ -123,7 +121,6 @@ class Evidence:
         rows: A few trained rows of these groups, cut to the longest.
         number: Number of the rollout.
         outputs: Outputs of the policy on ``rows`` before the first update; None without a policy.
-        reversed: Outputs with the rows in reverse order, if there is no ``plain``.
         double_temperature: Outputs at twice the temperature; None without a critic.
         batches: Requests and completions of this rollout by batch.
         calls: Calls of the reward functions.
@@ -140,15 +137,13 @@ class Evidence:
         token_gradients: Gradients of a few log-probabilities by the run's forward and by the model's plain one, and of
             their scores, [N] each; empty if unavailable.
         reference_weights: A few weights of the reference at an earlier audit and now, [N] each, or empty.
-        seams: Tokens between answers, with those of the chat template.
-        contexts: First or rewritten contexts of conversations, with those of the chat template.
-        told: Summaries of conversations as rewards see them.
+        written: Tokens of conversations that were not sampled, with those of the chat template.
+        judged_otherwise: Ids of conversations of which rewards score other tokens than the last answer.
         words_logprob: Mean log-probability of environment tokens in a row of each group; None if unknown.
         replays: Repeated conversations.
         step: An optimizer step; None before the first.
         numbers: Numeric attributes of the corrections, by name, for each rank.
         edits: Findings of edited fields of the rollout.
-        moves: Change of environment and policy tokens in the steps of audited rollouts.
     """
 
     algorithm: Algorithm
@@ -158,7 +153,6 @@ class Evidence:
     rows: Rollout
     number: int = 0
     outputs: Outputs | None = None
-    reversed: Outputs | None = None
     double_temperature: Outputs | None = None
     batches: Sequence[Sequence[tuple[Request, Completion]]] = ()
     calls: Sequence[RewardCall] = ()
@@ -174,15 +168,13 @@ class Evidence:
     plain: Sequence[PlainForward] = ()
     token_gradients: tuple[Tensor, ...] = ()
     reference_weights: tuple[Tensor, ...] = ()
-    seams: Sequence[Seam] = ()
-    contexts: Sequence[Context] = ()
-    told: Sequence[Told] = ()
+    written: Sequence[Written] = ()
+    judged_otherwise: Sequence[int] = ()
     words_logprob: float | None = None
     replays: Sequence[Replay] = ()
     step: StepEvidence | None = None
     numbers: Sequence[Mapping[str, Mapping[str, float]]] = ()
     edits: Sequence[Finding] = ()
-    moves: Sequence[Move] = ()
 
     @property
     def names(self) -> dict[str, str]:

@@ -34,8 +34,6 @@ class PlainForward(NamedTuple):
         row: Index in :attr:`Evidence.rows`.
         begin: First position of the slice.
         logprobs: Log-probabilities at the run's temperature, float64, [N].
-        at_one: Log-probabilities at temperature 1.
-        at_square: Log-probabilities divided by the temperature twice.
         entropy: Entropy at the run's temperature.
     """
 
@@ -43,27 +41,22 @@ class PlainForward(NamedTuple):
     row: int
     begin: int
     logprobs: Tensor
-    at_one: Tensor
-    at_square: Tensor
     entropy: Tensor
 
 
 @torch.no_grad()
-def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = False, heat: float = 1.0) -> Outputs:
+def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.0) -> Outputs:
     """Return the outputs of the policy on rows, in one microbatch. A collective, also on ranks without rows.
 
     Args:
         module: Module of the run.
         rows: A few rows.
-        reverse: True to reverse the order of rows in the microbatch.
         heat: Factor of the temperature.
     """
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
     rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
-    order = list(range(len(rows)))[:: -1 if reverse else 1]
-    microbatch = (
-        plan_of_rows(rows.to("cpu"), [[order]], packed=module.model_options.packing).to(rows.groups.device).step(0)[0]
-    )
+    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.model_options.packing)
+    microbatch = plan.to(rows.groups.device).step(0)[0]
     policy, temperature = module.required_policy, module.required_policy.temperature
     policy.temperature = temperature * heat
     try:
@@ -72,11 +65,8 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, reverse: bool = 
             outputs = policy(microbatch.layout)
     finally:
         policy.temperature = temperature
-    back = torch.tensor(order, dtype=torch.int64, device=rows.groups.device).argsort()
     parts = [
-        None
-        if part is None
-        else nn.functional.pad(part, (0, rows.width - part.shape[1]))[: len(rows), : rows.width][back]
+        None if part is None else nn.functional.pad(part, (0, rows.width - part.shape[1]))[: len(rows), : rows.width]
         for part in outputs
     ]
     return Outputs(*parts)  # pyright: ignore[reportArgumentType]
@@ -264,10 +254,6 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
             mask = from_bits(rows.token_extras[SAMPLING_MASK][row, begin:end], scores.shape[-1])
             scores = scores.masked_fill(~mask, -torch.inf)
         normal = (scores / temperature).log_softmax(-1)
-        logprobs, at_one, at_square = (
-            (scores / divisor).log_softmax(-1).gather(1, targets)[:, 0]
-            for divisor in (temperature, 1.0, temperature**2)
-        )
         entropy = -(normal.exp() * normal.clamp(min=FLOOR)).sum(-1)
-        stretches.append(PlainForward(name, row, begin, logprobs, at_one, at_square, entropy))
+        stretches.append(PlainForward(name, row, begin, normal.gather(1, targets)[:, 0], entropy))
     return stretches

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,32 +23,16 @@ from lightning_rl.metrics import rows_every
 from lightning_rl.module import RLLightningModule
 
 
-class RowLogger(Logger):
+class RowLogger(DummyLogger):
     """A logger that stores the latest row that the run's loggers get."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: dict[int, dict[str, float]] = {}
 
-    @property
-    @override
-    def name(self) -> str:
-        """Name of the logger; it writes no files."""
-        return "signal_audit"
-
-    @property
-    @override
-    def version(self) -> int:
-        """Version of the logger."""
-        return 0
-
     @override
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self.rows[-1 if step is None else step] = dict(metrics)
-
-    @override
-    def log_hyperparams(self, params: Any, *arguments: Any, **keywords: Any) -> None:
-        """Ignore hyperparameters."""
 
 
 class RowWatch:

@@ -151,32 +151,21 @@ def _remembers(call: RewardCall, rows: Rows, function: Any) -> bool | None:
 
 
 def _neighbors(rows: Rows, row: int) -> Rows:
-    """Return the other rows, and their answers to the prompt of this row: as they are, and with its length and begin.
+    """Return the other rows, and their answers to the prompt of this row: as they are, and with its length.
 
-    A function that stores values by prompt, by length or by the begin of an answer has then stored another value.
+    A function that stores values by prompt or by length has then stored another value.
     """
     others = rows.select([other for other in range(len(rows)) if other != row])
-    same_prompt = rows.select([row] * len(others))
-    begun = replace(
-        same_prompt,
-        completions=[_like(other, rows.completions[row]) for other in others.completions],
-        completion_ids=[_like(list(other), list(rows.completion_ids[row])) for other in others.completion_ids],
-    )
-    answers = replace(same_prompt, completions=others.completions, completion_ids=others.completion_ids)
-    parts = (others, answers, begun)
+    length, same = len(rows.completion_ids[row]), rows.select([row] * len(others))
+    answers = replace(same, completions=others.completions, completion_ids=others.completion_ids)
+    ids = [(list(one) * (length // max(len(one), 1) + 1))[:length] for one in others.completion_ids]
+    parts = (others, answers, replace(answers, completion_ids=ids))
     return Rows(
         prompts=[one for part in parts for one in part.prompts],
         completions=[one for part in parts for one in part.completions],
         completion_ids=[one for part in parts for one in part.completion_ids],
         columns={name: [one for part in parts for one in part.columns[name]] for name in rows.columns},
     )
-
-
-def _like(other: Any, answer: Any) -> Any:
-    """Return another text or list with the first item and the length of an answer."""
-    if not isinstance(other, str | list) or type(other) is not type(answer):
-        return other
-    return answer[:1] + (other * (len(answer) // max(len(other), 1) + 1))[: max(len(answer) - 1, 0)]
 
 
 def _call(name: str, function: Any, rows: Rows) -> tuple[Values, list[str]]:

@@ -4,7 +4,7 @@ They are chosen by id only, before any filter, since a choice by length or rewar
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ Pair = tuple[Request, Completion]
 MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 24, 48  # number of draws; scored tokens per draw
 BUDGET, ALL_BUDGET = 192, 2048  # maximum number of sampled tokens and of all tokens
 SMALL_BUDGET = 64  # sampled tokens in audits that do not run every check
-MAX_PROMPTS = 6  # other prompts to try
 CUT = 2.0  # nats above the entropy at which the surprise is cut
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
 GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
@@ -32,22 +31,17 @@ class Draw(NamedTuple):
 
     Attributes:
         sample: Id of the sample.
-        gap: Mean distance of the engine's log-probabilities from the policy's, in nats; None without the engine's.
         surprise: Negative log-probability of each token, cut at a bound, minus its expectation, [N] float64.
         variance: Variance of the surprise under the distribution, [N].
         reach: Largest distances of the surprise below and above 0, [2, N].
         greedy: Log-likelihood ratio of an engine that draws some samples greedily.
         unended: Log-likelihood ratios of engines that end no sample before each of :data:`LEAST_TOKENS`.
-        others: For samples of other prompts, the distance under their prompts, or without the engine's
-            log-probabilities the gain in log-likelihood under them.
     """
 
     sample: int
-    gap: float | None
     surprise: Tensor
     variance: Tensor
     reach: Tensor
-    others: Mapping[int, float]
     greedy: float = 0.0
     unended: tuple[float, ...] = (0.0,) * len(LEAST_TOKENS)
 
@@ -140,8 +134,7 @@ def score_draws(
         return []
     model, ends = module.required_policy.model, sorted(module.run.sampling.eos_token_ids or ())
     with module.trainer.precision_plugin.forward_context():
-        draws = [_draw(*pair, scores, ends, tolerance) for pair, scores in zip(few, _scores(model, few), strict=True)]
-        return [_with_others(model, draw, pair, fresh, tolerance) for draw, pair in zip(draws, few, strict=True)]
+        return [_draw(*pair, scores, ends, tolerance) for pair, scores in zip(few, _scores(model, few), strict=True)]
 
 
 def affordable_draws(pairs: Sequence[Pair], budget: int) -> int:
@@ -190,11 +183,9 @@ def _draw(request: Request, completion: Completion, scores: Tensor, ends: Sequen
     variance = (probabilities * (surprises - mean[:, None]).square()).sum(-1)
     return Draw(
         request.sample_id,
-        _gap(completion, own),
         (-own).minimum(cut) - mean,
         variance,
         torch.stack([mean, cut - mean]),
-        {},
         _greedy_ratio(own, scores, tolerance),
         _unended_ratios(completion, scores, ends, tolerance),
     )
@@ -223,23 +214,3 @@ def _unended_ratios(completion: Completion, scores: Tensor, ends: Sequence[int],
 
 def _own(completion: Completion, scores: Tensor) -> Tensor:
     return scores.gather(1, torch.tensor(completion.token_ids[: len(scores)])[:, None])[:, 0]
-
-
-def _gap(completion: Completion, own: Tensor) -> float | None:
-    if completion.logprobs is None:
-        return None
-    return float((completion.logprobs[: len(own)].double().cpu() - own).abs().mean())
-
-
-def _with_others(model: nn.Module, draw: Draw, pair: Pair, fresh: Sequence[Pair], tolerance: float) -> Draw:
-    """Return the draw with the scores of its tokens under other prompts, if its own does not explain them."""
-    if draw.gap is not None and draw.gap <= tolerance:
-        return draw
-    asked, completion = pair
-    prompts = {request.prefix_ids: request for request, _ in fresh if request.prefix_ids != asked.prefix_ids}
-    others = [(request, completion) for request in list(prompts.values())[:MAX_PROMPTS]]
-    if not others:
-        return draw
-    here, *there = (_own(completion, scores) for scores in _scores(model, [pair, *others]))
-    values = [float((own - here).sum()) if draw.gap is None else float(_gap(completion, own) or 0.0) for own in there]
-    return draw._replace(others={request.sample_id: value for (request, _), value in zip(others, values, strict=True)})

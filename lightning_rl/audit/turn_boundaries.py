@@ -7,7 +7,6 @@ messages and tokens, such as a single space.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lightning_rl.audit.conversation_evidence import Talk
@@ -16,65 +15,64 @@ from lightning_rl.environments import Bridge, BridgeError, Message
 from lightning_rl.environments.chat_template import MARK, SANITIZES, control_tokens, dummies
 from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.module import RLLightningModule
-from lightning_rl.rollout import FinishReason
 
-MAX_SEAMS = 16  # per audit
-MAX_CONTEXTS = 8
+MAX_WRITTEN = 24  # per audit
 OTHER = "another answer, of other words!"  # replaces the mark
 
 
-class Seam(NamedTuple):
-    """Tokens between two answers of a conversation.
+class Written(NamedTuple):
+    """Tokens of a conversation that the policy did not sample.
 
     Attributes:
         sample: Id of the sample.
-        turn: Turn of the first answer.
+        turn: Turn that read the tokens.
+        tokens: Token ids after the answer before it; the whole context for a first turn or a rewritten context.
+        template: Token ids of the template, after an answer from the closing token on; empty if unknown.
         drawn: Sampled token that closed the answer; -1 if there is none.
-        written: Token ids after the answer.
-        template: Token ids of the template from the closing token on; empty if unknown.
         opens: True if that token opens the next message too, so it follows another one that closed the answer.
     """
 
     sample: int
     turn: int
-    drawn: int
-    written: tuple[int, ...]
+    tokens: tuple[int, ...]
     template: tuple[int, ...]
+    drawn: int = -1
     opens: bool = False
 
-
-class Context(NamedTuple):
-    """Tokens that the policy read before the first answer, or after its context was rewritten.
-
-    Attributes:
-        sample: Id of the sample.
-        turn: Turn that read the context.
-        read: Token ids that the policy read.
-        template: Token ids of the template for the messages and tools; empty if it raises.
-    """
-
-    sample: int
-    turn: int
-    read: tuple[int, ...]
-    template: tuple[int, ...]
+    @property
+    def forms(self) -> list[tuple[int, ...]]:
+        """Valid token ids; a header that closes an answer may follow another closing token."""
+        whole, rest = self.template, self.template[1:]
+        if self.drawn < 0:
+            return [whole]
+        return [rest, whole] if self.opens and self.drawn != whole[0] else [rest]
 
 
-def contexts_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Context]:
-    """Return the contexts of a few conversations in messages, which differ between rollouts."""
-    found, bridge, conversations = list[Context](), _bridge_of(module), module.sampler.environments
+def written_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Written]:
+    """Return the tokens between the answers of a few conversations in messages, which differ between rollouts."""
+    found, bridge, conversations = list[Written](), _bridge_of(module), module.sampler.environments
     if bridge is None or conversations is None:
         return []
     spoken = [talk for talk in talks if talk.is_over and talk.answers]
     for talk in sorted(spoken, key=lambda one: order_of(one.sample, number)):
-        schemas, before = conversations.schemas.get(talk.environment, ()), 0
-        for turn, (place, (request, _)) in enumerate(zip(talk.places, talk.turns, strict=True), 1):
-            said, before = talk.messages[before:place], place + 1
-            if turn == 1 or turn in talk.rewrites:
-                template = _context_ids(bridge, said, schemas)
-                found.append(Context(talk.sample, request.turn, tuple(request.prefix_ids), template))
-        if len(found) >= MAX_CONTEXTS:
+        found += _written_in(talk, bridge, conversations.schemas.get(talk.environment, ()))
+        if len(found) >= MAX_WRITTEN:
             break
     return found
+
+
+def _written_in(talk: Talk, bridge: Bridge, schemas: Sequence[Any]) -> Iterator[Written]:
+    place, read, drawn = 0, 0, ()
+    for turn, (answer, (request, completion)) in enumerate(zip(talk.places, talk.turns, strict=True), 1):
+        messages, prefix = talk.messages[place:answer], tuple(request.prefix_ids)
+        if turn == 1 or turn in talk.rewrites:
+            yield Written(talk.sample, request.turn, prefix, _context_ids(bridge, messages, schemas))
+        else:
+            template = behind_an_answer(bridge, messages)
+            closing = drawn[-1] if drawn and drawn[-1] in bridge.ends else -1
+            opens = bridge.closes_as_head(template)
+            yield Written(talk.sample, request.turn, prefix[read:], template, closing, opens)
+        place, read, drawn = answer + 1, len(prefix) + len(completion.token_ids), completion.token_ids
 
 
 def _context_ids(bridge: Bridge, messages: Sequence[Message], schemas: Sequence[Any]) -> tuple[int, ...]:
@@ -82,44 +80,6 @@ def _context_ids(bridge: Bridge, messages: Sequence[Message], schemas: Sequence[
     with suppress(Exception):  # a template may raise anything
         return tuple(_ids(bridge, plain, tools=list(schemas) or None))
     return ()
-
-
-def seams_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Seam]:
-    """Return the seams of a few conversations in messages, which differ between rollouts."""
-    found, bridge = list[Seam](), _bridge_of(module)
-    if bridge is None:
-        return []
-    spoken = [talk for talk in talks if talk.is_over and talk.answers]
-    for talk in sorted(spoken, key=lambda one: order_of(one.sample, number)):
-        found += _seams_of_talk(talk, bridge)
-        if len(found) >= MAX_SEAMS:
-            break
-    return found
-
-
-def early_ends(module: RLLightningModule, talks: Sequence[Talk]) -> list[int]:
-    """Return ids of samples that ended at a length limit although another answer would have fitted."""
-    conversations, bridge, found = module.sampler.environments, _bridge_of(module), list[int]()
-    if conversations is None:
-        return []
-    whole, length = module.run.sampling.max_new_tokens, conversations.limits.length
-    for talk in talks:
-        if (
-            not talk.is_over
-            or talk.finish is not FinishReason.LENGTH
-            or talk.turns[-1][1].finish is not FinishReason.STOP
-        ):
-            continue  # the environment would have continued
-        request, completion = talk.turns[-1]
-        left = whole - sum(len(drawn.token_ids) for _, drawn in talk.turns)
-        if talk.is_rewritten:
-            left = 0  # the length of the context that did not fit is unknown
-        if left > 0 and length is not None and len(found) < MAX_SEAMS:
-            new = talk.messages[talk.places[-1] + 1 :] if talk.places else ()
-            said = () if bridge is None else behind_an_answer(bridge, new)
-            left = min(left, length - len(request.prefix_ids) - len(completion.token_ids) - len(said)) if said else 0
-        found += [talk.sample] if left > 0 else []
-    return found
 
 
 def _bridge_of(module: RLLightningModule) -> Bridge | None:
@@ -130,24 +90,6 @@ def _bridge_of(module: RLLightningModule) -> Bridge | None:
     with suppress(BridgeError):
         return Bridge(conversations.tokenizer, conversations.close, conversations.template_options)
     return None
-
-
-def _seams_of_talk(talk: Talk, bridge: Bridge) -> Iterator[Seam]:
-    for (one, other), ((request, completion), (following, _)) in zip(
-        pairwise(talk.places), pairwise(talk.turns), strict=True
-    ):
-        end, drawn = len(request.prefix_ids) + len(completion.token_ids), completion.token_ids
-        if any(message.get(REWRITTEN) for message in talk.messages[one + 1 : other]):
-            continue  # a rewritten context does not continue the previous tokens
-        template = behind_an_answer(bridge, talk.messages[one + 1 : other])
-        yield Seam(
-            sample=talk.sample,
-            turn=request.turn,
-            drawn=drawn[-1] if drawn and drawn[-1] in bridge.ends else -1,
-            written=tuple(following.prefix_ids[end:]),
-            template=template,
-            opens=bridge.closes_as_head(template),
-        )
 
 
 def behind_an_answer(bridge: Bridge, messages: Sequence[Message]) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 
 from lightning_rl.audit.audit_error import bitwise_equal, differences
-from lightning_rl.audit.checksum_guard import ChecksumGuard
 from lightning_rl.audit.user_hooks import StateWatch, hooks_by_action
+from lightning_rl.audit.value_guard import ValueGuard
 from lightning_rl.corrections.call_user import VERSIONS
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
@@ -106,7 +106,7 @@ class FieldWatch:
         self.edited = False
         self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, before, after)
         self._trainer.profiler = self._profiler
-        self.guard = module.run.corrections.guard = ChecksumGuard(self)
+        self.guard = module.run.corrections.guard = ValueGuard(self)
 
     def release(self) -> None:
         """Restore the profiler and the corrections."""
@@ -143,13 +143,11 @@ class FieldWatch:
         if name in self.state.names:
             self.state.enter(contribution=True)
 
-    def after_call(self, who: str, args: Sequence[object]) -> None:
-        """Compare fields and state after a call of user code."""
+    def after_call(self, who: str) -> None:
+        """Compare the state after a call of user code, whose edits of fields the guard refuses."""
         method, _, name = who.partition(" of ")
         if name in self.state.names:
             self.state.leave(f"callback {name}.{method}")
-        if self._finished is not None and args[0] is self._finished:
-            self.look(f"callback {name}.{method}", self._finished)
 
     def look(self, culprit: str = UNKNOWN, rollout: Rollout | None = None) -> None:
         """Record fields that differ, with the culprit; a reported change becomes the new reference."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import LossView, ReplayCorrections, StepTrace
 from lightning_rl.distributed import Collectives
+from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import Plan, plan_of_rows
 from lightning_rl.recording.recording import Recording
-from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.serialization import ARGUMENTS, restore

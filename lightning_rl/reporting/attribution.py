@@ -12,9 +12,9 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.accounting import SCORED, Charges, signal_charges, update_charges
 from lightning_rl.corrections import ReplayCorrections
 from lightning_rl.distributed import Collectives
+from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.recording import Recording, Replayed, replay
 from lightning_rl.recording.recompute import load_states
-from lightning_rl.recording.threaded_ranks import ThreadedRanks
 from lightning_rl.rollout import Rollout
 
 OUTSIDE, UNKNOWN = "environment", "not known"

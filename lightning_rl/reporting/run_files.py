@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
+
+from lightning_rl.audit.saved import load
 
 METRICS, RUN, FINDINGS = "metrics.jsonl", "run.json", "findings"
 BEGIN = "begin"  # key of a line with the step or rollout from which later lines replace earlier ones
@@ -243,7 +244,7 @@ def _read_findings(run: RunFiles, folders: Sequence[Path]) -> None:
             listed += kept
     for path in _files(folders, "rollout-*.pt"):
         with _noting(run, path):
-            state = torch.load(path, "cpu", weights_only=True, mmap=True)
+            state = load(path)
             listed += [_finding(finding, state["number"]) for finding in state["findings"]]
     unique = {json.dumps(finding, sort_keys=True): finding for finding in listed}
     run.findings = sorted(unique.values(), key=lambda finding: finding["rollout"])

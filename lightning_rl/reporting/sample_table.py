@@ -1,9 +1,7 @@
 """Sample table: samples with their rewards, in the terminal and in the loggers."""
 
 import math
-import shutil
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from textwrap import indent
 from typing import Any, cast
@@ -28,9 +26,9 @@ TEXTS = ("prompt", "response")
 class SampleTable(RLCallback):
     """Shows samples of the rollouts 0, n, 2n, ...: the best and the worst of some groups.
 
-    Rank 0 prints a table above the progress bar (with rich, if installed) and logs it to every logger that supports
-    tables: TensorBoard, W&B, MLflow and Comet; else it appends lines to ``samples.jsonl`` beside the run. The table
-    does not change the signal. Control characters in model output are shown as text in a terminal.
+    Rank 0 prints them above the progress bar and logs a table to every logger that supports tables: TensorBoard, W&B,
+    MLflow and Comet; else it appends lines to ``samples.jsonl`` beside the run. The signal does not change. Control
+    characters in model output are shown as text in a terminal.
 
     Args:
         every_n_rollouts: Interval n.
@@ -106,25 +104,12 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
 
 
 def format_table(title: str, samples: Sequence[dict[str, Any]], width: int) -> str:
-    """Return samples one below the other, for a terminal; formatted by rich if installed."""
+    """Return samples one below the other, for a terminal."""
     rewards = [key for key in samples[0] if key.startswith("reward/") and key != "reward/task"]
     if len(rewards) == 1 and all(sample[rewards[0]] == sample["reward/task"] for sample in samples):
         samples = [{key: value for key, value in sample.items() if key != rewards[0]} for sample in samples]
     cells = [{_head(key): _cell(value, width) for key, value in sample.items()} for sample in samples]
-    try:
-        from rich.console import Console  # an optional package
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return "\n".join([title, *map(_block, cells)])
-    table = Table(title=title, show_lines=True)
-    for head in cells[0]:
-        table.add_column(Text(head), overflow="fold")
-    for sample in cells:
-        table.add_row(*(Text(value) for value in sample.values()))
-    drawn = StringIO()
-    Console(file=drawn, width=shutil.get_terminal_size((120, 0)).columns).print(table)
-    return drawn.getvalue().rstrip()
+    return "\n".join([title, *map(_block, cells)])
 
 
 def _head(key: str) -> str:

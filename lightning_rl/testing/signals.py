@@ -47,7 +47,6 @@ LOSS = (
     "knob_liveness",
 )
 CALLBACK = (
-    "pure_contributions",
     "contributions_fit",
     "declared_reads",
     "masked_values",

@@ -17,12 +17,12 @@ from lightning_rl import (
     Rollout,
 )
 from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
+from lightning_rl.audit.saved import load
 from lightning_rl.callbacks import (
     OPSM,
     ReferenceKL,
 )
 from lightning_rl.corrections import Corrections
-from lightning_rl.utils.mutation_guard import EditError
 
 
 def test_watching_changes_nothing() -> None:
@@ -40,8 +40,8 @@ def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Pat
         fit(tiny_module(), callbacks=[*fault.callbacks(), SignalAudit(1, "raise")], default_root_dir=tmp_path)
     assert "gradient_liveness: callback reference_kl.loss_term: expected a term with a gradient" in str(raised.value)
     assert "What to do: compute it from view.logprobs without detach()" in str(raised.value)
-    saved = torch.load(tmp_path / "audit" / "rollout-0.pt", weights_only=True)
-    assert saved["findings"][0]["check"] == "gradient_liveness" and saved["rollout"]["response_ids"].dim() == 2
+    saved = load(tmp_path / "audit" / "rollout-0.pt")
+    assert saved["findings"][0]["check"] == "gradient_liveness" and saved["rollout"].response_ids.dim() == 2
 
 
 @pytest.mark.nightly
@@ -49,12 +49,8 @@ def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Pat
     ("name", "cured"),
     [
         ("detached KL loss", [ReferenceKL(0.1, as_loss=True)]),
-        ("token ids of another row", None),
-        ("update at temperature 1, without an old pass", None),
-        ("rewards of the row before", None),
         ("an optimizer without half of the parameters", None),
         ("a mean over microbatches", None),
-        ("ratio counted twice", [OPSM()]),
     ],
 )
 def test_the_saved_file_reproduces_a_finding(tmp_path: Path, name: str, cured: list[RLCallback] | None) -> None:
@@ -112,22 +108,6 @@ def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is
     assert module.rewards.by_name == functions
     assert trainer.profiler is profiler
     assert "[Callback]signal_audit.on_train_batch_end" in profiler.recorded_durations, "it still measures every hook"
-
-
-class EditInObserve(RLCallback):
-    """Edits the finished rollout in ``observe`` without a new tensor version."""
-
-    name = "edit_in_observe"
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        rollout.require("advantages").data.mul_(0.5)
-
-
-def test_who_edits_a_rollout_while_looking_at_it_is_named_by_the_core(tmp_path: Path) -> None:
-    audit, message = SignalAudit(1, checks=["raw_fields"]), "observe of edit_in_observe wrote in place to advantages"
-    with pytest.raises(EditError, match=message):
-        fit(tiny_module(minibatches_per_rollout=2), callbacks=[EditInObserve(), audit], default_root_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

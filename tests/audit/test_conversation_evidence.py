@@ -7,12 +7,11 @@ import pytest
 import torch
 from kit.evidence import evidence_of
 from kit.support import tiny_policy
-from typing_extensions import override
 
 from lightning_rl import FinishReason, RLLightningModule, SamplingParams
-from lightning_rl.advantages import Advantages, Estimator, RewardSignal
+from lightning_rl.advantages import Estimator
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.conversation_evidence import Talk, Told, accounts_of
+from lightning_rl.audit.conversation_evidence import Talk, judged_otherwise
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.generation import Completion, Request
@@ -55,71 +54,13 @@ def test_a_turn_that_may_draw_what_is_left_is_silent(turns: Any) -> None:
     assert limits(*turns) == []
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
-        ([(3, 10, 4)], "requests for what is left"),  # no limit of a turn
-        ([(3, 4, 4), (9, 4, 4), (15, 4, 2)], "requests for what is left"),  # the whole budget again
-        ([(3, 4, 4), (12, 1, 1)], "requests for what is left"),  # environment tokens counted as sampled ones
-        ([(3, 4, 1), (18, 4, 2)], "requests for what is left"),  # beyond the context
-        ([(3, 4, 1), (5, 4, 1), (7, 4, 1), (9, 4, 1)], "at most 3 turns"),
-    ],
-)
-def test_another_limit_is_found(turns: Any, expected: str) -> None:
-    assert limits(*turns) == [expected]
-
-
-def test_a_run_without_an_environment_has_no_limits_of_turns() -> None:
-    assert limits((3, 10, 4), max_turns=0) == []
-
-
-def test_a_conversation_that_ended_while_there_was_room_is_found() -> None:
-    evidence = replace(
-        evidence_of(),
-        facts=FACTS,
-        told=[Told(5, 1, 1, judges_last=True, cut_early=True), Told(6, 1, 1, judges_last=True)],
-    )
-    assert [(one.expected, list(one.samples)) for one in CHECKS["turn_limits"](evidence)] == [
-        ("another answer where there is room for one", [5])
-    ]
-
-
-def told(*stories: Told) -> list[str]:
-    return [finding.expected for finding in CHECKS["told_rewards"](replace(evidence_of(), told=stories))]
-
-
-def test_rewards_are_told_every_answer_and_judge_the_last_one() -> None:
-    assert (
-        told(Told(1, 2, 2, judges_last=True), Told(2, 2, 3, judges_last=True), Told(3, 2, -1, judges_last=True)) == []
-    )  # prompts may contain answers
-    assert told(Told(1, 2, 1, judges_last=True)) == ["a message of the policy for each of its turns"]
-    assert told(Told(1, 2, -1, judges_last=False)) == ["the token ids of the last answer as a completion"]
-
-
-def test_what_is_told_of_conversations_that_came_to_an_end() -> None:
+def test_rewards_score_the_last_answer_of_a_conversation_that_ended() -> None:
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     talk = Talk(5, 1, "environment", {}, asked((3, 4, 2)), said, 1.0, (2, 2), FinishReason.STOP)
-    assert accounts_of([talk]) == [Told(5, 1, 1, judges_last=True)]
-    assert accounts_of([talk._replace(judged=(2,)), talk._replace(messages=[])]) == [
-        Told(5, 1, 1, judges_last=False),
-        Told(5, 1, -1, judges_last=True),
-    ]
-    assert accounts_of([talk._replace(finish=FinishReason.FAILED), talk._replace(turns=[])]) == []
-
-
-@pytest.mark.parametrize(
-    ("finish", "calls", "cut"), [("LENGTH", [{}], True), ("STOP", [{}], False), ("LENGTH", [], False)]
-)
-def test_calls_of_an_answer_that_was_cut_off_are_found(finish: str, calls: list[Any], *, cut: bool) -> None:
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "tool_calls": calls}]
-    ((request, completion),) = asked((3, 4, 2))
-    turns = [(request, replace(completion, finish=FinishReason[finish]))]
-    (account,) = accounts_of([Talk(5, 1, "environment", {}, turns, said, 1.0, (2, 2), FinishReason.STOP)])
-    assert account.calls_when_cut is cut
-    found = CHECKS["cut_calls"](replace(evidence_of(), told=[account]))
-    assert [(finding.observed, list(finding.samples)) for finding in found] == (
-        [("some in 1 conversations", [5])] if cut else []
-    )
+    whole, failed = talk._replace(judged=(2,)), talk._replace(judged=(), finish=FinishReason.FAILED)
+    assert judged_otherwise([talk, whole, failed, talk._replace(turns=[])]) == [5]
+    (finding,) = CHECKS["told_rewards"](replace(evidence_of(), judged_otherwise=[5]))
+    assert (finding.observed, list(finding.samples)) == ("others in 1 conversations", [5])
 
 
 def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
@@ -133,19 +74,6 @@ def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
     assert [finding.culprit for finding in CHECKS["versions"](late)] == ["engine none"]
 
 
-class OverTime(Estimator):
-    """Discounts by the position among valid tokens or among all tokens."""
-
-    def __init__(self, *, drawn: bool) -> None:
-        self.drawn = drawn
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        place = signal.valid_tokens.long().cumsum(-1) if self.drawn else torch.arange(signal.valid_tokens.shape[1])
-        raw = signal.scores[:, None] * 0.9 ** place.to(signal.scores.dtype)
-        return Advantages(torch.where(signal.valid_tokens, raw, 0.0))
-
-
 def with_words(evidence: Evidence, estimator: Estimator) -> Evidence:
     """Return responses whose third token is an environment token."""
     rollout = evidence.rollout
@@ -155,14 +83,6 @@ def with_words(evidence: Evidence, estimator: Estimator) -> Evidence:
     rollout = rollout.replace(action_mask=drawn, valid_tokens=drawn, token_extras={TURNS: turns})
     algorithm = evidence.algorithm.replace(advantages=estimator)
     return replace(evidence, rollout=rollout, groups=rollout, rows=rollout, algorithm=algorithm)
-
-
-@pytest.mark.parametrize(("drawn", "found"), [(True, []), (False, ["estimator OverTime"])])
-def test_words_of_an_environment_are_no_time_steps(drawn: bool, found: list[str]) -> None:
-    evidence = with_words(evidence_of(), OverTime(drawn=drawn))
-    assert [finding.culprit for finding in CHECKS["silent_environments"](evidence)] == found
-    whole = replace(evidence_of(), algorithm=evidence.algorithm)
-    assert CHECKS["silent_environments"](whole) == []  # no environment tokens
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])

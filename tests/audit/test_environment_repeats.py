@@ -5,9 +5,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from kit.chats import CLOSE, VOCABULARY, Partner, chat_tokenizer, look, read_calls
@@ -22,7 +21,6 @@ from lightning_rl.data import Prompt
 from lightning_rl.environments import (
     Action,
     ConversationLimits,
-    Message,
     StepResult,
     TokenStep,
     ToolEnvironment,
@@ -83,39 +81,6 @@ def replay(
     return said.reason or said
 
 
-class Shared(Partner):
-    """Counts the answers of all conversations."""
-
-    answered: ClassVar[Any] = count()
-
-    @override
-    def step(self, answer: Action) -> StepResult:
-        return replace(super().step(answer), reward=float(next(self.answered)))
-
-
-class Remembering(Partner):
-    """Rewards answers that are new over all conversations."""
-
-    heard: ClassVar[set[str]] = set()
-
-    @override
-    def step(self, answer: Action) -> StepResult:
-        new = set(answer.text.split()) - self.heard
-        self.heard.update(new)
-        return replace(super().step(answer), reward=float(len(new)))
-
-
-class Unseeded(Partner):
-    """Begins with other words each time."""
-
-    number: ClassVar[Any] = count()
-
-    @override
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        super().reset(row, seed)
-        return [{"role": "user", "content": f"say {next(self.number)}"}]
-
-
 class Scored(Partner):
     """Returns a final reward when a limit ends the conversation."""
 
@@ -174,17 +139,6 @@ def test_tools_say_the_same_again_call_by_call() -> None:
     assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
 
 
-@pytest.mark.parametrize(
-    ("factory", "moving"), [(Shared, "rewards"), (Remembering, "rewards"), (Unseeded, "words"), (lambda: ONE, "words")]
-)
-def test_state_that_conversations_share_is_found(factory: Any, moving: str) -> None:
-    said = replay(factory)
-    assert isinstance(said, Replay) and said.moving in (moving, "ends")
-
-
-ONE = Partner()
-
-
 def exchange(field: str) -> Callable[[list[Talk]], list[Talk]]:
     return lambda talks: [
         talk._replace(**{field: getattr(other, field)}) for talk, other in zip(talks, talks[::-1], strict=True)
@@ -205,23 +159,6 @@ def test_conversations_that_were_recorded_otherwise_are_found(factory: Any, chan
     said = replay(factory, change)
     assert isinstance(said, Replay) and not said.moving
     assert slip in {what for _, what in said.others}
-
-
-def test_results_of_parallel_calls_in_another_order_are_found() -> None:
-    def turn(talks: list[Talk]) -> list[Talk]:
-        changed = []
-        for talk in talks:
-            said = list(talk.messages)
-            pairs = [
-                place for place in range(len(said) - 1) if said[place]["role"] == said[place + 1]["role"] == "tool"
-            ]
-            for place in pairs[:1]:
-                said[place], said[place + 1] = said[place + 1], said[place]
-            changed.append(talk._replace(messages=said))
-        return changed
-
-    said = replay(tools, turn, parse=read_calls)
-    assert isinstance(said, Replay) and said.others and {what for _, what in said.others} == {"messages"}
 
 
 def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

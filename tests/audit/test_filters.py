@@ -6,7 +6,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from kit.support import fit, tiny_module, tiny_prompts
 from torch import Tensor
 from typing_extensions import override
@@ -19,11 +18,6 @@ from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
 
 
-def whole_groups(rollout: Rollout, rows: Tensor) -> Tensor:
-    """Return the rows of groups that are completely selected, [B]."""
-    return ~torch.isin(rollout.groups, rollout.groups[~rows])
-
-
 class ByMean(RLCallback):
     """A valid filter of prompts whose mean reward is not too high."""
 
@@ -33,39 +27,6 @@ class ByMean(RLCallback):
     def keep_groups(self, rollout: Rollout) -> Tensor:
         same = rollout.groups[:, None] == rollout.groups
         return (same * rollout.rewards).sum(-1) < 0.6 * same.sum(-1)
-
-
-class ByWidth(RLCallback):
-    """A filter of prompts whose answers fill the padded width."""
-
-    name, max_rounds = "by_width", 4
-
-    @override
-    def keep_groups(self, rollout: Rollout) -> Tensor:
-        same = rollout.groups[:, None] == rollout.groups
-        return (same * rollout.response_lengths).sum(-1) > 0.5 * rollout.width * same.sum(-1)
-
-
-class ByPairs(RLCallback):
-    """A filter of prompts with different rewards that assumes groups of two neighbors."""
-
-    name, max_rounds = "by_pairs", 4
-
-    @override
-    def keep_groups(self, rollout: Rollout) -> Tensor:
-        differ = rollout.rewards.view(-1, 2).std(-1) > 0
-        return whole_groups(rollout, differ.repeat_interleave(2))
-
-
-class ByOthers(RLCallback):
-    """A filter of prompts at least as good as the average, without declaring the comparison."""
-
-    name, max_rounds = "by_others", 4
-
-    @override
-    def keep_groups(self, rollout: Rollout) -> Tensor:
-        same = rollout.groups[:, None] == rollout.groups
-        return (same * rollout.rewards).sum(-1) >= rollout.rewards.mean() * same.sum(-1)
 
 
 def alarms(callback: RLCallback, rollouts: int = 2, **options: Any) -> set[str]:
@@ -82,11 +43,6 @@ def alarms(callback: RLCallback, rollouts: int = 2, **options: Any) -> set[str]:
 @pytest.mark.parametrize("options", [{"group_size": 2, "temperature": 0.05}, {"max_staleness": 1}], ids=["sure", "old"])
 def test_a_legal_filter_that_refills_gives_no_alarm(callback: RLCallback, options: dict[str, Any]) -> None:
     assert alarms(callback, **options) == set()
-
-
-@pytest.mark.parametrize("callback", [ByWidth(), ByPairs(), ByOthers()], ids=lambda callback: callback.name)
-def test_a_filter_that_minds_more_than_its_own_prompt_is_named(callback: RLCallback) -> None:
-    assert alarms(callback, rollouts=1) == {f"callback {callback.name}.keep_groups"}
 
 
 def test_equal_answers_of_two_rounds_belong_to_the_round_of_their_call() -> None:

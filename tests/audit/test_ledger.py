@@ -31,7 +31,7 @@ from lightning_rl.audit.accounting import sampling_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merge_moments
-from lightning_rl.recording.threaded_ranks import ThreadedRanks
+from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.signal.masked import local_sum
 

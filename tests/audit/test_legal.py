@@ -34,11 +34,8 @@ def batch_whitening(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
 @pytest.mark.nightly
 def test_a_whitening_over_the_batch_is_declared_in_one_line() -> None:
     said = alarms(advantages=batch_whitening)
-    assert said and all(
-        text.startswith(("group_isolation: estimator batch_whitening", "advantages_are")) for text in said
-    )
-    meant = ["group_isolation: estimator batch_whitening", "advantages_are_those_of_the_stage"]
-    assert alarms(advantages=batch_whitening, deliberate=meant) == []
+    assert said and all(text.startswith("group_isolation: estimator batch_whitening") for text in said)
+    assert alarms(advantages=batch_whitening, deliberate=["group_isolation: estimator batch_whitening"]) == []
 
 
 def test_what_is_not_declared_still_raises() -> None:
@@ -72,22 +69,6 @@ class Pull(RLCallback):
         return {"pull/coef": Stat.of(torch.full_like(view.logprobs, self.coef), view.valid_tokens)}
 
 
-class GrowsOnceObserved(Pull):
-    """Adapts its coefficient when a step is observed."""
-
-    @override
-    def observe_step(self, trace: Any) -> None:
-        self.coef *= 1.5
-
-
-class GrowsInTheStep(Pull):
-    """Adapts its coefficient after the backward pass."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.coef *= 1.5
-
-
 class GrowsBehindTheStep(Pull):
     """Adapts its coefficient after the step."""
 
@@ -97,6 +78,6 @@ class GrowsBehindTheStep(Pull):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", [GrowsOnceObserved, GrowsInTheStep, GrowsBehindTheStep])
+@pytest.mark.parametrize("kind", [GrowsBehindTheStep])
 def test_a_coefficient_that_follows_the_step_gives_no_alarm(kind: type[Pull]) -> None:
     assert alarms(kind(), minibatches_per_rollout=2, rollouts=2) == []

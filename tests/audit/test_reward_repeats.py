@@ -46,18 +46,6 @@ class Judge:
         raise NotImplementedError
 
 
-class Late(Judge):
-    """Returns the values of the previous call."""
-
-    def __init__(self) -> None:
-        self.values = [0.0] * 6
-
-    @override
-    def score(self, prompts: Any, ids: Any) -> list[float]:
-        values, self.values = self.values, lengths(ids)
-        return (values * 6)[: len(ids)]
-
-
 class Scaled(Judge):
     """Divides by the largest value so far."""
 
@@ -69,16 +57,6 @@ class Scaled(Judge):
         values = lengths(ids)
         self.largest = max(self.largest, *values)
         return [value / self.largest for value in values]
-
-
-class Centred(Scaled):
-    """Subtracts a running mean."""
-
-    @override
-    def score(self, prompts: Any, ids: Any) -> list[float]:
-        values = lengths(ids)
-        self.largest += 0.5 * (sum(values) / len(values) - self.largest)
-        return [value - self.largest for value in values]
 
 
 class Remembered(Judge):
@@ -127,37 +105,6 @@ def global_noise(prompts: Any, completions: Any, *, completion_ids: Any, **_: An
     return [random.random() for _ in completion_ids]
 
 
-def by_place(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-    return [float(place) for place, _ in enumerate(completion_ids)]
-
-
-def beside_others(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-    longest = max(map(len, completion_ids))
-    return [len(ids) / longest for ids in completion_ids]
-
-
-def marking(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-    for prompt in prompts:
-        prompt[-1]["content"] += " Think."
-    return [1.0] * len(prompts)
-
-
-class ByLength(Remembered):
-    """Returns the first value of a length for all answers of this length."""
-
-    @override
-    def score(self, prompts: Any, ids: Any) -> list[float]:
-        return [self.memo.setdefault(str(len(row)), float(sum(row) % 7)) for row in ids]
-
-
-class ByFirstToken(Remembered):
-    """Returns the first value of answers with the same first token."""
-
-    @override
-    def score(self, prompts: Any, ids: Any) -> list[float]:
-        return [self.memo.setdefault(str(row[0]), float(sum(row))) for row in ids]
-
-
 class Novelty(Cached):
     """Rewards new completions, and declares that it remembers."""
 
@@ -191,14 +138,8 @@ def checks_that_fail(*replies: RewardReply) -> list[str]:
         (Stricter(), []),
         (global_noise, []),
         (Novelty(), []),
-        (Late(), ["reward_memory"]),
         (Scaled(), ["reward_memory"]),
-        (Centred(), ["reward_memory"]),
         (Remembered(), ["reward_memory"]),
-        (ByLength(), ["reward_memory"]),
-        (ByFirstToken(), ["reward_memory"]),
-        (by_place, ["reward_order"]),
-        (beside_others, ["reward_order"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else getattr(value, "__name__", type(value).__name__),
 )
@@ -214,24 +155,6 @@ def test_memory_and_order_are_told_from_noise_and_curricula(function: Any, faili
 def test_noise_of_a_run_seeded_with_0_is_no_dependence_on_order() -> None:
     random.seed(0)
     assert checks_that_fail(ask_again(call_of(global_noise), SAMPLES)) == []
-
-
-@pytest.mark.parametrize("longest", [range(16), [5]], ids=["all", "one"])
-def test_a_reward_beside_the_longest_of_its_call_is_found_whichever_rows_are_asked(longest: Any) -> None:
-    """Half of the rows are scored together, perhaps with the longest ones."""
-    ids = [[2] * (8 if row in longest else 1 + row % 4) for row in range(15)] + [[3, 1]]
-    values = beside_others(None, None, completion_ids=ids)
-    call = RewardCall("judge", ids, values, 0.0, ["a"] * 16, [""] * 16, {}, beside_others)
-    reply = ask_again(call, range(16))
-    assert checks_that_fail(reply) == ["reward_order"]
-
-
-def test_a_mutated_prompt_is_found_and_the_prompts_of_the_run_stay() -> None:
-    prompts = [[{"role": "user", "content": name}] for name in NAMES]
-    call = call_of(plain, prompts)._replace(function=marking, values=[1.0] * 6)
-    reply = ask_again(call, SAMPLES)
-    assert reply.edited == ["prompts"] and checks_that_fail(reply) == ["reward_inputs"]
-    assert [prompt[-1]["content"] for prompt in prompts] == NAMES
 
 
 def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from lightning_rl.audit.sampling_statistics import (
     moments_of,
 )
 from lightning_rl.data import Prompt
-from lightning_rl.generation import Completion, Request, TransformersEngine
+from lightning_rl.generation import Completion, Request
 
 SAMPLING = SamplingParams(eos_token_ids=())
 
@@ -89,7 +89,7 @@ def surprises_of(probabilities: Tensor, assumed: Tensor, number: int, seed: int)
     mean = (assumed * surprise).sum()
     variance = (assumed * (surprise - mean).square()).sum().expand(number)
     reach = torch.stack([mean, cut - mean])[:, None].expand(2, number)
-    return [Draw(0, 0.0, surprise[tokens] - mean, variance, reach, {})]
+    return [Draw(0, surprise[tokens] - mean, variance, reach)]
 
 
 def test_tokens_of_another_distribution_are_found_over_a_few_rollouts() -> None:
@@ -118,45 +118,6 @@ def test_two_thousand_sound_rollouts_give_no_alarm() -> None:
     for place in range(8, len(rollouts)):
         earlier = [Earlier(place - 8 + back, [], [], moments[place - 8 + back]) for back in range(8)]
         assert not CHECKS["sample_likelihood"](replace(empty, draws=[rollouts[place]], earlier=earlier))
-
-
-def draw(gap: float | None, others: dict[int, float]) -> Draw:
-    nothing = torch.zeros(1, dtype=torch.float64)
-    return Draw(3, gap, nothing, nothing, torch.zeros(2, 1), others)
-
-
-@pytest.mark.parametrize(
-    ("gap", "others", "found"),
-    [
-        (0.0, {}, False),
-        (1.5, {8: 1e-6, 9: 1.0}, True),  # the engine's log-probabilities fit another prompt
-        (1.5, {8: 1.2}, False),  # they fit none, which weight_sync reports
-        (None, {8: 30.0, 9: 2.0}, True),
-        (None, {8: 5.0}, False),  # one in e^5 valid samples
-    ],
-)
-def test_a_completion_of_another_request_is_found(gap: float | None, others: dict[int, float], found: bool) -> None:
-    assert bool(culprits("request_order", replace(evidence_of(), draws=[draw(gap, others)]))) is found
-
-
-def test_a_cut_prompt_and_one_of_other_data_are_found() -> None:
-    asked = pair(0, [5], 1.0, prompt=2)
-    whole = with_batch(asked, stream_prompts={0: (2,)}, reward_prompts={0: (2,)})
-    assert culprits("prompt_source", whole) == []
-    assert culprits("prompt_source", replace(whole, stream_prompts={0: (7, 2)})) == [
-        "stage draw, the prompts of the requests"
-    ]
-    (finding,) = CHECKS["prompt_source"](replace(whole, reward_prompts={0: (7, 2)}))
-    assert finding.observed == "1 others, 1 of which are shorter"
-    (finding,) = CHECKS["prompt_source"](with_batch(pair(0, [5], 1.0, prompt=9)))
-    assert finding.culprit == "stage draw, the prompts of its rows"
-
-
-def test_a_cursor_that_never_moves_is_found() -> None:
-    evidence = replace(evidence_of(), number=1)
-    again, fresh = Earlier(0, [7, 8], [], ()), Earlier(0, [100], [], ())
-    assert culprits("prompt_cursor", replace(evidence, earlier=[fresh])) == []
-    assert culprits("prompt_cursor", replace(evidence, earlier=[again])) == ["stage draw, the cursor of the prompts"]
 
 
 @pytest.mark.parametrize(
@@ -303,32 +264,6 @@ def test_the_bound_of_repeats_is_that_of_its_docstring() -> None:
         assert len(surprising_repeats(repeats, 4)) == found
 
 
-class Unended(TransformersEngine):
-    """Draws again until a sample has four tokens."""
-
-    @override
-    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
-        drawn = list(super().generate(requests, logprobs=logprobs))
-        while short := [place for place, one in enumerate(drawn) if len(one.token_ids) < 4]:
-            requests = [replace(request, seed=request.seed + 1) for request in requests]
-            again = super().generate([requests[place] for place in short], logprobs=logprobs)
-            for place, completion in zip(short, again, strict=True):
-                drawn[place] = completion
-        return drawn
-
-
-class PartlyGreedy(TransformersEngine):
-    """Draws every fourth sample greedily, with the log-probabilities of the policy."""
-
-    @override
-    def generate(self, requests: Sequence[Request], *, logprobs: bool = False) -> list[Completion]:
-        sure = [
-            replace(request, sampling=replace(request.sampling, temperature=1e-3 if place % 4 == 0 else 1.0))
-            for place, request in enumerate(requests)
-        ]
-        return super().generate(sure, logprobs=logprobs)
-
-
 def leveled_policy() -> nn.Module:
     """Return a model with bitwise equal logits."""
     model = tiny_policy()
@@ -353,23 +288,3 @@ def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
         module = tiny_module(policy=leveled_policy, optimizer=partial(SGD, lr=0.0))
         fit(module, callbacks=[audit], data=tiny_prompts(24, 4))
     assert audit.findings == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("engine", "said"),
-    [
-        (TransformersEngine, ""),
-        (Unended, "no sample that ends before"),
-        (PartlyGreedy, "too many samples in which every token is the likeliest"),
-    ],
-)
-def test_six_rollouts_show_an_engine_that_ends_no_sample_early_or_draws_some_greedily(
-    engine: type[TransformersEngine], said: str
-) -> None:
-    audit = SignalAudit(1, checks=["sample_process"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(tiny_module(engine=engine()), callbacks=[audit], data=tiny_prompts(24, 4))
-    observed = [finding.observed for finding in audit.findings]
-    assert bool(observed) is bool(said) and all(said in text for text in observed)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.evidence import LENGTHS, culprits, evidence_of
+from kit.evidence import culprits, evidence_of
 from kit.support import callback_of
 from torch import Tensor
 
@@ -21,39 +21,6 @@ def group_mean(rollout: Rollout) -> Tensor:
     index, number = group_index(rollout.groups)
     totals = torch.zeros(number).index_add_(0, index, rollout.rewards)
     return (totals / torch.bincount(index))[index]
-
-
-def by_place(rollout: Rollout) -> Tensor:
-    return torch.arange(len(rollout)) % 3 > 0
-
-
-BY_PLACE = {
-    "reward_mask": by_place,
-    "exclude": by_place,
-    "keep_groups": lambda rollout: torch.arange(len(rollout)) >= len(rollout) // 2,
-    "reward_bonus": lambda rollout: by_place(rollout).float(),
-    "token_reward": lambda rollout: by_place(rollout).float()[:, None].expand(rollout.response_ids.shape),
-}
-
-
-@pytest.mark.parametrize("method", BY_PLACE)
-def test_what_goes_by_the_place_of_a_row_is_named(method: str) -> None:
-    broken = evidence_of(callback_of("placed", **{method: BY_PLACE[method]}))
-    assert culprits("contribution_rows", broken) == [f"callback placed.{method}"]
-
-
-PADDED = {
-    "reward_bonus": lambda rollout: (rollout.response_ids == 0).float().mean(-1),
-    "reward_mask": lambda rollout: rollout.response_ids[:, -1] == 0,
-    "exclude": lambda rollout: rollout.prompt_ids[:, -1] == 0,
-}
-
-
-@pytest.mark.parametrize("method", PADDED)
-def test_what_counts_padding_is_named(method: str) -> None:
-    assert culprits("contribution_rows", evidence_of(callback_of("padded", **{method: PADDED[method]}))) == [
-        f"callback padded.{method}"
-    ]
 
 
 ACROSS = {
@@ -147,22 +114,6 @@ def test_a_metric_merges_over_ranks_and_counts_no_padding(name: str) -> None:
     evidence = evidence_of(callback_of("figures", rollout_metrics=metrics), ranks=ranks)
     found = culprits("contribution_ranks", evidence) + culprits("contribution_rows", evidence)
     assert bool(found) is wrong and all(culprit.startswith("callback figures.rollout_metrics") for culprit in found)
-
-
-def test_provided_fields_are_compared_with_those_that_train() -> None:
-    def difficulty(rollout: Rollout) -> Mapping[str, Tensor]:
-        return {"extras/difficulty": rollout.response_lengths.float()}
-
-    lengths = torch.tensor(LENGTHS, dtype=torch.float32)
-    provider = callback_of("provider", provide=difficulty)
-    assert culprits("provided_fields", evidence_of(provider, difficulty=lengths)) == []
-    assert culprits("provided_fields", evidence_of(provider, difficulty=lengths.flip(0))) == [
-        "callback provider.provide, extras/difficulty"
-    ]
-    placed = callback_of("placed", provide=lambda r: {"extras/difficulty": torch.arange(len(r)).float()})
-    assert culprits("provided_fields", evidence_of(placed, difficulty=torch.arange(9).float())) == [
-        "callback placed.provide, extras/difficulty"
-    ]
 
 
 def test_ranks_that_differ_in_their_collectives_are_named() -> None:

@@ -1,7 +1,6 @@
 """Every token contributes to the gradient of the update's forward, for each kind of forward."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,9 @@ import torch
 from kit.evidence import culprits, evidence_of
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_rl.audit import SignalAudit, recheck
-from lightning_rl.policy import PolicyModel
-
-FORWARD = PolicyModel.forward
+from lightning_rl.audit import SignalAudit
 
 
 def audit_of(folder: Path, precision: Any = "32-true", **options: Any) -> SignalAudit:
@@ -37,11 +33,10 @@ def with_adapters() -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"packing": False}, {"temperature": 0.4}, {"top_k": 6}, {"precision": "bf16-mixed"}),
-        *({"policy": with_adapters}, {"activation_checkpointing": True}, {"advantages": "gae", "critic": "shared"}),
-        {"advantages": "gae", "critic": partial(tiny_policy, 3)},
+        *({"packing": False}, {"top_k": 6}, {"precision": "bf16-mixed"}, {"policy": with_adapters}),
+        {"advantages": "gae", "critic": partial(tiny_policy, 3), "activation_checkpointing": True},
     ],
-    ids=["plain", "padded", "cold", "filtered", "bfloat16", "adapters", "checkpointing", "shared critic", "critic"],
+    ids=["padded", "filtered", "bfloat16", "adapters", "critic"],
 )
 def test_a_gradient_from_every_token_gives_no_alarm(options: dict[str, Any], tmp_path: Path) -> None:
     audit = audit_of(tmp_path, **options)
@@ -56,41 +51,6 @@ def test_what_rounding_leaves_of_a_sure_token_is_no_finding(scores: float) -> No
     fine = replace(evidence_of(), token_gradients=(near, plain, size))
     assert culprits("token_gradients", fine) == []
     assert culprits("token_gradients", replace(fine, token_gradients=(far, plain, size))) != []
-
-
-def at_the_end(logprobs: Tensor, valid: Tensor) -> Tensor:
-    order = valid.cumsum(-1)
-    return torch.where(order == order[:, -1:], logprobs.detach(), logprobs)
-
-
-def at_the_beginning(logprobs: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid.cumsum(-1) == 1, logprobs.detach(), logprobs)
-
-
-def of_half_the_size(logprobs: Tensor, valid: Tensor) -> Tensor:
-    return logprobs / 2 + (logprobs / 2).detach()
-
-
-def of_the_head_alone(logprobs: Tensor, valid: Tensor) -> Tensor:
-    return logprobs.detach() + 0 * logprobs
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("change", [at_the_end, at_the_beginning, of_half_the_size, of_the_head_alone])
-def test_a_forward_that_loses_a_part_of_it_is_named(
-    change: Callable[[Tensor, Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forward(self: PolicyModel, layout: Any) -> Any:
-        outputs = FORWARD(self, layout)
-        if not torch.is_grad_enabled():
-            return outputs
-        return outputs._replace(logprobs=change(outputs.logprobs, outputs.logprobs.detach() != 0))
-
-    monkeypatch.setattr(PolicyModel, "forward", forward)
-    audit = audit_of(tmp_path)
-    assert {finding.culprit for finding in audit.findings} == {"stage update, the policy's forward under a gradient"}
-    path = next(iter((tmp_path / "audit").iterdir()))
-    assert recheck(path, tiny_module()) == audit.findings[:1]
 
 
 def test_hooks_of_the_parameters_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

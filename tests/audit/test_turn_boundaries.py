@@ -11,7 +11,7 @@ from kit.evidence import evidence_of
 
 from lightning_rl.audit import CHECKS, turn_boundaries
 from lightning_rl.audit.subsample import order_of
-from lightning_rl.audit.turn_boundaries import Context, Seam, behind_an_answer
+from lightning_rl.audit.turn_boundaries import Written, behind_an_answer
 from lightning_rl.environments import Bridge, Message
 from lightning_rl.environments.chat_template import SANITIZES, control_tokens
 
@@ -64,72 +64,41 @@ def test_control_tokens_that_cannot_be_plain_text_belong_into_no_row(
 END, TEMPLATE = 7, (7, 20, 30, 31, 7, 20, 40)
 
 
-def slips(*written: tuple[int, Sequence[int]], opens: bool = False) -> list[str]:
-    found = [Seam(5, 0, drawn, tuple(ids), TEMPLATE, opens) for drawn, ids in written]
-    evidence = replace(evidence_of(), seams=found)
-    return [finding.observed.partition(" after")[0] for finding in CHECKS["written_replies"](evidence)]
+def findings(*written: Written) -> list[str]:
+    return [finding.observed for finding in CHECKS["written_turns"](replace(evidence_of(), written=written))]
+
+
+def after(drawn: int, tokens: Sequence[int], *, opens: bool = False) -> Written:
+    return Written(5, 1, tuple(tokens), TEMPLATE, drawn, opens)
 
 
 def test_what_the_template_writes_is_silent() -> None:
-    assert slips((END, TEMPLATE[1:]), (-1, TEMPLATE), (8, TEMPLATE[1:])) == []
-    assert slips((END, TEMPLATE[1:]), (8, TEMPLATE), opens=True) == []  # closed by the header of another speaker
+    assert findings(after(END, TEMPLATE[1:]), after(-1, TEMPLATE), after(8, TEMPLATE[1:])) == []
+    assert findings(after(8, TEMPLATE, opens=True)) == []  # closed by the header of another speaker
 
 
 @pytest.mark.parametrize(
-    ("drawn", "written", "slip"),
+    ("drawn", "tokens", "observed"),
     [
-        (END, TEMPLATE, "a second token that closes it"),
-        (8, TEMPLATE, "a second token that closes it"),
-        (-1, (END, *TEMPLATE), "a second token that closes it"),
-        (-1, TEMPLATE[1:], "no token that closes it"),
-        (END, TEMPLATE[2:], "fewer tokens"),
-        (END, (20, 30, 7, 20, 40), "fewer tokens"),
-        (END, (20, 30, 31, 7, 7, 20, 40), "more tokens"),
-        (END, (20, 30, 32, 7, 20, 40), "other tokens"),
-        (END, (), "fewer tokens"),
+        (END, TEMPLATE, "[7, 20, 30, 31, 7, 20, 40] of 7"),  # closed twice
+        (-1, TEMPLATE[1:], "[20, 30, 31, 7, 20, 40] of 6"),  # not closed
+        (END, (20, 30, 32, 7, 20, 40), "[32, 7, 20, 40] of 6"),
+        (END, (*TEMPLATE[1:], 9), "[9] of 7"),
+        (-1, TEMPLATE[:-1], "[] of 6"),
     ],
 )
-def test_every_slip_shows(drawn: int, written: tuple[int, ...], slip: str) -> None:
-    assert slips((drawn, written), (END, TEMPLATE[1:])) == [slip]
+def test_the_first_token_that_differs_is_named(drawn: int, tokens: Sequence[int], observed: str) -> None:
+    assert findings(after(drawn, tokens), after(END, TEMPLATE[1:])) == [f"{observed}; 1 of 2 turns differ"]
 
 
 def test_a_template_that_does_not_tell_is_skipped() -> None:
-    evidence = replace(evidence_of(), seams=[Seam(5, 0, END, (1, 2), ())])
-    assert CHECKS["written_replies"](evidence) == []
-    assert "after an answer are unknown" in CHECKS["written_replies"].judge(evidence).skipped["written_replies"]
+    evidence = replace(evidence_of(), written=[Written(5, 1, (1, 2), ())])
+    assert CHECKS["written_turns"].judge(evidence) == (
+        [],
+        {"written_turns": "the tokens of the chat template are unknown for some turns"},
+    )
 
 
 def test_every_rollout_looks_at_other_conversations() -> None:
     orders: list[Any] = [sorted(range(64), key=lambda sample: order_of(sample, number)) for number in range(4)]
     assert len({tuple(order[:4]) for order in orders}) == 4
-
-
-WRITTEN = (3, 7, 20, 30, 40)
-
-
-def prompts(*read: Sequence[int]) -> list[str]:
-    found = [Context(5, 0, tuple(ids), WRITTEN) for ids in read]
-    return [str(finding) for finding in CHECKS["written_prompts"](replace(evidence_of(), contexts=found))]
-
-
-def test_a_context_as_the_template_writes_it_is_silent() -> None:
-    assert prompts(WRITTEN, WRITTEN) == []
-
-
-@pytest.mark.parametrize(
-    ("read", "expected", "observed"),
-    [
-        (WRITTEN[:-1], "[40] at token 4 of 5", "[] of 4"),
-        ((*WRITTEN, 9), "[] at token 5 of 5", "[9] of 6"),
-        ((3, 8, 20, 30, 40), "[7, 20, 30, 40] at token 1 of 5", "[8, 20, 30, 40] of 5"),
-        (WRITTEN[1:], "[3, 7, 20, 30, 40] at token 0 of 5", "[7, 20, 30, 40] of 4"),
-    ],
-)
-def test_the_first_token_that_differs_is_told(read: Sequence[int], expected: str, observed: str) -> None:
-    (finding,) = prompts(WRITTEN, read)
-    assert expected in finding and observed in finding and "1 of 2 contexts" in finding
-
-
-def test_a_template_that_refuses_a_context_is_no_pass() -> None:
-    evidence = replace(evidence_of(), contexts=[Context(5, 0, WRITTEN, ())])
-    assert "raises for some contexts" in CHECKS["written_prompts"].judge(evidence).skipped["written_prompts"]

@@ -113,13 +113,6 @@ def shaped_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
     return {**stats, "kl/ref": Stat.of(-0.05 * (view.logprobs - view.ref_logprobs) + 0.3, view.valid_tokens)}
 
 
-def unmasked_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
-    """Take the mean over padding too."""
-    if view.ref_logprobs is None:
-        return stats
-    return {**stats, "kl/ref": Stat.of(view.logprobs - view.ref_logprobs)}
-
-
 def other_rows(result: Any, *_: Any) -> Any:
     """Return the advantages of the previous row."""
     rollout = result.rollout

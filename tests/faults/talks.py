@@ -50,20 +50,9 @@ def behind_answers(rollout: Rollout) -> Tensor:
     return holes_of(rollout) & before
 
 
-def before_answers(rollout: Rollout) -> Tensor:
-    """Return the last environment token before each answer, [B, T]."""
-    following = torch.nn.functional.pad(rollout.action_mask, (0, 1))[:, 1:]
-    return holes_of(rollout) & following
-
-
 def training_closing(rollout: Rollout) -> Rollout:
     """Train the first environment token after an answer: the newline, or the end of a truncated one."""
     return drawing(rollout, rollout.action_mask | behind_answers(rollout))
-
-
-def training_head(rollout: Rollout) -> Rollout:
-    """Train the last token of the next answer's header."""
-    return drawing(rollout, rollout.action_mask | before_answers(rollout))
 
 
 def training_all(rollout: Rollout) -> Rollout:
@@ -75,12 +64,6 @@ def shifted_mask(rollout: Rollout) -> Rollout:
     """Shift the mask to the right by one, within the response."""
     inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
     return drawing(rollout, torch.nn.functional.pad(rollout.action_mask, (1, 0))[:, :-1] & inside)
-
-
-def short_mask(rollout: Rollout) -> Rollout:
-    """Lose a place of the mask at the first reply, which shifts the rest."""
-    early = torch.nn.functional.pad(rollout.action_mask, (0, 1))[:, 1:]
-    return drawing(rollout, torch.where(holes_of(rollout).cumsum(-1) > 0, early, rollout.action_mask))
 
 
 def without_last_turn(rollout: Rollout) -> Rollout:
@@ -102,11 +85,6 @@ def padded_inside(rollout: Rollout) -> Rollout:
 
     moved = wide.map(move)
     return moved.replace(response_lengths=rollout.response_lengths + holes.any(-1))
-
-
-def filled_holes(rollout: Rollout) -> Rollout:
-    """Replace environment tokens by padding."""
-    return rollout.replace(response_ids=torch.where(holes_of(rollout), 0, rollout.response_ids))
 
 
 def versions_everywhere(rollout: Rollout) -> Rollout:
@@ -150,11 +128,6 @@ def rewards_behind_turns(rollout: Rollout) -> Rollout:
         return int(following[0] if len(following) else rollout.response_lengths[row]) - 1
 
     return moved_rewards(rollout, last_of_reply)
-
-
-def rewards_before_turns(rollout: Rollout) -> Rollout:
-    """Put the reward of a turn at its first token."""
-    return moved_rewards(rollout, lambda _, drawn: int(drawn[0]))
 
 
 def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Rollout:
@@ -213,11 +186,6 @@ def rendered_prefix(original: Any, self: Any, prefix: tuple[int, ...]) -> None:
     original(self, prefix_with(self, lambda ids, _: retokenised(bridge.tokenizer, ids, close)) or prefix)
 
 
-def stripped_prefix(original: Any, self: Conversation, prefix: tuple[int, ...]) -> None:
-    """Request with a prefix that lacks the first half of earlier answers."""
-    original(self, prefix_with(self, lambda ids, latest: ids if latest else ids[len(ids) // 2 :]) or prefix)
-
-
 def prefix_without_ends(original: Any, self: Conversation, prefix: tuple[int, ...]) -> None:
     """Request with a prefix that lacks the last token of every answer."""
     original(self, prefix_with(self, lambda ids, _: ids[:-1]) or prefix)
@@ -251,14 +219,6 @@ def exchanged(original: Any, self: Conversation, turn: Turn, step: TokenStep) ->
 HEARD: list[Any] = []
 
 
-def a_turn_late(original: Any, self: Any, turn: Turn, step: TokenStep) -> None:
-    """Return the reply of the previous answer."""
-    before, self.kept = getattr(self, "kept", None), step.token_ids
-    if before and not step.done:
-        step = dataclasses.replace(step, token_ids=before)
-    original(self, turn, step)
-
-
 def keeping_reply(original: Any, self: Any, turn: Turn, step: TokenStep) -> None:
     """Store the environment's reply for :func:`appended_cut`."""
     self.said = tuple(step.token_ids)
@@ -283,12 +243,6 @@ def stepping_twice(original: Any, self: Conversation, completion: Completion) ->
 def last_reward_alone(original: Any, self: Conversation, *arguments: Any) -> None:
     """Drop the rewards of earlier turns."""
     self._rewards = self._rewards[-1:]
-    original(self, *arguments)
-
-
-def last_reward_twice(original: Any, self: Conversation, *arguments: Any) -> None:
-    """Count the reward of the last turn twice."""
-    self._rewards = [*self._rewards, *self._rewards[-1:]]
     original(self, *arguments)
 
 
@@ -322,15 +276,6 @@ def turns_as_stop(original: Any, self: Conversation, finish: FinishReason) -> No
 def a_turn_more(original: Any, self: Conversation, environment: Any, first: Request, limits: Any, *rest: Any) -> None:
     """Allow one turn too many."""
     original(self, environment, first, dataclasses.replace(limits, turns=limits.turns + 1), *rest)
-
-
-def room_without_turns(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
-    """Ignore the limit of a turn."""
-    limits, self._limits = self._limits, dataclasses.replace(self._limits, turn_tokens=None)
-    try:
-        return original(self, prefix)
-    finally:
-        self._limits = limits
 
 
 def room_of_all_words(original: Any, self: Conversation, prefix: Sequence[int]) -> int:

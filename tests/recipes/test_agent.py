@@ -64,14 +64,14 @@ def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_
     if leaks:
         lay_out = Sampler._lay_out  # noqa: SLF001
         monkeypatch.setattr(Sampler, "_lay_out", lambda *arguments: leak_mask(lay_out(*arguments)))
-    audit = SignalAudit(1, checks=["environment_moves"])
+    audit = SignalAudit(1, checks=["trained_tokens"])
     monkeypatch.setattr(pytorch, "Trainer", with_callback(pytorch.Trainer, audit))
     monkeypatch.chdir(tmp_path)
     warnings.filterwarnings("ignore", "the audit of rollout")
     agent.main(seed=0)
     first, *_, last = logprobs_of_the_environment(tmp_path)
     assert last - first > 2 if leaks else abs(last - first) < 1.5
-    assert {finding.check for finding in audit.findings} == ({"environment_moves"} if leaks else set())
+    assert {finding.check for finding in audit.findings} == ({"trained_tokens"} if leaks else set())
 
 
 def with_callback(trainer: type[Trainer], callback: Callback) -> Callable[..., Trainer]:

@@ -13,7 +13,6 @@ from properties.exports import correction_examples
 
 from lightning_rl import Evaluation, PromptDataModule, RLCallback
 from lightning_rl.audit import SignalAudit, SignalLedger
-from lightning_rl.audit.coverage import COVERAGE
 from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RouterReplay, TeacherKL
 from lightning_rl.reporting.glossary import glossary
 
@@ -25,7 +24,7 @@ def concrete(pattern: str) -> list[str]:
 
 
 def test_no_name_of_the_lists_is_the_folder_of_another() -> None:
-    patterns = {name for entry in glossary() for name in entry.names} | COVERAGE.keys()
+    patterns = {name for entry in glossary() for name in entry.names}
     assert folders(name for pattern in patterns for name in concrete(pattern)) == set()
 
 

@@ -1,7 +1,6 @@
 """Sample table: which samples it shows, what reaches the terminal, and that it changes nothing of a run."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,13 @@ def test_the_best_and_the_worst_of_each_group_are_shown() -> None:
     assert choose_rows(rollout_of([1.0], [[1]]), 4) == [0]
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_what_a_model_wrote_cannot_act_on_a_terminal(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_what_a_model_wrote_cannot_act_on_a_terminal() -> None:
     shown = format_table("Samples", [SAMPLE], 40)
-    assert ("│" in shown) is rich
     assert "\x1b" not in shown and "\x07" not in shown
     assert "\\x1b[31mc\\x07" in shown and "0.5" in shown
 
 
-def test_the_name_of_a_reward_is_no_markup() -> None:
-    shown = format_table("Samples", [{"reward/task": 0.5, "reward/[red]a": 0.25, "reward/b[/x]": 0.125}], 40)
-    assert "[red]a" in shown and "b[/x]" in shown
-
-
-def test_long_text_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_long_text_loses_its_middle() -> None:
     shown = format_table("Samples", [{"sample": 3, "reward/task": None, "response": "a" * 50 + "b" * 50}], 25)
     assert shown == f"Samples\nsample 3  reward -\n  response  {'a' * 10} ... {'b' * 10}"
 
@@ -54,15 +43,12 @@ def test_a_reward_that_stands_alone_is_shown_once() -> None:
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_a_table_stands_above_the_bar(
-    bar: type, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")  # no cell needs a second line
+def test_a_table_stands_above_the_bar(bar: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"enable_progress_bar": True, "default_root_dir": tmp_path}
     fit(tiny_module(), callbacks=[bar(), SampleTable(1, rows=1)], data=tiny_prompts(4, 4), **options)
     printed = capsys.readouterr().out.splitlines()
     (title,) = (place for place, line in enumerate(printed) if line.strip() == "Samples of rollout 0")
-    assert [line[0] for line in printed[title + 1 : title + 6]] == list("┏┃┡│└")
+    assert printed[title + 1].startswith("sample ") and "reward" in printed[title + 1]
 
 
 def test_lines_lie_beside_the_run_of_a_logger_without_tables(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_the_thread_has_autocast_and_number_of_threads_of_the_trainer() -> None:
 
 @pytest.mark.nightly
 def test_the_audit_knows_every_sample_and_allows_versions_within_the_bound() -> None:
-    checks = ["trained_tokens", "versions", "sample_conservation", "weight_sync", "on_policy_identity"]
+    checks = ["trained_tokens", "versions", "sample_conservation", "weight_sync", "first_forward"]
     steps, audit, counts = Steps(), SignalAudit(1, "raise", checks), list[int]()
 
     class Counts(RLCallback):

@@ -1,14 +1,17 @@
 """Checks of contributions and losses: shape and type, repeatability, equality over ranks, no edits of arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.signal_checks import edits_of
 from lightning_rl.audit.checks.stage_checks import alike, repeats_itself
 from lightning_rl.audit.copies import with_numbers_of_others
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.audit.value_guard import Seal
+from lightning_rl.corrections.call_user import PURE
+from lightning_rl.rollout import Rollout
 from lightning_rl.utils.finding import Finding
 
 COMBINED = ("policy_factor", "loss_terms", "metrics")
@@ -20,7 +23,7 @@ COMBINED = ("policy_factor", "loss_terms", "metrics")
     cure="draw no random numbers, and depend only on the argument and on load_state_dict",
 )
 def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
-    """Contributions have the required shape and type, log under their own name and are repeatable."""
+    """Contributions have the required shape and type, log under their own name, are repeatable and edit no argument."""
     early, late = evidence.groups.sanitize(), evidence.view().sanitize()
     for method in (*SHOWN_A_ROLLOUT, *COMBINED):  # the core validates shape and type
         getattr(evidence.algorithm.corrections, method)(early if method in SHOWN_A_ROLLOUT else late)
@@ -28,8 +31,17 @@ def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
         if contribution.method == "rollout_metrics" and not contribution.callback.affects:
             continue  # it may measure something else than the rollout, such as time
         shown = early if contribution.method in SHOWN_A_ROLLOUT else late
-        if not repeats_itself(contribution, shown):
+        if edits := edits_of(contribution, shown):
+            yield Finding(culprit=str(contribution), observed=f"edits of {', '.join(edits)}", cure=PURE)
+        elif not repeats_itself(contribution, shown):
             yield Finding(culprit=str(contribution), samples=shown.sample_ids[:2].tolist())
+
+
+def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:
+    """Return the fields of its argument that a function edits."""
+    seal = Seal(shown.tensors())
+    function(shown)
+    return seal.changes(shown.tensors())
 
 
 @check(

@@ -16,7 +16,6 @@ from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.recomputed_metrics import figure_of
 from lightning_rl.audit.sampling_statistics import Pair, turns_of
-from lightning_rl.audit.turn_boundaries import Seam
 from lightning_rl.corrections import TOKEN_REWARDS
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.generation import request_seed, turn_seed
@@ -24,8 +23,6 @@ from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
 from lightning_rl.utils.finding import Finding
 
 ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
-LEAST_MOVES = 6  # rollouts
-LEAST_NATS, SHARE = 1.0, 1 / 4  # per environment token; share of the change of policy tokens
 
 
 @check(
@@ -97,18 +94,6 @@ def _environment_rewards(evidence: Evidence) -> dict[int, float]:
 
 
 @check(
-    culprit="stage draw, the tool calls of answers",
-    expected="no tool call of a truncated answer",
-    cure="do not parse answers that ended at a length limit: a call may be incomplete",
-)
-def cut_calls(evidence: Evidence) -> Iterator[Finding]:
-    """No tool call is parsed from a truncated answer."""
-    cut = [one.sample for one in evidence.told if one.calls_when_cut]
-    if cut:
-        yield Finding(observed=f"some in {len(cut)} conversations", samples=cut[:4])
-
-
-@check(
     culprit="estimator {estimator}",
     expected="statistics over samples, each counted once",
     cure="compare samples by their total reward, not turns or rows of a sample",
@@ -138,95 +123,28 @@ def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="stage update, or other code that trains environment tokens",
-    expected="environment tokens that get no likelier than policy tokens",
-    cure="train only the tokens of action_mask, in every loss and every forward",
-    of_step=True,
+    culprit="stage draw, the tokens of a conversation that the chat template writes",
+    cure="render all messages and tool schemas with the template, without control tokens from their texts, and close "
+    "each answer once",
 )
-def environment_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Environment tokens do not train: over the latest audited rollouts the updates do not make them likelier.
+def written_turns(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Contexts and tokens between two answers are those of the chat template for their messages and tools.
 
-    The bound, relative to policy tokens, is one nat and a quarter of the change of their log-odds.
+    Each answer is closed once, and no message, schema, header or space is lost, added or changed.
     """
-    if TURNS not in evidence.rollout.token_extras:
-        return
-    moves = evidence.moves
-    if len(moves) < LEAST_MOVES:
-        yield Skip(f"{len(moves)} of {LEAST_MOVES} rollouts with environment tokens were audited")
-        return
-    risen, size = sum(move.said - max(move.drawn, 0.0) for move in moves), sum(move.size for move in moves)
-    if risen > max(LEAST_NATS, SHARE * size):
-        yield Finding(
-            observed=f"{risen:.3g} nats more per token in {len(moves)} rollouts, in which policy tokens "
-            f"moved by {size:.3g} in log-odds"
-        )
-
-
-@check(
-    culprit="stage draw, the tokens of the bridge between two turns",
-    cure="append all tokens that the template writes after the answer, with one closing token",
-)
-def written_replies(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Tokens between two answers are those of the chat template for the messages in between.
-
-    The answer is closed once, and no space, word or tool result is lost, added or changed.
-    """
-    silent = [seam for seam in evidence.seams if not seam.template]
-    if silent:
-        yield Skip("the tokens of the chat template after an answer are unknown")
-    wrong = defaultdict[str, list[Seam]](list)
-    for seam in evidence.seams:
-        if seam.template and seam.written not in _forms_of(seam):
-            wrong[_slip_of(seam)].append(seam)
-    for observed, seams in wrong.items():
-        yield Finding(
-            expected=f"{list(_forms_of(seams[0])[0][:24])} after the answer of turn {seams[0].turn}",
-            observed=f"{observed} after {len(seams)} of {len(evidence.seams)} answers: {list(seams[0].written[:24])}",
-            samples=[seam.sample for seam in seams][:4],
-        )
-
-
-@check(
-    culprit="stage draw, the beginning of a conversation",
-    cure="render all messages and tool schemas with the template, without control tokens from their texts",
-)
-def written_prompts(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """First and rewritten contexts are those of the chat template for their messages and tools.
-
-    No message, schema or header of an answer is lost, and no word becomes a control token.
-    """
-    if any(not context.template for context in evidence.contexts):
-        yield Skip("the chat template raises for some contexts")
-    wrong = [one for one in evidence.contexts if one.template and one.read != one.template]
+    known = [one for one in evidence.written if one.template]
+    if len(known) < len(evidence.written):
+        yield Skip("the tokens of the chat template are unknown for some turns")
+    wrong = [one for one in known if one.tokens not in one.forms]
     if wrong:
-        first = wrong[0]
-        pairs = zip(first.read, first.template, strict=False)
-        alike = next((place for place, (read, right) in enumerate(pairs) if read != right), None)
-        place = min(len(first.read), len(first.template)) if alike is None else alike
+        ours, right = wrong[0].tokens, wrong[0].forms[0]
+        pairs = enumerate(zip(ours, right, strict=False))
+        place = next((place for place, (one, other) in pairs if one != other), min(len(ours), len(right)))
         yield Finding(
-            expected=f"{list(first.template[place : place + 16])} at token {place} of {len(first.template)} in turn "
-            f"{first.turn}",
-            observed=f"{list(first.read[place : place + 16])} of {len(first.read)}; {len(wrong)} of "
-            f"{len(evidence.contexts)} contexts differ",
+            expected=f"{list(right[place : place + 16])} at token {place} of {len(right)} of turn {wrong[0].turn}",
+            observed=f"{list(ours[place : place + 16])} of {len(ours)}; {len(wrong)} of {len(known)} turns differ",
             samples=[one.sample for one in wrong][:4],
         )
-
-
-def _forms_of(seam: Seam) -> list[tuple[int, ...]]:
-    """Return the valid tokens after an answer; a header that closes it may follow another closing token."""
-    whole, rest = seam.template, seam.template[1:]
-    if seam.drawn < 0:
-        return [whole]
-    return [rest, whole] if seam.opens and seam.drawn != whole[0] else [rest]
-
-
-def _slip_of(seam: Seam) -> str:
-    right, wrong = _forms_of(seam)[0], seam.written
-    if wrong == (seam.template if seam.drawn >= 0 else (seam.template[0], *seam.template)):
-        return "a second token that closes it"
-    if seam.drawn < 0 and wrong == right[1:]:
-        return "no token that closes it"
-    return "fewer tokens" if len(wrong) < len(right) else "more tokens" if len(wrong) > len(right) else "other tokens"
 
 
 @check(
@@ -236,8 +154,7 @@ def _slip_of(seam: Seam) -> str:
 def turn_limits(evidence: Evidence) -> Iterator[Finding]:
     """A turn may draw the remaining tokens of its conversation, up to the limits of a turn and of the context.
 
-    Environment tokens count for the context only. No conversation exceeds its number of turns, or ends for its length
-    while another answer fits.
+    Environment tokens count for the context only. No conversation exceeds its number of turns.
     """
     facts, wrong = evidence.facts, defaultdict[str, list[int]](list)
     if not facts.max_turns:
@@ -247,8 +164,6 @@ def turn_limits(evidence: Evidence) -> Iterator[Finding]:
             wrong[f"at most {facts.max_turns} turns of a conversation"].append(sample)
         elif any(request.sampling.max_new_tokens != room for (request, _), room in _rooms(turns, facts)):
             wrong["requests for what is left of the tokens of each conversation, turn and context"].append(sample)
-    if early := [one.sample for one in evidence.told if one.cut_early]:
-        wrong["another answer where there is room for one"] = early
     for expected, samples in wrong.items():
         yield Finding(expected=expected, observed=f"others in {len(samples)} conversations", samples=samples[:4])
 
@@ -263,21 +178,13 @@ def _rooms(turns: Sequence[Pair], facts: RunFacts) -> Iterator[tuple[Pair, int]]
 
 @check(
     culprit="stage draw, the conversation that rewards get",
-    cure="pass every message of the conversation and the tokens of its last answer to rewards",
+    expected="the token ids of the last answer as a completion",
+    cure="pass the tokens of the last answer to rewards",
 )
 def told_rewards(evidence: Evidence) -> Iterator[Finding]:
-    """Rewards score the tokens of the last answer, without environment tokens, and get every answer as a message."""
-    cases = {
-        "the token ids of the last answer as a completion": [
-            one.sample for one in evidence.told if not one.judges_last
-        ],
-        "a message of the policy for each of its turns": [
-            one.sample for one in evidence.told if 0 <= one.answers < one.turns
-        ],
-    }
-    for expected, samples in cases.items():
-        if samples:
-            yield Finding(expected=expected, observed=f"others in {len(samples)} conversations", samples=samples[:4])
+    """Rewards score the tokens of the last answer, without environment tokens."""
+    if samples := evidence.judged_otherwise:
+        yield Finding(observed=f"others in {len(samples)} conversations", samples=samples[:4])
 
 
 @check(

@@ -130,35 +130,6 @@ def sample_process(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="engine {engine}",
-    expected="an answer to the prompt of its request",
-    cure="return completions in the order of their requests, or join them by sample id",
-)
-def request_order(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A completion answers the prompt of its request: its log-probabilities do not fit another prompt better."""
-    if not evidence.draws:
-        yield Skip("no fresh sample could be scored by the policy's plain forward")
-        return
-    tolerance = evidence.facts.tolerance
-    others = [(draw.sample, _other_request(draw.gap, draw.others, tolerance)) for draw in evidence.draws]
-    moved = [(sample, other) for sample, other in others if other is not None]
-    if moved:
-        answers = ", ".join(f"sample {sample} one to that of sample {other}" for sample, other in moved[:2])
-        yield Finding(observed=f"answers to other prompts: {answers}", samples=[sample for sample, _ in moved])
-
-
-def _other_request(gap: float | None, others: Mapping[int, float], tolerance: float) -> int | None:
-    """Return the sample whose prompt a completion fits; None if its own prompt fits."""
-    if not others:
-        return None
-    if gap is not None:
-        nearest = min(others, key=others.__getitem__)
-        return nearest if gap > tolerance and others[nearest] <= tolerance else None
-    likeliest = max(others, key=others.__getitem__)  # a ratio of k has a probability of at most 1/k (Markov)
-    return likeliest if others[likeliest] > NATS + math.log(len(others)) else None
-
-
-@check(
     cure="request the whole prompt of the row, encoded once, and edit no prompt afterwards",
 )
 def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:

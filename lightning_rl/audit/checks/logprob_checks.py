@@ -8,7 +8,6 @@ from torch import Tensor
 from lightning_rl.audit.audit_error import NO_ROWS, Skip
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.utils.finding import Finding
 
 BEFORE = "stage score, the policy before the update"
@@ -17,87 +16,47 @@ REFERENCE = "stage score, the reference"
 FAR = 2.0  # a gradient is a difference of values with a tolerance in nats
 
 
-@check(cure="use the same index and temperature for every source of log-probabilities")
+@check(cure="use the same index, temperature and logits for every source of log-probabilities and entropies")
 def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Log-probabilities of old policy, current policy and reference equal those of the model's plain forward.
 
-    They belong to the right token, at the sampling temperature.
+    They belong to the right token, at the sampling temperature; so does the entropy, over the whole vocabulary.
     """
     rows, outputs = evidence.rows, evidence.outputs
-    yield from _unknown(evidence)
+    if outputs is None or not len(rows):
+        yield Skip(NO_ROWS if outputs is not None else "there is no policy")
+    elif not evidence.plain:
+        yield Skip("the policy is sharded, or a correction wraps every forward in a context")
     findings = [
         *_misalignments(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE),
         *_misalignments(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE),
     ]
-    yield from findings
     if not findings and outputs is not None:
-        yield from _misalignments(evidence, "logprobs", outputs.logprobs, "policy", UPDATE)
-
-
-def _unknown(evidence: Evidence) -> Iterator[Skip]:
-    """Yield the reason why there is nothing to compare with."""
-    if evidence.outputs is None or not len(evidence.rows):
-        yield Skip(NO_ROWS if evidence.outputs is not None else "there is no policy")
-    elif not evidence.plain:
-        yield Skip("the policy is sharded, or a correction wraps every forward in a context")
+        findings = [*_misalignments(evidence, "logprobs", outputs.logprobs, "policy", UPDATE)]
+    if not findings and outputs is not None:
+        findings = [*_misalignments(evidence, "entropy", outputs.entropy, "policy", UPDATE)]
+    yield from findings
 
 
 def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str) -> Iterator[Finding]:
-    """Yield a finding for the first row that differs from the plain forward, with a likely cause."""
-    facts = evidence.facts
+    """Yield a finding for the first row that differs from the plain forward."""
     for plain in evidence.plain:
         if field is None or plain.of != model:
             continue
-        valid, ours = _stretch(evidence, plain, field)
-        error = _mean_gap(ours, plain.logprobs, valid)
-        if error <= facts.tolerance:
-            continue
-        guesses = {
-            ": they belong to the next position": torch.roll(plain.logprobs, -1),
-            ": they belong to the position before": torch.roll(plain.logprobs, 1),
-            ": they are at temperature 1": plain.at_one,
-            ": they are divided by the temperature twice": plain.at_square,
-        }
-        near = [guess for guess, other in guesses.items() if _mean_gap(ours, other, valid) <= facts.tolerance]
-        worst = torch.where(valid, (ours - plain.logprobs).abs(), 0.0).argmax()
-        yield Finding(
-            culprit=culprit,
-            expected=f"{name} [t] = log p(response[t] given all before), temperature {facts.temperature}",
-            observed=f"{error:.3g} nats apart on average" + "".join(near[:1]),
-            samples=[int(evidence.rows.sample_ids[plain.row])],
-            positions=[plain.begin + int(worst)],
-        )
-        return
-
-
-def _stretch(evidence: Evidence, plain: PlainForward, field: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the valid tokens of a plain forward and the values of a field there, [N] each."""
-    places = slice(plain.begin, plain.begin + len(plain.logprobs))
-    return evidence.rows.valid_tokens[plain.row, places], field[plain.row, places].double()
-
-
-def _mean_gap(ours: Tensor, theirs: Tensor, valid: Tensor) -> float:
-    return float((ours - theirs)[valid].abs().mean()) if valid.any() else 0.0
-
-
-@check(
-    culprit=UPDATE,
-    expected="-sum p log p over the whole vocabulary",
-    cure="take entropy and log-probability from the same logits, divided by the temperature once",
-)
-def entropy(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The logged and trained entropy equals that of the model's plain forward at the sampling temperature."""
-    yield from _unknown(evidence)
-    for plain in evidence.plain:
-        if evidence.outputs is None or plain.of != "policy":
-            continue
-        valid, ours = _stretch(evidence, plain, evidence.outputs.entropy)
-        error = _mean_gap(ours, plain.entropy, valid)
+        places = slice(plain.begin, plain.begin + len(plain.logprobs))
+        truth, what = plain.logprobs, "log p(response[t] given all before)"
+        if name == "entropy":
+            truth, what = plain.entropy, "-sum p log p over the whole vocabulary"
+        valid = evidence.rows.valid_tokens[plain.row, places]
+        gaps = torch.where(valid, (field[plain.row, places].double() - truth).abs(), 0.0)
+        error = float(gaps.sum() / valid.sum().clamp(min=1))
         if error > evidence.facts.tolerance:
             yield Finding(
-                observed=f"values {error:.3g} nats apart on average",
+                culprit=culprit,
+                expected=f"{name} [t] = {what}, temperature {evidence.facts.temperature}",
+                observed=f"{error:.3g} nats apart on average",
                 samples=[int(evidence.rows.sample_ids[plain.row])],
-                positions=[plain.begin],
+                positions=[plain.begin + int(gaps.argmax())],
             )
             return
 
@@ -149,37 +108,6 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit=BEFORE, cure="use microbatches, precision and temperature of the update in the old pass, without dropout"
-)
-def on_policy_identity(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Before the first step of a rollout the ratio of current to old policy is 1, and the values are unchanged."""
-    rows, outputs, bound = evidence.rows, evidence.outputs, evidence.facts.tolerance / 10
-    if not len(rows):
-        yield Skip(NO_ROWS)
-        return
-    if outputs is None or (rows.old_logprobs is None and rows.values is None):
-        yield Skip("there is no policy" if outputs is None else "no part of the algorithm reads an old policy")
-        return
-    pairs = [
-        ("a ratio of 1", "a log-ratio", rows.old_logprobs, outputs.logprobs),
-        ("the same values of the critic", "a difference", rows.values, outputs.values),
-    ]
-    for expected, observed, before, now in pairs:
-        if before is None or now is None or not before.numel():
-            continue
-        gap, scale = torch.where(rows.valid_tokens, now - before, 0.0).abs(), 1.0
-        if now is outputs.values:
-            scale += float(before.abs().max())
-        if gap.numel() and float(gap.max()) > bound * scale:
-            yield Finding(
-                expected=f"{expected} before the first optimizer step",
-                observed=f"{observed} of {float(gap.max()):.3g}",
-                samples=rows.sample_ids[gap.amax(-1) > bound][:4].tolist(),
-                positions=[int(gap.amax(0).argmax())],
-            )
-
-
-@check(
     culprit="the reference, whose weights moved",
     cure="build it as a separate copy that no optimizer holds and no sync writes to",
     of_rows=False,
@@ -209,28 +137,5 @@ def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(
             observed=f"values {float(gap.max()):.3g} apart",
             samples=rows.sample_ids[gap.amax(-1) > 0][:4].tolist(),
-            positions=[int(gap.amax(0).argmax())],
-        )
-
-
-@check(
-    culprit=UPDATE,
-    expected="the same log-probabilities in every microbatch",
-    cure="separate the sequences of a microbatch: restart boundaries and positions with each",
-)
-def packing(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Log-probabilities of a row do not depend on the rows that it is packed with, nor on padding."""
-    if evidence.outputs is None or evidence.reversed is None:
-        if not evidence.plain:  # else logprob_alignment compares with single rows
-            yield Skip(NO_ROWS)
-        return
-    rows, ours, theirs = evidence.rows, evidence.outputs.logprobs, evidence.reversed.logprobs
-    gap = torch.where(rows.valid_tokens, ours.double() - theirs.double(), 0.0).abs()
-    per_row = gap.sum(-1) / rows.valid_tokens.sum(-1).clamp(min=1)
-    wrong = per_row > evidence.facts.tolerance
-    if wrong.any():
-        yield Finding(
-            observed=f"{float(per_row.max()):.3g} nats apart on average of a row",
-            samples=rows.sample_ids[wrong][:4].tolist(),
             positions=[int(gap.amax(0).argmax())],
         )

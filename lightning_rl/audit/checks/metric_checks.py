@@ -1,36 +1,19 @@
-"""Checks of metrics: KL from unmodified inputs, populations before rejection, effective sample sizes."""
+"""Checks of metrics of corrections: populations before rejection, effective sample sizes."""
 
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from lightning_rl import algorithm
-from lightning_rl.audit.audit_error import NO_ROWS, Skip
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.recomputed_metrics import is_figure, kl_values, merge
+from lightning_rl.audit.recomputed_metrics import is_figure, merge
 from lightning_rl.corrections import LossView, RLCallback, Stat
 from lightning_rl.utils.finding import Finding
 
 MIN_ESS = 0.02
 ALONE_ROWS = 3  # number of microbatches with a single row
 FEW_TOKENS, ALONE = 8, 1.5  # for few tokens the effective number counts, not the share
-
-
-@check(cure="measure from unmodified log-probabilities and valid_tokens, never from a shaped reward")
-def raw_kl(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """KL metrics are computed from unmodified log-probabilities over the valid tokens."""
-    view = evidence.view(drift=1.0).sanitize()
-    stats, number = algorithm.policy_metrics(view), int(view.valid_tokens.sum())
-    if not number:
-        yield Skip(NO_ROWS)
-    for name, values in kl_values(view, view.logprobs).items():
-        truth = float(values[view.valid_tokens].mean()) if number else 0.0
-        count, mean = stats[name].moments[:2].tolist() if name in stats else [0.0, 0.0]
-        if abs(mean - truth) > 1e-4 * max(1.0, abs(truth)) or count != number:
-            expected, observed = f"{truth:.6g} over {number} tokens", f"{mean:.6g} over {count:.0f}"
-            yield Finding(culprit=f"metric {name}", expected=expected, observed=observed)
 
 
 @check(cure="Stat.of(values, view.valid_tokens), neither a mask narrowed by the correction nor a precomputed mean")

@@ -1,17 +1,16 @@
 """Checks of rewards and advantages: the signal stage repeated on changed copies of a few whole groups."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import Skip, bitwise_equal, differences, rounding
+from lightning_rl.audit.audit_error import differences, rounding
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.stage_checks import Change, moved_rows, repeats_itself
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
+from lightning_rl.audit.checks.stage_checks import Change, moved_rows
+from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.recomputed_metrics import shaped_parts
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.rollout import TOKEN, Rollout
@@ -26,13 +25,6 @@ def looks_within_groups(evidence: Evidence) -> bool:
     """Return True if estimator and rewards of corrections use one group at a time."""
     rewards = evidence.contributions(*REWARDS)
     return evidence.algorithm.advantages.within_groups and not any(one.compares_prompts for one in rewards)
-
-
-def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:
-    """Return the fields of its argument that a function edits."""
-    before = {name: tensor.detach().clone() for name, tensor in shown.tensors()}
-    function(shown)
-    return [name for name, tensor in shown.tensors() if not bitwise_equal(tensor.detach(), before[name])]
 
 
 def poison(rollout: Rollout) -> Rollout:
@@ -217,43 +209,6 @@ def advantage_support(evidence: Evidence) -> Iterator[Finding]:
             observed="advantages that differ",
             samples=rollout.sample_ids[rows][:4].tolist(),
         )
-
-
-@check(expected="the same values before and after", cure="return a new tensor (x * y, not x *= y)")
-def pure_contributions(evidence: Evidence) -> Iterator[Finding]:
-    """A contribution does not edit its argument."""
-    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
-        shown = (evidence.groups if contribution.method in SHOWN_A_ROLLOUT else evidence.view()).sanitize()
-        if edits := edits_of(contribution, shown):
-            samples = shown.sample_ids[:2].tolist()
-            yield Finding(culprit=str(contribution), observed=f"edits of {', '.join(edits)}", samples=samples)
-
-
-@check(
-    expected="the advantages of the raw rewards",
-    cure="return new tensors from every contribution, and keep no reference to edit later",
-)
-def advantages_are_those_of_the_stage(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The trained advantages are those of the signal stage on the unmodified fields, on one rank."""
-    if not looks_within_groups(evidence):
-        yield Skip("estimator or corrections compare prompts, of which only a few are checked")
-        return
-    trained = evidence.groups.require("advantages")
-    for finding in differences(trained, evidence.advantages, evidence.groups.sample_ids):
-        yield replace(finding, culprit=_culprit_of_others(evidence))
-
-
-def _culprit_of_others(evidence: Evidence) -> str:
-    """Return the correction or the estimator that depends on the rest of the rollout, as a culprit."""
-    rollout, groups = evidence.rollout.sanitize(), evidence.groups.sanitize()
-    places = (groups.sample_ids[:, None] == rollout.sample_ids).int().argmax(-1)
-    for contribution in evidence.contributions(*REWARDS):
-        strays = moved_rows(contribution, rollout, Change("", groups, places)).any()
-        if strays or not repeats_itself(contribution, groups):
-            return str(contribution)
-    whole = evidence.advantages_of(evidence.rollout)[places, : groups.width]
-    unlike = next(differences(whole, evidence.advantages, groups.sample_ids), None)
-    return "stage signal, or code that edited its result" if unlike is None else ESTIMATOR.format(**evidence.names)
 
 
 @check(

@@ -1,19 +1,20 @@
 """Checks of the stages between engine and update: contributions depend on the rows, not on their place."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_rl.audit.audit_error import Skip, bitwise_equal
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, Contribution, Evidence
 from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import merge_moments, reduce_moments
-from lightning_rl.distributed import Collectives
+from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.rollout import PROMPT, Rollout
 from lightning_rl.utils.finding import Finding
 
@@ -21,7 +22,7 @@ METRICS, FILTER = "rollout_metrics", "keep_groups"
 WIDER = 3  # positions of padding
 JITTER = 1e-3  # difference of rewards that avoids ties
 FILTERED_GROUPS = 6  # groups per call of a filter
-MAX_COLLECTIVES = 100  # of one contribution
+PATIENCE = 5.0  # seconds for ranks to join a collective
 PROVIDING_GROUPS = 2  # groups per call of provide, which may run a model
 
 
@@ -99,53 +100,21 @@ def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
     return [*changes(rollout), *further]
 
 
-class _UnknownValuesError(Exception):
-    """Stops a contribution at a collective whose values are not known yet."""
-
-
-class _Rank(Collectives):
-    """Collectives of one of several ranks in one process: return recorded values, then stop."""
-
-    def __init__(self, ranks: int, gathered: Sequence[list[Tensor]]) -> None:
-        super().__init__()
-        self._ranks, self._gathered = ranks, iter(gathered)
-        self.offered: Tensor | None = None
-
-    @property
-    @override
-    def ranks(self) -> int:
-        return self._ranks
-
-    @override
-    def gather(self, values: Tensor) -> list[Tensor]:
-        if (known := next(self._gathered, None)) is None:
-            self.offered = values
-            raise _UnknownValuesError
-        return known
-
-
 def _contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) -> list[Any]:
-    """Return the contribution on each rank's rows, repeated until the values of every collective are known.
+    """Return the contribution on each rank's rows.
 
     Raises:
         RuntimeError: If ranks differ in their collectives, which would hang a run.
     """
-    gathered = list[list[Tensor]]()
-    for _ in range(MAX_COLLECTIVES):
-        results, shares = list[Any](), list[Tensor]()
-        for part in rows:
-            rank, callback = _Rank(len(rows), gathered), copy.copy(contribution.callback)
-            callback.collectives = rank
-            try:
-                results.append(contribution._replace(callback=callback)(part))
-            except _UnknownValuesError:
-                shares.append(cast(Tensor, rank.offered))
-        if not shares:
-            return results
-        if results:
-            break
-        gathered.append(shares)
-    raise RuntimeError(f"expected the same collectives of {contribution} on every rank, got other ones")
+    ranks, jobs = ThreadedRanks(len(rows), timeout=PATIENCE), list[Callable[[], Any]]()
+    for part in rows:
+        callback = copy.copy(contribution.callback)
+        callback.collectives = ranks
+        jobs.append(partial(contribution._replace(callback=callback), part))
+    try:
+        return ranks.run(jobs, threads=torch.get_num_threads())
+    except threading.BrokenBarrierError:
+        raise RuntimeError(f"expected the same collectives of {contribution} on every rank, got other ones") from None
 
 
 def _tied_rows(rollout: Rollout) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from faults.fault import Fault
-from lightning_rl import GAE, LossView, RLCallback, Rollout, Stat
+from lightning_rl import GAE, LossView, RLCallback, Rollout
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.advantages.group_relative import DrGRPO
 from lightning_rl.callbacks import ReferenceKL
@@ -41,41 +41,6 @@ class NumpyMask(RLCallback):
         return torch.ones(len(rollout), dtype=torch.bool)
 
 
-class DataBonus(RLCallback):
-    """Adds its bonus to ``rewards.data`` as well."""
-
-    name = "data_bonus"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> Tensor:
-        bonus = rollout.response_lengths.float() * 0.05
-        rollout.rewards.data.add_(bonus)
-        return bonus
-
-
-class NumpyExclude(RLCallback):
-    """Shortens action masks through an array instead of excluding rows."""
-
-    name = "numpy_exclude"
-
-    @override
-    def exclude(self, rollout: Rollout) -> Tensor:
-        rollout.action_mask.numpy()[:, -1:] = False
-        return torch.zeros(len(rollout), dtype=torch.bool)
-
-
-class ClippingMetric(RLCallback):
-    """Clips advantages through ``.data`` before it measures them."""
-
-    name = "clipping_metric"
-
-    @override
-    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
-        advantages = rollout.require("advantages")
-        advantages.data.clamp_(-0.5, 0.5)
-        return {"clipping_metric/advantage": Stat.of(advantages, rollout.valid_tokens)}
-
-
 class SortingObserver(RLCallback):
     """Sorts an array of advantages to print the largest, which sorts the trained ones."""
 
@@ -98,18 +63,6 @@ class NumpyWeight(RLCallback):
         return torch.ones_like(view.logprobs.detach())
 
 
-class MetricOfView(RLCallback):
-    """Sets small log-probabilities of the engine to 0 in the shared view."""
-
-    name = "metric_of_view"
-
-    @override
-    def token_mask(self, view: LossView) -> Tensor:
-        logprobs = view.require("rollout_logprobs")
-        logprobs.data[logprobs.data < -1] = 0.0
-        return torch.ones_like(view.valid_tokens)
-
-
 class SetBetween(RLCallback):
     """Replaces the storage of the advantages between two optimizer steps."""
 
@@ -123,21 +76,6 @@ class SetBetween(RLCallback):
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         advantages = self.kept.require("advantages")
         advantages.data.untyped_storage().copy_((-advantages).contiguous().untyped_storage())
-
-
-class SetOld(RLCallback):
-    """Replaces the old log-probabilities between two optimizer steps: ``x.data = y``."""
-
-    name = "set_old"
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self.kept = rollout
-
-    @override
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        old = self.kept.require("old_logprobs")
-        old.data = self.kept.require("rollout_logprobs") - 0.3
 
 
 class LivingArray(RLCallback):
@@ -185,29 +123,12 @@ FAULTS: tuple[Fault, ...] = (
         options={**PPO, **STEPS},
     ),
     Fault("a reward mask that clips an array", "numpy_mask", callbacks=lambda: [NumpyMask()]),
-    Fault("a bonus that is added to the data of the rewards as well", "data_bonus", callbacks=lambda: [DataBonus()]),
-    Fault("an exclusion that shortens masks in an array", "numpy_exclude", callbacks=lambda: [NumpyExclude()]),
-    Fault(
-        "a figure that clips what it measures", "clipping_metric", callbacks=lambda: [ClippingMetric()], options=STEPS
-    ),
     Fault("an observer that sorts an array", "sorting_observer", callbacks=lambda: [SortingObserver()]),
     Fault("a weight that scales advantages in an array", "numpy_weight", callbacks=lambda: [NumpyWeight()]),
-    Fault(
-        "a mask that fills log-probabilities of the engine",
-        "metric_of_view",
-        callbacks=lambda: [MetricOfView()],
-        options=STEPS,
-    ),
     Fault(
         "another storage for the advantages between steps",
         "set_between",
         callbacks=lambda: [SetBetween()],
-        options=STEPS,
-    ),
-    Fault(
-        "old log-probabilities pointed at other memory between steps",
-        "set_old",
-        callbacks=lambda: [SetOld()],
         options=STEPS,
     ),
     Fault(

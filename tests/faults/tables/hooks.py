@@ -1,7 +1,6 @@
 """Faults of a user's hook, mask, bonus or optimizer, which must be named as the culprit."""
 
 import dataclasses
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,11 +9,10 @@ from kit.support import tiny_prompts
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import AdamW
 from typing_extensions import override
 
 from faults.fault import Fault
-from lightning_rl import LossView, RLCallback, RLLightningModule, Rollout
+from lightning_rl import LossView, RLCallback, RLLightningModule
 from lightning_rl.policy import Plan
 
 STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
@@ -65,43 +63,12 @@ class ClearedState(Callback):
             optimizer.state.clear()
 
 
-class RoundedGradients(Callback):
-    """Rounds the gradient to bfloat16 after every backward pass."""
-
-    @override
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        for parameter in pl_module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.copy_(parameter.grad.bfloat16())
-
-
-class NoisyGradients(Callback):
-    """Adds noise to the gradient before the step."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        draw = torch.Generator().manual_seed(0)
-        for parameter in pl_module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.add_(torch.randn(parameter.grad.shape, generator=draw), alpha=0.01)
-
-
 class ClippedAgain(Callback):
     """Clips every parameter's gradient by value after the clipping by norm."""
 
     @override
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         nn.utils.clip_grad_value_(pl_module.parameters(), 1e-4)
-
-
-class KeptEmbeddings(Callback):
-    """Sets the gradient of the embeddings to 0 before the step."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            if "embed" in name and parameter.grad is not None:
-                parameter.grad.zero_()
 
 
 class AveragedWeights(Callback):
@@ -150,49 +117,6 @@ class EveryOtherRow(RLCallback):
         return (torch.arange(len(view)) % 2 == 0)[:, None].expand_as(view.valid_tokens).clone()
 
 
-class WorstRow(RLCallback):
-    """Rejects the row of a microbatch with the lowest log-probability."""
-
-    name = "worst_row"
-
-    @override
-    def sequence_mask(self, view: LossView) -> Tensor:
-        totals = torch.where(view.valid_tokens, view.logprobs.detach(), 0.0).sum(-1)
-        return totals > totals.min()
-
-
-class WidthWeight(RLCallback):
-    """Weighs by the width of the microbatch."""
-
-    name = "width_weight"
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return torch.full_like(view.logprobs.detach(), view.width / 8)
-
-
-class PlacesBonus(RLCallback):
-    """A bonus joined by position in a list."""
-
-    name = "places_bonus"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> Tensor:
-        return torch.linspace(1, 0, max(len(rollout), 2))[: len(rollout)]
-
-
-class Climbing(AdamW):
-    """Negates gradients to maximize."""
-
-    @override
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.neg_()
-        return super().step(closure)
-
-
 def halved_by_the_module(self: RLLightningModule) -> None:
     """Halve the gradient in a hook of the user's module class."""
     for parameter in self.parameters():
@@ -208,17 +132,12 @@ FAULTS: tuple[Fault, ...] = (
         options=SMALL,
     ),
     Fault(
-        "a hook that rounds gradients after the backward", "RoundedGradients", callbacks=lambda: [RoundedGradients()]
-    ),
-    Fault(
         "a module's own hook that halves gradients",
         "on_after_backward",
         options=SMALL,
         patches=[patch.object(RLLightningModule, "on_after_backward", halved_by_the_module)],
     ),
-    Fault("a hook that adds noise before the step", "NoisyGradients", callbacks=lambda: [NoisyGradients()]),
     Fault("a hook that clips again", "ClippedAgain", callbacks=lambda: [ClippedAgain()]),
-    Fault("a hook that keeps the embeddings", "KeptEmbeddings", callbacks=lambda: [KeptEmbeddings()]),
     Fault("averaged weights left in place", "AveragedWeights", callbacks=lambda: [AveragedWeights()]),
     Fault(
         "averaged weights not put back after validation",
@@ -246,17 +165,4 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a hook that ends learning by the rate", "PatientRate", callbacks=lambda: [PatientRate()]),
     Fault("a hook that trims the plan", "TrimmedPlan", callbacks=lambda: [TrimmedPlan()], options={**STEPS, **SMALL}),
     Fault("a mask by the place in a microbatch", "every_other_row", callbacks=lambda: [EveryOtherRow()]),
-    Fault("a mask of the worst row of a microbatch", "worst_row", callbacks=lambda: [WorstRow()], options=SMALL),
-    Fault(
-        "a weight by the width of a microbatch",
-        "width_weight",
-        callbacks=lambda: [WidthWeight()],
-        options={**SMALL, "max_new_tokens": 24, "eos_token_ids": [1, 5, 9]},
-    ),
-    Fault("a bonus by the place in a leaderboard", "places_bonus", callbacks=lambda: [PlacesBonus()]),
-    Fault(
-        "an optimizer that turns gradients around",
-        "Climbing|optimizer",
-        options={"optimizer": partial(Climbing, lr=0.05)},
-    ),
 )

@@ -17,7 +17,7 @@ import lightning_rl.rollouts.estimate_signal
 from faults.fault import Fault
 from faults.patches import after, logging
 from lightning_rl import GAE, Rollout, Stat
-from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty, ReferenceKL
+from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
 from lightning_rl.metrics import MetricLog
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.update import StepGradient
@@ -121,11 +121,6 @@ FAULTS: tuple[Fault, ...] = (
         patches=[after(MetricLog, "row", smoothed)],
     ),
     Fault(
-        "an entropy divided by the number of ranks that are not there",
-        "policy/entropy",
-        patches=[in_row("policy/entropy", lambda x: x / 2)],
-    ),
-    Fault(
         "a figure that never reaches the logger",
         "kl/rollout",
         patches=[after(MetricLog, "row", partial(without, "kl/rollout"))],
@@ -142,7 +137,6 @@ FAULTS: tuple[Fault, ...] = (
         options=SMALL,
         patches=[patch.object(StepGradient, "add", last_part)],
     ),
-    Fault("a learning rate logged ten times too large", "optim/lr", patches=[in_step("optim/lr", lambda x: x * 10)]),
     Fault(
         "the square of the gradient norm logged",
         "optim/grad_norm",
@@ -153,28 +147,6 @@ FAULTS: tuple[Fault, ...] = (
         "reward/shaped",
         callbacks=lambda: [OverlongPenalty(8, 4)],
         patches=[in_rollout("reward/shaped", lambda rollout: Stat.of(rollout.rewards, rollout.trained))],
-    ),
-    Fault(
-        "rows without a reward logged as 0",
-        "reward/task",
-        callbacks=lambda: [NoEOSMask()],
-        patches=[
-            in_rollout(
-                "reward/task",
-                lambda rollout: Stat.of(torch.where(rollout.rewarded, rollout.rewards, 0.0), rollout.trained),
-            )
-        ],
-    ),
-    Fault(
-        "truncated responses counted after they were left out",
-        "length/truncated",
-        callbacks=lambda: [NoEOSMask("drop_tokens")],
-        patches=[in_rollout("length/truncated", lambda rollout: Stat.of(rollout.finish == 1, rollout.trained))],
-    ),
-    Fault(
-        "groups without spread counted by their rows",
-        "groups/zero_variance",
-        patches=[in_rollout("groups/zero_variance", lambda rollout: Stat.of(rollout.rewards == 0, rollout.rewarded))],
     ),
     Fault(
         "groups sampled counted after the filter",
@@ -214,14 +186,6 @@ FAULTS: tuple[Fault, ...] = (
                     (view.logprobs - view.require("old_logprobs")).detach().exp().clamp(0.8, 1.2), view.valid_tokens
                 ).maximum(),
             )
-        ],
-    ),
-    Fault(
-        "the critic's error logged over padding",
-        "value/error",
-        options=PPO,
-        patches=[
-            in_view("value/error", lambda view: Stat.of((view.current_values - view.require("returns")).detach().abs()))
         ],
     ),
     Fault("a hook that rescales what waits to be logged", "Percent", callbacks=lambda: [Percent()]),

@@ -19,7 +19,6 @@ from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
 from lightning_rl.rewards import Rewards
 from lightning_rl.signal.discounted_returns import gae
-from lightning_rl.signal.masked import whiten
 
 STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
 TWICE_OVER = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}
@@ -33,19 +32,6 @@ AGAIN: dict[str, Any] = {
 
 
 # Rewards with a memory.
-
-
-class LateReward:
-    """Returns the values of its previous call."""
-
-    def __init__(self) -> None:
-        self.before: list[float] | None = None
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Score the rows of the previous call."""
-        now = parity_reward(prompts, completions, completion_ids=columns["completion_ids"])
-        kept, self.before = self.before, now
-        return now if kept is None or len(kept) != len(now) else kept
 
 
 class RunningMaximum:
@@ -120,12 +106,6 @@ def beside_the_longest(prompts: Sequence[Any], completions: Sequence[Any], **col
     return [length / max([1, *lengths]) + length % 2 for length in lengths]
 
 
-def sorted_for_the_judge(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Sort answers by length, and return the values in that order."""
-    rows = sorted(columns["completion_ids"], key=len)
-    return [float(sum(row) % 5) for row in rows]
-
-
 def answer_above(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
     """Score the answer of the previous row."""
     ids = list(columns["completion_ids"])
@@ -151,21 +131,6 @@ class PastTheEnd(Estimator):
         return Advantages(raw, torch.where(valid, raw + values, 0.0))
 
 
-class WhitenedTwice(Estimator):
-    """Whitens before and after computing returns."""
-
-    reads = ("values",)
-    per_token: ClassVar[bool] = True
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        values, valid = signal.values, signal.valid_tokens
-        assert values is not None
-        whitened = whiten(gae(signal.shaped, values, valid), valid, signal.global_sum)
-        returns = torch.where(valid, whitened + values, 0.0)
-        return Advantages(whiten(whitened, valid, signal.global_sum), returns)
-
-
 class OwnReturns(Estimator):
     """Trains the critic on its own values."""
 
@@ -177,22 +142,6 @@ class OwnReturns(Estimator):
         values, valid = signal.values, signal.valid_tokens
         assert values is not None
         return Advantages(gae(signal.shaped, values, valid), torch.where(valid, values, 0.0))
-
-
-class ReturnsOfNextToken(Estimator):
-    """Trains the critic on the return of the next token."""
-
-    reads = ("values",)
-    per_token: ClassVar[bool] = True
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        values, valid = signal.values, signal.valid_tokens
-        assert values is not None
-        raw = gae(signal.shaped, values, valid, gamma=0.9)
-        returns = torch.where(valid, raw + values, 0.0)
-        behind = torch.cat([returns[:, 1:], torch.zeros_like(returns[:, :1])], 1)
-        return Advantages(raw, torch.where(valid, behind, 0.0))
 
 
 def bootstrapped(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any) -> Tensor:
@@ -218,18 +167,6 @@ class SaysOld(RLCallback):
     @override
     def token_weight(self, view: LossView) -> Tensor:
         return log_gap(view.logprobs, view.require("rollout_logprobs")).exp()
-
-
-class SaysCurrent(RLCallback):
-    """Declares current/rollout, and weighs with the old policy."""
-
-    name = "says_current"
-    reads_at_loss = ("rollout_logprobs", "old_logprobs")
-    ratio = ("current", "rollout")
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return log_gap(view.require("old_logprobs"), view.require("rollout_logprobs")).exp()
 
 
 class UpsideDown(RLCallback):
@@ -267,12 +204,6 @@ def own_ratio(view: LossView) -> Tensor:
     return -gap.exp() * view.require("advantages")
 
 
-def half_ratio(view: LossView) -> Tensor:
-    """Return a surrogate with the square root of the ratio, and another ratio in the advantage."""
-    gap = (view.logprobs - view.require("old_logprobs")).clamp(-2, 2)
-    return -(0.5 * gap).exp() * view.require("advantages") * gap.exp()
-
-
 def with_answers() -> PromptDataModule:
     """Return prompts with lists of answers."""
     rows = [{"prompt": [2 + place, 3], "answers": [place, place + 1, 1]} for place in range(4)]
@@ -288,7 +219,6 @@ STALE: dict[str, Any] = {
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("a reward that gives the values of its previous call", "LateReward", fresh={"rewards": LateReward}),
     Fault("a reward over the largest value so far", "RunningMaximum", fresh={"rewards": RunningMaximum}),
     Fault(
         "answers without a value rewarded with 0",
@@ -318,11 +248,6 @@ FAULTS: tuple[Fault, ...] = (
         "beside_the_longest",
         options={"rewards": beside_the_longest, "max_new_tokens": 24, "eos_token_ids": [1, 5, 9]},
     ),
-    Fault(
-        "a reward that sorts answers and does not put values back",
-        "sorted_for_the_judge",
-        options={"rewards": sorted_for_the_judge},
-    ),
     Fault("a reward of the answer above", "answer_above", options={"rewards": answer_above}),
     Fault("returns that go on past the end", "PastTheEnd", options={**PPO, "advantages": PastTheEnd()}),
     Fault(
@@ -331,20 +256,12 @@ FAULTS: tuple[Fault, ...] = (
         options={**PPO, "advantages": GAE(whitened=False)},
         patches=[patch.object(lightning_rl.advantages.gae, "gae", bootstrapped)],
     ),
-    Fault("advantages whitened twice, returns once", "WhitenedTwice", options={**PPO, "advantages": WhitenedTwice()}),
     Fault("returns that are the critic's own values", "OwnReturns", options={**PPO, "advantages": OwnReturns()}),
-    Fault("returns of the token behind", "ReturnsOfNextToken", options={**PPO, "advantages": ReturnsOfNextToken()}),
     Fault(
         "a weight that says old and takes the current policy",
         "says_old",
         callbacks=lambda: [SaysOld()],
         options=TWICE_OVER,
-    ),
-    Fault(
-        "a weight that says current and takes the old policy",
-        "says_current",
-        callbacks=lambda: [SaysCurrent()],
-        **{**STALE, "options": {**STALE["options"], "loss": "reinforce"}},
     ),
     Fault("a weight that is upside down", "upside_down", callbacks=lambda: [UpsideDown()], **STALE),
     Fault(
@@ -360,5 +277,4 @@ FAULTS: tuple[Fault, ...] = (
         callbacks=lambda: [OffPolicyIS()],
         options={**TWICE_OVER, "loss": own_ratio},
     ),
-    Fault("a loss with a ratio to the power of three halves", "half_ratio", options={**TWICE_OVER, "loss": half_ratio}),
 )

@@ -19,8 +19,6 @@ from lightning_rl import Evaluation, FinishReason, PromptDataModule, Transformer
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request, request_seed
 
-OF_ROLLOUTS = 8  # maximum length of trained samples in these runs
-
 SLOW = {"optimizer": partial(AdamW, lr=1e-3)}
 """A policy that keeps its entropy over many rollouts."""
 
@@ -81,16 +79,6 @@ def nucleus(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
     return scores.index_fill(0, order[before > 0.7], -torch.inf)
 
 
-def above_a_tenth(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Apply a min-p of 0.2."""
-    return scores.masked_fill(scores < scores.max() + torch.tensor(0.2).log(), -torch.inf)
-
-
-def colder(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Halve the temperature."""
-    return scores * 2
-
-
 def hotter(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
     """Double the temperature."""
     return scores / 2
@@ -128,15 +116,6 @@ class Repeating(TransformersEngine):
         return [first.setdefault(request.prefix_ids, one) for request, one in zip(requests, drawn, strict=True)]
 
 
-class Pairing(TransformersEngine):
-    """Returns every answer twice, as after a retry."""
-
-    @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn = super()._draw(requests, logprobs=logprobs)
-        return [drawn[place - place % 2] for place in range(len(drawn))]
-
-
 class Remembering(TransformersEngine):
     """Answers known prompts with an answer of an earlier rollout."""
 
@@ -171,19 +150,9 @@ class Reordering(TransformersEngine):
         return [drawn[place] for place in self.order(requests, drawn)] if len(drawn) > 1 else drawn
 
 
-def as_they_finish(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
-    """Return the shortest first, as a server streams them."""
-    return sorted(range(len(drawn)), key=lambda place: len(drawn[place].token_ids))
-
-
 def next_prompt(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
     """Return those of the next prompt."""
     return [(place + 4) % len(drawn) for place in range(len(drawn))]
-
-
-def last_two(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
-    """Exchange the first and the last."""
-    return [len(drawn) - 1, *range(1, len(drawn) - 1), 0]
 
 
 def without_beginning(request: Request) -> Request:
@@ -281,7 +250,6 @@ def with_engine(make: Callable[[], Any]) -> dict[str, Any]:
 
 FAULTS: tuple[Fault, ...] = (
     Fault("one answer for all samples of a prompt", "Repeating", fresh={"engine": Repeating}),
-    Fault("every answer twice", "Pairing", fresh={"engine": Pairing}),
     Fault(
         "one seed for all samples of a prompt",
         SEEDS,
@@ -296,18 +264,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault("answers of earlier rollouts", "Remembering", fresh={"engine": Remembering}, **AGAIN),
     Fault("a default top-k", "Drawing", **with_engine(lambda: Drawing(top_two))),
     Fault("a default top-p", "Drawing", **with_engine(lambda: Drawing(nucleus))),
-    Fault("a default min-p", "Drawing", **with_engine(lambda: Drawing(above_a_tenth))),
-    Fault("tokens drawn at half the temperature", "Drawing", **with_engine(lambda: Drawing(colder))),
     Fault("tokens drawn at twice the temperature", "Drawing", **with_engine(lambda: Drawing(hotter))),
     Fault("a least number of tokens left over", "Drawing", **with_engine(lambda: Drawing(no_early_end))),
     Fault("a penalty on repetition left over", "Drawing", **with_engine(lambda: Drawing(no_repetition))),
     Fault("every fourth sample greedy", "Drawing", **with_engine(lambda: Drawing(some_greedy))),
     Fault("every sample nearly greedy", "Drawing", **with_engine(lambda: Drawing(nearly_greedy))),
-    Fault(
-        "answers in the order in which they ended", "Reordering", fresh={"engine": lambda: Reordering(as_they_finish)}
-    ),
     Fault("answers to the next prompt", "Reordering", fresh={"engine": lambda: Reordering(next_prompt)}),
-    Fault("two answers exchanged", "Reordering", fresh={"engine": lambda: Reordering(last_two)}),
     Fault("prompts cut by the engine", "Altering", fresh={"engine": lambda: Altering(request=without_beginning)}),
     Fault(
         "an engine that stops before the limit and calls it the limit",

@@ -28,16 +28,6 @@ class WidthMask(RLCallback):
         return rollout.response_lengths < rollout.width
 
 
-class EverySecond(RLCallback):
-    """Holds out every second row of the batch."""
-
-    name = "every_second"
-
-    @override
-    def reward_mask(self, rollout: Rollout) -> Tensor:
-        return torch.arange(len(rollout)) % 2 == 0
-
-
 class NotTooLong(RLCallback):
     """Gives no reward to rows longer than the mean of this rank."""
 
@@ -46,18 +36,6 @@ class NotTooLong(RLCallback):
     @override
     def reward_mask(self, rollout: Rollout) -> Tensor:
         return rollout.response_lengths <= rollout.response_lengths.double().mean() * 1.2
-
-
-class FirstGroups(RLCallback):
-    """Keeps the groups of the first half of the batch."""
-
-    name = "first_groups"
-
-    @override
-    def keep_groups(self, rollout: Rollout) -> Tensor:
-        place = torch.arange(len(rollout))
-        first = torch.stack([place[rollout.groups == group].min() for group in rollout.groups]) if len(place) else place
-        return first < max(len(rollout) / 2, 1)
 
 
 class ShortGroups(RLCallback):
@@ -73,20 +51,6 @@ class ShortGroups(RLCallback):
         return torch.stack(means) <= limit if means else lengths > 0
 
 
-class BetterThanBefore(RLCallback):
-    """Keeps a group that is not worse than the previous one of the batch."""
-
-    name = "better_than_before"
-
-    @override
-    def keep_groups(self, rollout: Rollout) -> Tensor:
-        keep, before = torch.ones(len(rollout), dtype=torch.bool), -1.0
-        for group in dict.fromkeys(rollout.groups.tolist()):
-            mean = float(rollout.rewards[rollout.groups == group].mean())
-            keep[rollout.groups == group], before = mean >= before, mean
-        return keep
-
-
 class FoursWithSpread(RLCallback):
     """Dynamic sampling that reshapes by another group size."""
 
@@ -100,26 +64,6 @@ class FoursWithSpread(RLCallback):
         return keep
 
 
-class WidthExclude(RLCallback):
-    """Excludes rows that fill the padded width."""
-
-    name = "width_exclude"
-
-    @override
-    def exclude(self, rollout: Rollout) -> Tensor:
-        return rollout.response_lengths == rollout.width
-
-
-class LastRow(RLCallback):
-    """Excludes the last row."""
-
-    name = "last_row"
-
-    @override
-    def exclude(self, rollout: Rollout) -> Tensor:
-        return torch.arange(len(rollout)) == len(rollout) - 1
-
-
 class LongestTenth(RLCallback):
     """Excludes the longest tenth of the rows of this rank."""
 
@@ -130,17 +74,6 @@ class LongestTenth(RLCallback):
         if not len(rollout):
             return torch.zeros(0, dtype=torch.bool)
         return rollout.response_lengths > torch.quantile(rollout.response_lengths.double(), 0.9)
-
-
-class Duplicates(RLCallback):
-    """Excludes a response with the length of the previous one."""
-
-    name = "duplicates"
-
-    @override
-    def exclude(self, rollout: Rollout) -> Tensor:
-        above = torch.cat([rollout.response_lengths.new_full((1,), -1), rollout.response_lengths[:-1]])
-        return rollout.response_lengths == above[: len(rollout)]
 
 
 class ListedDifficulty(RLCallback):
@@ -158,21 +91,6 @@ class ListedDifficulty(RLCallback):
         return weight[:, None].expand_as(view.logprobs).detach()
 
 
-class PlaceInBatch(RLCallback):
-    """Weighs a token by its position relative to the padded width."""
-
-    name = "place_in_batch"
-
-    @override
-    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
-        place = torch.arange(rollout.width, dtype=torch.float32) / rollout.width
-        return {"token_extras/place": place.expand(len(rollout), -1).contiguous()}
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return 0.5 + view.token_extras["place"].to(view.logprobs.dtype)
-
-
 class StandardizedOnRank(RLCallback):
     """Provides rewards standardized over the rows of this rank, and weighs with them."""
 
@@ -187,16 +105,6 @@ class StandardizedOnRank(RLCallback):
     def token_weight(self, view: LossView) -> Tensor:
         weight = view.extras["standardized"].sigmoid().to(view.logprobs.dtype)
         return weight[:, None].expand_as(view.logprobs).detach()
-
-
-class Brevity(RLCallback):
-    """A bonus for short answers, relative to the padded width."""
-
-    name = "brevity"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> Tensor:
-        return 1 - rollout.response_lengths / max(rollout.width, 1)
 
 
 class ListedBonus(RLCallback):
@@ -218,30 +126,6 @@ class ShorterThanRank(RLCallback):
     def reward_bonus(self, rollout: Rollout) -> Tensor:
         lengths = rollout.response_lengths.float()
         return 0.1 * (lengths.mean() - lengths)
-
-
-class ShorterThanFour(RLCallback):
-    """A bonus for the shortest of four neighbors, although a prompt has two answers."""
-
-    name = "shorter_than_four"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> Tensor:
-        bonus, whole = torch.zeros(len(rollout)), len(rollout) // 4 * 4
-        lengths = rollout.response_lengths[:whole].float().reshape(-1, 4)
-        bonus[:whole] = (lengths.mean(-1, keepdim=True) - lengths).flatten() * 0.1
-        return bonus
-
-
-class BonusAbove(RLCallback):
-    """A bonus for an answer that differs in length from the previous row."""
-
-    name = "bonus_above"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> Tensor:
-        above = rollout.response_lengths.roll(1)
-        return (rollout.response_lengths != above).float() * 0.3
 
 
 class Patience(RLCallback):
@@ -312,17 +196,10 @@ FAULTS: tuple[Fault, ...] = (
         callbacks=lambda: [WidthMask()],
         options=RAGGED,
     ),
-    Fault("a reward mask of every second row", "every_second", callbacks=lambda: [EverySecond()]),
     Fault(
         "a reward mask by the mean length of a rank", "not_too_long", callbacks=lambda: [NotTooLong()], options=RAGGED
     ),
-    Fault("a filter that keeps the first half of the groups", "first_groups", callbacks=lambda: [FirstGroups()]),
     Fault("a filter by the padded width", "short_groups", callbacks=lambda: [ShortGroups()], options=RAGGED),
-    Fault(
-        "a filter that compares a group with the one before",
-        "better_than_before",
-        callbacks=lambda: [BetterThanBefore()],
-    ),
     Fault(
         "a filter that reshapes by another group size",
         "fours_with_spread",
@@ -330,24 +207,9 @@ FAULTS: tuple[Fault, ...] = (
         options=PAIRS,
         data=lambda: tiny_prompts(48, 8),
     ),
-    Fault("rows left out by the padded width", "width_exclude", callbacks=lambda: [WidthExclude()], options=RAGGED),
-    Fault("the last row of a batch left out", "last_row", callbacks=lambda: [LastRow()]),
     Fault("the longest tenth of a rank left out", "longest_tenth", callbacks=lambda: [LongestTenth()], options=RAGGED),
-    Fault("rows left out that repeat the row above", "duplicates", callbacks=lambda: [Duplicates()]),
     Fault("a difficulty from a list by position", "listed_difficulty", callbacks=lambda: [ListedDifficulty()]),
-    Fault(
-        "a provided place as a share of the padded width",
-        "place_in_batch",
-        callbacks=lambda: [PlaceInBatch()],
-        options=RAGGED,
-    ),
     Fault("a provided reward standardised on a rank", "standardized_on_rank", callbacks=lambda: [StandardizedOnRank()]),
-    Fault(
-        "a bonus as a share of the padded width",
-        "brevity",
-        callbacks=lambda: [Brevity()],
-        options={**RAGGED, "advantages": "dr_grpo"},
-    ),
     Fault("a bonus from a list by position", "listed_bonus", callbacks=lambda: [ListedBonus()]),
     Fault(
         "a bonus that compares with the rows of a rank and does not say so",
@@ -355,14 +217,6 @@ FAULTS: tuple[Fault, ...] = (
         callbacks=lambda: [ShorterThanRank()],
         options={"advantages": "reinforce_plus_plus"},
     ),
-    Fault(
-        "a bonus that reshapes by another group size",
-        "shorter_than_four",
-        callbacks=lambda: [ShorterThanFour()],
-        options=PAIRS,
-        data=lambda: tiny_prompts(48, 8),
-    ),
-    Fault("a bonus for not being like the row above", "bonus_above", callbacks=lambda: [BonusAbove()]),
     Fault(
         "a token reward over the padded width",
         "patience",

@@ -20,9 +20,9 @@ import lightning_rl.module
 import lightning_rl.update
 from faults.fault import Fault
 from faults.patches import accumulating, after
-from lightning_rl import GAE, LossTerm, LossView, ValueLoss
+from lightning_rl import GAE, LossView, ValueLoss
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.callbacks import EntropyBonus, ReferenceKL
+from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.policy import Plan, PolicyModel
 
 STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
@@ -43,11 +43,6 @@ UPDATE = "update|accumulation|microbatch|backward"
 def without_last_microbatch(plan: Plan, *_: Any) -> Plan:
     """Remove the last incomplete microbatch from the plan."""
     return Plan(tuple(step[:-1] if len(step) > 1 else step for step in plan.minibatches))
-
-
-def without_longest_row(rows: list[list[int]], *_: Any) -> list[list[int]]:
-    """Remove the first row of microbatches."""
-    return [rows[0][1:], *rows[1:]] if len(rows) > 1 and len(rows[0]) > 1 else rows[1:] or rows
 
 
 def with_microbatches(change: Callable[[Any], Any]) -> Any:
@@ -155,15 +150,6 @@ class DeadValueLoss(ValueLoss):
         return super().__call__(values.detach(), old_values, returns) + 0 * values
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OldValueLoss(ValueLoss):
-    """Uses the old values as the current ones."""
-
-    @override
-    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-        return super().__call__(old_values + 0 * values, values.detach(), returns)
-
-
 class BlindEntropyBonus(EntropyBonus):
     """Does not declare that it trains the entropy."""
 
@@ -174,25 +160,6 @@ def last_token(view: LossView) -> Tensor:
     """Return the last valid token of each row."""
     behind = view.valid_tokens.long().flip(-1).cumsum(-1).flip(-1)
     return view.valid_tokens & (behind == 1)
-
-
-class EndlessKL(ReferenceKL):
-    """A KL without the token that ends the response."""
-
-    @override
-    def loss_term(self, view: LossView) -> LossTerm:
-        term = super().loss_term(view)
-        return dataclasses.replace(term, per_token=torch.where(last_token(view), 0.0, term.per_token))
-
-
-class EndlessEntropy(EntropyBonus):
-    """A bonus without gradient at the token that ends the response."""
-
-    @override
-    def loss_term(self, view: LossView) -> LossTerm:
-        term = super().loss_term(view)
-        kept = torch.where(last_token(view), term.per_token.detach(), term.per_token)
-        return dataclasses.replace(term, per_token=kept)
 
 
 def shifted_by_one(view: LossView) -> Tensor:
@@ -232,16 +199,6 @@ class FrozenLayer(Callback):
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         pl_module.policy.model.model.layers[1].load_state_dict(self.kept)
-
-
-class RoundedWeights(Callback):
-    """Stores the weights in bfloat16 after every step."""
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        with torch.no_grad():
-            for parameter in pl_module.parameters():
-                parameter.copy_(parameter.bfloat16())
 
 
 class ForgottenMoments(Callback):
@@ -310,26 +267,13 @@ FAULTS: tuple[Fault, ...] = (
         patches=[after(lightning_rl.module, "make_plan", without_last_microbatch)],
     ),
     Fault(
-        "the longest row never planned",
-        "plan",
-        options=SMALL,
-        patches=[after(lightning_rl.policy.plan, "_microbatch_rows", without_longest_row)],
-    ),
-    Fault(
         "a microbatch that never came",
         f"{UPDATE}|plan",
         options=SMALL,
         patches=[with_microbatches(lambda microbatches: microbatches[1:] or microbatches)],
     ),
-    Fault(
-        "a microbatch that came twice",
-        f"{UPDATE}|plan",
-        options=SMALL,
-        patches=[with_microbatches(lambda microbatches: (*microbatches, microbatches[-1]))],
-    ),
     Fault("a backward that was left out", UPDATE, options=SMALL, patches=[accumulating(second_backward_lost)]),
     Fault("the update alone in bfloat16", "update|policy", options=STEPS, patches=[in_update(under_autocast)]),
-    Fault("dropout in the update alone", "update|policy", options=STEPS, patches=[in_update(with_dropout)]),
     Fault("dropout in the update, without an old pass", "update|policy", patches=[in_update(with_dropout)]),
     Fault("the update sees the log-probabilities of the row above", "update|policy", patches=[in_update(of_row_above)]),
     Fault("a first layer cut off from the gradient", "parameter|policy|layers", options={"policy": cut_policy}),
@@ -343,7 +287,6 @@ FAULTS: tuple[Fault, ...] = (
         patches=[accumulating(rounding_gradients)],
     ),
     Fault("a value loss of detached values", "DeadValueLoss|value", options={**PPO, "value_loss": DeadValueLoss()}),
-    Fault("a value loss of the old values", "OldValueLoss|value", options={**PPO, "value_loss": OldValueLoss()}),
     Fault(
         "a value head without gradient",
         "value|critic",
@@ -377,15 +320,6 @@ FAULTS: tuple[Fault, ...] = (
         patches=[in_update(without_gradient_at_eos)],
     ),
     Fault("a loss that leaves the last token out", "shifted_by_one", options={"loss": shifted_by_one, **STEPS}),
-    Fault(
-        "a KL loss that leaves the last token out",
-        "reference_kl",
-        callbacks=lambda: [EndlessKL(0.5, as_loss=True)],
-        options=STEPS,
-    ),
-    Fault(
-        "an entropy bonus without gradient at the last token", "entropy_bonus", callbacks=lambda: [EndlessEntropy(0.3)]
-    ),
     Fault("an optimizer that steps twice", "Impatient|optimizer", options={"optimizer": partial(Impatient, lr=0.05)}),
     Fault(
         "an optimizer that steps at every second call",
@@ -403,7 +337,6 @@ FAULTS: tuple[Fault, ...] = (
         "rate_in_whole_numbers|scheduler|rate|lr",
         options={"lr_scheduler": rate_in_whole_numbers},
     ),
-    Fault("a rate of 0", "optimizer|rate|lr", options={"optimizer": partial(AdamW, lr=0.0)}),
     Fault("a rate of 0 for half of the parameters", "half_asleep|optimizer", options={"optimizer": half_asleep}),
     Fault("a layer put back after every step", "FrozenLayer", callbacks=lambda: [FrozenLayer()]),
     Fault(
@@ -411,7 +344,6 @@ FAULTS: tuple[Fault, ...] = (
         "bfloat16|optimizer|parameter|weights",
         options={"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=1e-6)},
     ),
-    Fault("weights rounded after every step", "RoundedWeights", callbacks=lambda: [RoundedWeights()]),
     Fault("moments forgotten before every step", "ForgottenMoments", callbacks=lambda: [ForgottenMoments()]),
     Fault(
         "a gradient that is never cleared",

@@ -1,4 +1,4 @@
-"""Ranks of a recorded run as threads of one process, so that sums over ranks keep their order."""
+"""Ranks as threads of one process, in which sums over ranks keep their order."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.distributed import Collectives
+from lightning_rl.distributed.collectives import Collectives
 
 ResultT = TypeVar("ResultT")
 
 
 class ThreadedRanks(Collectives):
-    """Collectives of ``number`` concurrent functions, one per rank; results are in rank order."""
+    """Collectives of ``number`` concurrent functions, one per rank; results are in rank order.
 
-    def __init__(self, number: int) -> None:
+    Args:
+        number: Number of ranks.
+        timeout: Seconds after which a collective that some ranks do not join is an error; None for no limit.
+    """
+
+    def __init__(self, number: int, timeout: float | None = None) -> None:
         super().__init__()
-        self._number, self._barrier, self._local = number, threading.Barrier(number), threading.local()
+        self._number, self._barrier, self._local = number, threading.Barrier(number, timeout=timeout), threading.local()
         self._values: list[Any] = [None] * number
 
     def run(self, functions: Sequence[Callable[[], ResultT]], *, threads: int) -> list[ResultT]:
