@@ -406,7 +406,7 @@ class _RunWatch:
         if self.tracer is not None:
             step.optimizer, step.norm = type(self.tracer.optimizer).__name__, self.tracer.norm
             step.parameters = self.tracer.parameters
-        step.stepping = self._rates.note(trace.rollout_number, step.parameters)
+        step.stepping = self._rates.note(trace.rollout_number, step.parameters, step.optimizer)
         step.frozen = self._rates.names_without_gradient()
         step.silent = silent_parameters(module, step)
         step.blamed = self._culprits()

@@ -1,7 +1,7 @@
 """ParameterTracer: gradients and values of sampled entries of every parameter through one optimizer step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class ParameterTrace:
         after: Values after the step.
         held: True if the optimizer contains the parameter.
         lr: Learning rate.
+        options: Numeric options of its parameter group, such as ``weight_decay``, ``beta1``, ``beta2``.
+        state: Optimizer state before the step by name: entries, and scalars.
     """
 
     summed: Tensor
@@ -38,6 +40,8 @@ class ParameterTrace:
     after: Tensor | None = None
     held: bool = True
     lr: float = 0.0
+    options: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class ParameterTracer:
@@ -45,7 +49,7 @@ class ParameterTracer:
 
     Args:
         model: Unsharded model.
-        optimizer: Optimizer of the step.
+        optimizer: Optimizer of the step; its state is copied now, before the step.
 
     Attributes:
         parameters: Trace of each trained parameter by name.
@@ -59,10 +63,11 @@ class ParameterTracer:
         self._handles: list[RemovableHandle] = []
         self._parts: dict[str, list[Tensor]] = {}
         trained = {name: parameter for name, parameter in self._by_name().items() if parameter.requires_grad}
-        earlier = _copies(trained)
+        earlier, states = _copies(trained), _states(optimizer, trained)
         for name, parameter in trained.items():
-            summed = torch.zeros_like(earlier[name], dtype=torch.float64)
-            self.parameters[name] = ParameterTrace(summed=summed, before=earlier[name])
+            self.parameters[name] = ParameterTrace(
+                summed=torch.zeros_like(earlier[name], dtype=torch.float64), before=earlier[name], state=states[name]
+            )
             self._follow(name, parameter)
 
     def _by_name(self) -> dict[str, nn.Parameter]:
@@ -94,16 +99,19 @@ class ParameterTracer:
             trace.clipped = trace.gradient
 
     def before_step(self) -> None:
-        """Record gradients and rates inside of the optimizer, after the hooks before its step."""
-        rates = {
-            id(parameter): float(group["lr"]) for group in self.optimizer.param_groups for parameter in group["params"]
+        """Record gradients and options inside of the optimizer, after the hooks before its step."""
+        numbers = {
+            id(parameter): numbers
+            for group in self.optimizer.param_groups
+            for numbers in [_numbers(group)]
+            for parameter in group["params"]
         }
         parameters = self._by_name()
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
         copies = _copies({name: gradient for name, gradient in gradients.items() if name in self.parameters})
         for name, trace in self.parameters.items():
-            parameter = id(parameters[name])
-            trace.held, trace.lr = parameter in rates, rates.get(parameter, 0.0)
+            held = numbers.get(id(parameters[name]))
+            trace.options, trace.held, trace.lr = held or {}, held is not None, (held or {}).get("lr", 0.0)
             trace.gradient = copies[name].double() if name in copies else None
             trace.dtype = copies[name].dtype if name in copies else None
         self._add_up()
@@ -142,12 +150,35 @@ def _entries(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[: stride * ENTRIES : stride]
 
 
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numeric options of a parameter group."""
+    numbers = {name: float(value) for name, value in group.items() if isinstance(value, bool | int | float)}
+    numbers["lr"] = float(group.get("lr", 0.0))  # may be a tensor
+    betas = group.get("betas")
+    return numbers | ({} if betas is None else {"beta1": float(betas[0]), "beta2": float(betas[1])})
+
+
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy sampled entries of each tensor with few operations, which is fast for many small tensors."""
     copies, by_kind = dict[str, Tensor](), dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.items():  # optimizers may keep step counts on the CPU
         by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = _entries(tensor)
     for entries in by_kind.values():
         whole = torch.cat(list(entries.values()))
         copies |= dict(zip(entries, whole.split([len(part) for part in entries.values()]), strict=True))
     return copies
+
+
+def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return copies of the optimizer state of each parameter: entries of tensors of its shape, and scalars."""
+    tensors = {
+        f"{key} {name}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
+    }
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    for label, entries in _copies(tensors).items():
+        key, _, name = label.partition(" ")
+        states[name][key] = entries
+    return states

@@ -15,13 +15,15 @@ from lightning_rl.utils.naming import name_of
 IDLE_ROLLOUTS = 2  # successive audited rollouts at a rate of 0
 UPHILL = 0.1  # cosine of move and gradient above which a move is uphill
 APART = 1e-5  # nats by which two forwards differ
+PRIVATE = ("differentiable", "fused", "foreach", "capturable")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stepping:
-    """State of the optimizers after a step.
+    """State of an optimizer that its update rule does not cover.
 
     Attributes:
+        rule: Name of the PyTorch optimizer whose rule applies; empty if unknown.
         steps: Number of steps that it counts in one optimizer step.
         uphill: True if the weights moved along the gradient in every audited step: in the first one of a run, where
             there is no momentum, or in three.
@@ -30,10 +32,30 @@ class Stepping:
         rate_setter: Culprit that set these rates to 0; empty if unknown.
     """
 
+    rule: str = ""
     steps: int = 1
     uphill: bool = False
     idle: str = ""
     rate_setter: str = ""
+
+
+def rule_of(optimizer: Optimizer) -> str:
+    """Return the name of the PyTorch optimizer whose rule an optimizer follows: its class or its base class.
+
+    Empty for a subclass with additional options, since its rule may differ.
+    """
+    known = (
+        one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim") and one is not Optimizer
+    )
+    kind = next(known, None)
+    if kind is None or kind is type(optimizer):
+        return "" if kind is None else kind.__name__
+    try:
+        parent: Any = kind
+        own = parent([torch.zeros(1, requires_grad=True)]).defaults.keys()
+    except (TypeError, ValueError):  # a required argument
+        return ""
+    return kind.__name__ if optimizer.defaults.keys() <= own | set(PRIVATE) else ""
 
 
 def scheduler_name(module: RLLightningModule) -> str:
@@ -68,12 +90,14 @@ class StepRates:
         """Begin an audited optimizer step."""
         self._counts = _counts(self._module.trainer.optimizers)
 
-    def note(self, rollout_number: int, parameters: Mapping[str, ParameterTrace]) -> Stepping:
-        """Return the state of the optimizers after an audited step."""
+    def note(self, rollout_number: int, parameters: Mapping[str, ParameterTrace], optimizer: str) -> Stepping:
+        """Return the state of the optimizers after an audited step; ``optimizer`` is the name of a class."""
         idle = self._note_rates(rollout_number, parameters)
         self._note_direction(parameters)
+        optimizers = self._module.trainer.optimizers
         return Stepping(
-            steps=self._own_steps(self._module.trainer.optimizers),
+            rule=rule_of(optimizers[0]) if len(optimizers) == 1 else optimizer,
+            steps=self._own_steps(optimizers),
             uphill=self._uphill == self._steps and self._steps >= (1 if self._first == rollout_number else 3),
             idle=idle,
             rate_setter=self._rate_setter() if idle else "",

@@ -10,7 +10,7 @@ REPEATED = (
     *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
     *("gradient_liveness", "loss_direction", "terms_add_up", "distances_pull_back"),
     *("declared_ratio", "joint_ratio", "contributions_fit", "loss_fits", "knob_liveness", "metric_populations"),
-    *("reward_conservation", "token_gradients", "silent_environments"),
+    *("reward_conservation", "token_returns", "token_gradients", "silent_environments"),
 )
 """Checks that repeat a stage of the run on changed copies, so the same code in every rollout."""
 

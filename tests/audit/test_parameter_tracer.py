@@ -62,11 +62,11 @@ def test_parameters_are_followed_from_the_backward_to_the_step() -> None:
             assert entries.gradient is not None and entries.before is not None and entries.after is not None
             assert torch.equal(entries.after, spread_out(after[f"policy.{name}"]))
             assert entries.lr == 1e-2 and entries.held
-            assert entries.dtype == torch.float32
+            assert entries.options["beta1"] == 0.9 and entries.dtype == torch.float32
             assert_close(entries.gradient, entries.summed * clip, atol=1e-9, rtol=1e-3)
             if number:
                 assert torch.equal(entries.before, spread_out(audit.after[number - 1][f"policy.{name}"]))
-                assert entries.passes == len(trace.microbatches)
+                assert float(entries.state["step"]) == number and entries.passes == len(trace.microbatches)
     assert gradient_hooks(module.required_policy) == []
 
 

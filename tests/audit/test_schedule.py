@@ -14,5 +14,5 @@ def test_every_check_looks_at_the_first_audits_and_three_times_in_six() -> None:
 
 
 def test_what_looks_at_one_rollout_alone_looks_at_every_one() -> None:
-    always = [CHECKS[name] for name in ("trained_tokens", "step_gradient", "optimizer_moves", "logged_metrics")]
+    always = [CHECKS[name] for name in ("trained_tokens", "step_gradient", "optimizer_rule", "logged_metrics")]
     assert all(takes_turn(check, number) for check in always for number in range(1, 50))

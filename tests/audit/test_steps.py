@@ -11,11 +11,13 @@ import torch
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Callback
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from typing_extensions import override
 
 from lightning_rl import LossView, RLLightningModule, warmup_then_linear
 from lightning_rl.audit import SignalAudit
+from lightning_rl.audit.optimizer_rules import move_by_rule
+from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.corrections import StepTrace
 from lightning_rl.optimizers import fused_adamw
 
@@ -64,7 +66,7 @@ def test_a_callback_may_set_the_learning_rate_but_not_to_zero() -> None:
         return act
 
     assert found(hook("on_train_batch_start", scale_rate(0.9))) == set()
-    assert found(hook("on_train_start", scale_rate(0.0))) == {("optimizer_moves", "callback Hooked.on_train_start")}
+    assert found(hook("on_train_start", scale_rate(0.0))) == {("optimizer_rule", "callback Hooked.on_train_start")}
 
 
 def test_a_schedule_that_ends_before_the_run_is_one_finding_with_a_fitting_cure() -> None:
@@ -115,6 +117,52 @@ def negate_gradients(optimizer: Optimizer, *_: Any) -> None:
             weight.grad.neg_()
 
 
+def subclass(kind: type[Optimizer], **members: Any) -> Any:
+    return type("Mine", (kind,), members)
+
+
+def step_of_parent(optimizer: Any, closure: Any = None) -> Any:
+    parent: Any = super(type(optimizer), optimizer)
+    return parent.step(closure)
+
+
+def step_twice(self: Any, closure: Any = None) -> Any:
+    step_of_parent(self)
+    return step_of_parent(self, closure)
+
+
+def step_sometimes(self: Any, closure: Any = None) -> Any:
+    self.calls = getattr(self, "calls", 0) + 1
+    return step_of_parent(self, closure) if self.calls % 2 else None
+
+
+@torch.no_grad()
+def step_uphill(self: Any, closure: Any = None) -> None:
+    before = [weight.detach().clone() for weight in weights_of(self)]
+    step_of_parent(self, closure)
+    for weight, was in zip(weights_of(self), before, strict=True):
+        weight.copy_(2 * was - weight)
+
+
+@torch.no_grad()
+def step_by_half(self: Any, closure: Any = None) -> None:
+    before = [weight.detach().clone() for weight in weights_of(self)]
+    step_of_parent(self, closure)
+    for weight, was in list(zip(weights_of(self), before, strict=True))[::2]:
+        weight.copy_(was)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [(AdamW, step_by_half), (Adam, step_sometimes), (SGD, step_twice), (RMSprop, step_uphill), (RMSprop, step_by_half)],
+)
+def test_a_subclass_of_an_optimizer_follows_the_rule_of_its_parent(kind: Any, step: Callable[..., Any]) -> None:
+    pairs = found(optimizer=partial(subclass(kind, step=step), lr=1e-2))
+    assert pairs and all("optimizer Mine" in culprit for _, culprit in pairs)
+    assert "optimizer_rule" in {check for check, _ in pairs} or kind is RMSprop, "whose rule is unknown"
+
+
 class Wrapper(Optimizer):
     """An optimizer that holds another one and steps it several times."""
 
@@ -130,7 +178,7 @@ class Wrapper(Optimizer):
 
 def test_a_wrapper_that_steps_twice_is_found_by_the_count_of_the_optimizer_that_it_holds() -> None:
     assert found(optimizer=partial(Wrapper, times=1)) == set()
-    assert found(optimizer=partial(Wrapper, times=2)) == {("optimizer_moves", "optimizer Wrapper")}
+    assert found(optimizer=partial(Wrapper, times=2)) == {("optimizer_rule", "optimizer Wrapper")}
 
 
 def test_parameters_that_no_output_depends_on_need_no_gradient() -> None:
@@ -179,6 +227,40 @@ def test_failures_of_rewards_are_counted_for_greedy_answers_too(advantages: str)
     assert found(rollouts=2, rewards=rewards, advantages=advantages) == set()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(fused_adamw, lr=1e-2, weight_decay=0.1),
+        partial(AdamW, lr=1e-3, betas=(0.8, 0.95), weight_decay=0.1),
+        partial(Adam, lr=1e-2, weight_decay=0.1),
+        partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        partial(SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    ],
+)
+def test_optimizers_with_a_known_rule_follow_it(optimizer: Any) -> None:
+    audit = SignalAudit(1, "raise", checks=["optimizer_rule", "parameter_gradient", "optimizer_moves"])
+    fit(tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2, optimizer=optimizer), callbacks=[audit])
+    assert not audit.findings and not audit.skipped
+
+
+def test_an_optimizer_without_a_known_rule_is_skipped() -> None:
+    audit = SignalAudit(1, "raise", checks=["optimizer_rule"])
+    fit(tiny_module(optimizer=partial(RMSprop, lr=1e-3)), callbacks=[audit], data=tiny_prompts(4, 4))
+    assert audit.skipped == {"optimizer_rule": "the rule of RMSprop with these options is unknown"}
+
+
+def test_a_move_of_adamw_is_that_of_a_hand_computation() -> None:
+    one = torch.tensor([1.0], dtype=torch.float64)
+    state = {"step": torch.tensor(0.0), "exp_avg": 0 * one, "exp_avg_sq": 0 * one}
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 0.0, "weight_decay": 0.5}
+    trace = ParameterTrace(
+        summed=one, gradient=-3 * one, before=2 * one, after=2 * one, lr=0.1, options=options, state=state
+    )
+    move = move_by_rule("AdamW", trace)
+    assert move is not None and float(move.by) == pytest.approx(0.1 - 0.1 * 0.5 * 2)  # the first step is the rate
+
+
 def orthogonal(matrix: Tensor) -> Tensor:
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     return left @ right
@@ -217,10 +299,22 @@ class Lookahead(Optimizer):
             weight.copy_(slow)
 
 
+class Centred(AdamW):
+    """A subclass with an option, and so a rule, that AdamW lacks."""
+
+    def __init__(self, groups: Any, lr: float = 1e-2) -> None:
+        super().__init__(groups, lr=lr)
+        self.defaults["centre"] = True
+
+
 LEGAL: dict[str, Any] = {
     "muon-like": Orthogonal,
     "lookahead": Lookahead,
-    "fused": partial(fused_adamw, lr=1e-2, weight_decay=0.1),
+    "a subclass with an option": Centred,
+    "a subclass without one": subclass(AdamW, step=lambda self, closure=None: AdamW.step(self, closure)),
+    "foreach": partial(AdamW, lr=1e-2, foreach=True),
+    "fused": partial(Adam, lr=1e-2, fused=True),
+    "amsgrad": partial(AdamW, lr=1e-2, amsgrad=True),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
 }
 

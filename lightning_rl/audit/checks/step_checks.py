@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_rl.audit.audit_error import Skip, differences, rounding
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.optimizer_rules import Move, move_by_rule
 from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.audit.recomputed_metrics import figure_of, is_figure
 from lightning_rl.audit.step_evidence import StepEvidence
@@ -270,10 +271,7 @@ def _place_of(misses: Mapping[str, Tensor]) -> str | None:
     cure="give the optimizer every parameter that trains, and step the scheduler once per optimizer step", of_step=True
 )
 def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Every parameter with a gradient moves against it, in one step at a rate above 0; none gets frozen.
-
-    No step is lost in the precision of the weights, and the scheduler steps once per optimizer step.
-    """
+    """Every parameter with a gradient moves, none gets frozen, and the scheduler steps once per optimizer step."""
     step = evidence.step
     if step is None:
         yield Skip(UNSEEN)
@@ -287,17 +285,6 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
             expected="every trained parameter to move",
             observed=stuck[0] + (f" and {len(stuck) - 1} others" if len(stuck) > 1 else "") + " did not move",
         )
-    if step.stepping.idle:
-        yield Finding(
-            culprit=step.stepping.rate_setter or _stepper(step),
-            expected="a learning rate above 0",
-            observed=f"0 for {step.stepping.idle} in the latest audited rollouts",
-            cure="end the run where its schedule ends, or set a rate above 0: at 0 nothing trains",
-        )
-    if step.stepping.steps > 1:
-        observed = f"{step.stepping.steps} by its own count"
-        yield Finding(culprit=_stepper(step), expected="one step of the optimizer at a time", observed=observed)
-    yield from _lost_step(step)
     if step.stepping.uphill:
         yield Finding(
             culprit=_stepper(step),
@@ -331,28 +318,73 @@ def _is_stuck(parameter: ParameterTrace) -> bool:
     return bool(((size * parameter.lr > REPRESENTABLE * unit) & (size > 1e-7)).any())
 
 
-def _lost_step(step: StepEvidence) -> Iterator[Finding]:
-    """Yield a finding if most entries in half precision do not move, since a step is smaller than their spacing."""
-    still = tried = 0
-    for one in step.parameters.values():
-        if one.gradient is None or one.before is None or one.after is None or one.lr == 0:
-            continue
-        if one.before.dtype in (torch.bfloat16, torch.float16):
-            wanted = one.gradient != 0
-            still, tried = still + int((wanted & (one.before == one.after)).sum()), tried + int(wanted.sum())
-    if 2 * still > tried:
+@check(
+    cure="step once per optimizer step, at the logged rate, in a precision that can represent the step",
+    of_step=True,
+)
+def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """Every parameter moves by the optimizer's rule on its gradient and state, computed in float64.
+
+    No step is repeated, skipped, at another rate or at a rate of 0, or lost in the precision of the weights.
+    """
+    step = evidence.step
+    if step is None or not step.parameters:
+        yield Skip(UNSEEN if step is None else ONE_DEVICE)
+        return
+    culprit, stepping = _stepper(step), step.stepping
+    if stepping.idle:
         yield Finding(
-            culprit=_stepper(step),
-            expected="weights that can represent the step of the optimizer",
-            observed=f"{still} of {tried} entries with a gradient did not move: the step is lost in half precision",
-            cure="train in float32, such as with precision='bf16-mixed', or at a higher rate",
+            culprit=stepping.rate_setter or culprit,
+            expected="a learning rate above 0",
+            observed=f"0 for {stepping.idle} in the latest audited rollouts",
+            cure="end the run where its schedule ends, or set a rate above 0: at 0 nothing trains",
         )
+    if stepping.steps > 1:
+        expected, observed = "one step of the optimizer at a time", f"{stepping.steps} by its own count"
+        yield Finding(culprit=culprit, expected=expected, observed=observed)
+    held = {name: one for name, one in step.parameters.items() if one.held}
+    rule = stepping.rule or step.optimizer
+    known = {name: move for name, one in held.items() if (move := move_by_rule(rule, one)) is not None}
+    if any(one.gradient is not None and name not in known for name, one in held.items()):
+        yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is unknown")
+    yield from _rule_findings(step, known, culprit)
 
 
 def _stepper(step: StepEvidence) -> str:
     """Return the code that changed the update of the weights, as a culprit."""
     edits = [step.blamed[what] for what in ("weights", "optimizer", "hooked gradients") if what in step.blamed]
     return edits[0] if edits else f"optimizer {step.optimizer}"
+
+
+def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) -> Iterator[Finding]:
+    if not known:
+        return
+    earlier, later = ([getattr(step.parameters[name], when) for name in known] for when in ("before", "after"))
+    before, after = torch.cat(earlier).double(), torch.cat(later).double()
+    move, slack = (torch.cat([known[name][place] for name in known]) for place in (0, 1))
+    ours, wanted = after - before, move != 0
+    units = [torch.finfo(one.dtype).eps for one in earlier]
+    lengths = torch.tensor([len(one) for one in earlier], device=before.device)
+    unit = before.abs() * before.new_tensor(units).repeat_interleave(lengths)
+    lost = wanted & (ours == 0) & (move.abs() < unit)
+    if int(wanted.sum()) and float(lost.sum()) > 0.5 * float(wanted.sum()):
+        dtype = str(earlier[0].dtype).removeprefix("torch.")
+        yield Finding(
+            culprit=culprit,
+            expected=f"weights that can represent a step of {float(move[wanted].abs().median()):.2g}",
+            observed=f"{int(lost.sum())} of {int(wanted.sum())} entries did not move: the step is lost in {dtype}",
+        )
+        return
+    away = (ours - move).abs() > slack
+    misses = dict(zip(known, away.split([len(known[name].by) for name in known]), strict=True))
+    if (where := _place_of(misses)) is not None:
+        factor = float((ours * move).sum() / move.square().sum().clamp(min=1e-300))
+        yield Finding(
+            culprit=culprit,
+            expected="the move of the rule from gradient, state and rate",
+            observed=f"{factor:.3g} times as much overall, another one at {int(away.sum())} of {len(away)} entries"
+            f", such as of {where}",
+        )
 
 
 @check(cure="measure unmodified values over the population that the metric is named after", of_step=True)
