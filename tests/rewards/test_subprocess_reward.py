@@ -116,7 +116,7 @@ def test_a_sample_that_hangs_fails_alone_and_its_process_is_replaced() -> None:
             time.sleep(10_000)
         return [1.0]
 
-    reward = isolated(sleepy, per_sample=True, sample_seconds=2.0, processes=2)
+    reward = isolated(sleepy, per_sample=True, seconds=2.0, processes=2)
     found = scores(reward, ["x"] * 20)
     assert causes(found) == [((7, 17), "took longer than 2 s")] and found.scored.sum() == 18
     assert len(reward.pids()) <= 5, "server, two workers and their guards"
@@ -138,19 +138,6 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) 
     found = scores(isolated(hangs, seconds=2.0), ["a", "b"])
     assert causes(found) == [((0, 1), "took longer than 2 s")]
     assert all(eventually_dead(int(pid)) for pid in (tmp_path / "pids").read_text().split())
-
-
-def test_all_samples_together_have_a_limit_and_the_next_call_waits_for_none_of_them() -> None:
-    def slow(prompts: Any, completions: Any, **_: Any) -> list[float]:
-        time.sleep(0.4 if completions[0] == "x" else 0.0)
-        return [1.0]
-
-    reward = isolated(slow, per_sample=True, processes=1, seconds=1.5)
-    found = scores(reward, ["x"] * 20)
-    assert 0 < found.scored.sum() < 10 and found.scored.tolist() == sorted(found.scored.tolist(), reverse=True)
-    late = tuple(row for row in range(20) if not found.scored[row])
-    assert causes(found) == [(late, "took longer than 1.5 s for all samples together")]
-    assert scores(reward, ["y"] * 3).scored.all()
 
 
 def test_a_started_call_runs_before_its_result_is_collected(tmp_path: Path) -> None:
@@ -272,7 +259,6 @@ def test_an_evaluation_ends_the_processes_of_its_rewards() -> None:
     [
         ({"processes": 0}, "expected processes to be a whole number above 0, got 0"),
         ({"seconds": float("nan")}, "expected seconds > 0, got nan"),
-        ({"sample_seconds": -1.0}, "expected sample_seconds > 0, got -1.0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: Any, message: str) -> None:

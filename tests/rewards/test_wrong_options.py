@@ -80,12 +80,10 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
     (CodeTests, {"sandbox": 5}, r"expected sandbox to be a Sandbox\(...\) or SandboxService\(...\), got 5"),
     (Judge, {"model": None}, "expected model to be a string of at least one letter, got None"),
     (Judge, {"model": "x", "temperature": -1}, "expected temperature >= 0, got -1"),
-    (Judge, {"model": "x", "prices": 0.4}, r"expected prices of a million prompt tokens .* got 0.4"),
     (Judge, {"model": "x", "options": "a"}, "expected options to be a mapping, .* got 'a'"),
     (Judge, {"model": "x", "pattern": "("}, r"expected pattern to be a regular expression, got '\(': "),
     (Judge, {"model": "x", "scale": "1-5"}, "expected scale to be two different numbers, such as .* got '1-5'"),
     (Judge, {"model": "x", "timeout": "9"}, "expected timeout > 0, got '9'"),
-    (Judge, {"model": "x", "cache": 3}, "expected cache to be a folder or None, got 3"),
     (
         RewardModel,
         {"model": "m", "device": "gpu"},
