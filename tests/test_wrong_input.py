@@ -403,10 +403,6 @@ SERVERS: dict[str, Case] = {
         "expected storage=, a folder shared with the machine of .*10.0.0.7",
     ),
     "timeout": (lambda: VLLMServerEngine(SERVER, timeout=0), "expected timeout > 0, got 0"),
-    "ca": (
-        lambda: VLLMServerEngine("https://127.0.0.1:8000", ca="none.pem"),
-        "expected ca to be a file of certificates in PEM, got 'none.pem'",
-    ),
 }
 
 CASES = {

@@ -270,11 +270,6 @@ class Engine(ABC):
         del ids
         return 0
 
-    def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Return the output of each layer for a prompt by name; empty if unknown."""
-        del ids
-        return {}
-
     @abstractmethod
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the full weights, one parameter at a time."""
@@ -299,13 +294,20 @@ class Engine(ABC):
         """Return one completion for each request, in order.
 
         Raises:
+            EngineError: If the number of completions is wrong.
             RuntimeError: If the engine is not synced.
             ValueError: If a request has a filter that the engine does not support.
         """
         self._check_requests(requests)
         self._check_state()
         with self.in_flight.holding(requests, self.version):
-            return self._draw(requests, logprobs=logprobs)
+            completions = self._draw(requests, logprobs=logprobs)
+        if len(completions) != len(requests):
+            raise EngineError(
+                f"expected {len(requests)} completions from {type(self).__name__}, one for each request, got "
+                f"{len(completions)}: answer every request once, in order, with ABORT for failed ones"
+            )
+        return completions
 
     def converse(self, exchange: Exchange, *, logprobs: bool = False) -> None:
         """Serve requests from ``exchange`` until it is exhausted.
@@ -381,16 +383,7 @@ class Engine(ABC):
 
 
 def give_all(exchange: Exchange, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Pass on the completions of several requests, in order.
-
-    Raises:
-        EngineError: If their numbers differ.
-    """
-    if len(completions) != len(requests):
-        raise EngineError(
-            f"expected {len(requests)} completions, one for each request, got {len(completions)}: answer every request "
-            "once, in order, with ABORT for failed ones"
-        )
+    """Pass on the completions of several requests, in order."""
     for request, completion in zip(requests, completions, strict=True):
         exchange.give(request, completion)
 

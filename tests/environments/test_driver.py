@@ -28,7 +28,7 @@ from lightning_rl.environments import (
 from lightning_rl.generation import Capabilities, Completion, Request
 from lightning_rl.generation import engine as engine_module
 from lightning_rl.generation.engine import Exchange
-from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 
 EOS = 9
 What = list[tuple[tuple[int, ...], FinishReason, list[Tensor | None]]]
@@ -264,7 +264,7 @@ def test_an_engine_without_filters_says_so_before_anything_is_drawn() -> None:
 
 
 def answered(engine: FakeEngine, talks: list[Opening]) -> list[Transcript]:
-    return converse(talks, engine, logprobs=True, answers=TurnAnswers(engine, logprobs=True, vocabulary=12))
+    return converse(talks, engine, logprobs=True, answers=Answers(engine, logprobs=True, vocabulary=12))
 
 
 def test_who_looks_on_is_shown_what_the_engine_gave_whatever_a_conversation_makes_of_it() -> None:
@@ -405,7 +405,7 @@ def shared_rank(talks: list[Opening], script: Any = lambda _: (3, EOS)) -> Calla
         engine.across = across  # pyright: ignore[reportAttributeAccessIssue]
         engine.load_weights([], 0)
         engine.version, engine.pushed = 0, {0}
-        return engine.rounds, len(converse(talks, engine, answers=TurnAnswers(engine, logprobs=False)))
+        return engine.rounds, len(converse(talks, engine, answers=Answers(engine, logprobs=False)))
 
     return rank
 

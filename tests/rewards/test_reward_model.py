@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from kit.support import EOS, VOCABULARY, tiny_policy, tiny_tokenizer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -151,39 +150,17 @@ def test_a_model_whose_head_would_be_random_is_refused(tmp_path: Path) -> None:
         reward(["a"], ["b"])
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_an_exported_value_head(tmp_path: Path, shared: bool) -> None:
-    model, weight = tiny_policy(), torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
-    folder_of(model, tmp_path if shared else tmp_path / "critic")
-    (tmp_path / "critic").mkdir(exist_ok=True)
-    save_file({"weight": weight}, tmp_path / "critic" / "value_head.safetensors")
-    reward = RewardModel(model=tmp_path / "critic", tokens="policy", device="cpu")
-    found = scores(reward, [[2]] * 8, IDS)
-    wanted = []
-    for ids in IDS:
-        with torch.no_grad():
-            hidden = model.eval().base_model(input_ids=torch.tensor([[2, *ids]])).last_hidden_state
-        wanted.append((hidden[0, -1] @ weight[0]).item())
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-
-
 class Summing(nn.Module):
-    """At each token the sum of the ids so far, as logits [B, T] or [B, T, 1], or of labels [B, labels]."""
+    """Sum of the ids times the label, as logits [B, labels]."""
 
-    def __init__(self, labels: int = 0, *, minding: bool = False) -> None:
+    def __init__(self, labels: int, *, minding: bool = False) -> None:
         super().__init__()
         self.labels, self.minding = labels, minding
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the output."""
         ids = input_ids * attention_mask * (input_ids.shape[1] if self.minding else 1)
-        if not self.labels:
-            return ids.cumsum(-1).float()
         return ids.sum(-1).float()[:, None] * torch.arange(self.labels)
-
-
-def test_a_value_at_each_token_counts_at_the_last_one() -> None:
-    assert scores(of_policy(Summing, per_token=True), [[2]] * 3, [[3, 4], [], [5]]) == [9.0, 2.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -192,11 +169,9 @@ def test_a_value_at_each_token_counts_at_the_last_one() -> None:
         ({"label": 1}, 5.0),
         ({"label": 2}, 10.0),
         ({"label": -1}, 10.0),
-        ({"label": 1, "activation": "sigmoid"}, 1 / (1 + math.exp(-5))),
-        ({"label": 1, "activation": "softmax"}, math.exp(5) / (1 + math.exp(5) + math.exp(10))),
     ],
 )
-def test_labels_and_activations(options: dict[str, Any], value: float) -> None:
+def test_labels(options: dict[str, Any], value: float) -> None:
     assert scores(of_policy(partial(Summing, 3), **options), [[2]], [[3]]) == pytest.approx([value])
 
 
@@ -265,7 +240,6 @@ def test_no_rows_no_values() -> None:
     [
         ({"model": 3}, "expected model to be a name, a path or a callable that builds one, got 3"),
         ({"tokens": "both"}, r"expected tokens own or policy, got 'both'"),
-        ({"activation": "tanh"}, r"expected activation none or sigmoid or softmax, got 'tanh'"),
         ({"max_tokens_per_microbatch": 0}, "expected max_tokens_per_microbatch to be a whole number above 0, got 0"),
         ({"max_length": 0}, "expected max_length to be a whole number above 0 or None, got 0"),
     ],

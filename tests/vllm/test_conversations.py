@@ -25,7 +25,7 @@ from lightning_rl.environments import (
     converse,
 )
 from lightning_rl.generation import Request
-from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def in_rounds(engine: VLLMEngine, talks: list[Opening]) -> list[Transcript]:
 
 
 def held(engine: VLLMEngine, talks: list[Opening], **options: Any) -> What:
-    answers = TurnAnswers(engine, logprobs=True, vocabulary=VOCABULARY)
+    answers = Answers(engine, logprobs=True, vocabulary=VOCABULARY)
     return what_was_said(converse(talks, engine, logprobs=True, answers=answers, **options))
 
 
@@ -131,7 +131,7 @@ def test_a_failure_leaves_no_request_behind(engine: VLLMEngine, how: str) -> Non
             converse(talks, engine)
     else:
         with pytest.raises(EngineError, match=r"ids in \[0, 50\), the policy's vocabulary from VLLMEngine, got"):
-            converse(talks, engine, answers=TurnAnswers(engine, logprobs=False, vocabulary=50))
+            converse(talks, engine, answers=Answers(engine, logprobs=False, vocabulary=50))
     assert engine._llm.llm_engine.get_num_unfinished_requests() == 0  # noqa: SLF001
     assert held(engine, openings()) == expected
 

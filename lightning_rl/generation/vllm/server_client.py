@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rl.generation.vllm.group import GroupError, Invitation
+from lightning_rl.generation.vllm.group import GroupError, Invitation, Specification
 from lightning_rl.generation.vllm.http import LOOP, Client, Unanswered, quote
 from lightning_rl.generation.vllm.vllm_sampling import FINISH
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import Description
-from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.weight_stream import Shape
 
 PROBE = 30.0  # seconds for a call that returns at once
@@ -69,8 +68,8 @@ class ServerClient(Client):
     Every call may raise :class:`Unanswered` (also for invalid answers) or :class:`Refused`.
     """
 
-    def __init__(self, url: str, key: str | None, timeout: float, ca: Path | None = None) -> None:
-        super().__init__(url, key, ca)
+    def __init__(self, url: str, key: str | None, timeout: float) -> None:
+        super().__init__(url, key)
         self.timeout = timeout
 
     def check_health(self) -> None:

@@ -24,14 +24,14 @@ from lightning_rl.generation.engine import Capabilities, Completion, Engine, Eng
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
-from lightning_rl.generation.vllm.http import read_url, trust
+from lightning_rl.generation.vllm.group import Specification
+from lightning_rl.generation.vllm.http import read_url
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
-from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.text_model import check_text_only
 from lightning_rl.utils.arguments import check_counts, check_numbers
@@ -55,7 +55,6 @@ class VLLMServerEngine(Engine):
             A :class:`pathlib.Path` is a file with one URL per line, and a function returns them: rank 0 reads either
             once a second, so servers may come and go during a run.
         api_key: Key of the servers; by default the environment variable ``VLLM_API_KEY``.
-        ca: File with the certificate that signs those of ``https`` servers; by default those trusted by the machine.
         transfer: Path of weights to the servers. ``"file"``: through ``storage``. ``"broadcast"``: in a process group
             of rank 0 and the servers' workers (NCCL between GPUs, otherwise gloo); rank 0 keeps a copy in main memory,
             which servers that were not reached or return later load from ``storage``.
@@ -78,7 +77,6 @@ class VLLMServerEngine(Engine):
         servers: Listing,
         *,
         api_key: str | None = None,
-        ca: str | Path | None = None,
         transfer: Literal["file", "broadcast"] = "file",
         storage: str | Path | None = None,
         timeout: float = 1800.0,
@@ -94,9 +92,6 @@ class VLLMServerEngine(Engine):
             raise ValueError(f"expected transfer out of {', '.join(TRANSFERS)}, got {transfer!r}")
         self.transfer = transfer
         self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
-        self.ca = None if ca is None else Path(ca)
-        if self.ca is not None:
-            trust(self.ca)
         self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
@@ -108,7 +103,7 @@ class VLLMServerEngine(Engine):
             raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
 
     def _client_of(self, url: str) -> ServerClient:
-        return ServerClient(url, self._key, self.timeout, self.ca)
+        return ServerClient(url, self._key, self.timeout)
 
     @override
     def start(

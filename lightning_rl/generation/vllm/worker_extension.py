@@ -123,7 +123,7 @@ class WeightLoader:
         if group.whole:
             return result
         self.lightning_rl_leave()
-        return {"left": result.get("error", "expected all buckets to be read, got an early end")}
+        return {"left": result.get("error", "expected all tensors to be read, got an early end")}
 
     def lightning_rl_leave(self) -> dict[str, str]:
         """Leave the group, if there is one."""

@@ -28,7 +28,6 @@ from lightning_rl.generation.vllm.worker_extension import HOST, WeightLoader
 def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "POLL", 0.02)
     monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 4096)
 
 
 def the_model(seed: int = 0) -> PreTrainedModel:
@@ -69,8 +68,7 @@ def test_every_server_receives_every_tensor_in_one_group_without_files(
     engine.close()
 
 
-def test_a_large_tensor_has_its_own_bucket_in_the_dtype_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 64)
+def test_tensors_are_sent_in_the_dtype_of_the_engine() -> None:
     server = ScriptedServer(dtype="bfloat16")
     with servers(server):
         engine = an_engine(server)
@@ -149,7 +147,7 @@ def test_a_slow_server_ends_the_group_and_loads_from_a_file(
     expected = push(engine, 1)
     check_weights(one, expected, 1)
     check_weights(two, expected, 1)
-    assert two.loads and any("no bucket in 0.5 s" in record.message for record in caplog.records)
+    assert two.loads and any("no tensor in 0.5 s" in record.message for record in caplog.records)
     engine.close()
 
 
@@ -203,7 +201,7 @@ def a_worker() -> WeightLoader:
     return worker
 
 
-GROUP = ("run/1", "127.0.0.1", 1, 2, "gloo", 64)
+GROUP = ("run/1", "127.0.0.1", 1, 2, "gloo")
 
 
 def test_a_server_on_loopback_joins_groups_on_loopback_only(
@@ -261,7 +259,7 @@ def lonely(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[group.Group, Block
     fake = BlockingGroup()
     monkeypatch.setattr(group, "_nccl", lambda *_: fake)
     store = group.open_store("127.0.0.1")
-    invitation = group.Invitation("lonely", "127.0.0.1", store.port, 2, "nccl", 64)
+    invitation = group.Invitation("lonely", "127.0.0.1", store.port, 2, "nccl")
     yield group.Group(invitation, [("a", (4,), "float32")], rank=0, device=torch.device("cpu"), store=store), fake
     fake.arrived.set()
 
@@ -286,7 +284,7 @@ def test_a_missing_member_breaks_the_group_after_the_timeout(
     monkeypatch.setattr(group, "STALL", 0.5)
     member, fake = lonely
     for _ in range(2):
-        with pytest.raises(GroupError, match=r"group lonely is broken: no bucket in 0.5 s"):
+        with pytest.raises(GroupError, match=r"group lonely is broken: no tensor in 0.5 s"):
             outcome(lambda: list(member.receive())).result(5)
     outcome(member.close).result(5)
     assert fake.entered.is_set() and not fake.aborted, "aborting what connects would block as well"
