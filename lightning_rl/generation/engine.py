@@ -176,7 +176,6 @@ class Engine(ABC):
         dtype: Dtype of its weights once started; None for that of the trainer.
         allows_tf32: True if it may compute float32 products in TF32 by default; set by ``start``.
         max_length: Maximum length of prompt and response together, set by ``start``; None without a limit.
-        block_size: Tokens in a block of its prefix cache, set by ``start``; 0 without such a cache.
         started: True from :meth:`start` to :meth:`end_stage` or :meth:`close`.
         state: Current state.
         version: Version of its weights.
@@ -192,7 +191,6 @@ class Engine(ABC):
     dtype: torch.dtype | None = None
     allows_tf32: bool = False
     max_length: int | None = None
-    block_size: int = 0
 
     def __init__(self) -> None:
         self.started = False
@@ -264,11 +262,6 @@ class Engine(ABC):
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         """Return the log-probabilities of one row for each copy of the weights in the engine, by a name of the copy."""
         return {"": self.score([ids])[0]}
-
-    def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        """Run a prompt, which caches it, and return the number of its tokens that were cached before."""
-        del ids
-        return 0
 
     @abstractmethod
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

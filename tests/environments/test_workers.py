@@ -241,19 +241,6 @@ def test_each_kind_of_failure_costs_its_own_conversation_alone(pool: WorkerPool)
     assert nothing_is_left(*pool.pids())
 
 
-@pytest.mark.nightly
-def test_of_a_thousand_conversations_none_is_lost_and_nothing_is_left(pool: WorkerPool) -> None:
-    ends = [{1: "hang", 4: "kill", 7: "double-fork"}.get(sample % 10, "well") for sample in range(1_000)]
-    many = WorkerPool({"bad": Bad}, workers=32, step_seconds=3.0, conversation_seconds=4.5)
-    outcomes = [transcript.outcome for transcript in run(many, ends)]
-    lost = {"hang": LATE, "kill": ENDS["kill"][1]}
-    assert [outcome.failure for outcome in outcomes] == [lost.get(end) for end in ends]
-    rewards = [None if end in lost else sample + 0.5 for sample, end in enumerate(ends)]
-    assert [outcome.reward for outcome in outcomes] == rewards
-    many.close()
-    assert nothing_is_left(*pool.pids())
-
-
 def test_a_second_try_begins_again_with_the_same_seeds(pool: WorkerPool, tmp_path: Path) -> None:
     (transcript,), (clean,) = run(pool, ["well"], "once", file=str(tmp_path / "failed")), run(pool, ["well"])
     assert (transcript.row.response_ids, transcript.finish) == (clean.row.response_ids, FinishReason.STOP)

@@ -132,9 +132,3 @@ def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
 def test_what_is_no_test_is_none(tests: Any, message: str) -> None:
     found = _read(tests, None)
     assert isinstance(found, UnreadableReference) and message in str(found)
-
-
-def test_no_form_of_a_test_lets_a_wrong_program_pass() -> None:
-    programs = [f"```python\ndef f(x): return {value}\n```" for value in ("2 * x", "0")]
-    for tests in ("assert f(2) == 4", '["assert f(2) == 4"]', HUMAN_EVAL):
-        assert reward()(["", ""], programs, tests=[tests] * 2, entry_point=["f"] * 2) == [1.0, 0.0]

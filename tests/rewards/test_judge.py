@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import pickle
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -206,15 +205,6 @@ def test_a_refusal_is_not_asked_again_and_shows_no_key(serve: Any, monkeypatch: 
     assert not any(SECRET in text for text in shown) and SECRET.encode() not in pickle.dumps(judge)
 
 
-def test_an_endpoint_that_refuses_connections_gives_no_score() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-    judge = Judge(model="m", base_url=url, api_key_env=None, retries=1)
-    with pytest.warns(UserWarning, match=rf"{url} did not answer: APIConnectionError"):
-        (value,) = ask(judge, ["x"])
-    assert value is not None and math.isnan(value)
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"no json", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 4}}]}']
 )
@@ -272,10 +262,6 @@ def test_counts_are_logged_for_each_call(serve: Any) -> None:
         "style/prompt_tokens": 200,
         "style/completion_tokens": 20,
     }
-
-
-def test_no_rows_no_requests(serve: Any) -> None:
-    assert ask(of(serve(by_length)), []) == []
 
 
 def test_a_missing_key_a_missing_column_and_token_ids_are_refused_before_anything_is_sent(serve: Any) -> None:

@@ -93,12 +93,6 @@ def test_what_the_models_own_padding_would_do_is_wrong() -> None:
     )
 
 
-def test_the_order_of_the_rows_does_not_matter() -> None:
-    reward = of_policy(classifier_of)
-    forth, back = scores(reward, [[2]] * 8, IDS), scores(reward, [[2]] * 8, IDS[::-1])
-    assert forth == pytest.approx(back[::-1], rel=1e-5)
-
-
 def test_more_rows_than_token_ids() -> None:
     ids = [[token] for token in range(VOCABULARY)]
     found = scores(of_policy(classifier_of), [[2]] * VOCABULARY, ids)
@@ -128,12 +122,6 @@ def test_chat_prompts_go_through_the_models_chat_template(tmp_path: Path) -> Non
     values = reward(chat, [[{"role": "assistant", "content": text}] for text in ("e", "f g")])
     ids = [tiny_tokenizer()(f"a c d </s> b {text} </s>")["input_ids"] for text in ("e", "f g")]
     assert values == pytest.approx([alone(row) for row in ids], rel=1e-4, abs=1e-5)
-
-
-def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
-    reward = RewardModel(model=folder_of(classifier_of(), tmp_path), device="cpu")
-    with pytest.raises(ValueError, match=r"to have a chat template for prompts of chat messages, got none"):
-        reward([[{"role": "user", "content": "c"}]], ["d"])
 
 
 def test_token_ids_need_the_policys_tokenizer(tmp_path: Path) -> None:
@@ -216,12 +204,6 @@ def test_it_is_frozen_in_evaluation_mode_and_draws_no_random_number() -> None:
     assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_a_dtype_of_its_own() -> None:
-    reward = of_policy(classifier_of, dtype=torch.float64)
-    assert scores(reward, [[2]], [[3]]) == pytest.approx([alone([2, 3])], rel=1e-5)
-    assert next(reward.scorer.module.parameters()).dtype is torch.float64
-
-
 def test_it_is_built_at_the_first_call_and_a_copy_builds_its_own(tmp_path: Path) -> None:
     reward = RewardModel(model=tmp_path / "later", device="cpu")
     early = pickle.loads(pickle.dumps(reward))
@@ -229,10 +211,6 @@ def test_it_is_built_at_the_first_call_and_a_copy_builds_its_own(tmp_path: Path)
     assert early == reward and early(["a"], ["b"]) == reward(["a"], ["b"])
     late = pickle.loads(pickle.dumps(reward))
     assert "scorer" not in vars(late) and late(["a"], ["b"]) == reward(["a"], ["b"])
-
-
-def test_no_rows_no_values() -> None:
-    assert scores(of_policy(classifier_of), [], []) == []
 
 
 @pytest.mark.parametrize(
@@ -247,8 +225,3 @@ def test_no_rows_no_values() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RewardModel(**{"model": "somewhere", **options})
-
-
-def test_a_callable_without_a_tokenizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected tokenizer= for a reward model that a callable builds, got None"):
-        RewardModel(model=classifier_of, device="cpu")(["a"], ["b"])

@@ -244,16 +244,6 @@ def test_no_folder_but_the_own_one_can_be_written() -> None:
     assert Sandbox().run(program).stdout == "['/sandbox']\n"
 
 
-def test_it_is_nobody_and_sees_nobody() -> None:
-    program = "import os; print(os.getuid() != 0, len([n for n in os.listdir('/proc') if n.isdigit()]) <= 2)"
-    assert Sandbox().run(program).stdout == "True True\n"
-    assert "in <module>" in Sandbox().run("import os; os.setuid(0)").stderr
-    capabilities = Sandbox().run("print([l for l in open('/proc/self/status') if l.startswith(('Cap', 'NoNew'))])")
-    assert capabilities.stdout.count("0000000000000000") == 5 and "NoNewPrivs:\\t1" in capabilities.stdout
-    environment = Sandbox().run("import os; print(dict(os.environ))").stdout
-    assert "'PATH'" in environment and "'PWD': '/sandbox'" in environment and "PYTHONPATH" not in environment
-
-
 def test_many_at_once_do_not_get_in_each_others_way() -> None:
     results: list[SandboxResult] = []
     box = Sandbox(processes=3, seconds=30.0)
@@ -274,12 +264,6 @@ def test_without_bubblewrap_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -
         Sandbox().run("print(1)")
 
 
-@pytest.mark.parametrize("target", [0, 1])
-def test_a_program_kills_nothing_but_itself(target: int) -> None:
-    result = Sandbox().run(f"import os\nos.kill({target}, 9)\nos._exit(7)")
-    assert (result.ending, result.code) == ("exited", 137 if target == 0 else 7)
-
-
 def test_a_failed_set_up_is_no_result_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "bwrap"
     tool.write_text("#!/bin/sh\necho 'bwrap: Creating new namespace failed' >&2\nexit 1\n")
@@ -287,15 +271,3 @@ def test_a_failed_set_up_is_no_result_of_the_program(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sandbox, "PATH", f"{tmp_path}:{sandbox.PATH}")
     with pytest.raises(SandboxUnavailable, match="got bwrap: Creating new namespace failed: install bubblewrap"):
         Sandbox().run("print(1)")
-
-
-@pytest.mark.parametrize("option", ["memory", "output", "processes", "disk", "seconds"])
-def test_limits_are_checked_by_name(option: str) -> None:
-    options: dict[str, Any] = {option: 0}
-    with pytest.raises(ValueError, match=f"expected {option} "):
-        Sandbox(**options)
-
-
-def test_lone_surrogates_are_replaced() -> None:
-    result = Sandbox().run("print(input(), '\ud800')", "\udfff")
-    assert (result.stdout, result.ok) == ("? ?\n", True)

@@ -14,7 +14,6 @@ from kit.marks import wait_for
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from transformers import TrainerState
 
-from lightning_rl.evaluation import Evaluation
 from lightning_rl.rewards import Rewards, Scores, SubprocessReward
 
 MADE: list[SubprocessReward] = []
@@ -240,18 +239,6 @@ def test_a_fit_with_isolated_rewards_equals_the_one_without(staleness: int) -> N
     reward = isolated(parity, per_sample=True)
     assert all((weight == plain[name]).all() for name, weight in weights(reward).items())
     assert reward.pids() == []
-
-
-def test_an_evaluation_ends_the_processes_of_its_rewards() -> None:
-    def always(value: float) -> Any:
-        return lambda prompts, *_, **__: [value] * len(prompts)
-
-    validation, training = isolated(always(0.25)), isolated(always(1.0))
-    evaluation = Evaluation("held", [[2, 3], [2, 4], [2, 5]], save=False, rewards={"other": validation})
-    module = tiny_module(rewards={"training": training}, evaluation=[evaluation], patience=None)
-    trainer = fit(module, data=tiny_prompts(8, 4), num_sanity_val_steps=0)
-    assert trainer.callback_metrics["val/held/reward/other"] == 0.25
-    assert validation.pids() == training.pids() == []
 
 
 @pytest.mark.parametrize(

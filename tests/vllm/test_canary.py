@@ -196,31 +196,3 @@ def test_a_tied_head_that_is_not_sent_is_found_at_setup(
     monkeypatch.setattr(run.engine, "_aliases", {})
     with pytest.raises(ValueError, match=r"a tensor for the engine's lm_head.weight \[151, 128\], got none"):
         run.engine.expect(run.model.named_parameters())
-
-
-def test_a_tied_head_that_stays_behind_is_found(
-    watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = watch_engine("qwen2-tied")
-    run.sync()
-    run.step()
-
-    def without_head(stream: Stream, _: object) -> Stream:
-        return ((name, weight) for name, weight in stream if name != "lm_head.weight")
-
-    monkeypatch.setattr("lightning_rl.generation.weights.weight_stream.verify", without_head)
-    with pytest.raises(CanaryError, match="not the trainer's: "):
-        run.sync()
-
-
-def test_the_cache_is_tried_every_few_syncs(
-    watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_rl.generation.weights.canary.CACHE_EVERY", 3)
-    run, asked = watch_engine(), []
-    cached = run.engine.count_cached_tokens
-    monkeypatch.setattr(run.engine, "count_cached_tokens", lambda ids: asked.append(run.version) or cached(ids))
-    for _ in range(7):
-        run.sync()
-        run.step()
-    assert asked == [1, 2, 4, 5, 7]

@@ -18,7 +18,6 @@ from kit import fake_vllm
 ROOT = Path(__file__).parents[2] / "lightning_rl"
 NAMES = {
     "config/vllm.py": ("set_current_vllm_config(vllm_config)", "VllmConfig.model_config", "VllmConfig.device_config"),
-    "config/cache.py": ("CacheConfig.enable_prefix_caching", "CacheConfig.block_size"),
     "config/device.py": ("DeviceConfig.device_type",),
     "config/model.py": (
         "ModelConfig.architecture",

@@ -32,7 +32,7 @@ from lightning_rl.generation.engine import (
 )
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.output_extras import OutputExtras, available_extras, options_for
-from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
@@ -215,9 +215,8 @@ class VLLMEngine(Engine):
                 internals.GROUPS.leave()
                 raise
             self._threads = torch.get_num_threads() if torch.cuda.is_available() else None
-        served, cache = self._llm.llm_engine.model_config, self._llm.llm_engine.vllm_config.cache_config
+        served = self._llm.llm_engine.model_config
         self.max_length = int(served.max_model_len)
-        self.block_size = int(cache.block_size) if cache.enable_prefix_caching else 0
         vocabulary = int(served.get_vocab_size())
         self._limits = Limits(max_length=self.max_length, vocabulary=vocabulary, has_tokenizer=tokenizer is not None)
         if tokenizer is not None:  # vLLM would choose a class by the type of the model
@@ -406,11 +405,6 @@ class VLLMEngine(Engine):
             )
             for ids, output in zip(rows, outputs, strict=True)
         ]
-
-    @override
-    def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        (output,) = self._generate([ids], [self._sampling_params(CACHING)])
-        return int(output.num_cached_tokens or 0)
 
     @override
     def wake(self) -> None:

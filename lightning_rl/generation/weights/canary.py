@@ -25,7 +25,6 @@ SEED = 0  # seed of the fixed tokens
 DRAWN_ROWS, DRAWN_TOKENS = 4, 4
 NOISE = 2e-5  # rounding moves a float32 log-probability by up to 1.1e-5 between engines
 FACTOR = 5.0  # multiple of the first sync's mean difference that counts as rounding below float32 precision
-CACHE_EVERY = 4  # syncs between runs of a prompt that is cached; the next sync has to evict it
 REMEMBERED = 4  # past syncs whose values tell a stale engine from a wrong one
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
@@ -112,19 +111,11 @@ class Canary:
         """Reset the state, for another engine or run."""
         self._past: dict[str, deque[Comparison]] = {}
         self._first_mean: float | None = None  # of the first sync
-        self._syncs = 0
-        self._cached = False
 
     def measure(self, engine: Engine, *, vocabulary: int, temperature: float, max_length: int) -> Measurement:
-        """Return the values of an engine that was just synced, at the run's temperature.
-
-        Raises:
-            CanaryError: If the prefix cache still contains a prompt from before the sync.
-        """
-        generator, longer = torch.Generator().manual_seed(SEED), engine.block_size + 9
-        ids = torch.randint(vocabulary, (max(TOKENS, longer),), generator=generator).tolist()
-        self._check_cache(engine, ids[:longer], max_length)
-        row = tuple(ids[: min(TOKENS, max_length - 1)])
+        """Return the values of an engine that was just synced, at the run's temperature."""
+        ids = torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(SEED)).tolist()
+        row = tuple(ids[: max_length - 1])
         sampling = SamplingParams(temperature=temperature, max_new_tokens=DRAWN_TOKENS, eos_token_ids=())
         requests = [
             Request(prefix_ids=row[: number + 1], sample_id=-1 - number, seed=number, sampling=sampling)
@@ -140,19 +131,6 @@ class Canary:
             [(r.prefix_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)],
             engine.version,
         )
-
-    def _check_cache(self, engine: Engine, prompt: Sequence[int], max_length: int) -> None:
-        if not engine.block_size or len(prompt) >= max_length:
-            return
-        if self._cached and (cached := engine.count_cached_tokens(prompt)):
-            raise CanaryError(
-                f"expected the sync to version {engine.version} to reset the prefix cache, but {cached} tokens of a "
-                "prompt from before it came out of the cache: they belong to older weights"
-            )
-        self._cached = self._syncs % CACHE_EVERY == 0
-        self._syncs += 1
-        if self._cached:
-            engine.count_cached_tokens(prompt)
 
     def judge(
         self,

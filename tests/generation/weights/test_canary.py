@@ -296,36 +296,6 @@ def test_a_failure_on_another_rank_raises(monkeypatch: pytest.MonkeyPatch) -> No
     assert run.engine.state is EngineState.AWAKE
 
 
-def test_a_prompt_longer_than_a_block_proves_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Cached(TransformersEngine):
-        block_size = 16
-        cached: frozenset[tuple[int, ...]] = frozenset()
-        resets = True
-
-        def count_cached_tokens(self, ids: Any) -> int:
-            known = tuple(ids) in self.cached
-            self.cached |= {tuple(ids)}
-            return 16 if known else 0
-
-        def _take(self, weights: Any, version: int) -> None:
-            super()._take(weights, version)
-            if self.resets:
-                self.cached = frozenset()
-
-    monkeypatch.setattr(canaries, "CACHE_EVERY", 1)
-    model = tiny_policy()
-    engine = Cached()
-    launch(engine, copy.deepcopy(model))
-    policy = PolicyModel(model, None, temperature=1.0, packed=True)
-    for version in range(3):
-        synchronize(engine, model.named_parameters(), version, policy, **alone(model))
-    (prompt,) = engine.cached
-    assert len(prompt) == 25
-    engine.resets = False
-    with pytest.raises(CanaryError, match="sync to version 3 to reset the prefix cache, but 16 tokens of a prompt"):
-        synchronize(engine, model.named_parameters(), 3, policy, **alone(model))
-
-
 def test_a_fault_ends_the_run() -> None:
     class Copying(TransformersEngine):
         """Engine that decodes with a copy and ignores weights after the second sync."""
