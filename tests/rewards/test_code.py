@@ -76,8 +76,6 @@ def test_a_machine_without_bubblewrap_is_refused_when_it_is_made(monkeypatch: py
     monkeypatch.setattr(sandbox, "PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match='got no "bwrap"'):
         CodeTests(sandbox=Sandbox(seconds=21.0))
-    monkeypatch.undo()
-    assert CodeTests(sandbox=Sandbox(unsafe=True)).partial
 
 
 HUMAN_EVAL = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
