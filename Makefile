@@ -29,9 +29,6 @@ LOGGERS_INSTALLED := .venv-loggers/.installed
 LIGER ?= liger-kernel==0.8.5 triton==3.9.0
 LIGER_BIN := .venv-liger/bin
 LIGER_INSTALLED := .venv-liger/.installed
-DASK ?= distributed==2026.8.0
-DASK_BIN := .venv-dask/bin
-DASK_INSTALLED := .venv-dask/.installed
 LAUNCH ?= kubernetes-validate==1.37.0 compose-spec==0.2.1
 LAUNCH_BIN := .venv-launch/bin
 LAUNCH_INSTALLED := .venv-launch/.installed
@@ -49,7 +46,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test test-all test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-dask test-launch bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
+.PHONY: help install demo test test-all test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,9 +83,6 @@ test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Come
 
 test-liger: $(LIGER_INSTALLED) ## Liger's kernels through Triton's interpreter, in a separate environment
 	TRITON_INTERPRET=1 $(LIGER_BIN)/python -m pytest $(WATCHED) tests/policy/test_liger.py
-
-test-dask: $(DASK_INSTALLED) ## Tests of rewards on two workers of Dask, in a separate environment
-	$(DASK_BIN)/python -m pytest $(WATCHED) tests/rewards/test_executors.py
 
 test-launch: $(LAUNCH_INSTALLED) ## Validate the launch files of Docker Compose and Kubernetes, in a separate environment
 	$(LAUNCH_BIN)/python -m pytest $(WATCHED) tests/test_launch.py
@@ -207,13 +201,6 @@ $(LIGER_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv --clear .venv-liger
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-liger/lib/python*/site-packages)/below.pth"
 	$(LIGER_BIN)/python -m pip install --quiet '$(TORCH)' $(LIGER) -e .
-	@touch $@
-
-# A path file adds the packages of .venv.
-$(DASK_INSTALLED): $(INSTALLED)
-	$(PYTHON) -m venv --clear .venv-dask
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$(echo .venv-dask/lib/python*/site-packages)/below.pth"
-	$(DASK_BIN)/python -m pip install --quiet '$(TORCH)' '$(DASK)' -e .
 	@touch $@
 
 # Validators of the launch files; a path file adds the packages of .venv.

@@ -174,12 +174,11 @@ def _compare(findings: Findings, rollouts: Sequence[Rollout], name: str = "") ->
 
 
 def requests(findings: Findings) -> None:
-    """One rollout of each kind of request on a GPU: filters, adapters alone, expert routes, an external launcher."""
+    """One rollout of each kind of request on a GPU: filters, expert routes, an external launcher."""
     needs("vllm")
     cases: dict[str, tuple[VLLMEngine, dict[str, Any]]] = {
         "top_p": (VLLMEngine(**SHORT), {"sampling": SamplingParams(max_new_tokens=16, top_p=0.9, eos_token_ids=(1,))}),
         "top_k": (VLLMEngine(**SHORT), {"sampling": SamplingParams(max_new_tokens=16, top_k=20, eos_token_ids=(1,))}),
-        "adapters alone": (VLLMEngine(lora="adapter", **SHORT), {"kind": "lora"}),
         "expert routes": (VLLMEngine(**SHORT), {"kind": "mixture"}),
         "external launcher": (VLLMEngine(distributed_executor_backend="external_launcher", **SHORT), {}),
     }
@@ -187,8 +186,6 @@ def requests(findings: Findings) -> None:
         with findings.part(name), tempfile.TemporaryDirectory() as folder:
             if findings.tiny and name != "external launcher":
                 raise SkipError("needs a GPU")
-            if options.get("kind") == "lora":
-                needs("peft")
             noted = Noted()
             callbacks = [noted, RouterReplay()] if options.get("kind") == "mixture" else [noted]
             module, data = _run(findings, engine, **options)

@@ -26,7 +26,6 @@ KNOWN = {
     "lightning_rl/environments/workers.py": "pickle.loads(",
     "lightning_rl/generation/vllm/vllm_engine.py": "import_module(",
     "lightning_rl/generation/vllm/internals.py": "import_module(",
-    "lightning_rl/generation/vllm/lora_adapter.py": "import_module(",
     "lightning_rl/generation/vllm/vllm_version.py": "import_module(",
     "lightning_rl/optimizers.py": "import_module(",
     "lightning_rl/policy/attention.py": "import_module(",  # of FlashAttention, by two fixed names
@@ -34,7 +33,6 @@ KNOWN = {
     "lightning_rl/processes/pool.py": "pickle.loads(",
     "lightning_rl/processes/worker.py": "cloudpickle.loads(",
     "lightning_rl/reporting/run_files.py": "torch.load(",
-    "lightning_rl/rewards/subprocess_reward.py": "cloudpickle.loads(",
     "lightning_rl/serialization.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }

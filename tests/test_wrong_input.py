@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import Qwen2ForCausalLM
 
 from lightning_rl import (
-    Conversations,
     FaultTolerance,
     PromptDataModule,
     RLLightningModule,
@@ -403,10 +402,6 @@ SERVERS: dict[str, Case] = {
         "expected storage=, a folder shared with the machine of .*10.0.0.7",
     ),
     "timeout": (lambda: VLLMServerEngine(SERVER, timeout=0), "expected timeout > 0, got 0"),
-    "ca": (
-        lambda: VLLMServerEngine("https://127.0.0.1:8000", ca="none.pem"),
-        "expected ca to be a file of certificates in PEM, got 'none.pem'",
-    ),
 }
 
 CASES = {
@@ -485,13 +480,6 @@ def test_an_old_name_of_an_option_is_refused_with_the_new_one() -> None:
 def test_a_preset_is_no_list_of_callbacks() -> None:
     with pytest.raises(TypeError, match=r"\*\*preset.options to the module and callbacks=\[\*preset.callbacks\]"):
         a_trainer([*presets.dapo(max_new_tokens=8)])
-
-
-@pytest.mark.parametrize("name", ["step_timeout", "timeout"])
-def test_a_limit_of_time_without_workers_is_told_to_bound_nothing(name: str) -> None:
-    options: dict[str, Any] = {name: 90.0}
-    with pytest.warns(UserWarning, match=f"{name}=90 has no effect, .*: pass workers=, or remove {name}"):
-        Conversations(Echo, **options)
 
 
 def test_a_reference_that_nothing_reads_is_said() -> None:

@@ -20,7 +20,6 @@ from lightning_rl.distributed.collectives import (
     process_count,
     process_maximum,
     process_objects,
-    process_store,
 )
 from lightning_rl.distributed.ddp import DataParallel
 from lightning_rl.distributed.fsdp1 import FullyShardedDataParallel1
@@ -45,7 +44,6 @@ __all__ = [
     "process_count",
     "process_maximum",
     "process_objects",
-    "process_store",
 ]
 
 KINDS: tuple[tuple[type[Strategy], type[Parallel]], ...] = (

@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from lightning_rl.distributed.network import cure_of
 
@@ -106,11 +105,6 @@ ALONE = Alone()
 def process_count() -> int:
     """Return the number of training processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def process_store() -> Store | None:
-    """Return the key-value store of the process group; None for a single process."""
-    return dist.distributed_c10d._get_default_store() if process_count() > 1 else None  # noqa: SLF001  has no other name
 
 
 def process_objects(value: Anything) -> list[Anything]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 
 from lightning_rl.environments.conversation import Conversation, Transcript
 from lightning_rl.generation import Completion, Engine, Request
-from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.utils.arguments import check_counts
 
 
@@ -36,7 +36,7 @@ def converse(
     engine: Engine,
     *,
     logprobs: bool = False,
-    answers: TurnAnswers | None = None,
+    answers: Answers | None = None,
     executor: Executor | None = None,
     limit: int | None = None,
 ) -> list[Transcript]:
@@ -70,7 +70,7 @@ class _Conversations:
     def __init__(
         self,
         openings: Sequence[Opening],
-        answers: TurnAnswers | None,
+        answers: Answers | None,
         executor: Executor | None,
         limit: int | None,
     ) -> None:
@@ -190,7 +190,7 @@ class _Conversations:
             if transcript is None:
                 raise RuntimeError("expected a conversation that has ended, got one that waits")
             if answers is not None:
-                pairs = tuple((request, answers.answer_to(request) or drawn) for request, drawn in transcript.pairs)
+                pairs = tuple((request, answers.completion_of(request) or drawn) for request, drawn in transcript.pairs)
                 transcript = replace(transcript, given=pairs)
             transcripts.append(transcript)
         return transcripts

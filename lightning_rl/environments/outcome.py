@@ -36,7 +36,7 @@ class Outcome:
         metrics: Metrics, summed over turns.
         seconds: Seconds spent in the environment.
         failure: Description of the failure, of the second try if there was one; None without one.
-        log: Traceback of the failure, and the output of an environment in a worker process.
+        log: Traceback of the failure.
     """
 
     answer: tuple[int, ...]

@@ -11,8 +11,6 @@ import torch
 from lightning_rl.environments.environment import Environment, Message, StepResult, TokenEnvironment, TokenStep
 from lightning_rl.environments.tools import ObjectEnvironment, has_schema
 
-METHODS = {"reset": ("row", "seed"), "step": ("answer",), "reward": (), "close": ()}
-TOKEN_METHODS = {**METHODS, "step": ("token_ids", "finish")}
 REPLY_ROLES = ("user", "tool")
 CONTEXT_ROLES = ("system", "developer", *REPLY_ROLES, "assistant")
 EXAMPLE = '{"role": "user", "content": "..."}'
@@ -28,11 +26,9 @@ def environment_of(made: Any) -> Environment | TokenEnvironment:
     if isinstance(made, Environment):
         if type(made).step is Environment.step:
             raise ValueError(f"expected {name} to define step: write def step(self, answer) -> StepResult")
-        _check_methods(made, METHODS)
         return made
     step = getattr(made, "step", None)
     if isinstance(made, TokenEnvironment) and _takes(made.step, 2) and (_takes(made.reset, 2) or not has_schema(step)):
-        _check_methods(made, TOKEN_METHODS)
         return made
     if callable(step) and not has_schema(step):
         raise ValueError(
@@ -41,32 +37,6 @@ def environment_of(made: Any) -> Environment | TokenEnvironment:
             "with Environment of lightning_rl.environments, or give step a hint and a line under Args: if it is a tool"
         )
     return ObjectEnvironment(made)
-
-
-def _check_methods(environment: Any, methods: Mapping[str, Sequence[str]]) -> None:
-    """Check that methods can be called as conversations do, and are not coroutine functions.
-
-    Raises:
-        ValueError: If not; names class and method, and what to write.
-    """
-    for method, names in methods.items():
-        function = getattr(environment, method, None)
-        if function is None:
-            continue  # reward is optional
-        where, form = (
-            f"{type(environment).__name__}.{method}",
-            f"def {method}(self{''.join(f', {name}' for name in names)})",
-        )
-        if inspect.iscoroutinefunction(function):
-            raise ValueError(
-                f"expected {where} to be a plain function, got one that is async: write {form}, and "
-                "asyncio.run(...) around what has to be awaited"
-            )
-        if not _takes(function, len(names)):
-            raise ValueError(
-                f"expected {where} to be called with {', '.join(names) or 'nothing'}, got {method}"
-                f"{_signature(function)}: write {form}"
-            )
 
 
 def _takes(function: Callable[..., Any], number: int) -> bool:

@@ -88,7 +88,7 @@ class WorkerPool(Pool):
     ) -> None:
         for name, factory in factories.items():
             _check_pickle(name, factory)
-        super().__init__(cloudpickle.dumps(Host(factories)), processes=workers, keep_output=True)
+        super().__init__(cloudpickle.dumps(Host(factories)), processes=workers)
         self.workers, self.step_seconds, self.conversation_seconds = workers, step_seconds, conversation_seconds
         self.descriptions: dict[str, Description] = {}
 
@@ -203,7 +203,6 @@ class _Remote:
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Lease a worker and create an environment there."""
         self._worker = self._pool.lease()
-        self._worker.clear_output()
         return self._ask("reset", self._factory, dict(row), seed)
 
     def reward(self) -> Any:
@@ -250,14 +249,13 @@ class _Remote:
                 f"a rollout was left unfinished and starts over on resume: an environment {error.message}"
             )
         if error.kind == TIMEOUT:
-            return CallError(TIMEOUT, late, error.log)
+            return CallError(TIMEOUT, late)
         if error.kind == DEATH:
-            return CallError(DEATH, f"the process {error.message} in {call}", error.log)
+            return CallError(DEATH, f"the process {error.message} in {call}")
         if call != "close":
             with contextlib.suppress(CallError):
                 worker.ask(_task("close"), CLOSE_SECONDS)
-        worker.end()
-        return CallError(error.kind, error.message, error.log + worker.output())
+        return error
 
     def _release(self, *, keep: bool) -> None:
         worker, self._worker = self._worker, None

@@ -176,7 +176,6 @@ class Engine(ABC):
         dtype: Dtype of its weights once started; None for that of the trainer.
         allows_tf32: True if it may compute float32 products in TF32 by default; set by ``start``.
         max_length: Maximum length of prompt and response together, set by ``start``; None without a limit.
-        block_size: Tokens in a block of its prefix cache, set by ``start``; 0 without such a cache.
         started: True from :meth:`start` to :meth:`end_stage` or :meth:`close`.
         state: Current state.
         version: Version of its weights.
@@ -192,7 +191,6 @@ class Engine(ABC):
     dtype: torch.dtype | None = None
     allows_tf32: bool = False
     max_length: int | None = None
-    block_size: int = 0
 
     def __init__(self) -> None:
         self.started = False
@@ -265,16 +263,6 @@ class Engine(ABC):
         """Return the log-probabilities of one row for each copy of the weights in the engine, by a name of the copy."""
         return {"": self.score([ids])[0]}
 
-    def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        """Run a prompt, which caches it, and return the number of its tokens that were cached before."""
-        del ids
-        return 0
-
-    def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """Return the output of each layer for a prompt by name; empty if unknown."""
-        del ids
-        return {}
-
     @abstractmethod
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the full weights, one parameter at a time."""
@@ -299,13 +287,20 @@ class Engine(ABC):
         """Return one completion for each request, in order.
 
         Raises:
+            EngineError: If the number of completions is wrong.
             RuntimeError: If the engine is not synced.
             ValueError: If a request has a filter that the engine does not support.
         """
         self._check_requests(requests)
         self._check_state()
         with self.in_flight.holding(requests, self.version):
-            return self._draw(requests, logprobs=logprobs)
+            completions = self._draw(requests, logprobs=logprobs)
+        if len(completions) != len(requests):
+            raise EngineError(
+                f"expected {len(requests)} completions from {type(self).__name__}, one for each request, got "
+                f"{len(completions)}: answer every request once, in order, with ABORT for failed ones"
+            )
+        return completions
 
     def converse(self, exchange: Exchange, *, logprobs: bool = False) -> None:
         """Serve requests from ``exchange`` until it is exhausted.
@@ -381,16 +376,7 @@ class Engine(ABC):
 
 
 def give_all(exchange: Exchange, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Pass on the completions of several requests, in order.
-
-    Raises:
-        EngineError: If their numbers differ.
-    """
-    if len(completions) != len(requests):
-        raise EngineError(
-            f"expected {len(requests)} completions, one for each request, got {len(completions)}: answer every request "
-            "once, in order, with ABORT for failed ones"
-        )
+    """Pass on the completions of several requests, in order."""
     for request, completion in zip(requests, completions, strict=True):
         exchange.give(request, completion)
 

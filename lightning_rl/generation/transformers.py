@@ -18,7 +18,7 @@ from lightning_rl.generation.cache import VLLM_DRAWS, KVCache, cache_argument
 from lightning_rl.generation.decode_extras import DecodeExtras
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.sampling_params import RowFilters, SamplingParams, in_units
-from lightning_rl.generation.weights.canary import Canary, canary_of, capturing_layers
+from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import exact_logits
@@ -145,14 +145,6 @@ class TransformersEngine(Engine):
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             scores.append(exact.log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu())
         return scores
-
-    @override
-    def layer_outputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        if self._model is None:
-            return {}
-        with capturing_layers(self._model) as outputs:
-            self.score([ids])
-        return outputs
 
     @override
     def close(self) -> None:

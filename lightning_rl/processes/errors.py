@@ -15,7 +15,7 @@ class CallError(Exception):
         kind: Name of an exception, :data:`TIMEOUT`, :data:`DEATH`, :data:`LOADING` if the function could not be loaded
             in a process, or :data:`INTERRUPT` if a signal stopped the run.
         message: Description in one sentence; for a process the predicate, such as "was ended by SIGKILL".
-        log: Traceback, and the beginning and end of the output of the process if the pool keeps it.
+        log: Traceback.
         error: Representation of the exception, or an empty string.
     """
 

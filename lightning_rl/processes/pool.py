@@ -31,8 +31,6 @@ EXIT_SECONDS = 5.0  # for a worker to exit after it closed its connection
 TRACEBACK_SECONDS = 1.0  # for a late worker to print its traceback
 KILL_SECONDS = 10.0  # after which a killed process counts as gone
 POLL_SECONDS = 1.0  # between checks for the end of the run
-PIPE_BYTES = 2**16  # that a pipe holds
-LOG_BYTES = 2**15  # kept at the beginning of a worker's output, and as many at its end
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
@@ -50,7 +48,6 @@ class Pool:
         memory: Address space of each process in bytes; None for no limit.
         environment: Environment variables of the processes, added to those of the trainer; by default no GPU and one
             thread.
-        keep_output: Keep beginning and end of a worker's output for errors, instead of the trainer's output.
     """
 
     def __init__(
@@ -60,10 +57,9 @@ class Pool:
         processes: int,
         memory: int | None = None,
         environment: Mapping[str, str] | None = None,
-        keep_output: bool = False,
     ) -> None:
         self.function, self.processes, self.memory = function, processes, memory
-        self.environment, self.keep_output = dict(environment or {}), keep_output
+        self.environment = dict(environment or {})
         self._prepare()
 
     def _prepare(self) -> None:
@@ -156,7 +152,7 @@ class Pool:
             self._servers.pop().close()
         if not self._servers:
             environment = {**os.environ, **QUIET, **self.environment}
-            server = _Server(self.function, self.memory, environment, keep_output=self.keep_output)
+            server = _Server(self.function, self.memory, environment)
             if server.failure:
                 self._failure = server.failure
                 raise CallError(LOADING, self._failure)
@@ -208,10 +204,10 @@ class _Task(Future[Any]):
 
 
 class Worker:
-    """Worker process, with a connection for tasks and replies, the life line of its guard, and its output if kept."""
+    """Worker process, with a connection for tasks and replies, and the life line of its guard."""
 
-    def __init__(self, connection: Connection, life: socket.socket, output: "Output | None") -> None:
-        self._connection, self._life, self._output = connection, life, output
+    def __init__(self, connection: Connection, life: socket.socket) -> None:
+        self._connection, self._life = connection, life
         self._lock = threading.Lock()
         self._code: int | None = None
         self.killed = False
@@ -257,39 +253,25 @@ class Worker:
         while (left := end - time.monotonic()) > 0:
             if CLOCK.stopped_by and not hurried:
                 end, hurried = min(end, time.monotonic() + HURRY), True
-            elif self._wait(self._connection, min(left, POLL_SECONDS)):
+            elif self._connection.poll(min(left, POLL_SECONDS)):
                 return True
         return False
-
-    def _wait(self, source: Any, seconds: float) -> bool:
-        """Return True if a source can be read within some seconds; read the output meanwhile."""
-        end = time.monotonic() + seconds
-        while True:
-            left = end - time.monotonic()
-            outputs: list[Any] = [] if self._output is None or self._output.file.closed else [self._output.file]
-            ready = wait([source, *outputs], max(0.0, left))
-            if self._output is not None and set(outputs) & set(ready) and self._output.read():
-                time.sleep(0.1)  # throttle a worker that floods its output
-            if source in ready or left <= 0:
-                return source in ready
 
     def _late(self, seconds: float) -> CallError:
         if CLOCK.stopped_by:
             self.end()
             return CallError(INTERRUPT, CLOCK.reason())
-        if self._output is not None:
-            with contextlib.suppress(OSError, IndexError):
-                os.kill(self.pids[-1], SIGABRT)  # prints a traceback
-            self.end(TRACEBACK_SECONDS)
-        self.end()
-        return CallError(TIMEOUT, f"took longer than {seconds:g} s", self.output())
+        with contextlib.suppress(OSError, IndexError):
+            os.kill(self.pids[-1], SIGABRT)  # prints a traceback
+        self.end(TRACEBACK_SECONDS)
+        return CallError(TIMEOUT, f"took longer than {seconds:g} s")
 
     def _death(self) -> CallError:
         code = self.end(EXIT_SECONDS)
         how = "is gone" if code is None else f"exited with status {code}"
         if code is not None and code > 128:
             how = f"was ended by {Signals(code - 128).name}"
-        return CallError(DEATH, how, self.output())
+        return CallError(DEATH, how)
 
     def kill(self) -> None:
         """Make the guard kill the worker and its descendants; thread-safe."""
@@ -301,68 +283,21 @@ class Worker:
         """Kill the worker, after ``patience`` seconds to exit, and its descendants; return its exit status."""
         with self._lock:
             if self._life.fileno() >= 0:
-                self._wait(self._life, patience)
+                wait([self._life], patience)
                 self.kill()
-                self._wait(self._life, KILL_SECONDS)
+                wait([self._life], KILL_SECONDS)
                 with self._life, contextlib.suppress(OSError):
                     self._life.setblocking(False)  # noqa: FBT003
                     self._code = next(iter(self._life.recv(1)), None)
                 self._connection.close()
-                if self._output is not None:
-                    self._output.read()
-                    self._output.file.close()
             return self._code
-
-    def output(self) -> str:
-        """Return the output since :meth:`clear_output`, if it is kept."""
-        return "" if self._output is None else self._output.text()
-
-    def clear_output(self) -> None:
-        """Forget the output of earlier tasks."""
-        if self._output is not None:
-            self._output.read()
-            self._output.clear()
-
-
-class Output:
-    """Beginning and end of what a worker prints."""
-
-    def __init__(self, descriptor: int) -> None:
-        os.set_blocking(descriptor, False)
-        self.file = os.fdopen(descriptor, "rb", buffering=0)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget the output."""
-        self._first, self._last, self._omitted = b"", b"", 0
-
-    def read(self) -> bool:
-        """Read what is available; return True if the pipe was full."""
-        part = b"" if self.file.closed else self.file.read(PIPE_BYTES)
-        if part is None:  # nothing is available
-            return False
-        if not part:
-            self.file.close()
-        room = LOG_BYTES - len(self._first)
-        self._first, rest = self._first + part[:room], self._last + part[room:]
-        self._last = rest[-LOG_BYTES:]
-        self._omitted += len(rest) - len(self._last)
-        return len(part) == PIPE_BYTES
-
-    def text(self) -> str:
-        """Return the kept output, with the number of bytes left out."""
-        gap = f"\n[{self._omitted} bytes left out]\n" if self._omitted else ""
-        return self._first.decode(errors="replace") + gap + self._last.decode(errors="replace")
 
 
 class _Server:
     """Server process from which workers are forked; ``failure`` is the reason why it could not load the function."""
 
-    def __init__(
-        self, function: bytes, memory: int | None, environment: Mapping[str, str], *, keep_output: bool
-    ) -> None:
+    def __init__(self, function: bytes, memory: int | None, environment: Mapping[str, str]) -> None:
         self._control, theirs = Pipe()
-        self._keep_output = keep_output
         with theirs:
             self.popen = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), str(theirs.fileno())],
@@ -371,7 +306,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        setup = {"path": sys.path, "memory": memory, "function": function, "descriptors": 3 if keep_output else 2}
+        setup = {"path": sys.path, "memory": memory, "function": function}
         try:
             self._control.send(setup)
             late = not self._control.poll(STARTUP_SECONDS)
@@ -390,18 +325,10 @@ class _Server:
         """Fork a worker."""
         connection, tasks = Pipe()
         life, guard = socket.socketpair()
-        ends = [tasks.fileno(), guard.fileno()]
-        output = None
-        if self._keep_output:
-            source, sink = os.pipe()
-            output = Output(source)
-            ends.append(sink)
         with tasks, guard, contextlib.suppress(OSError):  # a server that has died: the first task reports it
-            for descriptor in ends:
+            for descriptor in (tasks.fileno(), guard.fileno()):
                 reduction.send_handle(self._control, descriptor, self.popen.pid)
-        if output is not None:
-            os.close(ends[-1])
-        return Worker(connection, life, output)
+        return Worker(connection, life)
 
     def close(self) -> None:
         """End the process."""

@@ -53,7 +53,7 @@ def serve(control: Connection) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # guards are not waited for
     while True:
         try:
-            descriptors = [reduction.recv_handle(control) for _ in range(setup["descriptors"])]
+            descriptors = [reduction.recv_handle(control) for _ in range(2)]
         except (EOFError, OSError):
             os._exit(0)  # an orderly exit takes seconds
         flush()
@@ -64,11 +64,9 @@ def serve(control: Connection) -> NoReturn:
             os.close(descriptor)
 
 
-def work(function: Callable[..., Any], tasks: int, life: int, output: int | None = None) -> NoReturn:
+def work(function: Callable[..., Any], tasks: int, life: int) -> NoReturn:
     """Become a worker, and call the function until the pool closes the connection."""
     fork_with_guard(socket.socket(fileno=life))
-    for old, new in () if output is None else ((output, 1), (output, 2)):
-        os.dup2(old, new)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

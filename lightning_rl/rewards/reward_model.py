@@ -1,4 +1,4 @@
-"""Reward models: sequence classifiers or models with a value head.
+"""Reward models: sequence classifiers.
 
 Hugging Face's decoders with a classification head read the score at the last token other than ``config.pad_token_id``.
 Without a pad id they refuse batches; if texts end with the pad id, they read one token too early. So each batch is
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.rewards.text import ids_of, text_of
-from lightning_rl.utils.arguments import check_bools, check_choices, check_counts, check_rows
+from lightning_rl.utils.arguments import check_choices, check_counts, check_rows
 
-VALUE_HEAD = "value_head.safetensors"
 SCORING = threading.Lock()  # build a model once; one batch at a time sets the pad id
 
 
@@ -32,14 +31,11 @@ class RewardModel:
     the model's maximum gets NaN and is left out of training, with a warning.
 
     Args:
-        model: Name or path of a sequence classifier, or folder with a ``value_head.safetensors`` written by the
-            module's ``save_pretrained``; or a callable without arguments that builds a model.
+        model: Name or path of a sequence classifier, or a callable without arguments that builds one.
         tokenizer: Tokenizer of the model or its name; by default that of a model given by name.
         tokens: ``"own"``: text, tokenized by the model's tokenizer, with its chat template for chat messages;
             ``"policy"``: the sampled ids, for a model with the policy's tokenizer.
-        per_token: The callable's model has an output at each token; the last one counts.
         label: Index of the label if there are several.
-        activation: Function applied to the model's output.
         device: Device of the model; by default the accelerator of this process, else the CPU.
         dtype: Dtype of the weights; by default as saved or built.
         max_tokens_per_microbatch: Maximum number of tokens of a batch, padding included; 1 for one text at a time.
@@ -52,9 +48,7 @@ class RewardModel:
     model: str | Path | Callable[[], nn.Module]
     tokenizer: Any = None
     tokens: Literal["own", "policy"] = "own"
-    per_token: bool = False
     label: int | None = None
-    activation: Literal["none", "sigmoid", "softmax"] = "none"
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     max_tokens_per_microbatch: int = 16384
@@ -63,8 +57,6 @@ class RewardModel:
     def __post_init__(self) -> None:
         """Check the options."""
         check_choices(("own", "policy"), tokens=self.tokens)
-        check_choices(("none", "sigmoid", "softmax"), activation=self.activation)
-        check_bools(per_token=self.per_token)
         check_counts(1, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
         check_counts(1, optional=True, max_length=self.max_length)
         if self.label is not None and (isinstance(self.label, bool) or not isinstance(self.label, int)):
@@ -121,12 +113,12 @@ class RewardModel:
     def scorer(self) -> "Scorer":
         """Model, built and checked."""
         with torch.random.fork_rng(devices=[]):  # keep the random state of the run
-            module, per_token = self._build()
+            module = self._build()
         device = self.device
         if device is None:
             device = torch.accelerator.current_accelerator() or "cpu"
         module = module.to(device=device, dtype=self.dtype).requires_grad_(requires_grad=False).eval()
-        scorer = Scorer(module, per_token, self.label, self.activation, self.max_tokens_per_microbatch)
+        scorer = Scorer(module, self.label, self.max_tokens_per_microbatch)
         if self.max_tokens_per_microbatch > 1:
             scorer.check_padding()
         return scorer
@@ -145,15 +137,12 @@ class RewardModel:
             return source
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
-    def _build(self) -> tuple[nn.Module, bool]:
-        """Return the model, and True if it has an output at each token."""
+    def _build(self) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
 
         if callable(self.model):
-            return self.model(), self.per_token
+            return self.model()
         dtype: Any = "auto" if self.dtype is None else self.dtype
-        if (Path(self.model) / VALUE_HEAD).is_file():
-            return ValueModel(Path(self.model), dtype), True
         load: Any = AutoModelForSequenceClassification.from_pretrained
         model, info = load(self.model, dtype=dtype, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"]:
@@ -162,7 +151,7 @@ class RewardModel:
                 f"{sorted(info['missing_keys'])}: they would be random; name a sequence "
                 "classifier, or pass a callable that builds one"
             )
-        return model, False
+        return model
 
     def _text_ids(self, prompt: Any, text: str) -> list[int]:
         if isinstance(prompt, str):
@@ -201,42 +190,18 @@ def _check_device(device: Any) -> None:
         ) from error
 
 
-class ValueModel(nn.Module):
-    """Model with a value head exported beside it: a value at each token."""
-
-    def __init__(self, folder: Path, dtype: Any) -> None:
-        from safetensors.torch import load_file
-        from transformers import AutoModel
-
-        super().__init__()
-        shared = not (folder / "config.json").is_file()  # a head on the policy in the parent folder
-        place = folder.parent if shared else folder
-        self.model = AutoModel.from_pretrained(place, dtype=dtype, trust_remote_code=False)
-        self.weight = nn.Parameter(load_file(folder / VALUE_HEAD)["weight"].to(self.model.dtype))
-        self.config = self.model.config
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return values [B, T]."""
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return nn.functional.linear(hidden, self.weight)[..., 0]
-
-
 @dataclass(frozen=True)
 class Scorer:
     """Built model and the way to read its score.
 
     Args:
         module: Model on its device, in evaluation mode.
-        per_token: The model has an output at each token.
         label: Index of the label if there are several.
-        activation: Function applied to the output.
         max_tokens_per_microbatch: Maximum number of tokens of a batch.
     """
 
     module: nn.Module
-    per_token: bool
     label: int | None
-    activation: str
     max_tokens_per_microbatch: int
 
     @property
@@ -317,8 +282,6 @@ class Scorer:
         with torch.autocast(device.type, enabled=False):
             output = self.module(input_ids=ids.to(device), attention_mask=mask.to(device))
         logits = output if isinstance(output, Tensor) else output["logits"]
-        if self.per_token:
-            logits = logits[torch.arange(len(rows), device=logits.device), (lengths - 1).to(logits.device)]
         return self._read(logits.float().cpu(), len(rows))
 
     def _read(self, logits: Tensor, rows: int) -> list[float]:
@@ -326,16 +289,12 @@ class Scorer:
         logits = logits[:, None] if logits.dim() == 1 else logits
         if logits.dim() != 2 or len(logits) != rows:
             raise ValueError(
-                f"expected the reward model to return [{rows}, labels], got {list(logits.shape)}: pass per_token=True "
-                "if it has an output at each token"
+                f"expected the reward model to return [{rows}, labels], got {list(logits.shape)}: build a sequence "
+                "classifier"
             )
         label = self.label if self.label is not None else 0 if logits.shape[1] == 1 else None
         if label is None or not -logits.shape[1] <= label < logits.shape[1]:
             raise ValueError(f"expected label= to index the reward model's {logits.shape[1]} labels, got {self.label}")
-        if self.activation == "softmax":
-            logits = logits.softmax(-1)
-        elif self.activation == "sigmoid":
-            logits = logits.sigmoid()
         return logits[:, label].tolist()
 
 

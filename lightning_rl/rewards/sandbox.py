@@ -18,14 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Literal
 
-from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
+from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import in_words
 
 CURE = (
     "install bubblewrap 0.8 or newer with `apt install bubblewrap` and allow user namespaces (in a container: "
     "--security-opt seccomp=unconfined and systempaths=unconfined; on a machine: sysctl user.max_user_namespaces and "
-    "kernel.apparmor_restrict_unprivileged_userns=0), send the programs to a SandboxService, or run them without "
-    "protection with Sandbox(unsafe=True)"
+    "kernel.apparmor_restrict_unprivileged_userns=0), or send the programs to a SandboxService"
 )
 PATH = "/usr/local/bin:/usr/bin:/bin"
 TOOLS = ("bwrap", "setpriv", "prlimit")
@@ -75,8 +74,6 @@ class Sandbox:
         output: Maximum size of the output in bytes.
         processes: Maximum number of processes and threads.
         disk: Maximum size of written files in bytes.
-        unsafe: Run without namespaces where they are not available. The limits on time, memory, output and file size
-            hold, but the program has your permissions, and its background processes may survive.
 
     Raises:
         ValueError: If a limit is out of range.
@@ -87,12 +84,10 @@ class Sandbox:
     output: int = 2**16
     processes: int = 16
     disk: int = 2**24
-    unsafe: bool = False
 
     def __post_init__(self) -> None:  # noqa: D105
         check_numbers(above=0, finite=True, seconds=self.seconds)
         check_counts(1, memory=self.memory, output=self.output, processes=self.processes, disk=self.disk)
-        check_bools(unsafe=self.unsafe)
 
     def check(self) -> None:
         """Run a test program, once per process.
@@ -113,24 +108,16 @@ class Sandbox:
         Raises:
             SandboxUnavailable: If this machine cannot isolate programs.
         """
-        with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
-            main = Path(folder, "main.py")
-            main.write_text(source, encoding="utf-8", errors="replace")
-            return self._run_unsafe(main, stdin) if self.unsafe else self._run_in_namespaces(main, stdin)
-
-    def _run_unsafe(self, main: Path, stdin: str) -> SandboxResult:
-        folder = str(main.parent)
-        return self._execute(["setpriv", "--pdeathsig=KILL", *self._program(str(main))], stdin, folder, folder)
-
-    def _run_in_namespaces(self, main: Path, stdin: str) -> SandboxResult:
         if missing := [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]:
             raise SandboxUnavailable(
                 f"expected a machine that can isolate programs, got no {in_words(missing)}: {CURE}"
             )
-        with main.open("rb") as program, tempfile.TemporaryFile() as status:
+        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as status:
+            program.write(source.encode(errors="replace"))
+            program.seek(0)
             descriptors = program.fileno(), status.fileno()
-            command = [*_as_unused_user(), *self._bubblewrap(*descriptors), *self._program(MAIN)]
-            result = self._execute(command, stdin, "/", HOME, descriptors)
+            command = [*_as_unused_user(), *self._bubblewrap(*descriptors), *self._program()]
+            result = self._execute(command, stdin, descriptors)
             status.seek(0)
             if result.ending == "exited" and b"exit-code" not in status.read():  # which bubblewrap writes if it ran
                 reason = result.stderr.strip() or f"exit code {result.code} of bubblewrap"
@@ -147,18 +134,15 @@ class Sandbox:
         command += ["--file", str(program), MAIN, "--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/"]
         return [*command, "--json-status-fd", str(status), "--"]
 
-    def _program(self, main: str) -> list[str]:
+    def _program(self) -> list[str]:
         """Return the command of the program within its limits."""
         limits = {"as": self.memory, "cpu": int(self.seconds) + 1, "nofile": 64, "core": 0}
         limits["fsize"] = max(self.disk, self.output + 1)  # the output is a file
-        if not self.unsafe:  # without a user namespace it counts every process of the user
-            limits["nproc"] = self.processes + 1  # with process 1, which is bubblewrap
+        limits["nproc"] = self.processes + 1  # with process 1, which is bubblewrap
         options = [f"--{name}={limit}" for name, limit in limits.items()]
-        return ["prlimit", *options, "--", sys.executable, "-I", "-B", main]
+        return ["prlimit", *options, "--", sys.executable, "-I", "-B", MAIN]
 
-    def _execute(
-        self, command: Sequence[str], stdin: str, folder: str, home: str, descriptors: Sequence[int] = ()
-    ) -> SandboxResult:
+    def _execute(self, command: Sequence[str], stdin: str, descriptors: Sequence[int]) -> SandboxResult:
         """Run a command in a new session, with its own environment and no terminal; its output is a file in memory."""
         begin, ending = time.monotonic(), "exited"
         with _memory_file() as out, _memory_file() as err:
@@ -168,8 +152,8 @@ class Sandbox:
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=err,
-                cwd=folder,
-                env=_environment(home),
+                cwd="/",
+                env=_environment(),
                 start_new_session=True,
             ) as process:
                 try:
@@ -227,12 +211,12 @@ def _folders() -> tuple[str, ...]:
     return tuple(options)
 
 
-def _environment(home: str) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     return {
         "PATH": PATH,
-        "HOME": home,
-        "TMPDIR": home,
+        "HOME": HOME,
+        "TMPDIR": HOME,
         "LANG": "C.UTF-8",
         "PYTHONIOENCODING": "utf-8",
         **threads,

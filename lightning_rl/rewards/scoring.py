@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import threading
 import time
 import traceback
 import warnings
@@ -36,8 +35,7 @@ The total reward is the weighted sum; weights are 1 by default. A function of we
 
 RESERVED = frozenset({"task", "shaped", "missing", "failed", "greedy"})
 SECONDS = 300.0
-GRACE = 1.0  # seconds for the event loop to respond after a coroutine took too long
-LOOPS = [EventLoop("rewards")]  # clients keep connections that belong to their loop; the last one is used
+LOOP = EventLoop("rewards")
 
 
 class Scores(NamedTuple):
@@ -319,14 +317,7 @@ class _Draft:
 
     def _values(self, style: CallStyle, trainer_state: TrainerState | None) -> Any:
         """Return the result of the function; a generator runs here, within the time limit."""
-        own = self.rows.copy()
-        returned = style.call(self.function, own, self.notes, trainer_state)
-        if edited := self.rows.edits(own):
-            warnings.warn(
-                f"reward {self.name} edited {', '.join(edited)} in place: only its own copy changes, "
-                "but it may score other data than were sampled: use sorted(x), not x.sort()",
-                stacklevel=2,
-            )
+        returned = style.call(self.function, self.rows.copy(), self.notes, trainer_state)
         return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
 
     def collect(self, function: SubprocessReward, submitted: Submitted) -> None:
@@ -387,14 +378,11 @@ def _start(awaitable: Awaitable[Any]) -> "Future[Any]":
     async def result() -> Any:
         return await awaitable
 
-    return LOOPS[-1].start(result())
+    return LOOP.start(result())
 
 
 def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | None) -> None:
-    """Await all coroutines concurrently.
-
-    A coroutine that blocks the event loop fails the others as well; later calls get a new loop.
-    """
+    """Await all coroutines concurrently; one that blocks the event loop fails the others as well."""
     if not drafts:
         return
     begin, error = time.perf_counter(), RewardTimeoutError(f"took longer than {seconds or 0:g} s")
@@ -410,14 +398,6 @@ def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | 
         else:
             draft.values = draft.store(lambda future=future, draft=draft: values_of(future.result(), len(draft.rows)))
         draft.seconds += time.perf_counter() - begin
-    if late and not _responds(LOOPS[-1]):
-        LOOPS.append(EventLoop("rewards"))
-
-
-def _responds(loop: EventLoop) -> bool:
-    responded = threading.Event()
-    loop.call_soon(responded.set)
-    return responded.wait(GRACE)
 
 
 def _cause(error: BaseException) -> str:

@@ -5,11 +5,8 @@ import inspect
 import itertools
 import math
 import threading
-import traceback
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
-from functools import lru_cache, partial
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,15 +15,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
 from lightning_rl.processes.errors import DEATH, LOADING, CallError
-from lightning_rl.processes.pool import Pool, open_reply
+from lightning_rl.processes.pool import Pool
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
-from lightning_rl.processes.worker import answer
 from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
 from lightning_rl.rewards.values import InvalidRewardError, values_of
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
-from lightning_rl.utils.naming import in_words, name_of
+from lightning_rl.utils.naming import name_of
 
-LOADED = 16  # functions in the cache of an executor's worker
 STARTING = threading.Lock()  # concurrent rollouts may start their rewards at the same time
 
 
@@ -52,25 +47,17 @@ class SubprocessReward:
     main script work. For cheap functions the transfer takes longer than the call. Calls start as soon as there are
     completions, also for prefetched rollouts, unless the reward takes ``trainer_state``.
 
-    With an executor its workers replace the pool, on as many machines as it has. A lost worker fails the rows of its
-    task. A call that times out fails its rows and is cancelled; a worker that has started it continues.
-
     Args:
         reward: Any reward function.
         processes: Number of processes.
-        seconds: Time limit of a call on all rows; with ``per_sample``, time that the rollout waits for unfinished
-            samples.
+        seconds: Time limit of a call on all rows; with ``per_sample``, of a call on one row.
         per_sample: Call the reward on one row at a time, each a separate task; for a reward that does not compare rows.
-        sample_seconds: Time limit of one sample with ``per_sample``.
         memory: Address space of each process in bytes; None for no limit.
         environment: Environment variables of the processes, added to those of the trainer; by default no GPU and one
             thread.
-        executor: Executor whose workers make the calls instead of local processes. They must be able to import this
-            library; the executor stays open. ``seconds`` then limits the wait for a call, with or without
-            ``per_sample``; the executor sets the other limits.
 
     Raises:
-        ValueError: If an option is out of range, or a process limit is given with an executor.
+        ValueError: If an option is out of range.
     """
 
     def __init__(
@@ -80,10 +67,8 @@ class SubprocessReward:
         processes: int = 2,
         seconds: float = 60.0,
         per_sample: bool = False,
-        sample_seconds: float = 10.0,
         memory: int | None = None,
         environment: Mapping[str, str] | None = None,
-        executor: Executor | None = None,
     ) -> None:
         if not callable(reward) or isinstance(reward, type):
             raise ValueError(
@@ -97,18 +82,12 @@ class SubprocessReward:
             )
         check_counts(1, processes=processes)
         check_counts(1, optional=True, memory=memory)
-        check_numbers(above=0, finite=True, seconds=seconds, sample_seconds=sample_seconds)
+        check_numbers(above=0, finite=True, seconds=seconds)
         check_bools(per_sample=per_sample)
-        if executor is not None:
-            limits = {"processes": processes, "sample_seconds": sample_seconds}
-            _check_executor(executor, **limits, memory=memory, environment=environment)
         self.reward, self.processes, self.seconds = reward, processes, seconds
-        self.per_sample, self.sample_seconds = per_sample, sample_seconds
-        self.memory, self.environment = memory, dict(environment or {})
-        self.executor = executor
+        self.per_sample, self.memory, self.environment = per_sample, memory, dict(environment or {})
         self.__name__ = name_of(reward)
         self.__signature__ = inspect.signature(reward)
-        self._function: bytes | None = None
         self._pool: Pool | None = None
 
     @property
@@ -129,8 +108,9 @@ class SubprocessReward:
         parts = [(row,) for row in range(len(rows))] if self.per_sample else [tuple(range(len(rows)))]
         state = None if self.starts_early else state
         with STARTING:
-            submit = self._start()
-        return Submitted(rows, [(part, submit(_task(rows.select(part), style, state))) for part in parts])
+            pool = self._start()
+        tasks = [(part, pool.submit(_task(rows.select(part), style, state), self.seconds)) for part in parts]
+        return Submitted(rows, tasks)
 
     def collect(self, submitted: Submitted, notes: Notes) -> Results:
         """Wait for a call.
@@ -139,10 +119,9 @@ class SubprocessReward:
             submitted: Result of :meth:`submit`.
             notes: Notes of the call; those of each task are added to it.
         """
-        together = " for all samples together" if self.per_sample else ""
-        late = f"took longer than {self.seconds:g} s{together}"
+        late = "was cancelled"
         try:
-            CLOCK.run(lambda: self._wait(submitted), None)
+            CLOCK.run(lambda: wait([future for _, future in submitted.tasks]), None)
         except RewardTimeoutError as error:
             late = str(error)
         unfinished = [future for _, future in submitted.tasks if not future.done()]
@@ -165,41 +144,13 @@ class SubprocessReward:
         """Process ids of the pool: its server, and the workers with their guards."""
         return [] if self._pool is None else self._pool.pids()
 
-    def _start(self) -> "Callable[[bytes], Future[Any]]":
-        """Return the function that submits a task; pickle the reward at the first call."""
-        if self._function is None:
-            self._function = cloudpickle.dumps(with_notes(self.reward))
-            where = f"{self.processes} separate processes"
-            if self.executor is not None:
-                where = f"workers of {type(self.executor).__name__}"
-            rank_zero_info(f"reward {self.__name__} runs in {where}")
-        if self.executor is not None:
-            return partial(_submit, self.executor, self._function)
+    def _start(self) -> Pool:
+        """Return the pool; pickle the reward at the first call."""
         if self._pool is None:
-            self._pool = Pool(
-                self._function, processes=self.processes, memory=self.memory, environment=self.environment
-            )
-        return partial(self._pool.submit, seconds=self.sample_seconds if self.per_sample else self.seconds)
-
-    def _wait(self, submitted: Submitted) -> None:
-        """Wait until all tasks are done; tasks of the pool that are called together end by themselves."""
-        bounded = self.per_sample or self.executor is not None
-        wait([future for _, future in submitted.tasks], self.seconds if bounded else None)
-
-
-def _check_executor(executor: Executor, **limits: Any) -> None:
-    """Check the type of the executor, and that no process limit is given with it."""
-    if not isinstance(executor, Executor):
-        raise ValueError(
-            f"expected executor to be a concurrent.futures.Executor, got {executor!r:.200}: for a Dask client pass "
-            "client.get_executor()"
-        )
-    defaults = inspect.signature(SubprocessReward).parameters
-    if beside := [name for name, value in limits.items() if value != defaults[name].default]:
-        raise ValueError(
-            f"expected no {in_words(beside)} with executor=, whose workers have their own limits, got {beside[0]}="
-            f"{limits[beside[0]]!r:.99}: leave out one"
-        )
+            function = cloudpickle.dumps(with_notes(self.reward))
+            self._pool = Pool(function, processes=self.processes, memory=self.memory, environment=self.environment)
+            rank_zero_info(f"reward {self.__name__} runs in {self.processes} separate processes")
+        return self._pool
 
 
 def with_notes(function: Reward) -> Callable[..., tuple[Any, list[tuple[str, Any]], list[tuple[str, float]]]]:
@@ -238,24 +189,12 @@ def _task(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
     return cloudpickle.dumps(((arguments, keywords, sorted(style.extras), len(rows)), {}))
 
 
-def _submit(executor: Executor, function: bytes, task: bytes) -> "Future[Any]":
-    try:
-        return executor.submit(call, function, task, uuid.uuid4().hex)
-    except Exception as error:  # noqa: BLE001  each executor has its own error for shut down or broken
-        future = Future[Any]()
-        future.set_exception(error)
-        return future
-
-
 def _add(results: Results, part: tuple[int, ...], future: "Future[Any]", notes: Notes) -> Failure | None:
     """Add the result of one task, or return its failure."""
     try:
-        reply = future.result()
-        value, columns, metrics = open_reply(reply) if isinstance(reply, bytes) else reply
+        value, columns, metrics = future.result()
     except CallError as error:
         return Failure(part, _cause(error), error.log)
-    except Exception as error:  # noqa: BLE001  an executor may raise and return anything
-        return Failure(part, f"failed in its executor: {error!r:.500}")
     try:
         values = values_of(value, len(part))
         for column, items in columns:
@@ -295,25 +234,3 @@ def _merge(failures: Sequence[Failure]) -> list[Failure]:
         first = merged.setdefault(failure.cause, failure._replace(rows=()))
         merged[failure.cause] = first._replace(rows=(*first.rows, *failure.rows))
     return list(merged.values())
-
-
-def call(function: bytes, task: bytes, name: str) -> bytes:
-    """Run one task in a worker of an executor and return the pickled result; see :func:`.worker.answer`.
-
-    Args:
-        function: Pickled function.
-        task: Pickled arguments.
-        name: Unique name, so that an executor does not reuse the result of a task with equal arguments.
-    """
-    del name
-    try:
-        loaded = _load(function)
-    except BaseException:  # noqa: BLE001  the boundary to foreign code
-        return cloudpickle.dumps(("raised", LOADING, traceback.format_exc()))
-    return answer(loaded, task)
-
-
-@lru_cache(LOADED)
-def _load(function: bytes) -> Any:
-    """Load a function once per worker process, which keeps its state between calls."""
-    return cloudpickle.loads(function)

@@ -30,7 +30,7 @@ from lightning_rl.environments.outcome import (
 )
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams, request_seed
-from lightning_rl.generation.validate_completions import Answers, TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
@@ -358,7 +358,7 @@ class Sampler:
                 requests = [request for _, request in asked]
                 return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests), strict=True)]
             openings = [self.environments.open(prompt, request) for prompt, request in asked]
-            answers, workers = TurnAnswers(self.engine, **self._checks_of_answers), self.environments.workers
+            answers, workers = Answers(self.engine, **self._checks_of_answers), self.environments.workers
             logprobs = self.engine.capabilities.returns_logprobs
             drive = partial(converse, openings, self.engine, logprobs=logprobs, answers=answers)
             if workers is None:
@@ -368,8 +368,12 @@ class Sampler:
 
     def draw(self, requests: Sequence[Request]) -> list[Completion]:
         """Return a validated completion for each request."""
-        answers = Answers(engine=self.engine, requests=tuple(requests), **self._checks_of_answers)
-        return answers.check(self.engine.generate(list(requests), logprobs=answers.logprobs))
+        answers = Answers(self.engine, **self._checks_of_answers)
+        answers.ask(requests)
+        completions = self.engine.generate(list(requests), logprobs=answers.logprobs)
+        checked = [answers.check(*pair) for pair in zip(requests, completions, strict=True)]
+        answers.close()
+        return checked
 
     @property
     def _checks_of_answers(self) -> dict[str, Any]:

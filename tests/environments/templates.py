@@ -156,12 +156,6 @@ FAMILIES: dict[str, Family] = {
         + CHATML_HEAD,
         special=IM,
     ),
-    "phi-4": Family(
-        template="""
-{%- for m in messages -%}{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant<|im_sep|>' }}{%- endif -%}""",
-        special=(*IM, "<|im_sep|>"),
-    ),
     "qwen2.5": Family(
         template=CHATML_TOOLS
         + "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
@@ -216,46 +210,6 @@ FAMILIES: dict[str, Family] = {
         added=(*CALL_TAGS, *THOUGHT_TAGS),
         renderer="qwen3.5",
         appends=("tool", "two tools"),
-    ),
-    "nemotron-3": Family(  # the head of an answer opens a thought, which an answer in the history has closed at once
-        template=CHATML_TOOLS
-        + "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
-        + TOOL_RESPONSES
-        + """
-{%- elif m.role == 'assistant' -%}
-  {%- set said = m.content | trim -%}
-  {{ '<|im_start|>assistant\n<think></think>' + said }}"""
-        + XML_CALLS
-        + """{{ '\n' if m.tool_calls }}{{ '<|im_end|>\n' }}
-{%- else -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-{%- endif -%}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}""",
-        special=IM,
-        added=(*CALL_TAGS, *THOUGHT_TAGS),
-        renderer="nemotron-3",
-        appends=(),
-    ),
-    "lfm2.5": Family(  # calls as Python writes them; each result is a separate turn
-        template="""
-{{- bos_token }}
-{%- if tools -%}{{ '<|im_start|>system\nList of tools: ' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}
-{%- for m in messages -%}
-  {{ '<|im_start|>' + m.role + '\n' + m.content }}
-  {%- if m.tool_calls -%}
-    {{ '<|tool_call_start|>[' }}
-    {%- for call in m.tool_calls -%}
-      {{ ', ' if not loop.first }}{{ call.function.name + '(' }}
-      {%- for name, value in call.function.arguments | items -%}
-        {{ ', ' if not loop.first }}{{ name + "='" + value + "'" }}
-      {%- endfor -%}
-      {{ ')' }}
-    {%- endfor -%}
-    {{ ']<|tool_call_end|>' }}
-  {%- endif -%}
-  {{ '<|im_end|>\n' }}
-{%- endfor -%}"""
-        + CHATML_HEAD,
-        special=(*IM, "<|startoftext|>", "<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     "llama-3": Family(template=LLAMA.replace("TOOL_TEXT", "m.content | trim"), special=LLAMA_TOKENS),
     "llama-3.1": Family(  # a tool's text as a JSON string
@@ -377,12 +331,6 @@ FAMILIES: dict[str, Family] = {
         renderer="glm-4.5",
         close=("<|user|>", "<|observation|>"),
     ),
-    "deepseek-v3": Family(
-        template=DEEPSEEK.replace("HEAD", f"'<{WIDE}Assistant{WIDE}>'"),
-        special=DEEPSEEK_TOKENS,
-        added=THOUGHT_TAGS,
-        renderer="deepseek-v3",
-    ),
     "deepseek-r1": Family(
         template=DEEPSEEK.replace("HEAD", f"'<{WIDE}Assistant{WIDE}><think>\\n'"),
         special=DEEPSEEK_TOKENS,
@@ -460,57 +408,6 @@ FAMILIES: dict[str, Family] = {
             "[AVAILABLE_TOOLS]",
             "[/AVAILABLE_TOOLS]",
         ),
-    ),
-    "granite-3": Family(
-        template="""
-{%- if tools -%}
-  {{ '<|start_of_role|>tools<|end_of_role|>' + (tools | tojson) + '<|end_of_text|>\n' }}
-{%- endif -%}
-{%- for m in messages -%}
-  {{ '<|start_of_role|>' + ('tool_response' if m.role == 'tool' else m.role) + '<|end_of_role|>' + m.content }}
-  {%- if m.tool_calls -%}
-    {{ '<|tool_call|>[' }}
-    {%- for call in m.tool_calls -%}{{ ', ' if not loop.first }}{{ call.function | tojson }}{%- endfor -%}
-    {{ ']' }}
-  {%- endif -%}
-  {{ '<|end_of_text|>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif -%}""",
-        special=("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"),
-    ),
-    "kimi-k2": Family(  # a result names the id of its call
-        template="""
-{%- if tools -%}{{ '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}{%- endif -%}
-{%- for m in messages -%}
-  {%- if m.role == 'tool' -%}
-    {{ '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id + '\n' + m.content + '<|im_end|>' }}
-  {%- else -%}
-    {{ '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' + m.content }}
-    {%- if m.tool_calls -%}
-      {{ '<|tool_calls_section_begin|>' }}
-      {%- for call in m.tool_calls -%}
-        {{ '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
-        {{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}
-      {%- endfor -%}
-      {{ '<|tool_calls_section_end|>' }}
-    {%- endif -%}
-    {{ '<|im_end|>' }}
-  {%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|im_assistant|>assistant<|im_middle|>' }}{%- endif -%}""",
-        special=(
-            "<|im_end|>",
-            "<|im_user|>",
-            "<|im_assistant|>",
-            "<|im_system|>",
-            "<|im_middle|>",
-            "<|tool_calls_section_begin|>",
-            "<|tool_calls_section_end|>",
-            "<|tool_call_begin|>",
-            "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-        ),
-        renderer="kimi-k2",
     ),
 }
 

@@ -9,7 +9,6 @@ import torch
 from environments.templates import FAMILIES, RIGHT, close_of, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.chats import CLOSE, chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
@@ -25,7 +24,7 @@ from lightning_rl.environments import (
     StepResult,
 )
 from lightning_rl.environments import chat_template as module
-from lightning_rl.environments.chat_template import MARK, SANITIZES
+from lightning_rl.environments.chat_template import SANITIZES
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.generation import Completion, Request
@@ -161,24 +160,6 @@ def test_the_token_that_ended_an_answer_is_not_written_again(name: str, drawn: s
     tokenizer = tokenizer_of(name)
     ids = bridge_of(name).after([tokenizer.convert_tokens_to_ids(drawn)], NEW[kind])
     assert tokenizer.decode(list(ids)).startswith(begins)
-
-
-def test_an_answer_may_end_with_any_token_of_text_too() -> None:
-    """A bridge begins with the text after an answer, not inside of its mark."""
-    tokenizer, close = tokenizer_of("qwen2.5"), close_of("qwen2.5")
-    wide = Bridge(tokenizer, close | set(ids_of("qwen2.5", MARK)) | set(range(20, 200)))
-    for new in NEW.values():
-        assert wide.tail(new) == Bridge(tokenizer, close).tail(new)
-
-
-def test_words_that_the_vocabulary_lacks_are_no_control_tokens() -> None:
-    """The unknown token is text even if it is special."""
-    tokenizer = chat_tokenizer()
-    tokenizer.add_special_tokens({"unk_token": "<unk>"})
-    unknown = tokenizer.convert_tokens_to_ids("<unk>")
-    assert isinstance(unknown, int) and tokenizer.added_tokens_decoder[unknown].special
-    said = Bridge(tokenizer, CLOSE).after((), [{"role": "user", "content": "all these words missing"}])
-    assert list(said).count(unknown) == 4
 
 
 def templated(template: str) -> Any:

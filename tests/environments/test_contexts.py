@@ -18,9 +18,7 @@ from typing_extensions import override
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout
 from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
-from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
-from lightning_rl.recording import Recording, RolloutRecorder, replay
-from lightning_rl.recording.differences import replay_differences
+from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
 from lightning_rl.rollout import TURNS, context_starts
 from lightning_rl.rollouts.collate import lay_out
 
@@ -140,14 +138,6 @@ def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str
     assert "logged_metrics" not in audit.skipped
 
 
-def test_groups_are_filtered_by_samples() -> None:
-    seen, rows, _ = run_of(Forgetful, DynamicSampling(max_rounds=4))
-    for rollout in seen:
-        assert rollout.groups.unique(return_counts=True)[1].tolist() == [4] * 4
-        assert all(rollout.rewards[rollout.groups == group].unique().numel() > 1 for group in rollout.groups.unique())
-    assert rows[-1]["groups/zero_variance"] == 0
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("environment", [Echo, Forgetful])
 def test_routes_of_experts_are_those_of_each_context(environment: type[Echo]) -> None:
@@ -156,16 +146,6 @@ def test_routes_of_experts_are_those_of_each_context(environment: type[Echo]) ->
     found, drawn = rollout.require("old_logprobs"), rollout.action_mask
     assert bool(context_starts(rollout).any()) == (environment is Forgetful)
     assert_close(found[drawn], rollout.require("rollout_logprobs")[drawn].double(), atol=1e-5, rtol=0)
-
-
-def test_a_recording_is_replayed_bit_for_bit(tmp_path: Path) -> None:
-    run_of(Forgetful, RolloutRecorder(tmp_path), NoEOSMask(), policy=tiny_policy)
-    recordings = [Recording.load(path) for path in sorted(tmp_path.glob("*.json"))]
-    assert len(recordings) == 2
-    for recording in recordings:
-        (found,) = replay([recording], [recording.algorithm()])
-        assert context_starts(recording.rollout).any() and any(bool(gradient.any()) for gradient in found.gradients)
-        assert all(one is None for _, one in replay_differences(recording, found))
 
 
 def lose_marks(rows: Any, **options: Any) -> Rollout:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -94,21 +93,6 @@ def test_a_prefix_that_is_rewritten_stands_behind_the_answer_and_is_all_that_the
     assert (transcript.outcome.reward, counts["turns"], counts["tokens"], counts["rewritten"]) == (0.75, 3, 3, 1)
 
 
-def test_a_rewritten_prefix_that_leaves_no_room_is_not_said() -> None:
-    talk = conversation(Scripted(TokenStep(rewritten=(7,) * 9)), length=9)
-    talk.receive(drawn(3, EOS))
-    assert talk.transcript is not None and talk.transcript.finish == FinishReason.LENGTH
-    assert talk.transcript.row.response_ids == (3, EOS) and talk.transcript.outcome.metrics["rewritten"] == 0
-
-
-def test_an_environment_may_have_a_prompt_of_its_own() -> None:
-    talk = conversation(Scripted(TokenStep(done=True), prompt=(7, 8)))
-    assert talk.request is not None and talk.request.prefix_ids == (7, 8)
-    talk.receive(drawn(EOS))
-    assert talk.transcript is not None and talk.transcript.row.prompt_ids == (7, 8)
-    assert talk.transcript.outcome.reward is None
-
-
 @pytest.mark.parametrize(
     ("limits", "completions", "finish", "response"),
     [
@@ -137,17 +121,6 @@ def test_limits_end_it_and_nothing_is_said_behind_the_last_answer(
     assert counts["cut_by_tokens"] == float(finish == FinishReason.LENGTH)
     assert counts["cut_by_turns"] == float(finish == FinishReason.TURNS)
     assert (counts["turns"], counts["tokens"]) == (len(completions), response.count(4) + response.count(5))
-
-
-def test_a_turn_draws_at_most_its_own_tokens() -> None:
-    talk = conversation(Scripted(TokenStep(token_ids=(4,))), turn_tokens=2)
-    assert talk.request is not None and talk.request.sampling.max_new_tokens == 2
-
-
-def test_a_conversation_that_ends_in_a_cut_answer_is_cut_off() -> None:
-    talk = conversation(Scripted(TokenStep(done=True, reward=1.0)), turn_tokens=1)
-    talk.receive(drawn(3, finish=FinishReason.LENGTH))
-    assert talk.transcript is not None and talk.transcript.finish == FinishReason.LENGTH
 
 
 def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
@@ -210,21 +183,6 @@ def test_a_conversation_that_a_limit_ends_is_worth_what_the_environment_says(lim
     cut = 0.0 if finish == FinishReason.STOP else 0.5  # who ends it itself has said its worth
     assert talk.transcript.outcome.reward == 0.5 + cut
     assert [turn.reward for turn in talk.transcript.row.turns] == [0.25, 0.25 + cut]
-
-
-def test_an_environment_that_cannot_say_its_worth_has_failed() -> None:
-    talk = conversation(Scoring(OSError("gone"), TokenStep(token_ids=(4,))), turns=1)
-    talk.receive(drawn(3, EOS))
-    assert talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (FinishReason.FAILED, "OSError: gone")
-
-
-@pytest.mark.parametrize("limits", [{"turns": 1}, {"length": 2}])
-def test_nothing_is_worth_nothing(limits: Any) -> None:
-    talk = conversation(Scoring(None, TokenStep(token_ids=(4,))), **limits)
-    if talk.request is not None:
-        talk.receive(drawn(3, EOS))
-    assert talk.transcript is not None and talk.transcript.outcome.reward is None
 
 
 class Acting(TokenEnvironment):
@@ -326,12 +284,3 @@ def test_a_prompt_that_no_answer_can_follow_fails_with_its_length() -> None:
     assert (talk.transcript.finish, talk.transcript.row.turns) == (FinishReason.FAILED, ())
     message = "ValueError: expected a prompt of fewer tokens than the context of 7, got 7 by reset"
     assert talk.transcript.outcome.failure == message
-
-
-def test_truths_of_numpy_are_truths_wherever_they_stand() -> None:
-    truth: Any = np.bool_(True)  # noqa: FBT003  the value that is tried
-    talk = conversation(Scripted(TokenStep(done=truth, reward=truth, metrics={"won": truth})))
-    talk.receive(drawn(2))
-    assert talk.transcript is not None
-    outcome = talk.transcript.outcome
-    assert (outcome.reward, outcome.metrics["won"], talk.transcript.finish) == (1.0, 1.0, FinishReason.STOP)

@@ -27,8 +27,7 @@ from lightning_rl.environments import (
 )
 from lightning_rl.generation import Capabilities, Completion, Request
 from lightning_rl.generation import engine as engine_module
-from lightning_rl.generation.engine import Exchange
-from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 
 EOS = 9
 What = list[tuple[tuple[int, ...], FinishReason, list[Tensor | None]]]
@@ -168,29 +167,6 @@ def test_who_comes_too_late_joins_the_next_round(monkeypatch: pytest.MonkeyPatch
     assert isinstance(engine, Noting) and engine.rounds == [[(0, 0), (1, 0)], [(1, 1)], [(0, 1)]]
 
 
-def test_a_round_waits_for_the_late_as_long_as_the_one_before_took_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "LINGER", 0.05)
-    lingers: list[float] = []
-
-    class Listening(Exchange):
-        """Exchange of three rounds."""
-
-        @override
-        def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-            lingers.append(linger)
-            return [] if len(lingers) == 4 else [opening(0).conversation._first]  # noqa: SLF001
-
-        @override
-        def give(self, request: Request, completion: Completion) -> None: ...
-
-        @override
-        def fail(self, error: BaseException) -> None: ...
-
-    pauses = iter([0.1, 0.0, 0.2])
-    told(lambda _: (time.sleep(next(pauses)), (EOS,))[1]).converse(Listening())
-    assert lingers[0] == lingers[2] == 0.05 and lingers[1] >= 0.1 and lingers[3] >= 0.2
-
-
 @pytest.mark.parametrize("workers", [0, 4])
 def test_an_engine_that_fails_leaves_no_environment_open(workers: int) -> None:
     environments = [Echo(4) for _ in range(6)]
@@ -236,18 +212,6 @@ def test_an_environment_at_work_when_the_engine_fails_is_closed_when_it_has_done
     assert events == ["step", "close"]
 
 
-def test_what_no_environment_should_raise_ends_the_rollout_wherever_it_runs() -> None:
-    class Interrupted(Echo):
-        @override
-        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-            raise KeyboardInterrupt("out of here")
-
-    for workers in (0, 2):
-        talks = [opening(0, Interrupted()), opening(1)]
-        with ThreadPoolExecutor(max(workers, 1)) as executor, pytest.raises(KeyboardInterrupt, match="out of here"):
-            converse(talks, told(lambda _: (3, EOS)), executor=executor if workers else None)
-
-
 def test_nobody_to_talk_to_is_no_call_and_no_place_is_an_error() -> None:
     engine = told(lambda _: (3, EOS))
     assert converse([], engine) == [] and engine.requests == []
@@ -255,39 +219,8 @@ def test_nobody_to_talk_to_is_no_call_and_no_place_is_an_error() -> None:
         converse(openings(1), engine, limit=0)
 
 
-def test_an_engine_without_filters_says_so_before_anything_is_drawn() -> None:
-    first = opening(0).conversation._first  # noqa: SLF001
-    first = replace(first, sampling=replace(first.sampling, top_k=3))
-    talk = Opening(Conversation(Echo(), first, ConversationLimits()), {}, 0)
-    with pytest.raises(ValueError, match="without top_k, top_p and min_p, which FakeEngine ignores"):
-        converse([talk], told(lambda _: (EOS,)))
-
-
 def answered(engine: FakeEngine, talks: list[Opening]) -> list[Transcript]:
-    return converse(talks, engine, logprobs=True, answers=TurnAnswers(engine, logprobs=True, vocabulary=12))
-
-
-def test_who_looks_on_is_shown_what_the_engine_gave_whatever_a_conversation_makes_of_it() -> None:
-    class Trimming(Conversation):
-        """Goes on without the last token of every answer."""
-
-        @override
-        def receive(self, completion: Completion) -> None:
-            logprobs = None if completion.logprobs is None else completion.logprobs[:-1]
-            super().receive(replace(completion, token_ids=completion.token_ids[:-1], logprobs=logprobs))
-
-    def pairs(kind: type[Conversation]) -> list[tuple[Request, Completion]]:
-        first = Request(
-            prefix_ids=(3,), sample_id=0, seed=5, sampling=SamplingParams(max_new_tokens=9, eos_token_ids=[EOS])
-        )
-        engine = FakeEngine(lambda _: (4, 5, EOS))
-        engine.load_weights([], 0)
-        talk = Opening(kind(Echo(2), first, ConversationLimits()), {}, 0)
-        (transcript,) = answered(engine, [talk])
-        return transcript.pairs
-
-    assert [completion.token_ids for _, completion in pairs(Conversation)] == [(4, 5, EOS)] * 2
-    assert [completion.token_ids for _, completion in pairs(Trimming)] == [(4, 5, EOS)] * 2
+    return converse(talks, engine, logprobs=True, answers=Answers(engine, logprobs=True, vocabulary=12))
 
 
 @pytest.mark.parametrize(
@@ -339,18 +272,6 @@ def test_many_turns_that_cannot_be_believed_are_the_engine_whatever_the_order(or
     message = r"got a log-probability of nan at position 1 for sample 2 \(turn 1, .* and 6 of 21 samples are faulty"
     with pytest.raises(EngineError, match=message):
         answered(nan_for(2, 3, 6, 7, 10, 11), openings()[::order])
-
-
-def test_an_answer_that_comes_twice_is_an_error() -> None:
-    class Twice(FakeEngine):
-        @override
-        def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
-            requests = exchange.take()
-            for _ in range(2):
-                exchange.give(requests[0], self._draw(requests[:1], logprobs=logprobs)[0])
-
-    with pytest.raises(EngineError, match="answer each request once, got a second answer to sample 1, turn 0"):
-        answered(told(lambda _: (3, EOS), Twice), [opening(1)])
 
 
 class Shared(FakeEngine):
@@ -405,7 +326,7 @@ def shared_rank(talks: list[Opening], script: Any = lambda _: (3, EOS)) -> Calla
         engine.across = across  # pyright: ignore[reportAttributeAccessIssue]
         engine.load_weights([], 0)
         engine.version, engine.pushed = 0, {0}
-        return engine.rounds, len(converse(talks, engine, answers=TurnAnswers(engine, logprobs=False)))
+        return engine.rounds, len(converse(talks, engine, answers=Answers(engine, logprobs=False)))
 
     return rank
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_rl import Evaluation, FinishReason, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.advantages import ReinforcePlusPlus
-from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL, RouterReplay, TruncatedIS
 from lightning_rl.environments import TokenStep
 from lightning_rl.environments.outcome import DEFAULT
@@ -196,18 +196,6 @@ def test_the_log_probability_of_environments_tokens_is_logged_with_any_mask(
         logprobs += scores[len(prompt) - 1 :][turns == 0].tolist()
     assert seen[0].groups[::4].unique().numel() == 4 and len(logprobs) > 4
     assert module.run.metrics.values()["env/logprob"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-5)
-
-
-def test_the_ledger_counts_what_the_policy_said_and_nothing_of_the_environment() -> None:
-    seen: list[Rollout] = []
-    callbacks = [recorder(seen)("seen"), NoEOSMask("drop_tokens"), SignalLedger()]
-    module = talking_module(minibatches_per_rollout=2, max_turns=2)
-    fit(module, data=data(), callbacks=callbacks)
-    figures = module.run.metrics.values()
-    assert figures["ledger/tokens/sampled"] == seen[-1].sampled_lengths.sum() < seen[-1].response_lengths.sum()
-    shares = {name: value for name, value in figures.items() if name.startswith("ledger/tokens/")}
-    del shares["ledger/tokens/sampled"]
-    assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6) and 0 < shares["ledger/tokens/used"] < 1
 
 
 @pytest.mark.nightly

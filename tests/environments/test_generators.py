@@ -69,14 +69,6 @@ def test_who_draws_from_a_generator_of_the_trainer_is_named(draw: Any, name: str
         talk(*((draw, nothing) if in_reset else (nothing, draw)))
 
 
-def test_generators_of_its_own_are_its_own_business() -> None:
-    own = random.Random(3), np.random.default_rng(3), torch.Generator().manual_seed(3)
-    before = generator_states()
-    talk(own[0].random, lambda: (own[1].random(), torch.rand((), generator=own[2])))
-    assert generator_states() == before
-    assert own[0].random() != random.Random(3).random(), "it has drawn"
-
-
 class Seeding(Drawing):
     """Seeds a generator when it is made, as some packages of environments do."""
 
@@ -101,20 +93,6 @@ def test_who_draws_and_then_fails_is_named() -> None:
         talk(draw_and_raise, lambda: None)
 
 
-def test_who_draws_when_it_is_closed_after_a_failure_is_named() -> None:
-    class Closing(Drawing):
-        @override
-        def close(self) -> None:
-            random.random()
-
-    def fails() -> None:
-        raise OSError("gone")
-
-    conversation = Conversation(None, FIRST, ConversationLimits(), again=lambda: Closing(fails, fails))
-    with fork_generators(torch.device("cpu")), pytest.raises(GeneratorError, match="expected Closing to draw"):
-        conversation.begin({}, 0)
-
-
 def draws() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
@@ -127,17 +105,6 @@ def test_draws_and_seeds_inside_leave_the_run_s_generators_where_they_are() -> N
         np.random.seed(1)
         torch.manual_seed(1)
     assert generator_states() == before
-
-
-def test_an_error_inside_leaves_them_too_and_keeps_what_was_drawn() -> None:
-    before, own = generator_states(), OwnGenerators("a game", 3)
-    with pytest.raises(ZeroDivisionError), own.in_place():
-        _ = draws()[0] / 0
-    assert generator_states() == before
-    expected = random.Random(3)
-    expected.random()
-    with own.in_place():
-        assert random.random() == expected.random()
 
 
 def test_each_goes_on_where_it_was_whatever_others_do() -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
 from environments.templates import close_of, tokenizer_of
 from typing_extensions import override
 
@@ -124,14 +123,3 @@ def test_an_environment_that_was_never_reset_need_not_be_able_to_close() -> None
     assert Unclosable.made == made, "it is made when its conversation begins, which fails alone if it cannot be"
     opening.conversation.begin(opening.row, opening.seed)
     assert Unclosable.made == made + 1 and opening.conversation.request is not None
-
-
-def test_a_text_that_no_context_holds_is_not_encoded() -> None:
-    class Huge(Reusing):
-        @override
-        def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-            return [{"role": "user", "content": "x" * (2**22 + 1)}]
-
-    environment = MessageEnvironment(Huge(), Bridge(TOKENIZER, close_of("qwen2.5")), plain_text(TOKENIZER))
-    with pytest.raises(ValueError, match=r"expected messages of at most 4194304 characters, got 4194309"):
-        environment.reset({}, 0)

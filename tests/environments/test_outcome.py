@@ -152,14 +152,6 @@ def test_failed_conversations_of_a_validation_are_counted_and_their_rewards_are_
     assert len(list((tmp_path / "failed_environments").iterdir())) == 1
 
 
-def test_an_answer_without_its_environment_is_warned_of() -> None:
-    module = talking_module(environment=Shut)
-    with pytest.warns(
-        UserWarning, match=r"(?s)1 of 2 conversations failed with their environment.*ConnectionError: shut"
-    ):
-        module.generate([{"prompt": [2, 3], "shut": True}, {"prompt": [2, 3], "shut": False}])
-
-
 @pytest.mark.parametrize("nothing", [0.0, -1.0, None])
 def test_the_reward_for_nothing_needs_an_answer(nothing: float | None) -> None:
     rewards = EnvironmentReward(nothing)(

@@ -1,13 +1,12 @@
 """Parsing: other libraries read calls, errors are words for the policy, and a parser that misreads is refused."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from environments.templates import FAMILIES, tokenizer_of
 
-from lightning_rl.environments import Action, ParserError, RendererParser, TemplateParser, ToolCall, parser_for
-from lightning_rl.environments.parsing import check_source, misread, plain_text
+from lightning_rl.environments import Action, ParserError, RendererParser, TemplateParser, parser_for
+from lightning_rl.environments.parsing import check_source, misread
 
 LOOK = {
     "type": "function",
@@ -43,12 +42,6 @@ def test_an_answer_falls_into_reasoning_text_and_calls(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", QWEN)
-def test_an_answer_without_a_call_is_text(source: str) -> None:
-    answer = parse(parser_for(tokenizer_of("qwen3"), source), "Just { text }.<|im_end|>")
-    assert answer == Action(text="Just { text }.", reasoning=None, tool_calls=[], errors=[])
-
-
-@pytest.mark.parametrize("source", QWEN)
 def test_a_call_in_reasoning_is_a_thought(source: str) -> None:
     answer = parse(parser_for(tokenizer_of("qwen3"), source), f"<think>\n{FIRST}\n</think>\n\nNo.<|im_end|>")
     assert calls(answer) == [] and list(answer.errors) == [] and answer.text.strip() == "No."
@@ -76,20 +69,6 @@ def test_reasoning_that_the_prompt_began_is_reasoning() -> None:
 def test_what_cannot_be_read_is_an_error_for_the_policy(source: str, said: str, wrong: str) -> None:
     answer = parse(parser_for(tokenizer_of("qwen3"), source), f"{said}<|im_end|>")
     assert calls(answer) == [] and len(answer.errors) == 1 and wrong in answer.errors[0]
-
-
-def test_of_several_calls_a_renderer_keeps_those_that_are_whole() -> None:
-    broken = '<tool_call>\n{"name": "look", "arguments": }\n</tool_call>'
-    template, renderer = (parser_for(tokenizer_of("qwen3"), source) for source in QWEN)
-    assert calls(parse(renderer, f"{FIRST}\n{broken}<|im_end|>")) == [("look", {"x": "one"})]
-    assert parse(renderer, f"{FIRST}\n{broken}<|im_end|>").errors[0].startswith("invalid_json: ")
-    assert calls(parse(template, f"{FIRST}\n{broken}<|im_end|>")) == []
-    assert len(parse(template, f"{FIRST}\n{broken}<|im_end|>").errors) == 1
-
-
-def test_a_call_of_a_tool_that_is_not_there_is_a_call() -> None:
-    said = '<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call><|im_end|>'
-    assert [calls(parse(parser_for(tokenizer_of("qwen3"), source), said)) for source in QWEN] == [[("fly", {})]] * 2
 
 
 def test_arguments_are_optional_and_may_be_written_as_text() -> None:
@@ -146,13 +125,6 @@ def test_without_a_source_the_first_that_reads_the_template_is_taken() -> None:
     assert isinstance(parser_for(tokenizer), TemplateParser)
 
 
-def test_a_function_is_taken_as_it_is() -> None:
-    def shout(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
-        return Action(text="HA", tool_calls=[ToolCall(name="look", arguments={})])
-
-    assert parser_for(tokenizer_of("chatml"), shout) is shout
-
-
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
@@ -190,10 +162,6 @@ def test_a_parser_that_reads_an_earlier_call_again_is_refused() -> None:
 def test_a_parser_that_breaks_gives_the_text_and_the_error() -> None:
     answer = parse(TemplateParser(tokenizer_of("qwen3"), {"fields": {}}), "hello<|im_end|>")
     assert answer.text == "hello" and answer.errors[0].startswith("the tool calls could not be read: ")
-
-
-def test_plain_text_reads_no_calls() -> None:
-    assert parse(plain_text(tokenizer_of("qwen3")), f"{FIRST}<|im_end|>") == Action(text=FIRST)
 
 
 @pytest.mark.parametrize("source", [3, ["hermes"]])

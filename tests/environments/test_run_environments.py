@@ -1,7 +1,7 @@
 """Environments: what cannot work is refused before anything is generated, and what can goes through a whole fit."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from lightning_rl import FinishReason, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.audit import SignalAudit
-from lightning_rl.environments import Action, BridgeError, Environment, Message, ParserError, StepResult, ToolCall
-from lightning_rl.environments.outcome import FailedEnvironmentsError
+from lightning_rl.environments import Action, BridgeError, Environment, ParserError, StepResult, ToolCall
 from lightning_rl.rollout import TURNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
@@ -128,34 +127,8 @@ def test_what_cannot_work_is_refused_before_anything_is_generated(
         fit(module_of(**options), data=data(), limit_train_batches=1)
 
 
-class Opening(Asking):
-    """Begins with its message."""
-
-    @override
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        return [{"role": "user", "content": "one"}]
-
-
-class Silent(Asking):
-    """Begins without a message."""
-
-    @override
-    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        return ()
-
-
 @pytest.mark.parametrize("options", [{"environment": Asking}, {"environment": Counter, "tool_parser": call_once}])
 def test_prompts_of_token_ids_are_refused_for_an_environment_that_answers_their_words(options: dict[str, Any]) -> None:
     message = "expected prompts of text or of chat messages for environment environment, .*got token ids: write"
     with pytest.raises(ValueError, match=message):
         fit(module_of(**options), data=tiny_prompts(), limit_train_batches=1)
-
-
-def test_prompts_of_token_ids_are_columns_like_others_for_an_environment_that_begins_itself() -> None:
-    module = module_of(environment=Opening, max_turns=1)
-    seen: list[Rollout] = []
-    fit(module, data=tiny_prompts(), callbacks=[recorder(seen)("seen")], limit_train_batches=1)
-    assert (seen[0].finish != FinishReason.FAILED).all()
-    message = r"ValueError: expected Silent.reset to return messages for a prompt of token ids, got none"
-    with pytest.raises(FailedEnvironmentsError, match=message), pytest.warns(match=message):
-        fit(module_of(environment=Silent), data=tiny_prompts(), limit_train_batches=1)

@@ -6,7 +6,6 @@ import datetime
 import json
 import math
 import sys
-import threading
 from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +19,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason
 from lightning_rl.environments import Action, Bridge, ObjectEnvironment, ToolCall, ToolEnvironment, parser_for
 from lightning_rl.environments.messages import MessageEnvironment
-from lightning_rl.environments.tools import LOOP, gather, schemas_of
+from lightning_rl.environments.tools import schemas_of
 
 
 def add(a: int, b: int = 1) -> int:
@@ -53,24 +52,6 @@ def fail(what: str) -> str:
     if what == "exit":
         sys.exit(3)
     raise OSError(what)
-
-
-async def wait(turns: int) -> str:
-    """Waits.
-
-    Args:
-        turns: of the event loop.
-    """
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    if turns == 0:
-        raise TimeoutError("no time")
-    return f"{turns} {threading.current_thread() is threading.main_thread()}"
-
-
-async def leave() -> str:
-    """Leaves."""
-    sys.exit(4)
 
 
 def call(name: str, **arguments: Any) -> ToolCall:
@@ -182,16 +163,6 @@ def test_a_flood_is_cut_with_a_note() -> None:
     assert error.startswith('{"error": "OSError: ') and "[cut: 20 of " in error
 
 
-def test_coroutines_run_outside_of_this_thread_also_where_a_loop_is_running() -> None:
-    async def inside() -> Any:
-        return step(ToolEnvironment([wait, add]), call("wait", turns=1), call("add", a=1), call("wait", turns=0))
-
-    taken = asyncio.run(inside())
-    texts = [message["content"] for message in taken.messages]
-    assert texts[:2] == ["1 False", "2"]
-    assert (json.loads(texts[2]), taken.metrics) == ({"error": "TimeoutError: no time"}, {"tool_errors": 1.0})
-
-
 def test_coroutines_that_follow_each_other_overlap_and_a_function_waits_for_them() -> None:
     events: list[str] = []
 
@@ -211,26 +182,6 @@ def test_coroutines_that_follow_each_other_overlap_and_a_function_waits_for_them
 
     step(ToolEnvironment([slow, note]), call("slow", which="a"), call("slow", which="b"), call("note"))
     assert events == ["begin a", "begin b", "end a", "end b", "note"]
-
-
-def test_a_coroutine_keeps_its_loop_from_turn_to_turn() -> None:
-    loops: list[Any] = []
-
-    async def remember() -> None:
-        """Remembers."""
-        loops.append(asyncio.get_running_loop())
-
-    environment = ToolEnvironment([remember])
-    step(environment, call("remember"))
-    step(environment, call("remember"))
-    assert loops[0] is loops[1] and not loops[0].is_closed()
-
-
-def test_an_exit_in_the_event_loop_ends_neither_the_loop_nor_the_others() -> None:
-    with pytest.raises(SystemExit, match="4"):
-        LOOP.start(leave()).result(5)
-    one, other = gather([leave(), wait(1)])
-    assert isinstance(one, SystemExit) and other == "1 False"
 
 
 @pytest.mark.parametrize(
@@ -382,12 +333,3 @@ def test_what_is_no_data_is_an_error_for_the_policy_to_read_without_addresses(va
     (message,) = taken.messages
     assert set(json.loads(message["content"])) == {"error"} and " at 0x" not in message["content"]
     assert taken.metrics == {"tool_errors": 1.0}
-
-
-def test_an_error_is_told_without_addresses() -> None:
-    def give() -> None:
-        """Gives."""
-        raise ValueError(object())
-
-    (message,) = step(ToolEnvironment([give]), call("give")).messages
-    assert message["content"] == '{"error": "ValueError: <object object>"}'

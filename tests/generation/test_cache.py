@@ -35,16 +35,6 @@ def test_holds_what_the_cache_of_transformers_holds(config: LlamaConfig) -> None
             theirs.batch_select_indices(rows)
 
 
-def test_memory_moves_seldom_and_never_beyond_the_longest_row() -> None:
-    cache, homes = KVCache(CONFIG, LONGEST), []
-    cache.update(*tokens(3, PROMPT, 0), 0)
-    for step in range(LONGEST - PROMPT):
-        keys, values = cache.update(*tokens(3, 1, step + 1), 0)
-        homes += [(keys.untyped_storage().data_ptr(), values.untyped_storage().data_ptr())]
-        assert keys.untyped_storage().nbytes() <= 3 * LONGEST * 4 * 4
-    assert len(dict.fromkeys(homes)) <= 7  # rooms of 9, 15, 24, 37, 57 and 64 tokens
-
-
 def test_a_prompt_that_is_selected_goes_on_in_memory_of_its_own() -> None:
     cache = KVCache(CONFIG, LONGEST)
     keys, values = tokens(2, PROMPT, 0)

@@ -30,10 +30,6 @@ def test_a_request_is_checked_when_it_is_made(options: dict[str, object], messag
         a_request(**options)
 
 
-def test_the_bounds_themselves_are_allowed() -> None:
-    assert a_request(prefix_ids=(0,), max_new_tokens=1, temperature=0).sampling.temperature == 0
-
-
 @pytest.mark.parametrize(
     ("identity", "seed"),
     [

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl import FinishReason, TransformersEngine
-from lightning_rl.generation import Completion, Request, transformers
+from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.cache import cache_argument
 from lightning_rl.policy import PolicyModel
 
@@ -150,25 +150,11 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_max_rows() ->
     assert what(draw(model, longer))[:-1] == together, "another request's limit changed the random numbers"
 
 
-def test_samples_of_one_prompt_differ_by_their_seed_alone() -> None:
-    requests = requests_for([(2, 3)] * 8, eos_token_ids=[])
-    assert len(set(what(draw(tiny_policy(), requests)))) > 4
-    same = [replace(request, seed=1) for request in requests]
-    assert len(set(what(draw(tiny_policy(), same)))) == 1
-
-
 def test_every_different_prompt_is_prefilled_once() -> None:
     model = tiny_policy()
     with forwards(model) as shapes:
         draw(model, requests_for(PROMPTS * 4, eos_token_ids=[], max_new_tokens=3))
     assert shapes == [(4, 5), (24, 1), (24, 1)], "no forward after the last token"
-
-
-def test_samples_of_a_prompt_stay_together_in_a_batch() -> None:
-    model = tiny_policy()
-    with forwards(model) as shapes:
-        draw(model, requests_for(PROMPTS * 2, max_new_tokens=1), max_rows=4)
-    assert sorted(shapes) == [(1, 1), (1, 5), (2, 3)], "every batch holds one or two prompts of like length"
 
 
 def test_finished_rows_leave_the_batch() -> None:
@@ -190,12 +176,6 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
         assert completion.token_ids == tuple(expected.argmax(-1).tolist())
         assert completion.logprobs is not None
         torch.testing.assert_close(completion.logprobs, expected.amax(-1), rtol=0, atol=1e-5)
-
-
-def test_greedy_and_sampled_requests_share_a_batch() -> None:
-    model, sampled = tiny_policy(), requests_for(PROMPTS)
-    mixed = [with_sampling(r, temperature=0.0) if n % 2 else r for n, r in enumerate(sampled)]
-    assert what(draw(model, mixed)) == [what(draw(model, [request]))[0] for request in mixed]
 
 
 @pytest.mark.parametrize(
@@ -222,23 +202,6 @@ def test_a_token_of_probability_zero_is_never_drawn(temperature: float) -> None:
     model = constant([-torch.inf, 0.0, -torch.inf, 0.5, -torch.inf, -torch.inf], eos=None)
     found = draw(model, requests_for([(1,)] * 50, temperature=temperature, eos_token_ids=[], max_new_tokens=40))
     assert {token for completion in found for token in completion.token_ids} == {1, 3}
-
-
-def test_not_even_for_a_random_number_of_exactly_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "_uniforms", lambda _, length, dtype: torch.zeros(length, dtype=dtype))
-    model = constant([-torch.inf, -torch.inf, 0.0, 1.0], eos=None)
-    assert what(draw(model, requests_for([(3,)], max_new_tokens=2))) == [((2, 2), FinishReason.LENGTH)]
-
-
-def test_a_row_that_waits_to_be_dropped_keeps_its_reason() -> None:
-    """One of eight rows is at its limit at once and stays in the batch, where likely EOS tokens go on to be drawn."""
-    model = constant([0.0, 0.0], eos=None)
-    requests = requests_for([(0,)] * 8, eos_token_ids=[], temperature=1.0)
-    for ended in range(8):
-        mixed = [
-            with_sampling(r, max_new_tokens=1, eos_token_ids=[1]) if n == ended else r for n, r in enumerate(requests)
-        ]
-        assert what(draw(model, mixed)) == [what(draw(model, [request]))[0] for request in mixed]
 
 
 def test_tokens_are_drawn_as_often_as_the_softmax_says() -> None:
@@ -278,11 +241,6 @@ def test_nothing_asked_gives_nothing_and_no_gradient_is_recorded() -> None:
     (completion,) = draw(model, requests_for([(2,)]))
     assert completion.logprobs is not None and not completion.logprobs.requires_grad
     assert start_engine(model).generate(requests_for([(2,)]))[0].logprobs is None
-
-
-def test_float64_weights_sample_in_float64() -> None:
-    (completion,) = draw(tiny_policy(dtype=torch.float64), requests_for([(2, 3)]))
-    assert completion.logprobs is not None and completion.logprobs.dtype == torch.float64
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])

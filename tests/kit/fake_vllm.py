@@ -46,7 +46,7 @@ OPTIONS = {  # of EngineArgs, those that a run could set
     "max_model_len", "distributed_executor_backend", "tensor_parallel_size", "enable_expert_parallel", "block_size",
     "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_batched_tokens",
     "max_num_seqs", "max_logprobs", "logprobs_mode", "disable_log_stats", "hf_overrides", "quantization",
-    "enforce_eager", "enable_lora", "max_loras", "max_lora_rank", "enable_chunked_prefill", "generation_config",
+    "enforce_eager", "enable_chunked_prefill", "generation_config",
     "enable_sleep_mode", "enable_cumem_allocator", "enable_return_routed_experts", "return_sampling_mask",
     "compilation_config", "worker_extension_cls", "async_scheduling", "attention_backend",
 }  # fmt: skip
@@ -256,7 +256,6 @@ class Running:
     params: SamplingParams
     generator: torch.Generator | None
     length: int  # of its prompt
-    cached: int = 0
     prompt_logprobs: list[Any] | None = None
     logprobs: list[float] = field(default_factory=list)
     masks: list[list[int]] = field(default_factory=list)
@@ -281,7 +280,6 @@ class LLM:
         self._saved: dict[str, Tensor] = {}
         self._load_model()
         self._requests: dict[str, Running] = {}
-        self._cache: set[tuple[int, ...]] = set()
         self._numbers = itertools.count()
         self.llm_engine = self._engine()
         gc.collect()
@@ -300,7 +298,7 @@ class LLM:
             raise ValueError("Sleep mode is not supported on current platform.")
         if not on_gpu and (options.get("return_sampling_mask") or options.get("enable_return_routed_experts")):
             raise ValueError("return_sampling_mask and enable_return_routed_experts require Model Runner V2")
-        if missing := [n for n in ("enable_lora", "quantization", "worker_extension_cls") if options.get(n)]:
+        if missing := [n for n in ("quantization", "worker_extension_cls") if options.get(n)]:
             raise NotImplementedError(missing[0])
         if options.get("tensor_parallel_size", 1) > 1:
             raise NotImplementedError("tensor_parallel_size")
@@ -415,7 +413,6 @@ class LLM:
         """Level 1 keeps the weights in main memory, level 2 drops them. A CPU ignores both but for the scheduler."""
         del mode
         self._abort(list(self._requests))
-        self._cache.clear()
         if "weights" in self._sleeping:
             return
         if self.on_gpu:
@@ -470,11 +467,8 @@ class LLM:
         return [None]
 
     def reset_prefix_cache(self) -> bool:
-        """Reset the cache unless a request holds a block."""
-        if self._requests:
-            return False
-        self._cache.clear()
-        return True
+        """Return False if a request holds a block."""
+        return not self._requests
 
     # Requests.
 
@@ -484,10 +478,9 @@ class LLM:
         sampling_params: Sequence[SamplingParams],
         *,
         use_tqdm: bool = True,
-        lora_request: Any = None,
     ) -> list[Any]:
         """Return outputs in the order of the prompts."""
-        names = [name.rpartition("-")[0] for name in self.enqueue(prompts, sampling_params, lora_request, use_tqdm)]
+        names = [name.rpartition("-")[0] for name in self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm)]
         outputs: dict[str, Any] = {}
         while self._requests:
             outputs |= {output.request_id: output for output in self._step()}
@@ -497,13 +490,11 @@ class LLM:
         self,
         prompts: Sequence[dict[str, list[int]]],
         sampling_params: Sequence[SamplingParams],
-        lora_request: Any = None,
-        use_tqdm: bool = True,  # noqa: FBT002  as there
+        *,
+        use_tqdm: bool = True,
     ) -> list[str]:
         """Return the names of the requests, which :meth:`_step` draws."""
         del use_tqdm
-        if lora_request is not None:
-            raise NotImplementedError("lora_request")
         if len(prompts) != len(sampling_params):
             raise ValueError("The lengths of prompts and params must be the same.")
         added: list[str] = []
@@ -557,14 +548,7 @@ class LLM:
         return finished
 
     def _prefill(self, request: Running) -> None:
-        cache = self.llm_engine.vllm_config.cache_config
-        ids, size, params = request.ids, cache.block_size, request.params
-        blocks = [tuple(ids[:end]) for end in range(size, len(ids) + 1, size)] if cache.enable_prefix_caching else []
-        for block in [] if params.skip_reading_prefix_cache else blocks:
-            if block not in self._cache or len(block) == len(ids):  # the last token is always computed
-                break
-            request.cached = len(block)
-        self._cache |= set(blocks)
+        ids, params = request.ids, request.params
         if params.prompt_logprobs is not None:
             logits = self.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
             scores = logits.log_softmax(-1)
@@ -623,7 +607,6 @@ class LLM:
             prompt_logprobs=request.prompt_logprobs,
             outputs=[row],
             finished=True,
-            num_cached_tokens=request.cached,
         )
 
     def _routes(self, ids: list[int]) -> Any:

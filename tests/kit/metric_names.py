@@ -23,7 +23,7 @@ def noting_reward(completions: Any, log_metric: Any, **_: Any) -> list[float]:
     """Reward by the length of a completion, which logs a metric and others in a folder, as a judge does."""
     log_metric("share", 1.0)
     log_metric("failed", 0.0)
-    log_metric("judge/cost", 0.1)
+    log_metric("judge/failed", 0.1)
     return [float(len(text)) for text in completions]
 
 

@@ -29,7 +29,6 @@ HOLDS: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
     "vocabulary": VOCABULARY,
     "max_length": 64,
-    "block_size": 8,
     "dtype": "float32",
     "device": "cpu",
     "has_tokenizer": False,
@@ -83,7 +82,6 @@ class ScriptedServer:
         self.on_tensor: Callable[[str], None] = lambda _: None
         self.worker = _Worker(self)
         self.requests: list[dict[str, Any]] = []
-        self.cache: set[tuple[str | None, tuple[int, ...]]] = set()
         self.calls: list[str] = []
         self.open: set[socket.socket] = set()
         self.asked = threading.Condition()
@@ -129,8 +127,6 @@ class ScriptedServer:
             return {"world_size": self.engines if path.endswith("?include_dp=true") else 1}
         if path == "/weight_info":
             return {"weight_version": self.label}
-        if path.startswith("/reset_prefix_cache"):
-            self.cache.clear()
         if path == "/update_weight_version":
             self.label = body["new_version"]
         if path == "/collective_rpc":
@@ -172,16 +168,7 @@ class ScriptedServer:
                 }
             ],
             "prompt_logprobs": [None, *({str(token): {"logprob": -token / 10}} for token in ids[1:])],
-            "usage": {"prompt_tokens_details": {"cached_tokens": self._count_cached(body.get("cache_salt"), ids)}},
         }
-
-    def _count_cached(self, salt: str | None, ids: list[int]) -> int:
-        """Tokens that come out of the prefix cache, in whole blocks, all but the last token; then they are in it."""
-        size = self.holds["block_size"]
-        blocks = [(salt, tuple(ids[: end + size])) for end in range(0, len(ids) - size, size)]
-        number = next((place for place, block in enumerate(blocks) if block not in self.cache), len(blocks))
-        self.cache.update((salt, tuple(ids[: end + size])) for end in range(0, len(ids) - size + 1, size))
-        return number * size
 
 
 class _Worker(WeightLoader):

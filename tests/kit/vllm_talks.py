@@ -16,7 +16,7 @@ from kit.vllm_rank import an_engine
 from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenEnvironment, TokenStep, converse
 from lightning_rl.generation import Request
-from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 
 NUMBER = 7
 
@@ -61,7 +61,7 @@ def main(folder: Path, ranks: int) -> None:
     every = list(enumerate(prompts_of(NUMBER, 30)))
     said: list[Any] = []
     for mine in (every, every) if ranks == 1 else (every[:-1], every) if rank == 0 else (every[-1:], []):
-        answers = TurnAnswers(engine, logprobs=True, vocabulary=VOCABULARY)
+        answers = Answers(engine, logprobs=True, vocabulary=VOCABULARY)
         transcripts = converse([opening(*one) for one in mine], engine, logprobs=True, answers=answers)
         said.append([(each.row.response_ids, each.row.turn_numbers, int(each.finish)) for each in transcripts])
     torch.save(said, folder / f"{ranks}-{rank}.pt")

@@ -81,7 +81,7 @@ def names_of_a_fit() -> set[str]:
 def test_no_name_that_fits_log_is_the_folder_of_another(names_of_a_fit: set[str]) -> None:
     assert folders(names_of_a_fit) == set()
     assert {
-        *("reward/noting", "reward_failed/noting", "reward_metric/noting/failed", "reward_metric/noting/judge/cost"),
+        *("reward/noting", "reward_failed/noting", "reward_metric/noting/failed", "reward_metric/noting/judge/failed"),
         *("val/sums/pass@2", "val/sums/pass@2_low", "val/sums/maj@2", "val/env/reward/parity", "val/env/failed"),
         *("rollout", "engine/aborted", "env/turns", "env/echo/turns", "ledger/tokens/used", "value/error"),
         *("opsm_of_the_rollout/rejected", "reward/greedy", "time/wait", "signal_audit/findings"),

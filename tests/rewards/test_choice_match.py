@@ -70,10 +70,6 @@ def test_a_reference_is_a_letter_an_index_or_a_text(reference: Any) -> None:
     assert reward(["?"] * 2, ["B", "C"], answer=[reference] * 2, options=[ANIMALS] * 2) == [1.0, 0.0]
 
 
-def test_no_reference_means_does_not_apply() -> None:
-    assert ChoiceMatch(choices="o")(["?"], ["B"], answer=[None], o=[ANIMALS]) == [None]
-
-
 @pytest.mark.parametrize("reference", ["E", 4, -1, True, "a cow", None.__class__])
 def test_a_reference_that_names_no_choice_takes_its_row_out(reference: Any) -> None:
     with pytest.warns(

@@ -76,8 +76,6 @@ def test_a_machine_without_bubblewrap_is_refused_when_it_is_made(monkeypatch: py
     monkeypatch.setattr(sandbox, "PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match='got no "bwrap"'):
         CodeTests(sandbox=Sandbox(seconds=21.0))
-    monkeypatch.undo()
-    assert CodeTests(sandbox=Sandbox(unsafe=True)).partial
 
 
 HUMAN_EVAL = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
@@ -132,9 +130,3 @@ def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
 def test_what_is_no_test_is_none(tests: Any, message: str) -> None:
     found = _read(tests, None)
     assert isinstance(found, UnreadableReference) and message in str(found)
-
-
-def test_no_form_of_a_test_lets_a_wrong_program_pass() -> None:
-    programs = [f"```python\ndef f(x): return {value}\n```" for value in ("2 * x", "0")]
-    for tests in ("assert f(2) == 4", '["assert f(2) == 4"]', HUMAN_EVAL):
-        assert reward()(["", ""], programs, tests=[tests] * 2, entry_point=["f"] * 2) == [1.0, 0.0]

@@ -32,16 +32,7 @@ def test_table(options: dict[str, Any], completion: str, reference: Any, value: 
     assert ExactMatch(**options)(["?"], [completion], answer=[reference]) == [value]
 
 
-def test_no_reference_means_does_not_apply() -> None:
-    assert ExactMatch()(["?"] * 2, ["a", "a"], answer=[None, "a"]) == [None, 1.0]
-
-
 def test_a_reference_that_is_no_text_takes_its_row_out_and_is_shown() -> None:
     with pytest.warns(UserWarning, match=r"cannot read 1 of its references.*got 4: clean the column 'answer'"):
         values = ExactMatch()(["?"] * 2, ["4", "4"], answer=[4, "4"])
     assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
-
-
-def test_another_column_and_chat_messages() -> None:
-    chat = [[{"role": "assistant", "content": "4"}]]
-    assert ExactMatch(answer="gold")([[{"role": "user", "content": "?"}]], chat, gold=["4"], answer=["5"]) == [1.0]

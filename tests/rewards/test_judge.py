@@ -4,11 +4,9 @@ import asyncio
 import json
 import math
 import pickle
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,7 +148,6 @@ def test_the_template_is_filled_with_prompt_completion_and_columns(serve: Any) -
         ({}, '{"score": 1} no: {"score": 5}', 0.5),
         ({}, '{"reason": "it says \\"score\\": 10", "score": 5}', 0.5),
         ({}, '{"reason": "{\\"score\\": 10}", "score": 5}', 0.5),
-        ({"score_key": "grade"}, '{"grade": 5.0}', 0.5),
         ({"pattern": r"Rating: \[\[(\d+)\]\]"}, "Rating: [[1]] Rating: [[5]]", 0.5),
         ({}, '{"score": 11}', None),
         ({}, '{"score": -1}', None),
@@ -208,15 +205,6 @@ def test_a_refusal_is_not_asked_again_and_shows_no_key(serve: Any, monkeypatch: 
     assert not any(SECRET in text for text in shown) and SECRET.encode() not in pickle.dumps(judge)
 
 
-def test_an_endpoint_that_refuses_connections_gives_no_score() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-    judge = Judge(model="m", base_url=url, api_key_env=None, retries=1)
-    with pytest.warns(UserWarning, match=rf"{url} did not answer: APIConnectionError"):
-        (value,) = ask(judge, ["x"])
-    assert value is not None and math.isnan(value)
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"no json", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 4}}]}']
 )
@@ -264,43 +252,16 @@ def test_equal_requests_of_a_call_are_sent_once(serve: Any) -> None:
     assert ask(of(endpoint), ["xx", "xx", "xxx"]) == [0.2, 0.2, 0.3] and len(endpoint.bodies) == 2
 
 
-def test_a_folder_keeps_answers_for_another_process_and_no_failures(serve: Any, tmp_path: Path) -> None:
-    endpoint = serve(by_length)
-    assert ask(of(endpoint, cache=tmp_path), ["xx"]) == [0.2]
-    with pytest.warns(UserWarning, match="returned no score"):
-        ask(of(endpoint, cache=tmp_path), ["x" * 11])
-    (file,) = tmp_path.rglob("*.json")
-    assert json.loads(file.read_text())["model"] == "judge-1" and not list(tmp_path.rglob("*.part"))
-    assert ask(of(endpoint, cache=tmp_path), ["xx"]) == [0.2] and len(endpoint.bodies) == 2
-    assert ask(of(endpoint, cache=tmp_path, temperature=1.0), ["xx"]) == [0.2] and len(endpoint.bodies) == 3
-    file.write_text("[torn")
-    assert ask(of(endpoint, cache=tmp_path), ["xx"]) == [0.2] and len(endpoint.bodies) == 4
-    assert json.loads(file.read_text())["answer"].startswith("{")
-
-
-def test_a_cache_that_cannot_be_written_costs_no_score(serve: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="judge judge-1 cannot write to its cache: .*Not a directory"):
-        assert ask(of(serve(by_length), cache=tmp_path / "file"), ["xx"]) == [0.2]
-
-
-def test_cost_and_counts_are_logged_for_each_call(serve: Any) -> None:
+def test_counts_are_logged_for_each_call(serve: Any) -> None:
     logged: list[tuple[str, float]] = []
-    judge = of(serve(by_length), prices=(2.0, 8.0), name="style")
+    judge = of(serve(by_length), name="style")
     ask(judge, ["x", "xx"], log_metric=lambda name, value: logged.append((name, value)))
-    cost = (200 * 2.0 + 20 * 8.0) / 1e6
     assert dict(logged) == {
         "style/requests": 2,
-        "style/cached": 0,
         "style/failed": 0,
         "style/prompt_tokens": 200,
         "style/completion_tokens": 20,
-        "style/cost": pytest.approx(cost),
     }
-
-
-def test_no_rows_no_requests(serve: Any) -> None:
-    assert ask(of(serve(by_length)), []) == []
 
 
 def test_a_missing_key_a_missing_column_and_token_ids_are_refused_before_anything_is_sent(serve: Any) -> None:

@@ -50,23 +50,3 @@ def test_time_grows_with_the_text_and_not_with_its_square(piece: str) -> None:
     (value,) = Language(language="en")(["?"], [(piece * 10**6)[: 10**6] + "\n" + ENGLISH])
     assert value is None or 0 <= value <= 1
     assert time.process_time() - begin < 20  # about one second; a square would take hours
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "expected either language or column, got None and None"),
-        ({"language": "en", "column": "l"}, "expected either language or column, got 'en' and 'l'"),
-        ({"language": "english"}, r"expected language codes in \[.*got \['english'\]"),
-        (
-            {"language": "en", "among": "de"},
-            r"expected among to be a list of strings of at least one letter, got 'de': write",
-        ),
-        ({"language": "en", "among": ("de",)}, r"expected language to be one of among=\('de',\), got 'en'"),
-        ({"language": "en", "by": "word"}, "expected by line or text, got 'word'"),
-        ({"language": "en", "min_letters": 0}, "expected min_letters to be a whole number above 0, got 0"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Language(**options)

@@ -3,14 +3,10 @@
 import json
 import math
 import os
-import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,43 +105,6 @@ def test_a_busy_machine_changes_no_score() -> None:
     assert workers_of(reward) == [worker]
 
 
-def test_threads_share_the_processes(reward: MathMatch) -> None:
-    assert threading.current_thread() is threading.main_thread()
-    with ThreadPoolExecutor(8) as threads:
-        calls = [threads.submit(reward, ["?"] * 2, [f"so ${n}+x$", "#### x"], answer=[f"x+{n}"] * 2) for n in range(40)]
-        assert [call.result() for call in calls] == [[1.0, 0.0]] * 40
-
-
-@pytest.mark.nightly
-def test_a_fork_starts_other_processes_and_does_not_affect_those_of_the_parent(reward: MathMatch) -> None:
-    assert reward(["?"], ["so $x+1$"], answer=["1+x"]) == [1.0]
-    program = (
-        "import os, sys\n"
-        "from lightning_rl.rewards import MathMatch\n"
-        "reward = MathMatch(processes=1)\n"
-        "score = lambda: reward(['?'], ['so $x+1$'], answer=['1+x'])\n"
-        "assert score() == [1.0]\n"
-        "first = reward.pool.pids()\n"
-        "child = os.fork()\n"
-        "if not child:\n"
-        "    right = score() == [1.0] and reward.pool.pids() != first\n"
-        "    os._exit(0 if right else 3)\n"
-        "assert os.waitpid(child, 0)[1] == 0\n"
-        "assert score() == [1.0] and reward.pool.pids() == first\n"
-        "print(first[0])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(done.stdout), 0)
-
-
-def test_a_copy_has_the_options_and_starts_other_processes(reward: MathMatch) -> None:
-    reward(["?"], ["so $x$"], answer=["x+1"])
-    copy = pickle.loads(pickle.dumps(reward))
-    assert copy == reward and reward.pool.pids() and not copy.pool.pids()
-
-
 def test_no_process_is_left_behind() -> None:
     reward = MathMatch(processes=1)
     reward(["?"], ["so $x$"], answer=["x+1"])
@@ -176,13 +135,6 @@ def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
     parsed = [[math_verify.parse(f"${number}$") for number in pair] for pair in pairs]
     assert found == [float(math_verify.verify(*pair)) for pair in parsed]
     assert 300 < sum(value == 1.0 for value in found) < len(found) - 300
-
-
-@pytest.mark.parametrize("option", ["tail", "timeout", "processes"])
-def test_options_are_positive(option: str) -> None:
-    options: dict[str, Any] = {option: 0}
-    with pytest.raises(ValueError, match=f"expected {option} .*0, got 0"):
-        MathMatch(**options)
 
 
 def test_bundled_gold_answers_score_1_and_others_0(reward: MathMatch) -> None:

@@ -25,10 +25,6 @@ def test_table(n: int, ids: list[int], value: float) -> None:
     assert Repetition(n=n, unit="words")(["?"], [words]) == pytest.approx([value])
 
 
-def test_a_million_words() -> None:
-    assert Repetition(unit="words")(["?"], ["a " * 500_000]) == pytest.approx([1 / 499_997 - 1])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -4,7 +4,6 @@ import asyncio
 import re
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from typing_extensions import override
 from lightning_rl import PromptDataModule
 from lightning_rl.audit.checks.reward_checks import rows_valued_otherwise
 from lightning_rl.rewards import Rewards, Scores
-from lightning_rl.rewards.scoring import return_alone
 
 CHAT = [{"role": "user", "content": "a b"}]
 
@@ -61,13 +59,6 @@ def test_names_of_ones_own_are_called_by_place() -> None:
     assert scores(lambda *rows, **_: [float(len(rows))] * 2).total.tolist() == [2.0, 2.0]
 
 
-def test_keyword_only_arguments_and_partials_work() -> None:
-    def strict(*, prompts: Any, completions: Any, completion_ids: Any, answer: Any, bonus: float) -> list[float]:
-        return [bonus + len(ids) for ids in completion_ids]
-
-    assert scores({"strict": partial(strict, bonus=10.0)}).total.tolist() == [12.0, 11.0]
-
-
 def test_a_chat_prompt_gets_messages_and_a_plain_one_text() -> None:
     assert scores(think_format, [CHAT, CHAT]).total.tolist() == [1.0, 0.0]
     seen: list[Any] = []
@@ -93,23 +84,6 @@ def test_coroutines_are_awaited_all_at_once() -> None:
         return [1.0] * len(prompts)
 
     assert scores({"a": meeting, "b": meeting, "judged": judged}).total.tolist() == [4.0, 4.0]
-
-
-def test_a_coroutine_out_of_a_plain_function_or_object_is_awaited_too() -> None:
-    class Judge:
-        async def __call__(self, prompts: Any, **_: Any) -> list[float]:
-            return [3.0] * len(prompts)
-
-    assert (
-        scores({"lambda": lambda *rows, **known: judged(*rows, **known), "object": Judge()}).total.tolist() == [5.0] * 2
-    )
-
-
-def test_coroutines_are_awaited_where_a_loop_is_running_already() -> None:
-    async def notebook() -> list[float]:
-        return scores(judged).total.tolist()
-
-    assert asyncio.run(notebook()) == [2.0, 2.0]
 
 
 def test_a_coroutine_that_raises_fails_its_rows_alone() -> None:
@@ -144,15 +118,6 @@ def test_noted_metrics_are_kept_and_one_that_is_not_finite_is_left_out() -> None
         return [0.0] * len(completions)
 
     assert scores(notes).calls[0].metrics == {"share": [1.0, 2.0]}
-
-
-def test_a_note_that_does_not_fit_fails_the_call() -> None:
-    def notes(completions: Any, log_extra: Any, **kwargs: Any) -> list[float]:
-        log_extra("x", [1])
-        return [0.0] * len(completions)
-
-    message = r"expected 2 values in log_extra\('x', ...\), got 1"
-    assert re.search(message, scores(notes).calls[0].failures[0].traceback)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +175,6 @@ def test_a_missing_column_ends_the_run_at_once_and_fails_no_row() -> None:
         TypeError, match=r'columns \[\'answer\'\], got accuracy.*needs "solution": use the names of columns'
     ):
         fit(module, data=PromptDataModule(rows, 4))
-
-
-def test_a_call_outside_of_a_run_answers_like_one_inside() -> None:
-    rows = scores(positional).calls[0].rows
-    assert return_alone("positional", positional, rows) == [1.0, 0.0]
-    assert return_alone("judged", judged, rows.select([1])) == [2.0]
 
 
 class Figures(Callback):

@@ -91,16 +91,6 @@ def test_a_rollout_without_any_reward_ends_the_run_and_it_goes_on_from_there(tmp
     assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
 
 
-@pytest.mark.filterwarnings("ignore:max_staleness=1 trains on samples of earlier weights")
-def test_rollouts_that_were_generated_ahead_begin_anew_too(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_staleness": 1}
-    whole = run(parity_reward, tmp_path / "whole", **options)
-    with pytest.warns(UserWarning, match="rows get no reward"), pytest.raises(RewardError):
-        run(Breaks(2, answer=explode), tmp_path, **options)
-    resumed = run(parity_reward, tmp_path, tmp_path / INTERRUPTED, allow_config_changes=["rewards"], **options)
-    assert all(torch.equal(weight, weights_of(whole)[name]) for name, weight in weights_of(resumed).items())
-
-
 @pytest.mark.parametrize(("share", "ends"), [(0.25, True), (0.3, False), (None, False)])
 def test_the_run_ends_from_the_stated_share_on(share: float | None, ends: bool, tmp_path: Path) -> None:
     rewards = Breaks(1, answer=lambda values: [*[math.nan] * 4, *values[4:]])
@@ -117,12 +107,6 @@ def test_every_rank_counts_and_a_signal_comes_first() -> None:
         check_failures([fine, there], 0, 0.5)
     with pytest.raises(RewardError, match="rollout 7 was interrupted and is repeated on resume: reward x"):
         check_failures([fine, there._replace(stopped_by=15)], 7, None)
-
-
-@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan])
-def test_a_share_that_is_none_is_refused(share: float) -> None:
-    with pytest.raises(ValueError, match="expected max_failure_rate"):
-        tiny_module(max_reward_failure_rate=share)
 
 
 def test_validation_warns_and_goes_on() -> None:

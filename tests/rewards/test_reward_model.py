@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from kit.support import EOS, VOCABULARY, tiny_policy, tiny_tokenizer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -94,12 +93,6 @@ def test_what_the_models_own_padding_would_do_is_wrong() -> None:
     )
 
 
-def test_the_order_of_the_rows_does_not_matter() -> None:
-    reward = of_policy(classifier_of)
-    forth, back = scores(reward, [[2]] * 8, IDS), scores(reward, [[2]] * 8, IDS[::-1])
-    assert forth == pytest.approx(back[::-1], rel=1e-5)
-
-
 def test_more_rows_than_token_ids() -> None:
     ids = [[token] for token in range(VOCABULARY)]
     found = scores(of_policy(classifier_of), [[2]] * VOCABULARY, ids)
@@ -131,12 +124,6 @@ def test_chat_prompts_go_through_the_models_chat_template(tmp_path: Path) -> Non
     assert values == pytest.approx([alone(row) for row in ids], rel=1e-4, abs=1e-5)
 
 
-def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
-    reward = RewardModel(model=folder_of(classifier_of(), tmp_path), device="cpu")
-    with pytest.raises(ValueError, match=r"to have a chat template for prompts of chat messages, got none"):
-        reward([[{"role": "user", "content": "c"}]], ["d"])
-
-
 def test_token_ids_need_the_policys_tokenizer(tmp_path: Path) -> None:
     reward = RewardModel(model=folder_of(classifier_of(), tmp_path), device="cpu")
     with pytest.raises(ValueError, match=r'got token ids: pass tokens="policy" if it has that of the policy'):
@@ -151,39 +138,17 @@ def test_a_model_whose_head_would_be_random_is_refused(tmp_path: Path) -> None:
         reward(["a"], ["b"])
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_an_exported_value_head(tmp_path: Path, shared: bool) -> None:
-    model, weight = tiny_policy(), torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
-    folder_of(model, tmp_path if shared else tmp_path / "critic")
-    (tmp_path / "critic").mkdir(exist_ok=True)
-    save_file({"weight": weight}, tmp_path / "critic" / "value_head.safetensors")
-    reward = RewardModel(model=tmp_path / "critic", tokens="policy", device="cpu")
-    found = scores(reward, [[2]] * 8, IDS)
-    wanted = []
-    for ids in IDS:
-        with torch.no_grad():
-            hidden = model.eval().base_model(input_ids=torch.tensor([[2, *ids]])).last_hidden_state
-        wanted.append((hidden[0, -1] @ weight[0]).item())
-    assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-
-
 class Summing(nn.Module):
-    """At each token the sum of the ids so far, as logits [B, T] or [B, T, 1], or of labels [B, labels]."""
+    """Sum of the ids times the label, as logits [B, labels]."""
 
-    def __init__(self, labels: int = 0, *, minding: bool = False) -> None:
+    def __init__(self, labels: int, *, minding: bool = False) -> None:
         super().__init__()
         self.labels, self.minding = labels, minding
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the output."""
         ids = input_ids * attention_mask * (input_ids.shape[1] if self.minding else 1)
-        if not self.labels:
-            return ids.cumsum(-1).float()
         return ids.sum(-1).float()[:, None] * torch.arange(self.labels)
-
-
-def test_a_value_at_each_token_counts_at_the_last_one() -> None:
-    assert scores(of_policy(Summing, per_token=True), [[2]] * 3, [[3, 4], [], [5]]) == [9.0, 2.0, 7.0]
 
 
 @pytest.mark.parametrize(
@@ -192,11 +157,9 @@ def test_a_value_at_each_token_counts_at_the_last_one() -> None:
         ({"label": 1}, 5.0),
         ({"label": 2}, 10.0),
         ({"label": -1}, 10.0),
-        ({"label": 1, "activation": "sigmoid"}, 1 / (1 + math.exp(-5))),
-        ({"label": 1, "activation": "softmax"}, math.exp(5) / (1 + math.exp(5) + math.exp(10))),
     ],
 )
-def test_labels_and_activations(options: dict[str, Any], value: float) -> None:
+def test_labels(options: dict[str, Any], value: float) -> None:
     assert scores(of_policy(partial(Summing, 3), **options), [[2]], [[3]]) == pytest.approx([value])
 
 
@@ -241,12 +204,6 @@ def test_it_is_frozen_in_evaluation_mode_and_draws_no_random_number() -> None:
     assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_a_dtype_of_its_own() -> None:
-    reward = of_policy(classifier_of, dtype=torch.float64)
-    assert scores(reward, [[2]], [[3]]) == pytest.approx([alone([2, 3])], rel=1e-5)
-    assert next(reward.scorer.module.parameters()).dtype is torch.float64
-
-
 def test_it_is_built_at_the_first_call_and_a_copy_builds_its_own(tmp_path: Path) -> None:
     reward = RewardModel(model=tmp_path / "later", device="cpu")
     early = pickle.loads(pickle.dumps(reward))
@@ -256,16 +213,11 @@ def test_it_is_built_at_the_first_call_and_a_copy_builds_its_own(tmp_path: Path)
     assert "scorer" not in vars(late) and late(["a"], ["b"]) == reward(["a"], ["b"])
 
 
-def test_no_rows_no_values() -> None:
-    assert scores(of_policy(classifier_of), [], []) == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"model": 3}, "expected model to be a name, a path or a callable that builds one, got 3"),
         ({"tokens": "both"}, r"expected tokens own or policy, got 'both'"),
-        ({"activation": "tanh"}, r"expected activation none or sigmoid or softmax, got 'tanh'"),
         ({"max_tokens_per_microbatch": 0}, "expected max_tokens_per_microbatch to be a whole number above 0, got 0"),
         ({"max_length": 0}, "expected max_length to be a whole number above 0 or None, got 0"),
     ],
@@ -273,8 +225,3 @@ def test_no_rows_no_values() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RewardModel(**{"model": "somewhere", **options})
-
-
-def test_a_callable_without_a_tokenizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected tokenizer= for a reward model that a callable builds, got None"):
-        RewardModel(model=classifier_of, device="cpu")(["a"], ["b"])

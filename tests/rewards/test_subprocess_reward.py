@@ -14,7 +14,6 @@ from kit.marks import wait_for
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from transformers import TrainerState
 
-from lightning_rl.evaluation import Evaluation
 from lightning_rl.rewards import Rewards, Scores, SubprocessReward
 
 MADE: list[SubprocessReward] = []
@@ -116,7 +115,7 @@ def test_a_sample_that_hangs_fails_alone_and_its_process_is_replaced() -> None:
             time.sleep(10_000)
         return [1.0]
 
-    reward = isolated(sleepy, per_sample=True, sample_seconds=2.0, processes=2)
+    reward = isolated(sleepy, per_sample=True, seconds=2.0, processes=2)
     found = scores(reward, ["x"] * 20)
     assert causes(found) == [((7, 17), "took longer than 2 s")] and found.scored.sum() == 18
     assert len(reward.pids()) <= 5, "server, two workers and their guards"
@@ -138,19 +137,6 @@ def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) 
     found = scores(isolated(hangs, seconds=2.0), ["a", "b"])
     assert causes(found) == [((0, 1), "took longer than 2 s")]
     assert all(eventually_dead(int(pid)) for pid in (tmp_path / "pids").read_text().split())
-
-
-def test_all_samples_together_have_a_limit_and_the_next_call_waits_for_none_of_them() -> None:
-    def slow(prompts: Any, completions: Any, **_: Any) -> list[float]:
-        time.sleep(0.4 if completions[0] == "x" else 0.0)
-        return [1.0]
-
-    reward = isolated(slow, per_sample=True, processes=1, seconds=1.5)
-    found = scores(reward, ["x"] * 20)
-    assert 0 < found.scored.sum() < 10 and found.scored.tolist() == sorted(found.scored.tolist(), reverse=True)
-    late = tuple(row for row in range(20) if not found.scored[row])
-    assert causes(found) == [(late, "took longer than 1.5 s for all samples together")]
-    assert scores(reward, ["y"] * 3).scored.all()
 
 
 def test_a_started_call_runs_before_its_result_is_collected(tmp_path: Path) -> None:
@@ -255,24 +241,11 @@ def test_a_fit_with_isolated_rewards_equals_the_one_without(staleness: int) -> N
     assert reward.pids() == []
 
 
-def test_an_evaluation_ends_the_processes_of_its_rewards() -> None:
-    def always(value: float) -> Any:
-        return lambda prompts, *_, **__: [value] * len(prompts)
-
-    validation, training = isolated(always(0.25)), isolated(always(1.0))
-    evaluation = Evaluation("held", [[2, 3], [2, 4], [2, 5]], save=False, rewards={"other": validation})
-    module = tiny_module(rewards={"training": training}, evaluation=[evaluation], patience=None)
-    trainer = fit(module, data=tiny_prompts(8, 4), num_sanity_val_steps=0)
-    assert trainer.callback_metrics["val/held/reward/other"] == 0.25
-    assert validation.pids() == training.pids() == []
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"processes": 0}, "expected processes to be a whole number above 0, got 0"),
         ({"seconds": float("nan")}, "expected seconds > 0, got nan"),
-        ({"sample_seconds": -1.0}, "expected sample_seconds > 0, got -1.0"),
     ],
 )
 def test_options_out_of_range_are_refused(options: Any, message: str) -> None:

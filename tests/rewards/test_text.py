@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.rewards import ExactMatch, text_of
-from lightning_rl.rewards.text import answer_spans, column_of
+from lightning_rl.rewards import text_of
+from lightning_rl.rewards.text import answer_spans
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,6 @@ def test_anything_else_is_refused(completion: Any, message: str) -> None:
         text_of(completion)
 
 
-def test_a_missing_column_is_named_with_its_option_and_with_those_that_there_are() -> None:
-    columns = {"solution": ["4"], "level": [1], "trainer_state": None, "log_metric": print}
-    with pytest.raises(
-        ValueError, match=r"'answer' for ExactMatch\(answer='answer'\).*columns \['level', 'solution'\].*answer="
-    ):
-        column_of(columns, "answer", 1, option="answer", reward=ExactMatch())
-
-
 @pytest.mark.parametrize(
     ("text", "spans"),
     [
@@ -72,7 +64,3 @@ def test_a_missing_column_is_named_with_its_option_and_with_those_that_there_are
 )
 def test_answer_spans_from_the_last_to_the_first(text: str, spans: list[str]) -> None:
     assert list(answer_spans(text)) == spans
-
-
-def test_no_markers_no_spans() -> None:
-    assert list(answer_spans("#### 4", ())) == []

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_rl import Rollout, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
-from lightning_rl.generation.vllm import broadcast
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.server_client import ServerClient
 
@@ -32,11 +31,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Ser
         server.wait()
     yield one, two
     assert one.stop() == two.stop() == (0, [])
-
-
-@pytest.fixture(autouse=True)
-def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 2**18)
 
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -2,14 +2,10 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from kit import vllm_talks
-from kit.ranks import run_ranks
 from kit.support import tiny_tokenizer
 from kit.talks import TURNS, Echo, What, openings, what_was_said
 from kit.vllm_models import VOCABULARY, Starter, a_model, synced, worst
@@ -25,7 +21,7 @@ from lightning_rl.environments import (
     converse,
 )
 from lightning_rl.generation import Request
-from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 
 
 @pytest.fixture
@@ -40,7 +36,7 @@ def in_rounds(engine: VLLMEngine, talks: list[Opening]) -> list[Transcript]:
 
 
 def held(engine: VLLMEngine, talks: list[Opening], **options: Any) -> What:
-    answers = TurnAnswers(engine, logprobs=True, vocabulary=VOCABULARY)
+    answers = Answers(engine, logprobs=True, vocabulary=VOCABULARY)
     return what_was_said(converse(talks, engine, logprobs=True, answers=answers, **options))
 
 
@@ -77,7 +73,9 @@ def test_a_turn_begins_while_others_generate(engine: VLLMEngine) -> None:
 def test_tokens_behind_a_turn_come_out_of_the_prefix_cache(engine: VLLMEngine) -> None:
     (transcript,) = converse(openings(1, eos_token_ids=()), engine)
     whole = [*transcript.row.prompt_ids, *transcript.row.response_ids]
-    assert len(whole) > 96 and engine.count_cached_tokens(whole) >= len(whole) // 32 * 32 - 32
+    once = engine._sampling_params({"temperature": 0.0, "seed": 0, "max_tokens": 1, "detokenize": False})  # noqa: SLF001
+    (output,) = engine._generate([whole], [once])  # noqa: SLF001
+    assert len(whole) > 96 and output.num_cached_tokens >= len(whole) // 32 * 32 - 32
 
 
 def test_stop_strings_end_turns_as_in_rounds(start_engine: Starter) -> None:
@@ -131,14 +129,6 @@ def test_a_failure_leaves_no_request_behind(engine: VLLMEngine, how: str) -> Non
             converse(talks, engine)
     else:
         with pytest.raises(EngineError, match=r"ids in \[0, 50\), the policy's vocabulary from VLLMEngine, got"):
-            converse(talks, engine, answers=TurnAnswers(engine, logprobs=False, vocabulary=50))
+            converse(talks, engine, answers=Answers(engine, logprobs=False, vocabulary=50))
     assert engine._llm.llm_engine.get_num_unfinished_requests() == 0  # noqa: SLF001
     assert held(engine, openings()) == expected
-
-
-def test_ranks_that_share_an_engine_generate_as_one_rank(tmp_path: Path) -> None:
-    run_ranks(Path(vllm_talks.__file__), 2, tmp_path, "2", timeout=300)
-    vllm_talks.main(tmp_path, 1)
-    first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
-    assert len(alone[0]) == vllm_talks.NUMBER and len({max(numbers) for _, numbers, _ in alone[0]}) > 2
-    assert alone == [[*first[0], *second[0]], first[1]] and second[1] == []

@@ -65,18 +65,10 @@ def test_vllm_takes_every_kind_of_request(engine: VLLMEngine, monkeypatch: pytes
     assert [len(completion.token_ids) for completion in exchange.completions.values()] == [20] * len(together)
     (scores,) = engine.score([[5, 6, 7, 8]])
     assert len(scores) == 3 and bool((scores < 0).all())
-    prompt = list(range(3, 70))
-    assert [engine.count_cached_tokens(prompt), engine.count_cached_tokens(prompt)] == [0, 64]
     canary = Canary()
     for _ in range(2):
         measured = canary.measure(synced(engine, a_model()), vocabulary=VOCABULARY, temperature=0.7, max_length=256)
         assert len(measured.values[""].drawn) == 16 and bool(measured.values[""].fixed.isfinite().all())
-
-
-def test_a_bound_of_the_whole_vocabulary_filters_nothing(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = requests_for(prompts_of(6), temperature=0.7) + requests_for(prompts_of(6), top_p=0.8)
-    plain = drawn(engine, requests)
-    assert drawn(mask(engine, monkeypatch), requests) == plain
 
 
 def test_a_greedy_answer_takes_the_likeliest_token_with_certainty(

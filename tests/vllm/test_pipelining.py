@@ -72,8 +72,3 @@ def test_a_pipelined_run_resumes_exactly(step: int, tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
     resumed = run(tmp_path / "resumed", ckpt_path=tmp_path / "whole" / f"step={step}.ckpt")
     assert [name for name, weight in whole.items() if not torch.equal(resumed[name], weight)] == []
-
-
-def test_an_engine_that_sleeps_is_refused_with_the_fix() -> None:
-    with pytest.raises(ValueError, match=r"stays awake while .* got VLLMEngine, .* use VLLMEngine\(sleeps=False\)"):
-        fit(ahead(engine=an_engine(sleeps=True)), callbacks=[TruncatedIS()])

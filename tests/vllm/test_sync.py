@@ -85,10 +85,8 @@ def test_a_sync_drops_the_prefix_cache(start_engine: Starter, monkeypatch: pytes
     engine, prompt = synced(start_engine(model), model), prompts_of(1, 1)[0] * 100
     requests = requests_for([prompt] * 2, temperature=1.0)
     engine.generate(requests)
-    assert engine.count_cached_tokens(prompt) == 96
     moved(model, 0.05)
-    assert synced(engine, model).count_cached_tokens(prompt) == 0
-    assert worst(model, requests, engine.generate(requests, logprobs=True)) < 1e-4
+    assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) < 1e-4
     moved(model, 0.05)
     monkeypatch.setattr(internals, "reset_prefix_cache", lambda _: None)
     assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) > 1e-2, "it should be stale"

@@ -37,7 +37,7 @@ class GymEnvironment(Environment):
         make: Function that makes the environment.
 
     Raises:
-        ValueError: If it is for several players, or has no ``reset`` and ``step``.
+        ValueError: If it has no ``reset`` and ``step``.
         GeneratorError: In a thread; see :class:`~lightning_rl.environments.generators.OwnGenerators`.
     """
 
@@ -49,13 +49,6 @@ class GymEnvironment(Environment):
         for method in ("reset", "step"):
             if not callable(getattr(self._game, method, None)):
                 raise ValueError(f"expected an environment with reset and step, got {name}")
-        if (agents := getattr(self._game, "possible_agents", None)) is not None:
-            raise ValueError(
-                f"expected an environment for one player, got {name} for {list(agents)}: a conversation has one "
-                "policy, so play the others inside of the environment"
-            )
-        if (number := getattr(self._game, "num_envs", None)) is not None:
-            raise ValueError(f"expected one environment, got {name} of {number}: every conversation makes its own")
 
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:

@@ -9,14 +9,14 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
 
 from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
-from lightning_rl.generation.vllm.group import BUCKET_BYTES, Group, GroupError, Invitation, gpu_of, open_store
+from lightning_rl.generation.vllm.group import Group, GroupError, Invitation, Specification, gpu_of, open_store
 from lightning_rl.generation.vllm.http import Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.scheduler import Server
 from lightning_rl.generation.vllm.server_client import Label, Member
 from lightning_rl.generation.vllm.server_pool import ServerPool
-from lightning_rl.generation.weights.buckets import Bytes, Spare, Specification, cut, pack
 from lightning_rl.generation.weights.weight_stream import Stream
 
 LOG = logging.getLogger(__name__)
@@ -40,12 +40,11 @@ class Broadcast:
         self._pool, self._tensors = pool, list(tensors)
         nccl = device.type == "cuda" and pool.push.description.device == "cuda"
         self._backend, self._device = ("nccl", device) if nccl else ("gloo", torch.device("cpu"))
-        self._buckets = cut(self._tensors, BUCKET_BYTES)
         self._group: Group | None = None
         self._members: list[Server] = []
         self._groups = 0  # number of groups so far
 
-    def send(self, stream: Stream, label: Label) -> Spare:
+    def send(self, stream: Stream, label: Label) -> list[tuple[str, Tensor]]:
         """Send a stream to every ready server. A server that has loaded all of it gets the label.
 
         An error of the stream is raised after every server has stopped receiving; no server gets the label then.
@@ -58,23 +57,37 @@ class Broadcast:
             for server in servers:
                 stack.enter_context(server.loading)
             group = self._group_of(servers)
-            flats = self._pack(stream) if group is None else self._send(group, stream, label)
-            return Spare(list(flats), self._buckets)
+            if group is None:
+                return [(name, weight.cpu()) for name, weight in self._in_order(stream)]
+            return self._send(group, stream, label)
 
-    def _pack(self, stream: Stream) -> Iterator[Bytes]:
-        for flat in pack(stream, self._buckets, self._device):
-            yield flat.cpu()
+    def _in_order(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+        """Yield copies in the dtypes of the servers; the last one after the end of the stream, which may fail there.
 
-    def _send(self, group: Group, stream: Stream, label: Label) -> list[Bytes]:
+        Raises:
+            ValueError: If the order differs from that of the first sync.
+        """
+        tensors, last = iter(stream), self._tensors[-1][0]
+        for expected, _, dtype in self._tensors:
+            name, weight = next(tensors, ("nothing", torch.empty(0)))
+            if name != expected:
+                raise ValueError(f"expected {expected} next, as in the first sync, got {name}")
+            copied = weight.detach().to(device=self._device, dtype=getattr(torch, dtype), copy=True).contiguous()
+            del weight
+            if name == last and (more := next(tensors, None)) is not None:
+                raise ValueError(f"expected {last} to be the last tensor, got {more[0]} after it")
+            yield name, copied
+
+    def _send(self, group: Group, stream: Stream, label: Label) -> list[tuple[str, Tensor]]:
         with ThreadPoolExecutor(len(self._members)) as threads:
             answers = [threads.submit(_receive, server, group, label) for server in self._members]
-            flats, failure = list[Bytes](), ""
+            sent, failure = list[tuple[str, Tensor]](), ""
             try:
-                for flat in pack(stream, self._buckets, self._device):
-                    failure = failure or _failure_of(group, flat)
-                    flats.append(flat.cpu())
+                for name, weight in self._in_order(stream):
+                    failure = failure or _failure_of(group, weight)
+                    sent.append((name, weight.cpu()))
             except BaseException:
-                self._end_group()  # so that servers that wait for a bucket stop
+                self._end_group()  # so that servers that wait for a tensor stop
                 raise
             if group.is_over:
                 self._end_group()
@@ -82,7 +95,7 @@ class Broadcast:
             LOG.warning("version %d did not reach every server by broadcast: %s", label.version, why)
         if group.is_over:
             self._end_group()
-        return flats
+        return sent
 
     def _group_of(self, servers: Sequence[Server]) -> Group | None:
         """Return the group of all servers that answer, a new one if needed; None if there are none."""
@@ -110,7 +123,7 @@ class Broadcast:
         self._groups += 1
         name = f"{self._pool.push.run}/{self._groups}"
         *firsts, size = itertools.accumulate(map(len, members.values()), initial=1)
-        invitation = Invitation(name, host, store.port, size, self._backend, BUCKET_BYTES)
+        invitation = Invitation(name, host, store.port, size, self._backend)
         ranks = dict(zip(servers, firsts, strict=True))
         joined = _ask(servers, lambda server: server.client.join(invitation, ranks[server], self._tensors))
         if len(joined) == len(servers):
@@ -152,10 +165,10 @@ def _receive(server: Server, group: Group, label: Label) -> str:
     return ""
 
 
-def _failure_of(group: Group, flat: Bytes) -> str:
-    """Send a bucket; return the message of an error, which would keep connections alive if it were raised."""
+def _failure_of(group: Group, tensor: Tensor) -> str:
+    """Send a tensor; return the message of an error, which would keep connections alive if it were raised."""
     try:
-        group.broadcast(flat)
+        group.broadcast(tensor)
     except GroupError as error:
         group.give_up()
         return str(error)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
-
 from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.vllm.http import quote, read_url
 
@@ -91,38 +89,30 @@ class ServerList:
                 logged = why
             time.sleep(min(READ, patience))
 
-    def watch(self, urls: Urls, follow: Callable[[Urls], object], *, store: Store | None, name: str, rank: int) -> None:
+    def watch(self, urls: Urls, follow: Callable[[Urls], object]) -> None:
         """Call ``follow`` in a thread with each changed list, unless the URLs are fixed.
 
-        Rank 0 reads the list, and passes it to the other ranks through the store of the process group. A list is used
-        once two reads agree, which excludes a list that is being written. An unusable list changes nothing and is
-        logged.
+        A list is used once two reads agree, which excludes a list that is being written. An unusable list changes
+        nothing and is logged.
 
         Args:
             urls: URLs at the start of the run.
             follow: Function called with the URLs.
-            store: Store of the process group; None for a single process.
-            name: Key in the store.
-            rank: Rank of this process.
         """
 
         def watch() -> None:
             used, before, logged = urls, urls, ""
             while not self._ended.wait(READ):
                 try:
-                    found, why = (self.read() if rank == 0 else _urls_in(store, name) or used), ""
+                    found, why = self.read(), ""
                 except ValueError as error:
                     found, why = used, quote(str(error))
-                except RuntimeError:  # the store of rank 0 is gone
-                    return
                 if why and why != logged:
                     LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self.source, why)
                 stable, before, logged = set(found) == set(before), found, why
                 if stable and set(found) != set(used) and not self._ended.is_set():
                     used = found
                     follow(used)
-                    if rank == 0 and store is not None:
-                        store.set(name, "\n".join(used))
 
         if not self.fixed:
             self._ended.clear()
@@ -134,8 +124,3 @@ class ServerList:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LEAVING)
-
-
-def _urls_in(store: Store | None, name: str) -> Urls:
-    """Return the URLs that rank 0 uses; none before the first change."""
-    return tuple(store.get(name).decode().split("\n")) if store is not None and store.check([name]) else ()

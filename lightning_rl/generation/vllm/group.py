@@ -1,7 +1,7 @@
 """Process group of a trainer's rank 0 and the workers of its servers, for the broadcast of weights.
 
-It is separate from the groups of trainer and engine: NCCL between GPUs, otherwise gloo. It transfers only flat bytes in
-buckets, whose layout both ends compute; nothing is unpickled.
+It is separate from the groups of trainer and engine: NCCL between GPUs, otherwise gloo. It transfers the bytes of one
+tensor at a time, whose names, shapes and dtypes both ends know; nothing is unpickled.
 """
 
 import socket
@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from lightning_rl.generation.vllm.address import address_towards
-from lightning_rl.generation.weights.buckets import Bytes, Specification, allocate, cut
+from lightning_rl.generation.weights.weight_stream import Shape
 
-BUCKET_BYTES = 2**28  # sender and receiver hold one bucket each, besides the weights being loaded
 STALL = 60.0  # seconds without progress of a member after which the group counts as broken
 POLL = 0.001  # seconds between two checks of a broadcast
 Value = TypeVar("Value")
+Specification = tuple[str, Shape, str]
+"""Name, shape and dtype of a tensor, such as ``("lm_head.weight", (16, 8), "bfloat16")``."""
 
 
 class GroupError(RuntimeError):
@@ -39,11 +40,10 @@ class Invitation(NamedTuple):
     port: int  # port of its store
     size: int  # number of members, with rank 0
     backend: str  # gloo or nccl
-    bucket_bytes: int
 
 
 class Group:
-    """Member of a group. The members connect to each other with the first bucket.
+    """Member of a group. The members connect to each other with the first tensor.
 
     NCCL blocks there until all members have connected, so the first broadcast runs in a thread, with the usual
     deadline.
@@ -52,7 +52,7 @@ class Group:
         invitation: Invitation, equal for every member.
         tensors: Tensors of each stream in order, equal for every member.
         rank: Rank of this member; 0 sends.
-        device: Device of the buckets.
+        device: Device of the tensors.
         store: Store of rank 0; other members connect to it.
 
     Raises:
@@ -70,7 +70,7 @@ class Group:
         store: TCPStore | None = None,
     ) -> None:
         self.invitation, self.rank, self.device = invitation, rank, device
-        self.buckets = cut(tensors, invitation.bucket_bytes)
+        self.tensors = [(name, shape, getattr(torch, dtype)) for name, shape, dtype in tensors]
         self._store = connect(invitation.host, invitation.port) if store is None else store
         self._group: Any = None
         self._first: Future[Any] | None = None  # first broadcast, in which NCCL connects
@@ -93,26 +93,26 @@ class Group:
         self._broken.set()
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one stream, which share memory only with their bucket.
+        """Yield the tensors of one stream.
 
         Raises:
             GroupError: If the group is broken.
         """
         self.whole = False
-        for bucket in self.buckets:
-            flat = allocate(bucket, self.device)
-            self.broadcast(flat)
-            self.whole = bucket is self.buckets[-1]
-            yield from ((piece.name, piece.view(flat)) for piece in bucket)
+        for number, (name, shape, dtype) in enumerate(self.tensors, 1):
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            self.broadcast(tensor)
+            self.whole = number == len(self.tensors)
+            yield name, tensor
 
-    def broadcast(self, flat: Bytes) -> None:
-        """Send a bucket from rank 0, or receive it.
+    def broadcast(self, tensor: Tensor) -> None:
+        """Send a contiguous tensor from rank 0, or receive it.
 
         Raises:
             GroupError: If the group is broken.
         """
         self._connect()
-        options = dist.BroadcastOptions()
+        options, flat = dist.BroadcastOptions(), tensor.view(-1).view(torch.uint8)
         options.rootRank = 0
         broadcast, connects = partial(self._group.broadcast, [flat], options), self._first is None
         if self._first is None:
@@ -135,7 +135,7 @@ class Group:
             if self._broken.wait(POLL):
                 raise self._end_error("a member has left it")
             if time.monotonic() > end:
-                raise self._end_error(f"no bucket in {STALL:g} s")
+                raise self._end_error(f"no tensor in {STALL:g} s")
 
     def _end_error(self, why: str) -> GroupError:
         return GroupError(f"group {self.name} is broken: {why}")

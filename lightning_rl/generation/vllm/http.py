@@ -7,7 +7,6 @@ import asyncio
 import json
 import socket
 import ssl
-from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -57,15 +56,13 @@ class Client:
     Args:
         url: URL such as ``http://127.0.0.1:8000``.
         key: Key sent as bearer token, or None.
-        ca: File of certificates that may sign that of an ``https`` server; None for those of the machine.
 
     Raises:
-        ValueError: If the URL is invalid, or the file has no certificates.
+        ValueError: If the URL is invalid.
     """
 
-    def __init__(self, url: str, key: str | None = None, ca: Path | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.url = read_url(url).geturl()
-        self._trust = trust(ca) if self.url.startswith("https:") else True
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls in flight
@@ -98,7 +95,7 @@ class Client:
             async with deadline:
                 status, text = await self._exchange(method, path, body)
         except aiohttp.ClientConnectorCertificateError as error:
-            hint, why = "pass ca=, a file with the certificate that signs the server's", error.certificate_error
+            hint, why = "name the file that signs it in SSL_CERT_FILE", error.certificate_error
             said = why.verify_message if isinstance(why, ssl.SSLCertVerificationError) else str(why)
             raise Refused(f"expected {self.url} to have a trusted certificate, got {quote(said)}: {hint}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -122,9 +119,7 @@ class Client:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(
-                limit=0, ssl=self._trust, keepalive_timeout=KEPT, socket_factory=_open_socket
-            )
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT, socket_factory=_open_socket)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECTING)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._session
@@ -200,18 +195,6 @@ def read_url(text: str) -> SplitResult:
     if port not in (None, PORTS[parts.scheme]):
         netloc += f":{port}"
     return SplitResult(parts.scheme, netloc, parts.path.rstrip("/"), "", "")
-
-
-def trust(ca: Path | None) -> ssl.SSLContext:
-    """Return an SSL context that trusts the certificates in a file, or by default those of the machine.
-
-    Raises:
-        ValueError: If the file has none.
-    """
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except OSError as error:
-        raise ValueError(f"expected ca to be a file of certificates in PEM, got {str(ca)!r}: {error}") from error
 
 
 def quote(text: str) -> str:

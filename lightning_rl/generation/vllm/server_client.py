@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rl.generation.vllm.group import GroupError, Invitation
+from lightning_rl.generation.vllm.group import GroupError, Invitation, Specification
 from lightning_rl.generation.vllm.http import LOOP, Client, Unanswered, quote
 from lightning_rl.generation.vllm.vllm_sampling import FINISH
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import Description
-from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.weight_stream import Shape
 
 PROBE = 30.0  # seconds for a call that returns at once
@@ -60,7 +59,6 @@ class Sample:
     finish_reason: str  # as named by vLLM
     stop_reason: str | int | None  # stop string or id
     labels: tuple[Label, ...]  # of the weights of each token
-    cached: int  # prompt tokens found in the prefix cache
 
 
 class ServerClient(Client):
@@ -69,8 +67,8 @@ class ServerClient(Client):
     Every call may raise :class:`Unanswered` (also for invalid answers) or :class:`Refused`.
     """
 
-    def __init__(self, url: str, key: str | None, timeout: float, ca: Path | None = None) -> None:
-        super().__init__(url, key, ca)
+    def __init__(self, url: str, key: str | None, timeout: float) -> None:
+        super().__init__(url, key)
         self.timeout = timeout
 
     def check_health(self) -> None:
@@ -208,16 +206,9 @@ class ServerClient(Client):
         """Call :meth:`draw` and wait for its result."""
         return LOOP.run(self.draw(name, ids, parameters))
 
-    async def draw(
-        self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], salt: str | None = None
-    ) -> Sample:
-        """Return the response to a request with a new name, under vLLM's sampling parameters.
-
-        With ``salt``, the prefix cache is shared only with requests of the same salt.
-        """
-        body: dict[str, Any] = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
-        if salt is not None:
-            body["cache_salt"] = salt
+    async def draw(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
+        """Return the response to a request with a new name, under vLLM's sampling parameters."""
+        body = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
         answer = await self.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
         with self._parsing():
             (choice,) = answer["choices"]
@@ -239,7 +230,6 @@ class ServerClient(Client):
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
                 labels=_labels(choice, len(tokens)),
-                cached=answer["usage"]["prompt_tokens_details"]["cached_tokens"],
             )
 
     @contextmanager

@@ -19,19 +19,19 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.distributed import failing_together, process_count, process_objects, process_store
+from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
-from lightning_rl.generation.vllm.http import read_url, trust
+from lightning_rl.generation.vllm.group import Specification
+from lightning_rl.generation.vllm.http import read_url
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
-from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
-from lightning_rl.generation.weights.buckets import Specification
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.text_model import check_text_only
 from lightning_rl.utils.arguments import check_counts, check_numbers
@@ -52,10 +52,9 @@ class VLLMServerEngine(Engine):
 
     Args:
         servers: URLs such as ``http://127.0.0.1:8000``; requests go to the server with the fewest outstanding tokens.
-            A :class:`pathlib.Path` is a file with one URL per line, and a function returns them: rank 0 reads either
-            once a second, so servers may come and go during a run.
+            A :class:`pathlib.Path` is a file with one URL per line, and a function returns them: every rank reads
+            either once a second, so servers may come and go during a run.
         api_key: Key of the servers; by default the environment variable ``VLLM_API_KEY``.
-        ca: File with the certificate that signs those of ``https`` servers; by default those trusted by the machine.
         transfer: Path of weights to the servers. ``"file"``: through ``storage``. ``"broadcast"``: in a process group
             of rank 0 and the servers' workers (NCCL between GPUs, otherwise gloo); rank 0 keeps a copy in main memory,
             which servers that were not reached or return later load from ``storage``.
@@ -78,7 +77,6 @@ class VLLMServerEngine(Engine):
         servers: Listing,
         *,
         api_key: str | None = None,
-        ca: str | Path | None = None,
         transfer: Literal["file", "broadcast"] = "file",
         storage: str | Path | None = None,
         timeout: float = 1800.0,
@@ -94,9 +92,6 @@ class VLLMServerEngine(Engine):
             raise ValueError(f"expected transfer out of {', '.join(TRANSFERS)}, got {transfer!r}")
         self.transfer = transfer
         self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
-        self.ca = None if ca is None else Path(ca)
-        if self.ca is not None:
-            trust(self.ca)
         self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
@@ -108,7 +103,7 @@ class VLLMServerEngine(Engine):
             raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
 
     def _client_of(self, url: str) -> ServerClient:
-        return ServerClient(url, self._key, self.timeout, self.ca)
+        return ServerClient(url, self._key, self.timeout)
 
     @override
     def start(
@@ -131,9 +126,8 @@ class VLLMServerEngine(Engine):
         check_text_only(model, "VLLMServerEngine")
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
-            urls = self._list.wait(self.patience) if rank == 0 else ()
-        proposal = token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve()), urls
-        run, storage, urls = process_objects(proposal)[0]
+            urls = self._list.wait(self.patience)
+        run, storage = process_objects((token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())))[0]
         self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
         self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
         push = WeightPush(
@@ -158,17 +152,11 @@ class VLLMServerEngine(Engine):
             if isinstance(error, ValueError) and self._list.fixed:
                 raise error
         pool.watch(pool.servers)
-        self._list.watch(
-            urls,
-            lambda urls: pool.follow(urls, self._client_of),
-            store=process_store(),
-            name=f"lightning-rl/servers/{run}",
-            rank=rank,
-        )
+        self._list.watch(urls, lambda urls: pool.follow(urls, self._client_of))
         pool.wait(strict=True)
         served = push.description
         self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
-        self.max_length, self.block_size = served.max_length, served.block_size
+        self.max_length = served.max_length
         gc.collect()
         gc.freeze()  # or the garbage of a thousand answers makes the collector traverse all live objects
 
@@ -307,16 +295,6 @@ class VLLMServerEngine(Engine):
         scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
         pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
         return scores
-
-    @override
-    def count_cached_tokens(self, ids: Sequence[int]) -> int:
-        """Return the largest number of cached tokens at any server.
-
-        Every rank asks the same servers, so a salt separates their cache entries.
-        """
-        pool = self._running()
-        samples = pool.ask_all(ids, CACHING, name="cached", salt=f"rank {pool.rank}")
-        return max(sample.cached for sample in samples.values())
 
     @override
     def close(self) -> None:

@@ -216,17 +216,15 @@ class ServerPool:
             why = str(server.error)
         raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")
 
-    def ask_all(
-        self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, salt: str | None = None
-    ) -> dict[str, Sample]:
-        """Return the response of every ready server by URL. For ``salt`` see :meth:`.ServerClient.draw`.
+    def ask_all(self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str) -> dict[str, Sample]:
+        """Return the response of every ready server by URL.
 
         Raises:
             EngineError: If no server answered.
         """
 
         async def ask(server: Server) -> Sample | None:
-            return await self._ask(server, ids, parameters, name=name, oldest=self.oldest, salt=salt)
+            return await self._ask(server, ids, parameters, name=name, oldest=self.oldest)
 
         for _ in range(ATTEMPTS):
             self.wait()
@@ -237,14 +235,7 @@ class ServerPool:
         raise EngineError(f"expected a server to answer request {name} in {ATTEMPTS} attempts, got none")
 
     async def _ask(
-        self,
-        server: Server,
-        ids: Sequence[int],
-        parameters: Mapping[str, Any],
-        *,
-        name: str,
-        oldest: int,
-        salt: str | None = None,
+        self, server: Server, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str, oldest: int
     ) -> Sample | None:
         """Return a complete response from recent enough weights, or None after removing a server without one.
 
@@ -254,7 +245,7 @@ class ServerPool:
         run, url = self.push.run, server.client.url
         try:
             numbered = f"{run}-{name}-{self.rank}-{next(self._numbers)}"
-            sample = await server.client.draw(numbered, ids, parameters, salt)
+            sample = await server.client.draw(numbered, ids, parameters)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a complete response from {url}, got an aborted one")
             for label in set(sample.labels):

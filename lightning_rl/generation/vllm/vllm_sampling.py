@@ -17,7 +17,6 @@ SCORING: dict[str, Any] = {
     "detokenize": False,
     "skip_reading_prefix_cache": True,
 }
-CACHING: dict[str, Any] = {"temperature": 0.0, "seed": 0, "max_tokens": 1, "detokenize": False, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from lightning_rl.generation.vllm.server_client import Label, ServerClient
 from lightning_rl.generation.vllm.storage import RunFolder
 from lightning_rl.generation.vllm.vllm_sampling import SCORING
 from lightning_rl.generation.vllm.worker_extension import Description
-from lightning_rl.generation.weights.buckets import Spare
 from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.weight_folder import write_weights
 from lightning_rl.generation.weights.weight_stream import Shape, Stream
@@ -73,7 +72,7 @@ class WeightPush:
         self._versions: dict[int, int] = {}  # by number of the push
         self._loaded: set[str] = set()
         self._described: set[str] = set()
-        self._spare: tuple[Label, Spare] | None = None
+        self._spare: tuple[Label, Stream] | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     @property
@@ -114,7 +113,7 @@ class WeightPush:
         write_weights(stream, self._folder_of(label))
         return self._move_to(label)
 
-    def send(self, send: Callable[[Label], Spare], version: int) -> Path | None:
+    def send(self, send: Callable[[Label], Stream], version: int) -> Path | None:
         """Send weights to servers, and make them the current ones; they are written only if a server needs a file.
 
         During the transfer a returning server finds no weights, as two copies would take twice the memory.
@@ -142,7 +141,7 @@ class WeightPush:
             if not folder.exists():
                 if self._spare is None or self._spare[0] != label:
                     raise Unanswered(f"expected weights of version {label.version} to load, but newer ones are coming")
-                write_weights(self._spare[1].tensors(), folder)
+                write_weights(self._spare[1], folder)
         return folder
 
     def _folder_of(self, label: Label) -> Path:

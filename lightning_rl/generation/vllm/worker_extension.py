@@ -30,7 +30,6 @@ class Description(NamedTuple):
     architecture: str
     vocabulary: int  # number of token ids
     max_length: int  # of prompt and response together
-    block_size: int  # tokens in a block of the prefix cache; 0 without one
     dtype: str  # such as float32
     device: str  # such as cuda
     has_tokenizer: bool
@@ -50,12 +49,11 @@ class WeightLoader:
 
     def lightning_rl_describe(self) -> dict[str, Any]:
         """Return the fields of :class:`Description`."""
-        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        model = self.vllm_config.model_config
         return Description(
             architecture=str(model.architecture),
             vocabulary=int(model.get_vocab_size()),
             max_length=int(model.max_model_len),
-            block_size=int(cache.block_size) if cache.enable_prefix_caching else 0,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(self.vllm_config.device_config.device_type),
             has_tokenizer=not model.skip_tokenizer_init,
@@ -123,7 +121,7 @@ class WeightLoader:
         if group.whole:
             return result
         self.lightning_rl_leave()
-        return {"left": result.get("error", "expected all buckets to be read, got an early end")}
+        return {"left": result.get("error", "expected all tensors to be read, got an early end")}
 
     def lightning_rl_leave(self) -> dict[str, str]:
         """Leave the group, if there is one."""

@@ -6,13 +6,10 @@ TF32 included, where an optimizer step may change a value no more than rounding 
 by comparing its own values bit for bit.
 """
 
-import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,9 +25,7 @@ SEED = 0  # seed of the fixed tokens
 DRAWN_ROWS, DRAWN_TOKENS = 4, 4
 NOISE = 2e-5  # rounding moves a float32 log-probability by up to 1.1e-5 between engines
 FACTOR = 5.0  # multiple of the first sync's mean difference that counts as rounding below float32 precision
-CACHE_EVERY = 4  # syncs between runs of a prompt that is cached; the next sync has to evict it
 REMEMBERED = 4  # past syncs whose values tell a stale engine from a wrong one
-LAYER = re.compile(r"(?:^|\.)(embed_tokens|layers\.\d+)$")
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
 
@@ -40,14 +35,14 @@ class CanaryError(RuntimeError):
 
 
 class Rounding(Enum):
-    """Lowest precision of engine and trainer: limits for mean log-probability and relative layer differences.
+    """Lowest precision of engine and trainer: limit for the mean difference of log-probabilities.
 
     TF32 in attention alone causes a mean difference of up to 2e-3, measured on random models.
     """
 
-    FLOAT32 = 0.0, 1e-3
-    TF32 = 0.02, 1e-2
-    HALF = 0.5, 0.1
+    FLOAT32 = 0.0
+    TF32 = 0.02
+    HALF = 0.5
 
     @staticmethod
     def of(dtypes: Collection[torch.dtype], *, tf32: bool) -> "Rounding":
@@ -116,19 +111,11 @@ class Canary:
         """Reset the state, for another engine or run."""
         self._past: dict[str, deque[Comparison]] = {}
         self._first_mean: float | None = None  # of the first sync
-        self._syncs = 0
-        self._cached = False
 
     def measure(self, engine: Engine, *, vocabulary: int, temperature: float, max_length: int) -> Measurement:
-        """Return the values of an engine that was just synced, at the run's temperature.
-
-        Raises:
-            CanaryError: If the prefix cache still contains a prompt from before the sync.
-        """
-        generator, longer = torch.Generator().manual_seed(SEED), engine.block_size + 9
-        ids = torch.randint(vocabulary, (max(TOKENS, longer),), generator=generator).tolist()
-        self._check_cache(engine, ids[:longer], max_length)
-        row = tuple(ids[: min(TOKENS, max_length - 1)])
+        """Return the values of an engine that was just synced, at the run's temperature."""
+        ids = torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(SEED)).tolist()
+        row = tuple(ids[: max_length - 1])
         sampling = SamplingParams(temperature=temperature, max_new_tokens=DRAWN_TOKENS, eos_token_ids=())
         requests = [
             Request(prefix_ids=row[: number + 1], sample_id=-1 - number, seed=number, sampling=sampling)
@@ -145,19 +132,6 @@ class Canary:
             engine.version,
         )
 
-    def _check_cache(self, engine: Engine, prompt: Sequence[int], max_length: int) -> None:
-        if not engine.block_size or len(prompt) >= max_length:
-            return
-        if self._cached and (cached := engine.count_cached_tokens(prompt)):
-            raise CanaryError(
-                f"expected the sync to version {engine.version} to reset the prefix cache, but {cached} tokens of a "
-                "prompt from before it came out of the cache: they belong to older weights"
-            )
-        self._cached = self._syncs % CACHE_EVERY == 0
-        self._syncs += 1
-        if self._cached:
-            engine.count_cached_tokens(prompt)
-
     def judge(
         self,
         measurement: Measurement,
@@ -165,7 +139,6 @@ class Canary:
         *,
         rounding: Rounding,
         checksums: tuple[int, ...] = (),
-        where: Callable[[], str] = str,
     ) -> tuple[float, float]:
         """Compare engine and trainer, and store the comparison.
 
@@ -174,7 +147,6 @@ class Canary:
             trainer: Log-probabilities of the same tokens under the policy.
             rounding: Rounding of engine and trainer.
             checksums: Checksums of the sent weights, in the engine's dtype.
-            where: Function that describes the first layer that differs, called only for the message of an error.
 
         Returns:
             The largest and the mean difference.
@@ -190,7 +162,7 @@ class Canary:
             past = self._past.setdefault(url, deque(maxlen=REMEMBERED))
             self._check_movement(now, past, alone=len(measurement.values) == 1)
             if not self.within(gap, rounding):
-                raise CanaryError(self._diagnosis(now, past, gap, rounding, where=where))
+                raise CanaryError(self._diagnosis(now, past, gap, rounding))
             past.append(now)
             gaps.append(gap)
         gap = torch.cat(gaps)
@@ -205,7 +177,7 @@ class Canary:
         return bool(gap.mean() <= self._max_mean(rounding))
 
     def _max_mean(self, rounding: Rounding) -> float:
-        measured = rounding.value[0] if self._first_mean is None else FACTOR * self._first_mean
+        measured = rounding.value if self._first_mean is None else FACTOR * self._first_mean
         return max(measured, self.threshold)
 
     def _check_movement(self, now: Comparison, past: Iterable[Comparison], *, alone: bool) -> None:
@@ -224,9 +196,7 @@ class Canary:
                     f"{moved:.2g}: the sync did not reach it"
                 )
 
-    def _diagnosis(
-        self, now: Comparison, past: Iterable[Comparison], gap: Tensor, rounding: Rounding, *, where: Callable[[], str]
-    ) -> str:
+    def _diagnosis(self, now: Comparison, past: Iterable[Comparison], gap: Tensor, rounding: Rounding) -> str:
         size = f"they differ by up to {float(gap.max()):.2g}, {float(gap.mean()):.2g} on average"
         expected = f"expected {now.name} to have the weights of version {now.version}, but "
         if len(now.engine.fixed) and self.within((now.engine.fixed - now.trainer.fixed).abs(), rounding):
@@ -239,9 +209,7 @@ class Canary:
                 return f"{expected}it is stale: its log-probabilities are those of version {before.version}; {size}"
         exact = rounding is Rounding.FLOAT32
         limit = f"{self.threshold:.2g} at most" if exact else f"{self._max_mean(rounding):.2g} on average"
-        return (
-            f"{expected}its log-probabilities are not the trainer's: {size}, where rounding explains {limit}{where()}"
-        )
+        return f"{expected}its log-probabilities are not the trainer's: {size}, where rounding explains {limit}"
 
 
 def canary_of(canary: Canary | bool | None) -> Canary | None:  # noqa: FBT001  an option of every engine
@@ -278,58 +246,9 @@ def policy_in(module: nn.Module) -> PolicyModel:
     return next(part for part in module.modules() if isinstance(part, PolicyModel))
 
 
-def rounding_between(engine: Engine, model: PolicyModel, layers: Mapping[str, Tensor]) -> Rounding:
-    """Return the rounding of engine and trainer, from settings and the dtypes of the trainer's layer outputs."""
-    device = model.model.device.type
-    dtypes = {engine.dtype or model.model.dtype, model.model.dtype, *(output.dtype for output in layers.values())}
-    if torch.is_autocast_enabled(device):
-        dtypes.add(torch.get_autocast_dtype(device))
-    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+def rounding_between(engine: Engine, model: PolicyModel, dtype: torch.dtype) -> Rounding:
+    """Return the rounding of engine and trainer, from settings and the dtype in which the trainer computes."""
+    backend: Any = torch.backends.cuda if model.model.device.type == "cuda" else torch.backends.mkldnn
     tf32 = backend.matmul.fp32_precision not in ("none", "ieee")  # torch.set_float32_matmul_precision sets both
+    dtypes = {engine.dtype or model.model.dtype, model.model.dtype, dtype}
     return Rounding.of(dtypes, tf32=tf32 or engine.allows_tf32)
-
-
-@contextmanager
-def capturing_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that is filled with the outputs of embedding and decoder layers at the first forward inside."""
-    outputs: dict[str, Tensor] = {}
-
-    def capture(name: str, _module: nn.Module, _input: Any, output: Any) -> None:
-        # layers of vLLM return a branch and the residual stream that it is added to
-        parts = [part for part in output if part is not None] if isinstance(output, tuple) else [output]
-        if name not in outputs and parts:
-            stream = sum(part.detach().double() for part in parts[:2]) if len(parts) == 2 else parts[0].detach()
-            outputs[name] = torch.as_tensor(stream).flatten(0, -2)
-
-    layers = [(part, match[1]) for name, part in model.named_modules() if (match := LAYER.search(name))]
-    handles = [part.register_forward_hook(partial(capture, short)) for part, short in layers]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def first_difference(engine: Mapping[str, Tensor], trainer: Mapping[str, Tensor], rounding: Rounding) -> str:
-    """Return a clause that names the first layer that differs; empty if no layer can be compared.
-
-    Example:
-        >>> same, other = torch.ones(3, 2), torch.zeros(3, 2)
-        >>> exact, trainer = Rounding.FLOAT32, {"layers.0": same, "layers.1": same}
-        >>> first_difference({"layers.0": same, "layers.1": other}, trainer, exact)
-        '; the first part that differs is layers.1'
-        >>> first_difference({"layers.0": same}, trainer, exact)
-        '; every layer agrees, so it is the final norm or the head'
-    """
-    compared = 0
-    for name, trained in trainer.items():
-        served = engine.get(name)
-        tokens = 0 if served is None else min(len(served), len(trained))
-        if served is None or not tokens or served.shape[1:] != trained.shape[1:]:
-            continue
-        compared += 1
-        expected = trained[:tokens].double().cpu()
-        distance = (served[:tokens].double().cpu() - expected).norm() / expected.norm().clamp(min=1e-30)
-        if not distance <= rounding.value[1]:
-            return f"; the first part that differs is {name}"
-    return "; every layer agrees, so it is the final norm or the head" if compared else ""

@@ -57,7 +57,15 @@ class WeightSync:
         """Send the weights under a version number, and check them with the engine's canary. A collective."""
         merged = bool(adapters_of(self.policy.model))  # adapters are merged in full precision
         weights = self.weights(None if merged else self.engine.dtype)
-        synchronize(self.engine, weights, version, self.policy, packed=self.packed, context=self.context)
+        synchronize(
+            self.engine,
+            weights,
+            version,
+            self.policy,
+            dtype=self.parallel.compute_dtype(self.policy.model.dtype),
+            packed=self.packed,
+            context=self.context,
+        )
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full value of each weight of the policy without its critic. A collective.

@@ -8,14 +8,11 @@ import pytest
 import torch
 from kit.chatter import chatting_module, games, generator_states
 from kit.support import fit, recorder
-from typing_extensions import override
 
 from lightning_rl import FinishReason, Rollout
 from lightning_rl.audit import SignalAudit
-from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.environments import Action, EnvironmentReward
 from lightning_rl.environments.adapters import GymEnvironment
-from lightning_rl.environments.generators import GeneratorError
 
 SAID = [{"role": "user", "content": "higher"}]
 
@@ -38,26 +35,6 @@ class Guess:
         if guess == self.secret:
             return "Right.", 1.0, True, False, {}
         return "higher" if guess < self.secret else "lower", 0.0, False, guess == 9, {}
-
-
-class Many(Guess):
-    """The same for two."""
-
-    possible_agents = ("one", "two")
-
-
-class Vector(Guess):
-    """The same, several at a time."""
-
-    num_envs = 3
-
-
-class Pixels(Guess):
-    """The same in numbers."""
-
-    @override
-    def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
-        return np.zeros(2), {}
 
 
 def secret_of(game: GymEnvironment) -> int:
@@ -117,33 +94,6 @@ def test_a_game_draws_the_same_however_it_is_interleaved() -> None:
     expected.randint(1, 9)
     expected.random()
     assert first._game.drawn[0] == expected.random()  # noqa: SLF001
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (Many, r"expected an environment for one player, got Many for \['one', 'two'\]: a conversation has one policy"),
-        (Vector, "expected one environment, got Vector of 3: every conversation makes its own"),
-        (object, "expected an environment with reset and step, got object"),
-    ],
-)
-def test_what_one_policy_cannot_play_is_refused_when_it_is_made(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GymEnvironment(make)
-
-
-def test_what_is_no_text_is_named() -> None:
-    with pytest.raises(TypeError, match=r"expected Pixels to observe text, got ndarray array\(\[0., 0.\]\)"):
-        GymEnvironment(Pixels).reset({"prompt": "play"}, 0)
-
-
-def test_a_run_whose_conversations_go_on_in_a_thread_asks_for_processes() -> None:
-    module = chatting_module(
-        "12", environment=lambda: GymEnvironment(Guess), rewards=EnvironmentReward(), max_staleness=1
-    )
-    message = r"expected GymEnvironment, which draws from the global .* thread .*: pass Conversations\(workers=\)"
-    with pytest.raises(GeneratorError, match=message):
-        fit(module, callbacks=[TruncatedIS()], data=games())
 
 
 @pytest.mark.nightly

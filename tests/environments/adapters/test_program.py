@@ -1,7 +1,6 @@
 """Programs as environments: prefixes continue the sampled tokens, or the row fails."""
 
 import re
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ from kit.programs import Ask, ScriptedProgram
 from lightning_rl import FakeEngine, FinishReason, SamplingParams
 from lightning_rl.environments import Conversation, ConversationLimits, Opening, Transcript, converse
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
-from lightning_rl.environments.adapters.verifiers import Verifiers
 from lightning_rl.generation import Request, turn_seed
 
 EOS = 9
@@ -139,12 +137,3 @@ def test_a_program_that_hangs_costs_its_time_twice_and_its_row() -> None:
     transcript, _ = held(hang, seconds=0.2)
     assert transcript.finish == FinishReason.FAILED and transcript.outcome.metrics["timeouts"] == 2
     assert transcript.outcome.failure == "timeout: the program took longer than 0.2 s for a conversation (timeout)"
-
-
-def test_the_extra_is_named_where_verifiers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("verifiers", "verifiers.v1"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"pip install 'lightning-rl\[verifiers\]', in an environment without"
-    ):
-        Verifiers({"taskset": {"id": "any"}}, "policy", {"name": "qwen3"})

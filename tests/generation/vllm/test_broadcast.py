@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from kit.engine_requests import launch, request_of
+from kit.engine_requests import launch
 from kit.scripted_server import KEY, ScriptedServer, servers
 from kit.support import tiny_model
 from torch import Tensor
@@ -28,7 +28,6 @@ from lightning_rl.generation.vllm.worker_extension import HOST, WeightLoader
 def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_pool, "POLL", 0.02)
     monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 4096)
 
 
 def the_model(seed: int = 0) -> PreTrainedModel:
@@ -69,8 +68,7 @@ def test_every_server_receives_every_tensor_in_one_group_without_files(
     engine.close()
 
 
-def test_a_large_tensor_has_its_own_bucket_in_the_dtype_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 64)
+def test_tensors_are_sent_in_the_dtype_of_the_engine() -> None:
     server = ScriptedServer(dtype="bfloat16")
     with servers(server):
         engine = an_engine(server)
@@ -149,7 +147,7 @@ def test_a_slow_server_ends_the_group_and_loads_from_a_file(
     expected = push(engine, 1)
     check_weights(one, expected, 1)
     check_weights(two, expected, 1)
-    assert two.loads and any("no bucket in 0.5 s" in record.message for record in caplog.records)
+    assert two.loads and any("no tensor in 0.5 s" in record.message for record in caplog.records)
     engine.close()
 
 
@@ -171,39 +169,13 @@ def test_a_server_that_restarts_with_the_old_label_gets_the_weights_in_a_new_gro
         engine.close()
 
 
-def test_a_restarted_server_loads_from_a_file_and_joins_the_next_push(one: ScriptedServer, tmp_path: Path) -> None:
-    engine = an_engine(one, storage=tmp_path)
-    expected = push(engine, 0)
-    one.kill()
-    again = ScriptedServer(port=one.port)
-    with servers(again):
-        request = request_of((2, 3), 1, 1, max_new_tokens=4, temperature=0.7)
-        assert engine.generate([request])[0].version == 0
-        check_weights(again, expected, 0)
-        assert len(again.loads) == 1 and not again.receptions
-        check_weights(again, push(engine, 1), 1)
-        assert len(again.loads) == 1 and len(again.receptions) == 1
-        assert not list(tmp_path.glob("*/*")), "the file went with its version"
-        engine.close()
-
-
-def test_servers_that_cannot_join_load_from_a_file(
-    one: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(broadcast, "_host_for", lambda _: "127.0.0.2")
-    engine = an_engine(one)
-    check_weights(one, push(engine, 0), 0)
-    assert one.loads and "expected a group on loopback, where this server listens, got one at 127.0.0.2" in caplog.text
-    engine.close()
-
-
 def a_worker() -> WeightLoader:
     worker = WeightLoader()
     worker.rank, worker.device = 0, torch.device("cpu")
     return worker
 
 
-GROUP = ("run/1", "127.0.0.1", 1, 2, "gloo", 64)
+GROUP = ("run/1", "127.0.0.1", 1, 2, "gloo")
 
 
 def test_a_server_on_loopback_joins_groups_on_loopback_only(
@@ -218,10 +190,6 @@ def test_a_server_on_loopback_joins_groups_on_loopback_only(
     assert worker.lightning_rl_member() == {"group": "run/1", "gpu": ""}
 
 
-def test_a_worker_without_a_group_has_left_it() -> None:
-    assert a_worker().lightning_rl_receive("run/1")["left"] == "expected a member of group run/1, got one of None"
-
-
 def test_a_group_of_local_servers_listens_on_loopback_only(one: ScriptedServer) -> None:
     def listening() -> set[tuple[str, int]]:
         return {(c.laddr.ip, c.laddr.port) for c in psutil.Process().net_connections("tcp") if c.status == "LISTEN"}
@@ -231,11 +199,6 @@ def test_a_group_of_local_servers_listens_on_loopback_only(one: ScriptedServer) 
     push(engine, 0)
     assert {address for address, _ in listening() - before} == {"127.0.0.1"}
     engine.close()
-
-
-def test_transfer_is_checked_at_construction() -> None:
-    with pytest.raises(ValueError, match="expected transfer out of file, broadcast, got 'telepathy'"):
-        VLLMServerEngine("http://localhost:1", transfer="telepathy")  # pyright: ignore[reportArgumentType]
 
 
 class BlockingGroup:
@@ -261,7 +224,7 @@ def lonely(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[group.Group, Block
     fake = BlockingGroup()
     monkeypatch.setattr(group, "_nccl", lambda *_: fake)
     store = group.open_store("127.0.0.1")
-    invitation = group.Invitation("lonely", "127.0.0.1", store.port, 2, "nccl", 64)
+    invitation = group.Invitation("lonely", "127.0.0.1", store.port, 2, "nccl")
     yield group.Group(invitation, [("a", (4,), "float32")], rank=0, device=torch.device("cpu"), store=store), fake
     fake.arrived.set()
 
@@ -286,7 +249,7 @@ def test_a_missing_member_breaks_the_group_after_the_timeout(
     monkeypatch.setattr(group, "STALL", 0.5)
     member, fake = lonely
     for _ in range(2):
-        with pytest.raises(GroupError, match=r"group lonely is broken: no bucket in 0.5 s"):
+        with pytest.raises(GroupError, match=r"group lonely is broken: no tensor in 0.5 s"):
             outcome(lambda: list(member.receive())).result(5)
     outcome(member.close).result(5)
     assert fake.entered.is_set() and not fake.aborted, "aborting what connects would block as well"
@@ -299,23 +262,6 @@ def test_a_waiting_member_can_give_up(lonely: tuple[group.Group, BlockingGroup])
     member.give_up()
     with pytest.raises(GroupError, match="a member has left it"):
         call.result(5)
-
-
-def test_members_that_could_not_connect_do_not_retry(
-    lonely: tuple[group.Group, BlockingGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    member, fake = lonely
-
-    def refuse(*_: Any) -> Any:
-        monkeypatch.setattr(fake, "broadcast", partial(BlockingGroup.broadcast, fake))
-        raise RuntimeError("NCCL error")
-
-    monkeypatch.setattr(fake, "broadcast", refuse)
-    with pytest.raises(GroupError, match="NCCL error"):
-        member.broadcast(torch.zeros(16, dtype=torch.uint8))
-    with pytest.raises(GroupError, match="NCCL error"):
-        outcome(lambda: list(member.receive())).result(5)
-    assert not fake.entered.is_set()
 
 
 @pytest.mark.parametrize("shared", ["the trainer", "servers", "none"])

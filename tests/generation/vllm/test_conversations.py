@@ -22,7 +22,7 @@ from lightning_rl.environments import (
     converse,
 )
 from lightning_rl.generation import Request
-from lightning_rl.generation.validate_completions import TurnAnswers
+from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.generation.vllm import server_pool
 
 TURNS = 4
@@ -73,7 +73,7 @@ def opening(number: int, environment: Echo | None = None) -> Opening:
 
 
 def held(engine: VLLMServerEngine, talks: list[Opening]) -> list[Transcript]:
-    answers = TurnAnswers(engine, logprobs=True, vocabulary=VOCABULARY)
+    answers = Answers(engine, logprobs=True, vocabulary=VOCABULARY)
     return converse(talks, engine, logprobs=True, answers=answers)
 
 

@@ -161,18 +161,3 @@ def test_a_restarted_server_with_other_log_probabilities_is_refused(device: str,
         engine.score([[2, 3, 4]])
     assert second.loads and second.label == "loading"
     engine.close()
-
-
-def test_a_server_on_a_gpu_may_round_as_tf32_does() -> None:
-    first, policy = ScriptedServer(**{**HOLDS, "device": "cuda"}), tiny_policy()
-    engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=5)
-    with servers(first):
-        engine.start(policy, None, device=policy.device, dtype=policy.dtype)
-        assert engine.allows_tf32
-        engine.expect(policy.named_parameters())
-        engine.load_weights(policy.named_parameters(), 0)
-        (score,) = engine.score_copies([2, 3, 4]).values()
-    second = ScriptedServer(shifted_by(1e-3), port=first.port, **{**HOLDS, "device": "cuda"})
-    with servers(second):
-        assert torch.allclose(engine.score([[2, 3, 4]])[0], score - 1e-3)
-    engine.close()

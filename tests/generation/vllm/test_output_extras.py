@@ -15,7 +15,7 @@ from lightning_rl.generation.vllm.output_extras import (
     options_for,
     routes_from,
 )
-from lightning_rl.generation.vllm.vllm_sampling import CACHING, SCORING, parameters_of
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, parameters_of
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
 
@@ -40,7 +40,6 @@ REQUESTS = {
     "greedy baseline of filtered training": rendered(0.0, top_p=0.95, min_p=0.1),
     "draws of the canary": rendered(0.7),
     "scoring": SCORING,
-    "caching": CACHING,
 }
 
 
@@ -56,10 +55,6 @@ def test_an_engine_that_returns_masks_is_sent_a_temperature_and_a_bound_of_the_s
     else:
         assert sent == {**asked, "top_k": asked["top_k"] or 10}
     assert OutputExtras(None, frozenset(), 10).accept(asked) == asked
-
-
-def test_no_request_draws_from_a_generator_of_the_trainer() -> None:
-    assert all(isinstance(asked["seed"], int) for asked in REQUESTS.values())
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])

@@ -15,7 +15,7 @@ from kit.support import tiny_policy
 from lightning_rl import EngineError
 from lightning_rl.generation.vllm import server_pool
 from lightning_rl.generation.vllm.http import Cancelled, Unanswered
-from lightning_rl.generation.vllm.server_client import Label, ServerClient
+from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.weight_push import WeightPush
 
@@ -27,16 +27,6 @@ def a_push() -> WeightPush:
 def a_pool(patience: float = 0.1) -> ServerPool:
     clients = [ServerClient(url, None, 5) for url in ("http://127.0.0.1:9", "http://127.0.0.1:10")]
     return ServerPool(clients, a_push(), patience=patience)
-
-
-def test_pauses_double_with_each_loss_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool.time, "monotonic", lambda: 100.0)
-    lost = a_pool()
-    pauses = []
-    for _ in range(8):
-        lost.remove(lost.servers[0], Unanswered("gone"))
-        pauses.append(lost.servers[0].due - 100)
-    assert pauses == [0.25, 0.5, 1, 2, 4, 8, 10, 10]
 
 
 def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(
@@ -112,9 +102,3 @@ def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None
         ):
             client.describe()
         assert client.label() is None
-
-
-@pytest.mark.parametrize("text", ["default", "loading", "a/b/c", "a/1", "", "a/1/2/3"])
-def test_a_label_that_no_trainer_gave_is_none(text: str) -> None:
-    assert Label.read(text) is None
-    assert Label.read(str(Label("ab12", 3, 7))) == Label("ab12", 3, 7)

@@ -1,7 +1,6 @@
 """VLLMEngine in whole runs, with a fake vLLM that behaves as its sources do."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -110,20 +109,6 @@ def test_vllm_is_built_and_generates_with_its_own_threads_and_the_trainer_s_prec
     assert gpu.threads_in_step == {1} and torch.get_num_threads() == 2
 
 
-def test_a_precision_that_is_set_by_backend_stays() -> None:
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
-    try:
-        with fake_vllm(gpus=1):
-            engine, model = VLLMEngine(canary=False), tiny_policy()
-            launch(engine, model)
-            engine.close()
-        assert matmul.fp32_precision == "tf32"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        matmul.fp32_precision = before
-
-
 def test_a_gpu_that_vllm_would_not_take_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     engine, model = VLLMEngine(canary=False), tiny_policy()
@@ -167,13 +152,6 @@ def test_an_engine_ends_when_that_of_another_policy_starts(gpu: FakeVLLM) -> Non
         fit(module, data=tiny_prompts(4, 4))
         module.generate([2, 3])
     assert len(gpu.built) == 3
-
-
-def test_another_precision_builds_another_engine(gpu: FakeVLLM) -> None:
-    module = tiny_module(engine=VLLMEngine())
-    for precision in ("32-true", "bf16-mixed", "bf16-mixed"):
-        fit(module, data=tiny_prompts(4, 4), precision=precision)
-    assert [str(built.dtype) for built in gpu.built] == ["torch.float32", "torch.bfloat16"]
 
 
 def test_an_error_that_ends_a_run_ends_the_engine(gpu: FakeVLLM) -> None:
@@ -250,19 +228,3 @@ def test_a_share_without_room_beside_the_optimizer_is_refused_before_the_first_r
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
 def test_the_share_that_the_refusal_names_has_room_at_the_second_rollout(full_gpu: FakeVLLM) -> None:
     assert validate_and_fit(full_gpu, gpu_memory_utilization=0.28) == 1
-
-
-def test_a_gpu_without_room_beside_the_weights_gets_other_advice(full_gpu: FakeVLLM) -> None:
-    full_gpu.cuda.total = WEIGHTS
-    with pytest.raises(ValueError, match="and 0% is left: take more devices"):
-        tiny_module(engine=VLLMEngine(canary=False)).generate([2, 3])
-    assert full_gpu.built == []
-
-
-def test_a_cache_of_some_bytes_takes_no_share(full_gpu: FakeVLLM) -> None:
-    full_gpu.cuda.total = 2 * WEIGHTS
-    sizes: list[tuple[dict[str, Any], bool]] = [({}, True), ({"kv_cache_memory_bytes": WEIGHTS // 2}, False)]
-    for cache, refused in sizes:
-        module = tiny_module(engine=VLLMEngine(canary=False, gpu_memory_utilization=0.6, **cache))
-        with pytest.raises(ValueError, match="expected room") if refused else nullcontext():
-            module.generate([2, 3])

@@ -35,19 +35,7 @@ def test_a_missing_vllm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
         load_vllm()
 
 
-def test_a_folder_of_that_name_is_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    with pytest.raises(ImportError, match=r"pip install 'lightning-rl\[vllm\]'"):
-        load_vllm()
-
-
 def test_an_engine_in_another_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(RuntimeError, match="expected VLLM_ENABLE_V1_MULTIPROCESSING=0"):
         load_vllm()
-
-
-def test_an_option_that_the_engine_sets_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected no logprobs_mode, because VLLMEngine sets it itself"):
-        VLLMEngine(logprobs_mode="raw_logprobs")
-    VLLMEngine().close()

@@ -28,12 +28,6 @@ def test_what_is_written_is_read_in_its_order(part_bytes: int, parts: int, tmp_p
     assert all(torch.equal(tensor, weights[name]) and tensor.dtype == weights[name].dtype for name, tensor in found)
 
 
-def test_a_transposed_tensor_keeps_its_values(tmp_path: Path) -> None:
-    tensor = torch.arange(6.0).reshape(2, 3).T
-    write_weights([("t", tensor)], tmp_path / "0")
-    assert torch.equal(dict(read_weights(tmp_path / "0"))["t"], tensor)
-
-
 def test_no_more_than_a_part_is_held(tmp_path: Path) -> None:
     alive: list[int] = []
 
