@@ -46,7 +46,7 @@ OPTIONS = {  # of EngineArgs, those that a run could set
     "max_model_len", "distributed_executor_backend", "tensor_parallel_size", "enable_expert_parallel", "block_size",
     "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_batched_tokens",
     "max_num_seqs", "max_logprobs", "logprobs_mode", "disable_log_stats", "hf_overrides", "quantization",
-    "enforce_eager", "enable_chunked_prefill", "generation_config",
+    "enforce_eager", "enable_lora", "max_loras", "max_lora_rank", "enable_chunked_prefill", "generation_config",
     "enable_sleep_mode", "enable_cumem_allocator", "enable_return_routed_experts", "return_sampling_mask",
     "compilation_config", "worker_extension_cls", "async_scheduling", "attention_backend",
 }  # fmt: skip
@@ -298,7 +298,7 @@ class LLM:
             raise ValueError("Sleep mode is not supported on current platform.")
         if not on_gpu and (options.get("return_sampling_mask") or options.get("enable_return_routed_experts")):
             raise ValueError("return_sampling_mask and enable_return_routed_experts require Model Runner V2")
-        if missing := [n for n in ("quantization", "worker_extension_cls") if options.get(n)]:
+        if missing := [n for n in ("enable_lora", "quantization", "worker_extension_cls") if options.get(n)]:
             raise NotImplementedError(missing[0])
         if options.get("tensor_parallel_size", 1) > 1:
             raise NotImplementedError("tensor_parallel_size")
@@ -478,9 +478,11 @@ class LLM:
         sampling_params: Sequence[SamplingParams],
         *,
         use_tqdm: bool = True,
+        lora_request: Any = None,
     ) -> list[Any]:
         """Return outputs in the order of the prompts."""
-        names = [name.rpartition("-")[0] for name in self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm)]
+        queued = self.enqueue(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        names = [name.rpartition("-")[0] for name in queued]
         outputs: dict[str, Any] = {}
         while self._requests:
             outputs |= {output.request_id: output for output in self._step()}
@@ -492,9 +494,12 @@ class LLM:
         sampling_params: Sequence[SamplingParams],
         *,
         use_tqdm: bool = True,
+        lora_request: Any = None,
     ) -> list[str]:
         """Return the names of the requests, which :meth:`_step` draws."""
         del use_tqdm
+        if lora_request is not None:
+            raise NotImplementedError("lora_request")
         if len(prompts) != len(sampling_params):
             raise ValueError("The lengths of prompts and params must be the same.")
         added: list[str] = []

@@ -2,11 +2,14 @@
 
 import http.client
 import logging
+import socket
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +29,7 @@ from lightning_rl.callbacks import RolloutKL
 from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
 from lightning_rl.generation.vllm.http import Cancelled, Client
-from lightning_rl.generation.vllm.server_client import ServerClient
+from lightning_rl.generation.vllm.server_client import Label, ServerClient
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +108,23 @@ def test_the_key_is_in_no_list_of_processes_and_in_no_log(server: Served, engine
     assert len(commands) >= 3 and not [command for command in commands if SECRET in command]
     log = (server.folder / "log").read_text()
     assert "serving" in log and SECRET not in log
+
+
+def test_a_server_listens_on_loopback_only(server: Served, engine: VLLMServerEngine) -> None:
+    connections = [connection for process in server.family() for connection in process.net_connections("all")]
+    places = {connection.laddr.ip for connection in connections if connection.status == "LISTEN"}
+    assert places <= {"127.0.0.1", "::1"} and server.port in {c.laddr.port for c in connections if c.status == "LISTEN"}
+    files = {Path(str(c.laddr)) for c in connections if c.family == socket.AF_UNIX and str(c.laddr).startswith("/")}
+    assert len(files) >= 2 and {file.stat().st_mode & 0o077 for file in files} == {0}
+
+
+def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLLMServerEngine) -> None:
+    synced(engine, MODEL(), 3)
+    with pytest.raises(
+        RuntimeError, match=f"it failed: expected a folder of weights on {tempfile.gettempdir()}, got /etc"
+    ):
+        ServerClient(server.url, SECRET, 60).load(Path("/etc"), Label("mine", 0, 0))
+    assert ServerClient(server.url, SECRET, 60).label() is None, "and the label is gone"
 
 
 def test_stop_strings_need_the_same_tokenizer_at_the_server(server: Served) -> None:

@@ -11,7 +11,7 @@ from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from lightning_rl.generation.engine import (
     Request,
 )
 from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.generation.vllm.output_extras import OutputExtras, available_extras, options_for
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm
@@ -65,6 +66,8 @@ class VLLMEngine(Engine):
         dtype: Dtype of the engine's weights; by default the one in which the run computes (bfloat16 under
             ``"bf16-mixed"``), float32 for float64.
         max_model_len: Maximum length of prompt and response together; by default from the policy's configuration.
+        lora: ``"merged"`` sends all weights with the adapter merged at each sync; ``"adapter"`` sends the base once
+            and then only the adapter, for policies that train nothing else.
         sleeps: True to release memory after each rollout; by default on a GPU. A CPU build only pauses.
         canary: Check of each sync; None to skip it.
         options: Options of ``vllm.LLM``, such as ``gpu_memory_utilization`` (default 0.4), ``block_size``,
@@ -81,6 +84,7 @@ class VLLMEngine(Engine):
         *,
         dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
+        lora: Literal["merged", "adapter"] = "merged",
         sleeps: bool | None = None,
         canary: Canary | bool | None = True,
         **options: Any,
@@ -91,6 +95,8 @@ class VLLMEngine(Engine):
             raise ValueError(f"expected no {refused[0]}, because VLLMEngine sets it itself")
         if "enable_sleep_mode" in options:
             raise ValueError(f"expected no enable_sleep_mode: pass sleeps={options['enable_sleep_mode']!r}")
+        if lora not in ("merged", "adapter"):
+            raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"expected dtype to be a floating dtype of torch, such as torch.bfloat16, got {dtype!r}")
         check_numbers(above=0, at_most=1, gpu_memory_utilization=options.get("gpu_memory_utilization", GPU_SHARE))
@@ -108,6 +114,9 @@ class VLLMEngine(Engine):
         self._plan: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._extras: OutputExtras | None = None
+        self.lora = lora
+        self._adapter: Adapter | None = None
+        self._base_loaded = False  # used with an adapter
         self._asleep: set[str] = set()
         self._threads: int | None = None  # CPU threads, used on a GPU
         self._purpose: tuple[Any, ...] = ()  # policy and run that vLLM was built for
@@ -189,7 +198,7 @@ class VLLMEngine(Engine):
                 self.close()
                 raise
             RUNNING.append(self)
-        self._purpose = purpose
+        self._purpose, self._base_loaded = purpose, False
         atexit.unregister(self.close)
         atexit.register(self.close)  # before the trainer's process group ends at exit
 
@@ -203,6 +212,7 @@ class VLLMEngine(Engine):
         config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        self._adapter = Adapter(model, folder) if self.lora == "adapter" else None
         options = self._llm_options(model)
         with internals.preserving_process(device):
             self._vllm = load_vllm()
@@ -240,7 +250,7 @@ class VLLMEngine(Engine):
             options["enable_prefix_caching"] = not carries_state(model)  # vLLM caches states at block ends only
         if self._executor is not None:
             options["distributed_executor_backend"] = self._executor
-        options |= options_for(self.extras)
+        options |= options_for(self.extras) | (self._adapter.options if self._adapter is not None else {})
         return {**options, **self.options, **FIXED}
 
     @override
@@ -248,7 +258,10 @@ class VLLMEngine(Engine):
         self._plan.compare([(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)])
 
     def _outgoing(self, weights: weight_stream.Stream) -> weight_stream.Stream:
-        return weight_stream.add_aliases(weight_stream.merge_stream(weights, self._scales), self._aliases)
+        whole = (
+            weight_stream.merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
+        )
+        return weight_stream.add_aliases(whole, self._aliases)
 
     @override
     @torch.inference_mode(mode=False)
@@ -258,11 +271,18 @@ class VLLMEngine(Engine):
         rest, device = iter(weights), next(self._model.parameters()).device
         outgoing = weight_stream.verify(self._outgoing(rest), self._plan.expected)
         try:
-            internals.reload(self._llm, weight_stream.copies(outgoing, self.dtype, device, self._exact))
+            if self._base_loaded:
+                deque(outgoing, maxlen=0)
+            else:
+                internals.reload(self._llm, weight_stream.copies(outgoing, self.dtype, device, self._exact))
         except Exception:
             deque(rest, maxlen=0)
-            self._llm.apply_model(partial(internals.recover, self._llm.llm_engine.vllm_config))
+            if not self._base_loaded:
+                self._llm.apply_model(partial(internals.recover, self._llm.llm_engine.vllm_config))
             raise
+        if self._adapter is not None:
+            self._adapter.load(self._llm)
+            self._base_loaded = True
         self._wake("kv_cache")
         internals.reset_prefix_cache(self._llm)
 
@@ -341,10 +361,15 @@ class VLLMEngine(Engine):
             [{"prompt_token_ids": list(request.prefix_ids)} for request in requests],
             parameters,
             use_tqdm=False,
+            lora_request=self._lora_request,
         )
         for request in requests:
             self.in_flight.add(request, self.version)
         return [internals.outer_name(name) for name in names]
+
+    @property
+    def _lora_request(self) -> Any:
+        return None if self._adapter is None else self._adapter.request
 
     @contextmanager
     def _clean_engine(self) -> Iterator[None]:
@@ -394,6 +419,7 @@ class VLLMEngine(Engine):
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 list(parameters),
                 use_tqdm=False,
+                lora_request=self._lora_request,
             )
 
     @override
@@ -421,7 +447,7 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         """Release weights and KV cache; on a CPU vLLM keeps both."""
         if self._llm is not None and not self._asleep:
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=1 if self._base_loaded else 2)  # the base of an adapter is sent only once
             self._asleep = {"weights", "kv_cache"}
         super().sleep()
 
@@ -435,7 +461,7 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Free weights and KV cache without ending the trainer's process group."""
         super().close()
-        self._extras, self.dtype = None, self._dtype
+        self._extras, self._adapter, self.dtype = None, None, self._dtype
         llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
         atexit.unregister(self.close)
         if self in RUNNING:

@@ -107,6 +107,17 @@ def draw_in_a_thread(engine: VLLMServerEngine, number: int) -> Callable[[], list
 # Lists.
 
 
+def test_a_list_may_repeat_a_server_in_several_spellings(tmp_path: Path) -> None:
+    file = tmp_path / "servers"
+    file.write_text("# of node 2\nhttp://a:1/\n\n  https://b:2  # the slow one\nhttp://a:1\n")
+    assert ServerList(file, lambda _: None).read() == ("http://a:1", "https://b:2")
+    assert ServerList(lambda: "http://a:1", lambda _: None).read() == ("http://a:1",)
+    spelled = ["http://a", "HTTP://A:80/", "http://a:080", " http://a\n", "https://[::1]:443", "https://[::1]"]
+    assert ServerList(lambda: spelled, lambda _: None).read() == ("http://a", "https://[::1]")
+    with pytest.raises(ValueError, match="each of them once"):
+        VLLMServerEngine(["http://127.0.0.1:8000", "http://127.0.0.1:08000/"])
+
+
 @pytest.mark.parametrize(
     "line",
     ["http://a:1, http://b:2", "http://a:80000", "http://a:0", "http://a:eight", "http://[::1", "http://a/x?y=1", "a"],
@@ -143,6 +154,23 @@ def test_an_unusable_list_changes_nothing_and_is_logged_once(
     engine.close()
     told = [record.message for record in caplog.records if "servers stay as they are" in record.message]
     assert len(told) == 1 and why in told[0] and told[0].isprintable()
+
+
+def test_a_list_is_used_once_two_reads_agree(one: ScriptedServer, two: ScriptedServer) -> None:
+    readings = iter([[one.url], [one.url, two.url], [one.url], [two.url], [one.url, two.url]])
+    over = threading.Event()
+
+    def torn() -> list[str]:
+        try:
+            return next(readings)
+        except StopIteration:
+            over.set()
+            return [one.url]
+
+    engine = an_engine(torn)
+    assert over.wait(20)
+    engine.close()
+    assert two.calls == []
 
 
 def test_a_run_waits_for_its_first_list_and_logs_the_reason(
@@ -186,6 +214,19 @@ def test_a_new_server_generates_only_after_its_log_probabilities_agree(
     assert "-proof-" in f"-{names_of(two)[0]}", "before anything else"
     assert samples_of(two) and not samples_of(liar)
     assert f"{liar.url} to agree with another server on version 0, but its" in caplog.text
+
+
+def test_a_new_server_waits_for_the_canary_at_ready_servers(one: ScriptedServer, two: ScriptedServer) -> None:
+    listed = Listed(one)
+    engine = an_engine(listed, canary=Canary())
+    listed.change(one, two)
+    two.until(lambda known: known.calls.count("/health") > 2)
+    check(engine.generate(requests(16)))
+    assert not two.requests and not two.loads
+    engine.score_copies([2, 3, 4])
+    two.until(lambda known: bool(known.requests))
+    assert names_of(two)[0].startswith("proof-")
+    engine.close()
 
 
 def test_a_server_of_another_model_is_left_out_even_under_the_right_label(
@@ -269,6 +310,63 @@ def test_an_empty_list_keeps_the_servers_and_an_error_names_the_list(
 
 
 # During a sync.
+
+
+@pytest.mark.parametrize("transfer", ["file", "broadcast"])
+def test_a_server_removed_during_a_sync_does_not_delay_it(
+    transfer: str, one: ScriptedServer, two: ScriptedServer
+) -> None:
+    listed = Listed(one, two)
+    engine = an_engine(listed, transfer=transfer)
+    push(engine, 1)
+    removed: list[str] = []
+
+    def remove(_: str) -> None:
+        if not removed:
+            removed.append(one.url)
+            listed.change(two)
+
+    during_a_load(one, transfer, remove)
+    push(engine, 2)
+    check(engine.generate(requests(16)), [2])
+    one.until(lambda known: not known.open)
+    assert removed and two.label.endswith("/2") and not samples_of(one)
+    push(engine, 3)
+    check(engine.generate(requests(16)), [3])
+    assert not one.label.endswith("/3")
+    assert len(set(two.receptions)) == (2 if transfer == "broadcast" else 0), "a group without the one that left"
+    engine.close()
+
+
+@pytest.mark.parametrize("transfer", ["file", "broadcast"])
+def test_a_server_added_during_a_sync_gets_its_weights_and_joins_the_next(
+    transfer: str, one: ScriptedServer, two: ScriptedServer
+) -> None:
+    listed = Listed(one)
+    engine = an_engine(listed, transfer=transfer)
+    during_a_load(one, transfer, lambda _: None if two.calls else listed.change(one, two))
+    push(engine, 1)
+    two.until(lambda known: known.label.endswith("/1"))
+    check(engine.generate(requests(32)), [1])
+    loads = len(two.loads)
+    push(engine, 2)
+    check(engine.generate(requests(32)), [2])
+    assert samples_of(two) and len(two.loads) == loads + (transfer == "file")
+    assert two.receptions == one.receptions[-1:] if transfer == "broadcast" else not two.receptions
+    engine.close()
+
+
+def during_a_load(server: ScriptedServer, transfer: str, act: Callable[[str], None]) -> None:
+    """Call a function while a server loads weights."""
+    honest = server.answer
+
+    def answer(path: str, body: Any) -> Answer:
+        if path == "/collective_rpc" and body["method"] == "lightning_rl_load":
+            act(path)
+        return honest(path, body)
+
+    server.on_tensor = act
+    server.answer = answer if transfer == "file" else honest  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # A whole run.

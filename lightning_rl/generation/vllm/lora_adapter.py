@@ -1,0 +1,80 @@
+"""LoRA in vLLM: a new adapter file for each version, and a base that is sent once."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_rl.generation.weights.weight_stream import Stream, adapter_scales, part_of
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM accepts
+
+
+class Adapter:
+    """Transfer of the policy's LoRA adapter to vLLM.
+
+    vLLM stores an adapter by id, and blocks of the prefix cache by its name and path. Each version has a new id, name
+    and path in a private folder, and the previous one is removed.
+
+    Raises:
+        ValueError: If there is no adapter, or other parameters train too.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self.scales, self.folder = adapter_scales(model), folder
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        others = sorted(name for name in trained if part_of(name)[1] not in ("A", "B"))
+        if others or not self.scales:
+            got = f"{others[0]} that trains as well" if self.scales else f"none in {type(model).__name__}"
+            raise ValueError(f'expected adapters and a frozen base, got {got}: use lora="merged"')
+        self.rank = max(len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A")
+        self.number = 0
+        self.request: Any = None
+        self._parts: dict[str, Tensor] = {}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of ``vllm.LLM``."""
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank)}
+
+    def split(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base weights under plain names; the adapter's are stored for :meth:`load`."""
+        self._parts = {}
+        for name, weight in stream:
+            layer, part = part_of(name)
+            if layer not in self.scales:
+                yield name, weight
+            elif part in ("A", "B"):
+                scaled = weight if part == "A" else weight * self.scales[layer]
+                self._parts[f"base_model.model.{layer}.lora_{part}.weight"] = scaled.detach().cpu().contiguous().clone()
+            else:
+                yield f"{layer}.{part}", weight
+
+    def load(self, llm: Any) -> None:
+        """Load the adapter of the last stream under a new id, and remove the previous version.
+
+        Raises:
+            RuntimeError: If A or B of a layer is missing, or vLLM rejects the adapter.
+        """
+        if len(self._parts) != 2 * len(self.scales):
+            raise RuntimeError(f"expected A and B of {len(self.scales)} layers, got {len(self._parts)} tensors")
+        before, self.number = self.request, self.number + 1
+        path = self.folder / f"adapter-{self.number}"
+        path.mkdir()
+        save_file(self._parts, path / "adapter_model.safetensors")
+        targets = sorted({layer.rpartition(".")[-1] for layer in self.scales})
+        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.rank, "target_modules": targets}
+        (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))  # scaling is in B
+        kind: Any = import_module("vllm.lora.request").LoRARequest
+        self.request, self._parts = kind(f"policy-{self.number}", self.number, str(path)), {}
+        if before is not None:
+            llm.llm_engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path)
+        if not llm.llm_engine.add_lora(self.request):
+            raise RuntimeError(f"expected vLLM to load the adapter {self.request.lora_name}, but it did not")
