@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self
 
+from transformers import PreTrainedModel
+
 from lightning_rl.environments.conversation import ConversationLimits
 from lightning_rl.environments.parsing import ParserSource, check_source
 from lightning_rl.environments.run_environments import EnvironmentSource, Factory, factories_of
 from lightning_rl.environments.tools import Tool
 from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.serialization import import_by_name
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
@@ -68,10 +71,15 @@ class Conversations:
         """Return conversations for conversations, a source or None."""
         return environment if environment is None or isinstance(environment, cls) else cls(environment)
 
-    @property
-    def limits(self) -> ConversationLimits:
-        """Limits of each conversation."""
-        return ConversationLimits(turns=self.max_turns, turn_tokens=self.max_turn_tokens)
+    def limits_for(self, model: PreTrainedModel, engine_length: int | None) -> ConversationLimits:
+        """Return the limits of each conversation with a policy, given the maximum length of the engine."""
+        lengths = [length for length in (max_prompt_length(model, 0), engine_length) if length is not None]
+        return ConversationLimits(
+            turns=self.max_turns,
+            turn_tokens=self.max_turn_tokens,
+            length=min(lengths, default=None),
+            vocabulary=model.config.get_text_config().vocab_size,
+        )
 
     def resolve(self) -> Self:
         """Return a copy in which functions given by name are imported.
