@@ -1,6 +1,6 @@
 """RLLightningModule: the training loop over rollouts, as hooks of a LightningModule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +25,7 @@ from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, St
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, find_prompt_stream, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
 from lightning_rl.environments import Conversations
-from lightning_rl.environments.parsing import AnswerParser
-from lightning_rl.environments.run_environments import Environments, EnvironmentSource, RowCheck
+from lightning_rl.environments.run_environments import EnvironmentSource, RowCheck
 from lightning_rl.environments.tools import Tool
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.evaluation.evaluation import evaluations_of
@@ -49,7 +48,7 @@ from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
-from lightning_rl.rollouts.loop import Ahead, RolloutLoop, Synchronous, generates_concurrently
+from lightning_rl.rollouts.loop import RolloutLoop, generates_concurrently
 from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.progress import CurrentRollout
@@ -143,8 +142,6 @@ class RLLightningModule(LightningModule):
         self.conversation_options: Conversations | None = options["environment"]
         self.environments = {} if self.conversation_options is None else self.conversation_options.factories
         self.environment_workers = None if self.conversation_options is None else self.conversation_options.pool()
-        self._parse: AnswerParser | None = None
-        self._schemas: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         value_loss = ValueLoss() if self.critic is None else self.critic.loss
         parts = {name: options[name] for name in ("loss", "advantages", "reduction")}
         self.algorithm = Algorithm(**parts, value_loss=value_loss)
@@ -192,43 +189,7 @@ class RLLightningModule(LightningModule):
     @property
     def sampler(self) -> Sampler:
         """Sampler that generates and scores samples, with the options of this run."""
-        policy = self.required_policy
-        return Sampler(
-            engine=self.engine,
-            tokenizer=self.tokenizer,
-            rewards=self.rewards,
-            sampling=self.run.sampling,
-            group_size=self.group_size,
-            seed=self.seed,
-            corrections=self.run.corrections,
-            dtype=torch.promote_types(policy.model.dtype, torch.float32),
-            forward_context=self.parallel.strategy.precision_plugin.forward_context,
-            greedy_baseline=self.algorithm.advantages.needs_greedy,
-            collectives=self.parallel.collectives,
-            failed_folder=self.run.failed_folder,
-            trainer_state=None if self._trainer is None else trainer_state(self.trainer),
-            vocabulary=policy.vocabulary,
-            environments=self._conversations,
-        )
-
-    @property
-    def _conversations(self) -> Environments | None:
-        """Environments, with the options of this run; None if there are none."""
-        if self.conversation_options is None:
-            return None
-        data = find_prompt_stream(self._trainer)
-        return Environments(
-            factories=self.environments,
-            limits=self.conversation_options.limits_for(self.required_policy.model, self.engine.max_length),
-            tokenizer=self.tokenizer,
-            close=frozenset(self.run.sampling.eos_token_ids or ()),
-            template_options={} if data is None else data.template_options,
-            parse=self._parse,
-            schemas=self._schemas,
-            seed=self.seed,
-            workers=self.environment_workers,
-            max_failure_rate=self.conversation_options.max_failure_rate,
-        )
+        return Sampler.of(self, None if self._trainer is None else trainer_state(self.trainer))
 
     # Before a run.
 
@@ -281,9 +242,10 @@ class RLLightningModule(LightningModule):
                 data=None if data is None else data.fingerprint,
             )
             self._encode_prompts(self.policy, data)
+            self._build_environments(data)
 
     def _encode_prompts(self, policy: PolicyModel, data: PromptDataModule | None) -> None:
-        """Encode the prompts of training and evaluation, and check that they fit the policy and the environments."""
+        """Encode the prompts of training and evaluation, and check that they fit the policy."""
         sampling = self.run.sampling = with_eos(self.sampling, policy.model, self.tokenizer)
         check = RowCheck(tuple(self.environments)) if self.environments else None
         if data is not None:
@@ -291,12 +253,25 @@ class RLLightningModule(LightningModule):
             data.connect(self.tokenizer, longest, policy.vocabulary, check)
         options: dict[str, Any] = {"sampling": sampling, "rewards": self.rewards, "check": check}
         evaluated = self.evaluator.encode(policy.model, self.tokenizer, **options)
-        if self.conversation_options is not None and (environments := self._conversations) is not None:
-            first = None if data is None else data.first()
-            checked = environments.check(self.conversation_options.tool_parser, first)
-            self._parse, self._schemas = checked.parse, checked.schemas
         for one in (sampling, *evaluated):
             setup_checks.check_eos(frozenset(one.eos_token_ids or ()), policy.vocabulary)
+
+    def _build_environments(self, data: PromptDataModule | None) -> None:
+        """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
+        model, conversations = self.required_policy.model, self.conversation_options
+        if conversations is None:
+            return
+        environments = conversations.build(
+            model,
+            self.tokenizer,
+            engine_length=self.engine.max_length,
+            close=with_eos(self.sampling, model, self.tokenizer).eos_token_ids or (),
+            template_options={} if data is None else data.template_options,
+            seed=self.seed,
+            workers=self.environment_workers,
+        )
+        first = None if data is None else data.first()
+        self.run.environments = environments.check(conversations.tool_parser, first)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -357,16 +332,7 @@ class RLLightningModule(LightningModule):
     @property
     def rollout_loop(self) -> RolloutLoop:
         """Loop that generates the rollouts, when needed or ahead."""
-        return (Ahead if self.max_staleness else Synchronous)(
-            sampler=self.sampler,
-            stream=self.prompt_stream,
-            parallel=self.parallel,
-            sync=self.sync,
-            phase=self.run.times.phase,
-            prefetcher=self.run.prefetcher,
-            max_staleness=self.max_staleness,
-            skipped=self.fault_tolerance.skip_rollouts,
-        )
+        return RolloutLoop.of(self)
 
     def sync(self, version: int) -> None:
         """Start the engine if needed, and send it the policy's weights under a version number. A collective.
@@ -384,8 +350,7 @@ class RLLightningModule(LightningModule):
     @property
     def weight_sync(self) -> WeightSync:
         """Connection that sends the policy's weights to the engine."""
-        options: dict[str, Any] = {"parallel": self.parallel, "models": self.models, "phase": self.run.times.phase}
-        return WeightSync(engine=self.engine, policy=self.required_policy, **options)
+        return WeightSync.of(self)
 
     def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """Add plan, log-probabilities and signal to a rollout, and pass it to the observers."""
@@ -620,6 +585,8 @@ class RLLightningModule(LightningModule):
         """
         if self.policy is None and self._trainer is None:
             self.policy, self.models.alone = self.models.build_policy(), True
+        if self.models.alone and self.run.environments is None:
+            self._build_environments(None)
         chosen = sampling_for(self.sampling, self.engine, samples=samples, sampling=sampling, temperature=temperature)
         self.sync(max(self.engine.version, 0))
         model = self.required_policy.model

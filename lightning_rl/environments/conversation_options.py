@@ -1,15 +1,15 @@
 """Conversations: environments or tools of a run, and the limits of its conversations."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.environments.conversation import ConversationLimits
 from lightning_rl.environments.parsing import ParserSource, check_source
-from lightning_rl.environments.run_environments import EnvironmentSource, Factory, factories_of
+from lightning_rl.environments.run_environments import Environments, EnvironmentSource, Factory, factories_of
 from lightning_rl.environments.tools import Tool
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.policy.build import max_prompt_length
@@ -71,14 +71,44 @@ class Conversations:
         """Return conversations for conversations, a source or None."""
         return environment if environment is None or isinstance(environment, cls) else cls(environment)
 
-    def limits_for(self, model: PreTrainedModel, engine_length: int | None) -> ConversationLimits:
-        """Return the limits of each conversation with a policy, given the maximum length of the engine."""
+    def build(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        engine_length: int | None,
+        close: Iterable[int],
+        template_options: Mapping[str, Any],
+        seed: int,
+        workers: WorkerPool | None,
+    ) -> Environments:
+        """Return the environments of a run.
+
+        Args:
+            model: Model of the policy.
+            tokenizer: Tokenizer of the policy.
+            engine_length: Maximum number of tokens of a sequence of the engine; None for no limit.
+            close: Ids that end an answer.
+            template_options: Further arguments of the chat template.
+            seed: Seed of the run.
+            workers: Pool of :meth:`pool`.
+        """
         lengths = [length for length in (max_prompt_length(model, 0), engine_length) if length is not None]
-        return ConversationLimits(
+        limits = ConversationLimits(
             turns=self.max_turns,
             turn_tokens=self.max_turn_tokens,
             length=min(lengths, default=None),
             vocabulary=model.config.get_text_config().vocab_size,
+        )
+        return Environments(
+            factories=self.factories,
+            limits=limits,
+            tokenizer=tokenizer,
+            close=frozenset(close),
+            template_options=template_options,
+            seed=seed,
+            workers=workers,
+            max_failure_rate=self.max_failure_rate,
         )
 
     def resolve(self) -> Self:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -40,6 +41,20 @@ class RolloutLoop(ABC):
     prefetcher: Prefetcher
     max_staleness: int = 0
     skipped: Collection[int] = ()
+
+    @staticmethod
+    def of(module: Any) -> "RolloutLoop":
+        """Return the loop of a module in a fit."""
+        return (Ahead if module.max_staleness else Synchronous)(
+            sampler=module.sampler,
+            stream=module.prompt_stream,
+            parallel=module.parallel,
+            sync=module.sync,
+            phase=module.run.times.phase,
+            prefetcher=module.run.prefetcher,
+            max_staleness=module.max_staleness,
+            skipped=module.fault_tolerance.skip_rollouts,
+        )
 
     @abstractmethod
     def sample(self, number: int, end: float) -> ScoredGroups:

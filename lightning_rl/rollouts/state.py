@@ -16,6 +16,7 @@ from lightning_rl.checkpointing import new_run
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import PromptDataModule, StepIndex
 from lightning_rl.distributed import Collectives, Parallel
+from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import ModelOptions, Scorer
@@ -37,6 +38,7 @@ class RunState:
         configuration: Configuration of the run in plain values, from setup on.
         needs: Optional rollout fields that are read.
         sampling: Sampling parameters of the module, with the ids that end a response.
+        environments: Environments of the samples; None for single-turn completions.
         engine_started: True once the engine can load weights.
         stream: Data module of the fit.
         options: Options of the models of the fit.
@@ -61,6 +63,7 @@ class RunState:
     configuration: dict[str, Any] = field(default_factory=dict)
     needs: Needs = field(default_factory=Needs)
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    environments: Environments | None = None
     engine_started: bool = False
     stream: PromptDataModule | None = None
     options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
