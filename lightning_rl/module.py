@@ -20,7 +20,7 @@ from lightning_rl import setup_checks
 from lightning_rl.advantages import Estimator, RowFunction
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing import FaultTolerance, restore_module, write_pretrained
-from lightning_rl.configuration import BESIDE, check_resume, configuration
+from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, find_prompt_stream, prompt_stream_of
 from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
@@ -39,7 +39,7 @@ from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import Critic, PolicyLoss, ValueLoss
 from lightning_rl.metrics import log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
-from lightning_rl.policy import Microbatch, ModelOptions, PolicyModel, make_plan
+from lightning_rl.policy import ModelOptions, PolicyModel, make_plan
 from lightning_rl.policy.build import ModelSource, TokenizerSource, max_prompt_length
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
@@ -49,7 +49,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
 from lightning_rl.rollouts.loop import RolloutLoop, generates_concurrently
-from lightning_rl.rollouts.nonfinite import NONFINITE, record_nonfinite
+from lightning_rl.rollouts.nonfinite import recording_nonfinite
 from lightning_rl.rollouts.prefetch import remaining_tickets
 from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import Sampler, staleness
@@ -258,20 +258,13 @@ class RLLightningModule(LightningModule):
 
     def _build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
-        model, conversations = self.required_policy.model, self.conversation_options
-        if conversations is None:
-            return
-        environments = conversations.build(
-            model,
-            self.tokenizer,
-            engine_length=self.engine.max_length,
-            close=with_eos(self.sampling, model, self.tokenizer).eos_token_ids or (),
-            template_options={} if data is None else data.template_options,
-            seed=self.seed,
-            workers=self.environment_workers,
-        )
-        first = None if data is None else data.first()
-        self.run.environments = environments.check(conversations.tool_parser, first)
+        if self.conversation_options is not None:
+            model, length = self.required_policy.model, self.engine.max_length
+            close = with_eos(self.sampling, model, self.tokenizer).eos_token_ids or ()
+            options: dict[str, Any] = {"data": data, "seed": self.seed, "workers": self.environment_workers}
+            self.run.environments = self.conversation_options.build(
+                model, self.tokenizer, engine_length=length, close=close, **options
+            )
 
     @override
     def configure_optimizers(self) -> Any:
@@ -383,7 +376,7 @@ class RLLightningModule(LightningModule):
     @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make one optimizer step, or skip it on all ranks if no rank has a token to train on."""
-        run, current = self.run, self.run.current
+        run, parallel, current = self.run, self.parallel, self.run.current
         if batch.rollout in self.fault_tolerance.skip_rollouts:
             run.skipped += 1
             run.commit(batch.index + 1, current=None)
@@ -392,61 +385,52 @@ class RLLightningModule(LightningModule):
             raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
         current.check_edits()
         self.seed_generators(batch)
-        trace, optimizer = self._trace(batch), cast(LightningOptimizer, self.optimizers())
-        tokens = self._count_tokens(current.plan.step(batch.step))
+        optimizer = cast(LightningOptimizer, self.optimizers())
+        tokens = int(parallel.collectives.sum(torch.tensor(current.plan.tokens(batch.step), device=self.device)))
         if tokens:
             skipped, rates = run.skipped, [float(group["lr"]) for group in optimizer.param_groups]
             with run.times.phase("update"):
-                gradient, trace = self._gradient(batch, trace)
-                norm = self._step_optimizer(optimizer, gradient, batch)
+                gradient, trace = self._gradient(batch)
+                with recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, gradient):
+                    norm = parallel.step(self.required_policy, optimizer, self.max_grad_norm, run.accept)
+            self.models.stepped = True
             if run.skipped == skipped and (scheduler := self.lr_schedulers()) is not None:
                 cast(LRScheduler, scheduler).step()
             run.made = MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
         else:
             run.skipped += 1
-            run.made = MadeStep(trace=trace)
+            run.made = MadeStep(trace=begin_trace(run, batch, parallel))
         # From here on the step counts, even if a call below fails. StepMetrics drops the rollout after its last step.
         run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
         outputs = run.made.outputs()
         if tokens:
             run.corrections.after_step(outputs)
-            self.parallel.clear(optimizer)
+            parallel.clear(optimizer)
         return outputs
 
     def seed_generators(self, step_index: StepIndex) -> None:
         """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
         seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
 
-    def _trace(self, step_index: StepIndex) -> StepTrace | None:
-        """Return a trace of this optimizer step for observers, or None."""
-        return begin_trace(self.run, step_index, self.parallel.ranks * self.parallel.loss_scale)
-
-    def _count_tokens(self, microbatches: Sequence[Microbatch]) -> int:
-        """Return the number of tokens that all ranks train on."""
-        tokens = sum(len(microbatch.layout.targets) for microbatch in microbatches)
-        return int(self.parallel.collectives.sum(torch.tensor(tokens, device=self.device)))
-
-    def _gradient(self, step_index: StepIndex, trace: StepTrace | None) -> tuple[StepGradient, StepTrace | None]:
-        """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
+    def _gradient(self, step_index: StepIndex) -> tuple[StepGradient, StepTrace | None]:
+        """Return gradient and trace of a step; if memory runs out on any rank, repeat it with half the token budget."""
         repeats = self.parallel.repeats_steps
         states = self.run.corrections.states() if repeats else {}
-        gradient = self._accumulate(step_index, trace, notices_exhaustion=repeats)
+        gradient, trace = self._accumulate(step_index, notices_exhaustion=repeats)
         if not repeats or not process_maximum(int(gradient.exhausted)):
             return gradient, trace
         self.required_policy.zero_grad()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.run.corrections.restore(states)
-        self.run.halve(step_index, self._max_over_ranks)
+        self.run.halve(step_index, states, self._max_over_ranks)
         self.seed_generators(step_index)
-        trace = self._trace(step_index)
-        return self._accumulate(step_index, trace), trace
+        return self._accumulate(step_index)
 
     def _accumulate(
-        self, step_index: StepIndex, trace: StepTrace | None, *, notices_exhaustion: bool = False
-    ) -> StepGradient:
+        self, step_index: StepIndex, *, notices_exhaustion: bool = False
+    ) -> tuple[StepGradient, StepTrace | None]:
+        """Accumulate the gradient of a step over its microbatches."""
         parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.current)
-        return accumulate_gradient(
+        trace = begin_trace(self.run, step_index, parallel)
+        gradient = accumulate_gradient(
             current.rollout,
             current.plan.step(step_index.step),
             lambda microbatch: policy(microbatch.layout),
@@ -457,21 +441,10 @@ class RLLightningModule(LightningModule):
             trace=trace,
             notices_exhaustion=notices_exhaustion,
         )
+        return gradient, trace
 
     def _max_over_ranks(self, counts: Sequence[int]) -> list[int]:
         return self.parallel.collectives.maximum(counts, self.device)
-
-    def _step_optimizer(self, optimizer: LightningOptimizer, gradient: StepGradient, step_index: StepIndex) -> Tensor:
-        """Step the optimizer, unless the gradient is not finite; return the gradient norm before clipping."""
-        run, parallel = self.run, self.parallel
-        try:
-            norm = parallel.step(self.required_policy, optimizer, self.max_grad_norm, run.accept)
-        except FloatingPointError as stop:
-            folder, current = log_folder(self.trainer) / NONFINITE, cast(CurrentRollout, run.current)
-            where = record_nonfinite(folder, current, step_index.step, gradient, parallel.rank)
-            raise FloatingPointError(f"{stop}; {where}") from stop
-        self.models.stepped = True
-        return norm
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -624,8 +597,7 @@ class RLLightningModule(LightningModule):
             hparams_file: Must be None, because the checkpoint contains the options.
             strict: If False, accept missing or unexpected weights.
             weights_only: Ignored; the checkpoint is always loaded with ``weights_only=True``.
-            kwargs: Constructor arguments that replace those of the run. Required for your own functions and classes,
-                which a checkpoint does not contain.
+            kwargs: Constructor arguments that replace those of the run; required for your own functions and classes.
 
         Raises:
             ValueError: If an argument must be passed in ``kwargs``, or the file is not a checkpoint.
@@ -653,9 +625,7 @@ class RLLightningModule(LightningModule):
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
         setup_checks.check_whole_checkpoint(checkpoint)
-        states = {callback.name: callback.state_dict() for callback in self.run.corrections.callbacks}
-        check_resume(state["configuration"], self.run.configuration, self.fault_tolerance.allow_config_changes, states)
         self.models.stepped = True
-        self.run.load(state, self.parallel, self.models.reference)
+        self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
         if self.trainer.strategy.restore_checkpoint_after_setup:
             self.on_fit_start()  # this strategy loads a checkpoint after on_fit_start

@@ -1,12 +1,13 @@
 """Conversations: environments or tools of a run, and the limits of its conversations."""
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rl.data import PromptDataModule
 from lightning_rl.environments.conversation import ConversationLimits
 from lightning_rl.environments.parsing import ParserSource, check_source
 from lightning_rl.environments.run_environments import Environments, EnvironmentSource, Factory, factories_of
@@ -78,18 +79,18 @@ class Conversations:
         *,
         engine_length: int | None,
         close: Iterable[int],
-        template_options: Mapping[str, Any],
+        data: PromptDataModule | None,
         seed: int,
         workers: WorkerPool | None,
     ) -> Environments:
-        """Return the environments of a run.
+        """Return the environments of a run; check that the data and the chat template fit them.
 
         Args:
             model: Model of the policy.
             tokenizer: Tokenizer of the policy.
             engine_length: Maximum number of tokens of a sequence of the engine; None for no limit.
             close: Ids that end an answer.
-            template_options: Further arguments of the chat template.
+            data: Data module of the run, connected to the tokenizer; None for no data.
             seed: Seed of the run.
             workers: Pool of :meth:`pool`.
         """
@@ -100,16 +101,17 @@ class Conversations:
             length=min(lengths, default=None),
             vocabulary=model.config.get_text_config().vocab_size,
         )
-        return Environments(
+        environments = Environments(
             factories=self.factories,
             limits=limits,
             tokenizer=tokenizer,
             close=frozenset(close),
-            template_options=template_options,
+            template_options={} if data is None else data.template_options,
             seed=seed,
             workers=workers,
             max_failure_rate=self.max_failure_rate,
         )
+        return environments.check(self.tool_parser, None if data is None else data.first())
 
     def resolve(self) -> Self:
         """Return a copy in which functions given by name are imported.

@@ -1,7 +1,7 @@
 """State of a run besides its weights, and the part of it that a checkpoint stores."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from lightning_rl.checkpointing import new_run
+from lightning_rl.configuration import check_resume
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import PromptDataModule, StepIndex
 from lightning_rl.distributed import Collectives, Parallel
@@ -168,8 +169,16 @@ class RunState:
         asked, budget = self.options.max_tokens_per_microbatch, self.progress.budget
         return budget[1] if budget is not None and budget[0] == asked else asked
 
-    def halve(self, step_index: StepIndex, max_over_ranks: MaxOverRanks) -> None:
-        """Halve the token budget of the current rollout after memory ran out; every rank has to call this."""
+    def halve(self, step_index: StepIndex, states: Mapping[str, Any], max_over_ranks: MaxOverRanks) -> None:
+        """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
+
+        Args:
+            step_index: Step in which memory ran out.
+            states: States of the corrections from before the step, which are restored.
+            max_over_ranks: Element-wise maximum over the ranks.
+        """
+        torch.cuda.empty_cache()
+        self.corrections.restore(states)
         budget = max(1, self.max_tokens_per_microbatch // 2)
         self.progress = replace(self.progress, budget=(self.options.max_tokens_per_microbatch, budget))
         current = cast(CurrentRollout, self.current)
@@ -256,12 +265,22 @@ class RunState:
             "reference_hash": None if reference is None else reference.fingerprint,
         }
 
-    def load(self, state: Mapping[str, Any], parallel: Parallel, reference: Scorer | None) -> None:
+    def load(
+        self, state: Mapping[str, Any], parallel: Parallel, reference: Scorer | None, allowed: Collection[str]
+    ) -> None:
         """Load this rank's part of a :meth:`state`.
 
+        Args:
+            state: State of all ranks.
+            parallel: Strategy of the run.
+            reference: Reference of the run.
+            allowed: Options that may differ from those of the checkpoint.
+
         Raises:
-            ValueError: If the checkpoint has another number of ranks or another reference.
+            ValueError: If the checkpoint has other options, another number of ranks or another reference.
         """
+        states = {callback.name: callback.state_dict() for callback in self.corrections.callbacks}
+        check_resume(state["configuration"], self.configuration, allowed, states)
         ranks, saved = state["ranks"], state["reference_hash"]
         mine, world_size = None if reference is None else reference.fingerprint, parallel.ranks
         if len(ranks) != world_size:
