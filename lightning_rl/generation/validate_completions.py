@@ -80,7 +80,15 @@ class Answers:
                 "a list that answers every request once, in order, with ABORT for failed ones"
             )
         checked = [self._check_alone(place, completion) for place, completion in enumerate(given)]
-        faults = {place: self._fault(place, completion) for place, completion in enumerate(checked)}
+        possible = self._are_possible(checked)
+        for place, completion in enumerate(() if possible else checked):
+            self._check_positive(place, completion.logprobs)
+        faults = {
+            place: (not possible and self._impossible(completion.logprobs))
+            or self._contradiction(self.requests[place], completion)
+            for place, completion in enumerate(checked)
+            if completion.finish is not FinishReason.ABORT
+        }
         return checked, {place: fault for place, fault in faults.items() if fault}
 
     def _check_alone(self, place: int, given: Completion) -> Completion:
@@ -131,11 +139,20 @@ class Answers:
         if scores is None or got:
             cure = f"return float32 of shape [{number}], such as logits.float().log_softmax(-1) under torch.no_grad()"
             self._refuse(place, f"a log-probability for each of {number} tokens", got, cure)
-        if number and not float(scores.max()) <= ROUNDING:
-            positive = scores[scores.isfinite() & (scores > ROUNDING)]
-            if len(positive):
-                cure = "return the log_softmax, neither logits nor probabilities"
-                self._refuse(place, "log-probabilities of at most 0", f"{float(positive.max()):.4g}", cure)
+
+    def _are_possible(self, given: Sequence[Completion]) -> bool:
+        """Return True if sampled tokens may have all log-probabilities, which are compared at once."""
+        scores = [each.logprobs for each in given if self.logprobs and each.logprobs is not None and each.token_ids]
+        if not scores:
+            return True
+        low, high = torch.cat(scores).aminmax()
+        return bool((low > IMPOSSIBLE) & (high <= ROUNDING))  # False for NaN
+
+    def _check_positive(self, place: int, scores: Tensor | None) -> None:
+        positive = () if scores is None else scores[scores.isfinite() & (scores > ROUNDING)].tolist()
+        if self.logprobs and positive:
+            cure = "return the log_softmax, neither logits nor probabilities"
+            self._refuse(place, "log-probabilities of at most 0", f"{max(positive):.4g}", cure)
 
     def _check_extras(self, place: int, given: Completion) -> None:
         """Check that the response has an entry of each extra for every token, and the prompt one of its routes."""
@@ -148,12 +165,6 @@ class Answers:
             if got != str(length):
                 cure = f"put it into {where}, an entry for each token along its first axis"
                 self._refuse(place, f"{name} of each of {length} tokens", got, cure)
-
-    def _fault(self, place: int, completion: Completion) -> str:
-        """Return the reason for which a sample cannot train, or an empty string."""
-        if completion.finish is FinishReason.ABORT:
-            return ""
-        return self._impossible(completion.logprobs) or self._contradiction(self.requests[place], completion)
 
     def _impossible(self, scores: Tensor | None) -> str:
         """Describe the first log-probability that is not finite, or at which no token is sampled."""
