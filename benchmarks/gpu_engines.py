@@ -149,7 +149,7 @@ def canary(findings: Findings) -> None:
     def weights() -> Stream:
         return ((name, weight.detach()) for name, weight in model.named_parameters())
 
-    sync = partial(synchronize, engine, policy=policy, packed=True, context=nullcontext)
+    sync = partial(synchronize, engine, policy=policy, dtype=model.dtype, packed=True, context=nullcontext)
     largest, other = list[float](), 0
     for version in range(SYNCS):
         proof = sync(weights(), version)

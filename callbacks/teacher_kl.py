@@ -92,8 +92,8 @@ class TeacherKL(FrozenKL):
             self._teacher = Teacher(
                 self.teacher,
                 temperature=pl_module.sampling.temperature,
-                max_tokens_per_microbatch=pl_module.model_options.max_tokens_per_microbatch,
-                packed=pl_module.model_options.packing,
+                max_tokens_per_microbatch=pl_module.models.options.max_tokens_per_microbatch,
+                packed=pl_module.models.options.packing,
                 precise=precision.forward_context,
             )
         precision.convert_module(self._teacher.scorer.scoring)  # in place

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.utils.trainer import callbacks_of
 
 ON_THE_BAR = "reward/task"  # more would not fit beside the bar; `RolloutSummary` shows the rest
-LIGHTNINGS_DEFAULT = 50  # default of log_every_n_steps
+LIGHTNINGS_DEFAULT = 50  # default of log_every_n_steps, with which one row per rollout is logged here
+warnings.filterwarnings("ignore", message=r"The number of training batches .* log_every_n_steps=50")
 
 
 @dataclass(slots=True)
@@ -139,6 +141,7 @@ class MetricLog:
         self.groups = {
             name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
         }
+        self._device, self._collectives = device, collectives
         self.groups["noted"] = GrowingStats(collectives).to(device)  # logged by rewards and servers at any time
         self.shown: tuple[int, dict[str, float]] = (-1, {})  # epoch, and the values of Lightning's bar
 
@@ -150,6 +153,15 @@ class MetricLog:
     def values(self) -> dict[str, float]:
         """Return every metric with a value, over all ranks. A collective."""
         return {name: value for stats in self.groups.values() if stats.keys for name, value in stats.figures().items()}
+
+    def values_of(self, stats: Mapping[str, Stat]) -> dict[str, float]:
+        """Return the values of statistics over all ranks, without adding them. A collective."""
+        if self._collectives.ranks == 1:  # faster without a torchmetric
+            columns = Columns(tuple(stats), tuple(stat.reduction for stat in stats.values()))
+            return _figures(columns, stack_moments(tuple(stats.values()), self._device))
+        running = RunningStats(self._collectives).to(self._device)
+        running.join(stats)
+        return running.figures()
 
     @property
     def pending(self) -> bool:
@@ -244,18 +256,6 @@ def monitored_keys(trainer: Trainer) -> set[str]:
     callbacks = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint | EarlyStopping)]
     monitors = {callback.monitor for callback in callbacks if callback.monitor}
     return {key for key in monitors if not key.startswith("val/")}
-
-
-def global_values(
-    stats: Mapping[str, Stat], device: torch.device | str = "cpu", collectives: Collectives = ALONE
-) -> dict[str, float]:
-    """Return the values of statistics over all ranks, gathered on ``device``. A collective."""
-    if collectives.ranks == 1:  # faster without a torchmetric
-        columns = Columns(tuple(stats), tuple(stat.reduction for stat in stats.values()))
-        return _figures(columns, stack_moments(tuple(stats.values()), device))
-    running = RunningStats(collectives).to(device)
-    running.join(stats)
-    return running.figures()
 
 
 def rows_every(log_every_n_steps: int, steps_per_rollout: int) -> int:

@@ -5,7 +5,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -83,21 +82,3 @@ def adamw_8bit(lr: float = 1e-6, **options: Any) -> OptimizerBuilder:
     except ImportError as missing:
         raise ImportError("expected bitsandbytes for adamw_8bit: pip install 'lightning-rl[bitsandbytes]'") from missing
     return partial(optimizers.AdamW8bit, lr=lr, **options)
-
-
-def step_or_leave(scheduler: LRScheduler) -> None:
-    """Step a scheduler; if it raises, restore scheduler and optimizer, so that the step can be repeated."""
-    before, groups = scheduler.state_dict(), [_copy_options(group) for group in scheduler.optimizer.param_groups]
-    try:
-        scheduler.step()
-    except BaseException:
-        scheduler.load_state_dict(before)
-        for group, options in zip(scheduler.optimizer.param_groups, groups, strict=True):
-            group.update(options)
-        raise
-
-
-def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a parameter group's options, in which a scheduler may write to tensors in place."""
-    values = {name: value for name, value in group.items() if name != "params"}
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}

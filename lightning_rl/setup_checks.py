@@ -1,6 +1,7 @@
-"""Checks of single arguments of the module, of Trainer flags, optimizers and checkpoints."""
+"""Resolution and checks of the module's arguments, of Trainer flags, optimizers and checkpoints."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_rl.advantages import resolve_advantages
 from lightning_rl.distributed import parallel_of
-from lightning_rl.environments import EnvironmentReward
-from lightning_rl.generation import Engine, SamplingParams
-from lightning_rl.optimizers import OptimizerBuilder
+from lightning_rl.environments import Conversations, EnvironmentReward
+from lightning_rl.generation import Engine, SamplingParams, TransformersEngine
+from lightning_rl.losses import Critic, resolve_loss
+from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder
 from lightning_rl.policy import ModelOptions
+from lightning_rl.policy.build import build_tokenizer
+from lightning_rl.rewards import Rewards
+from lightning_rl.serialization import import_by_name
+from lightning_rl.signal.reductions import resolve_reduction
+from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.trainer import callbacks_of
 
 
@@ -74,6 +82,42 @@ def _check_tuner(callback: Callback) -> None:
             "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size: bound memory with "
             "max_tokens_per_microbatch= of ModelOptions for updates, and max_rows= of the engine for generation"
         )
+
+
+def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constructor arguments of a module, with names and defaults replaced by objects.
+
+    Raises:
+        ValueError: If an argument is out of range or a name unknown.
+    """
+    sampling = options["sampling"]
+    names = "group_size", "minibatches_per_rollout", "epochs_per_rollout"
+    check_counts(1, **{name: options[name] for name in names})
+    check_counts(0, max_staleness=options["max_staleness"], seed=options["seed"])
+    check_numbers(above=0, finite=True, optional=True, max_grad_norm=options["max_grad_norm"])
+    check_parts(engine=options["engine"], sampling=sampling, model=options["model"])
+    check_builders(optimizer=options["optimizer"], lr_scheduler=options["lr_scheduler"])
+    rewards, critic = Rewards.of(options["rewards"]), Critic.of(options["critic"])
+    conversations = Conversations.of(options["environment"])
+    sources = {name: import_by_name(**{name: options[name]}) for name in ("policy", "reference")}
+    sources["critic"] = None if critic is None else import_by_name(critic=critic.source)
+    check_sources(**sources)
+    if conversations is not None:
+        conversations = conversations.resolve()
+        check_turn_tokens(conversations.max_turn_tokens, sampling.max_new_tokens)
+    check_rewards(rewards.by_name.values(), environments=conversations is not None)
+    return {
+        **options,
+        **sources,
+        "critic": None if critic is None else replace(critic, source=sources["critic"]),
+        "rewards": rewards,
+        "environment": conversations,
+        "advantages": resolve_advantages(import_by_name(advantages=options["advantages"])),
+        "loss": resolve_loss(import_by_name(loss=options["loss"])),
+        "reduction": resolve_reduction(import_by_name(reduction=options["reduction"]), sampling.max_new_tokens),
+        "tokenizer": build_tokenizer(options["tokenizer"], sources["policy"]),
+        "engine": options["engine"] or TransformersEngine(),
+    }
 
 
 def check_turn_tokens(max_turn_tokens: int | None, max_new_tokens: int) -> None:
@@ -165,12 +209,24 @@ def check_scheduler(scheduler: Any) -> None:
         )
 
 
-def build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return the optimizer that ``builder`` builds.
+def build_optimizers(
+    builder: OptimizerBuilder, scheduler_builder: SchedulerBuilder | None, groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return optimizer and scheduler in the form of ``configure_optimizers``.
 
     Raises:
-        ValueError: If it raises TypeError or returns no optimizer.
+        ValueError: If nothing can be trained, or if a builder returns something else.
     """
+    check_trainable(groups)
+    optimizer = _build_optimizer(builder, groups)
+    if scheduler_builder is None:
+        return {"optimizer": optimizer}
+    scheduler = scheduler_builder(optimizer)
+    check_scheduler(scheduler)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> Optimizer:
     try:
         optimizer: Any = builder(groups)
     except TypeError as error:  # torch compares options with numbers

@@ -74,7 +74,7 @@ def test_a_checkpoint_holds_it_and_loads_without_pickles(tmp_path: Path) -> None
     checkpoint = torch.load(tmp_path / "whole.ckpt", weights_only=True)
     saved = checkpoint["lightning_rl"]["configuration"]
     assert saved["module"]["rewards"]["init_args"]["functions"]["closed"][1] == 0.5
-    assert saved == dict(module.hparams)
+    assert saved == module.run.configuration
 
 
 @pytest.mark.parametrize(

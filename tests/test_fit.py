@@ -77,7 +77,7 @@ def test_a_reference_added_in_a_second_fit_is_still_the_policy_before_its_first_
     module, data = tiny_module(), tiny_prompts()
     fit(module, data=data, max_steps=2)
     fit(module, data=data, callbacks=[ReferenceKL(0.1, as_loss=True)], max_steps=1)
-    fresh, reference = tiny_policy().state_dict(), module.run.reference
+    fresh, reference = tiny_policy().state_dict(), module.models.reference
     assert reference is not None
     assert all(torch.equal(weight, fresh[name]) for name, weight in reference.model.state_dict().items())
 
@@ -283,7 +283,7 @@ def test_the_reference_is_the_policy_before_the_first_step() -> None:
     module = tiny_module()
     fit(module, callbacks=[ReferenceKL(0.1, as_loss=True)])
     fresh = tiny_policy().state_dict()
-    reference = module.run.reference
+    reference = module.models.reference
     assert reference is not None
     assert all(torch.equal(weight, fresh[name]) for name, weight in reference.model.state_dict().items())
     assert not any("reference" in name for name in module.state_dict())

@@ -62,7 +62,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_fit_trains_and_saves_its_configuration(folder: Path) -> None:
     cli = run("fit", "--config", "run.yaml")
     assert cli.trainer.global_step == 2
-    assert isinstance(cli.model.loss, ClippedSurrogate) and cli.model.loss.clip_high == 0.28
+    assert isinstance(cli.model.algorithm.loss, ClippedSurrogate) and cli.model.algorithm.loss.clip_high == 0.28
     assert {NoEOSMask, ReferenceKL} <= {type(callback) for callback in callbacks_of(cli.trainer)}
     assert cli.model.rewards.weights == {"right": 1.0, "short": 0.1}
     log = Path(str(cli.trainer.log_dir))
@@ -81,8 +81,8 @@ def test_a_saved_configuration_makes_the_same_run(folder: Path) -> None:
     quiet = ("--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
     again = run("fit", "--config", str(saved), *quiet)
     assert again.trainer.global_step == 2
-    assert {key: str(value) for key, value in again.model.hparams["module"].items()} == {
-        key: str(value) for key, value in first.model.hparams["module"].items()
+    assert {key: str(value) for key, value in again.model.run.configuration["module"].items()} == {
+        key: str(value) for key, value in first.model.run.configuration["module"].items()
     }
 
 
@@ -131,7 +131,7 @@ def test_a_reward_and_a_reduction_with_options_are_what_the_file_says(folder: Pa
         config["model"] |= {"rewards": rewards, "reduction": reduction}
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         model = LightningCLI(RLLightningModule, PromptDataModule, args=["--config", "run.yaml"], run=False).model
-        assert model.rewards.weights == weights and model.reduction == SequenceSumNorm(8)
+        assert model.rewards.weights == weights and model.algorithm.reduction == SequenceSumNorm(8)
         assert list(model.rewards.by_name.values()) == [NumberMatch(strict=True)]
 
 
@@ -177,7 +177,7 @@ def test_functions_without_annotations_are_found_by_name(
     }
     cli = run("fit", "--config", "run.yaml")
     assert cli.trainer.global_step == 2 and cli.model.tokenizer is not None
-    assert {name: getattr(source, "__name__", source) for name, source in cli.model.sources.items()} == {
+    assert {name: getattr(source, "__name__", source) for name, source in cli.model.models.sources.items()} == {
         "policy": "policy", "reference": "policy", "critic": "critic",
     }  # fmt: skip
 

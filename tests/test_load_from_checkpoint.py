@@ -86,7 +86,7 @@ def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None
 def test_options_replace_those_of_the_run(plain: tuple[RLLightningModule, Path]) -> None:
     _, path = plain
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, group_size=2, loss="reinforce")
-    assert loaded.group_size == 2 and type(loaded.loss).__name__ == "Reinforce"
+    assert loaded.group_size == 2 and type(loaded.algorithm.loss).__name__ == "Reinforce"
 
 
 @pytest.mark.parametrize("option", ["policy", "tokenizer", "loss"])
@@ -144,7 +144,7 @@ def test_options_of_groups_come_back(tmp_path: Path) -> None:
     critic = Critic("shared", loss=ValueLoss(coef=0.3))
     _, path = saved(tmp_path, critic=critic, advantages="gae", packing=False, reward_timeout=9.0)
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
-    assert loaded.critic == critic and loaded.model_options == ModelOptions(packing=False)
+    assert loaded.critic == critic and loaded.models.options == ModelOptions(packing=False)
     assert (loaded.rewards.timeout, loaded.rewards.weights) == (9.0, {"parity_reward": 1.0})
     rewards = Rewards({"exact": (ExactMatch(), 0.5)}, max_failure_rate=None)
     again = restore_options({"rewards": describe(rewards)}, {})["rewards"]
@@ -196,7 +196,7 @@ def test_generating_ahead_decodes_with_a_copy(plain: tuple[RLLightningModule, Pa
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, max_staleness=1, loss="reinforce")
     with pytest.warns(UserWarning, match="max_staleness"):
         fit(loaded, limit_train_batches=2)
-    assert loaded.run.replica is not None and loaded.run.replica is not loaded.required_policy.model
+    assert loaded.models.replica is not None and loaded.models.replica is not loaded.required_policy.model
 
 
 def test_a_run_resumes_from_it_as_before(plain: tuple[RLLightningModule, Path]) -> None:

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_rl import GAE, RLLightningModule, Stat, metrics
 from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL
-from lightning_rl.metrics import LIGHTNINGS_DEFAULT, MetricLog, RunningStats, global_values
+from lightning_rl.metrics import LIGHTNINGS_DEFAULT, MetricLog, RunningStats
 
 CORE = {
     "reward/task", "reward/parity_reward", "reward/shaped", "kl/ref", "kl/rollout", "kl/penalty", "optim/grad_norm",
@@ -162,9 +162,9 @@ def test_lightning_is_given_a_value_again_only_if_it_has_changed(monkeypatch: py
     assert [values["reward/task"] for values in given] == pytest.approx(changes)
 
 
-def test_global_values_are_the_figures_of_statistics() -> None:
+def test_values_of_statistics() -> None:
     stats = {"mean": population([1.0, 3.0]), "max": population([1.0, 3.0]).maximum(), "none": population([])}
-    assert global_values(stats) == {"mean": 2.0, "max": 3.0}
+    assert MetricLog().values_of(stats) == {"mean": 2.0, "max": 3.0}
 
 
 def test_every_metric_of_the_design_reaches_every_logger(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_stochastic_weight_averaging_is_refused() -> None:
 
 def test_a_reference_is_the_policy_before_its_first_step_and_never_the_average() -> None:
     seen, module = watch_fit(WeightAveraging(), ReferenceKL(0.1, as_loss=True))
-    assert torch.equal(dict(module.run.reference.model.named_parameters())[WEIGHT], seen.rollouts[0])
+    assert torch.equal(dict(module.models.reference.model.named_parameters())[WEIGHT], seen.rollouts[0])
 
 
 def test_an_average_of_sharded_weights_is_refused() -> None:

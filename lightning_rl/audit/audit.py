@@ -346,7 +346,9 @@ class _RunWatch:
             replays=self._replays.ask(talks, self._number),
         )
         self._reference, self._own_figures = weights, {}
-        self._talk_figures = {} if module.estimator.needs_greedy else talk_figures(talks, module.environments)
+        self._talk_figures = (
+            {} if module.algorithm.advantages.needs_greedy else talk_figures(talks, module.environments)
+        )
         self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
         return self._evidence
 

@@ -72,7 +72,7 @@ class RunFacts:
             max_length=2**31 if limits is None else limits.length or 2**31,
             max_staleness=module.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,
-            packing=module.model_options.packing,
+            packing=module.models.options.packing,
             engine=type(module.engine).__name__,
             reward_weights=module.rewards.weights,
             seed=module.seed,

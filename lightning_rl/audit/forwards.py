@@ -55,7 +55,7 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.
     """
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
     rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
-    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.model_options.packing)
+    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
     microbatch = plan.to(rows.groups.device).step(0)[0]
     policy, temperature = module.required_policy, module.required_policy.temperature
     policy.temperature = temperature * heat
@@ -94,7 +94,7 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
     rows = step.rows.select(alive.nonzero()[:SILENT_ROWS, 0])
     if not len(rows):
         return []
-    microbatch = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.model_options.packing)
+    microbatch = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
     layout = microbatch.to(rows.groups.device).step(0)[0].layout
     policy = module.required_policy
     modes = [(part, part.training) for part in policy.modules()]
@@ -133,7 +133,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     if not forwards_plainly(module) or not trained or not ends.any() or tokens > GRADIENT_TOKENS:
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
-    layout = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.model_options.packing)
+    layout = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
     layout = layout.to(rows.groups.device).step(0)[0].layout
     contexts = _contexts(rows)
 
@@ -204,9 +204,9 @@ def _contexts(rows: Rollout) -> list[_Context]:
 
 def reference_weights(module: RLLightningModule) -> Tensor:
     """Return a few local weights of every frozen parameter of the reference, [N] float64."""
-    if module.run.reference is None:
+    if module.models.reference is None:
         return torch.zeros(0)
-    frozen = [weight.detach() for weight in module.run.reference.model.parameters() if not weight.requires_grad]
+    frozen = [weight.detach() for weight in module.models.reference.model.parameters() if not weight.requires_grad]
     held = [local(weight) for weight in frozen]
     strides = [max(weight.numel() // ENTRIES, 1) for weight in held]
     few = [weight.flatten()[::stride][:ENTRIES].double() for weight, stride in zip(held, strides, strict=True)]
@@ -226,7 +226,7 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
     """
     if not forwards_plainly(module) or not len(rows):
         return []
-    model, reference = module.required_policy.model, module.run.reference
+    model, reference = module.required_policy.model, module.models.reference
     models: dict[str, nn.Module] = {"policy": model}
     if reference is not None:
         models["reference"] = reference.model

@@ -122,7 +122,7 @@ class SignalLedger(RLCallback):
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
         corrections, totals = self._corrections, self.totals
-        charges, valid = update_charges(view, corrections, self._run.loss), view.valid_tokens.sum().double()
+        charges, valid = update_charges(view, corrections, self._run.algorithm.loss), view.valid_tokens.sum().double()
         left = totals.carrying / max(totals.tokens, 1.0) / max(totals.advantage, 1e-300)
         scales = valid.new_tensor([1 / max(totals.sequences, 1.0), 1 / max(totals.tokens, 1.0), left])
         scales = scales * totals.valid / valid.clamp(min=1)  # so that the mean over valid tokens is the share

@@ -142,7 +142,7 @@ class PromptWatch:
                 if _is_on_purpose(self._data)
                 else {"": frozenset(map(self._row_identity, _first_prompts(self._data)))}
             )
-            for evaluation in self._module.evaluations:
+            for evaluation in self._module.evaluator.evaluations:
                 encoded = encode_prompts(
                     evaluation.prompts,
                     self._module.tokenizer,

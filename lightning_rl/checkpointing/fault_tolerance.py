@@ -3,6 +3,7 @@
 import signal
 import threading
 import traceback
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -16,9 +17,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_rl.checkpointing.atomic import is_local, reason_of
+from lightning_rl.checkpointing.atomic import is_local, protect_checkpoints, reason_of
 from lightning_rl.checkpointing.checkpoint_folder import RunFolder, release
 from lightning_rl.checkpointing.rank_errors import clear_rank_errors, first_rank_error, resume_hint, write_rank_error
+from lightning_rl.checkpointing.same_checkpoint import protect_resume
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
 from lightning_rl.processes.timeouts import CLOCK
@@ -28,6 +30,8 @@ from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 INTERRUPTED = "interrupted.ckpt"
 GRACE = 20.0  # seconds for the step to end after a signal; schedulers kill after 30
+# Lightning warns of checkpoints that are saved after the optimizer step; resuming here relies on them.
+warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
 MEETING = 8.0  # seconds within which every rank must fail for a joint checkpoint
 
 
@@ -87,6 +91,11 @@ class FaultTolerance(Callback):
         self.received = 0
         if trainer.state.fn == TrainerFn.FITTING:
             self.install(SIGNALS)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        protect_checkpoints(trainer.strategy, self.on_checkpoint_error)
+        protect_resume(trainer)
 
     def install(self, numbers: Iterable[int]) -> None:
         """Install the signal handlers; the previous ones are restored at the end."""
@@ -195,13 +204,14 @@ class FaultTolerance(Callback):
         """Save the last optimizer step, if every rank can; the exception stays the cause."""
         if isinstance(exception, torch.OutOfMemoryError):  # free the tensors in its frames, since saving needs memory
             traceback.clear_frames(exception.__traceback__)
-        epochs: Any = trainer.fit_loop.epoch_progress
-        for count in (epochs.current, epochs.total):  # an epoch whose on_train_epoch_start raised did not start
-            count.ready = count.started
         folder = _folder_of(trainer)
         if trainer.world_size > 1:
             write_rank_error(folder, trainer.global_rank, exception)
-        reason = pl_module.note_error(exception)
+        if pl_module.policy is not None:
+            pl_module.policy.zero_grad()  # a partial gradient would enter a later fit
+        pl_module.run.note_error(exception)
+        _count_whole(trainer, made_step=pl_module.run.made_step)
+        reason = pl_module.run.save_problem
         places = meet(MEETING, (reason, trainer.global_step))
         if places is None:
             reason = _absence(folder, trainer.global_rank)
@@ -266,6 +276,16 @@ def _absence(folder: str | Path, rank: int) -> str:
     if failed is None or failed[0] == rank:
         return f"the other ranks did not fail within {MEETING:g} s, and a checkpoint needs all ranks"
     return f"rank {failed[0]} failed alone, with {failed[1]}, and a checkpoint needs all ranks"
+
+
+def _count_whole(trainer: Trainer, *, made_step: bool) -> None:
+    """Make Lightning's counters count the epochs that started, and the batch of an optimizer step that was made."""
+    epochs: Any = trainer.fit_loop.epoch_progress
+    for count in (epochs.current, epochs.total):  # an epoch whose on_train_epoch_start raised did not start
+        count.ready = count.started
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    if made_step and batches.current.processed < batches.current.started:
+        batches.increment_processed()
 
 
 def _folder_of(trainer: Trainer) -> str | Path:

@@ -311,6 +311,13 @@ def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
     return data
 
 
+def find_prompt_stream(trainer: Trainer | None) -> PromptDataModule | None:
+    """Return the PromptDataModule of a Trainer; None without a Trainer, or outside of a fit if it has none."""
+    if trainer is None or (trainer.state.fn != TrainerFn.FITTING and trainer.datamodule is None):  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    return prompt_stream_of(trainer)
+
+
 @lru_cache(maxsize=2)
 def _order(size: int, seed: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(hash((seed, number)) % 2**31)

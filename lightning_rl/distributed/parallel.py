@@ -8,7 +8,9 @@ from typing import Any, Protocol, cast
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_rl.distributed.collectives import Collectives, end_at_exit
 
@@ -62,6 +64,13 @@ class Parallel:
     def rank(self) -> int:
         """Index of this rank among them."""
         return int(getattr(self.strategy, "global_rank", 0))
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Optimizer of the fit in progress; None outside of a fit."""
+        module = self.strategy.lightning_module
+        fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        return self.strategy.optimizers[0] if fits and self.strategy.optimizers else None
 
     @cached_property
     def collectives(self) -> Collectives:

@@ -1,14 +1,18 @@
 """Conversations: environments or tools of a run, and the limits of its conversations."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lightning_rl.data import PromptDataModule
 from lightning_rl.environments.conversation import ConversationLimits
 from lightning_rl.environments.parsing import ParserSource, check_source
-from lightning_rl.environments.run_environments import EnvironmentSource, Factory, factories_of
+from lightning_rl.environments.run_environments import Environments, EnvironmentSource, Factory, factories_of
 from lightning_rl.environments.tools import Tool
 from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.serialization import import_by_name
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
@@ -60,10 +64,46 @@ class Conversations:
         """Return conversations for conversations, a source or None."""
         return environment if environment is None or isinstance(environment, cls) else cls(environment)
 
-    @property
-    def limits(self) -> ConversationLimits:
-        """Limits of each conversation."""
-        return ConversationLimits(turns=self.max_turns, turn_tokens=self.max_turn_tokens)
+    def build(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        engine_length: int | None,
+        close: Iterable[int],
+        data: PromptDataModule | None,
+        seed: int,
+        workers: WorkerPool | None,
+    ) -> Environments:
+        """Return the environments of a run; check that the data and the chat template fit them.
+
+        Args:
+            model: Model of the policy.
+            tokenizer: Tokenizer of the policy.
+            engine_length: Maximum number of tokens of a sequence of the engine; None for no limit.
+            close: Ids that end an answer.
+            data: Data module of the run, connected to the tokenizer; None for no data.
+            seed: Seed of the run.
+            workers: Pool of :meth:`pool`.
+        """
+        lengths = [length for length in (max_prompt_length(model, 0), engine_length) if length is not None]
+        limits = ConversationLimits(
+            turns=self.max_turns,
+            turn_tokens=self.max_turn_tokens,
+            length=min(lengths, default=None),
+            vocabulary=model.config.get_text_config().vocab_size,
+        )
+        environments = Environments(
+            factories=self.factories,
+            limits=limits,
+            tokenizer=tokenizer,
+            close=frozenset(close),
+            template_options={} if data is None else data.template_options,
+            seed=seed,
+            workers=workers,
+            max_failure_rate=self.max_failure_rate,
+        )
+        return environments.check(self.tool_parser, None if data is None else data.first())
 
     def resolve(self) -> Self:
         """Return a copy in which functions given by name are imported.

@@ -1,5 +1,6 @@
 """Evaluator: the evaluations of a module in the validation, test and prediction of a Trainer."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,12 @@ from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
 from lightning_rl.generation import SamplingParams
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.utils.trainer import log_folder
 
 BATCH_SIZE = 256  # used if there is no data module
+# Metrics are reduced over ranks before they are logged, so sync_dist is not needed.
+warnings.filterwarnings("ignore", message=r"It is recommended to use `self.log\('(val|test)/.*sync_dist=True")
+VAL, TEST, PREDICT = "val", "test", "predict"
 
 
 class Evaluator:
@@ -39,6 +44,7 @@ class Evaluator:
         self._greedy: Questions | None = None
         self._run: EvaluationRun | None = None
         self._predictions: list[Record] = []
+        self._rank = 0
         self._val_limit: int | float | None = None
 
     def encode(
@@ -91,11 +97,13 @@ class Evaluator:
             trainer.limit_val_batches, self._val_limit = self._val_limit, None
 
     def loader(self, stage: str, stream: PromptDataModule | None) -> EvaluationLoader:
-        """Return the loader of a stage.
+        """Return the loader of ``"val"``, ``"test"`` or ``"predict"``, which has the data module's prompts in order.
 
         Raises:
             ValueError: If there is nothing to evaluate.
         """
+        if stage == PREDICT and stream is not None:
+            return EvaluationLoader([stream.prediction_prompts()], stream.validation_batch_size)
         prompts = [questions.prompts for questions in self.questions(stage, stream)]
         if not prompts:
             raise ValueError(
@@ -104,9 +112,14 @@ class Evaluator:
             )
         return EvaluationLoader(prompts, BATCH_SIZE if stream is None else stream.validation_batch_size)
 
-    def begin(self, stage: str, stream: PromptDataModule | None, parallel: Parallel, device: torch.device) -> None:
-        """Begin the evaluations of a stage."""
-        self._predictions = []
+    def begin(
+        self, trainer: Trainer, stream: PromptDataModule | None, parallel: Parallel, device: torch.device
+    ) -> None:
+        """Begin the evaluations of the Trainer's stage."""
+        self._predictions, self._rank = [], parallel.rank
+        if trainer.predicting:
+            return
+        stage = TEST if trainer.testing else VAL
         self._run = EvaluationRun(
             self.questions(stage, stream),
             stage,
@@ -121,21 +134,31 @@ class Evaluator:
         """Generate and score the samples of a batch."""
         self._active.answer(batch, sampler)
 
+    def predict(self, batch: EvaluationBatch, sampler: Sampler) -> list[Record]:
+        """Return a greedy completion of each prompt of a batch, the same on every rank. A collective."""
+        records = predict(self.greedy, batch, sampler, rank=self._rank, seed=self.seed)
+        self._predictions += records
+        return records
+
     @property
     def _active(self) -> EvaluationRun:
         if self._run is None:
             raise RuntimeError("expected on_validation_epoch_start or on_test_epoch_start first, got a batch")
         return self._run
 
-    def end(self, trainer: Trainer, log: Callable[..., None], folder: Path, failed_folder: Path | None) -> None:
-        """Log the metrics over all ranks, and write the samples. A collective.
+    def end(self, trainer: Trainer, log: Callable[..., None], failed_folder: Path | None) -> None:
+        """Log the metrics over all ranks, and write the samples, in a prediction ``completions.jsonl``. A collective.
 
         Args:
             trainer: Trainer of the stage.
             log: ``LightningModule.log``.
-            folder: Folder for the samples.
             failed_folder: Folder for samples with failed rewards.
         """
+        folder = log_folder(trainer)
+        if trainer.predicting:
+            if trainer.is_global_zero:
+                write_records(folder / "completions.jsonl", self._predictions)
+            return
         run, self._run = self._active, None
         figures = run.figures()
         for name, value in figures.items():
@@ -145,19 +168,7 @@ class Evaluator:
         run.report(failed_folder, file)
         warn_of_nan(figures)
         if trainer.loggers and not trainer.sanity_checking:
-            run.write(folder, file, writing=trainer.is_global_zero)
-
-    def predict(self, batch: EvaluationBatch, sampler: Sampler, rank: int) -> list[Record]:
-        """Return a greedy completion of each prompt of a batch, the same on every rank. A collective."""
-        records = predict(self.greedy, batch, sampler, rank=rank, seed=self.seed)
-        self._predictions += records
-        return records
-
-    def write_predictions(self, path: Path, *, writing: bool) -> None:
-        """Write the predictions so far to a file, on the one process with ``writing``."""
-        if writing:
-            write_records(path, self._predictions)
-        self._predictions = []
+            run.write(folder / "evaluations", file, writing=trainer.is_global_zero)
 
     def close(self) -> None:
         """Close the rewards of the evaluations."""

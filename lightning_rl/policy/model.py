@@ -153,6 +153,11 @@ class PolicyModel(nn.Module):
         """Return the models of policy and critic, one or two."""
         return [self.model] if self.critic is None else [self.model, cast(PreTrainedModel, self.critic)]
 
+    @property
+    def vocabulary(self) -> int:
+        """Vocabulary size of the policy."""
+        return self.model.config.get_text_config().vocab_size
+
     def head_sizes(self) -> set[int]:
         """Return the sizes of attention heads, as far as the layers have them as attributes."""
         attentions = (part for model in self.models() for part in modules_behind(model, "attentions").values())

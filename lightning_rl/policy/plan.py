@@ -42,6 +42,10 @@ class Plan:
         """Return the microbatches of optimizer step ``number`` of the rollout, counted from 0 through all epochs."""
         return self.minibatches[number % len(self.minibatches)]
 
+    def tokens(self, number: int) -> int:
+        """Return the number of tokens that this rank trains on in optimizer step ``number``."""
+        return sum(len(microbatch.layout.targets) for microbatch in self.step(number))
+
     def to(self, device: torch.device | str) -> "Plan":
         """Move every layout to ``device``."""
         return Plan(tuple(tuple(microbatch.to(device) for microbatch in step) for step in self.minibatches))

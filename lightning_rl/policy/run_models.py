@@ -1,12 +1,11 @@
 """RunModels: policy, critic, reference and replica of a run, built and sharded."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -21,70 +20,62 @@ from lightning_rl.policy.model_options import ModelOptions
 from lightning_rl.policy.tensor_hash import hash_weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltModels:
-    """Models of a run, sharded.
-
-    Args:
-        policy: Policy with its critic.
-        reference: New reference; None if none was built.
-        replica: New copy for an engine that cannot decode with the policy; None if none was built.
-    """
-
-    policy: PolicyModel
-    reference: Scorer | None
-    replica: PreTrainedModel | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunModels:
-    """Builder of the models of a run.
+    """Models of a run and their options; the policy itself is an attribute of the module, which trains it.
 
     Args:
         sources: Sources of ``"policy"``, ``"critic"`` and ``"reference"``.
         temperature: Temperature of the policy.
         options: Memory, kernels and compilation.
+
+    Attributes:
+        reference: Frozen reference policy; None if none was needed so far.
+        replica: Copy of the policy for an engine that cannot decode with it; None if none was needed so far.
+        alone: True if the policy was built without a Trainer, so that it is not sharded.
+        stepped: True if the policy has changed since it was built.
     """
 
     sources: Mapping[str, Any]
     temperature: float
     options: ModelOptions
+    reference: Scorer | None = None
+    replica: PreTrainedModel | None = None
+    alone: bool = False
+    stepped: bool = False
 
     def build(
         self,
+        policy: PolicyModel | None,
         parallel: Parallel,
         mesh: DeviceMesh | None,
         *,
-        policy: PolicyModel | None,
-        alone: bool,
         replica: bool,
         reference: bool,
-        stepped: bool,
-        convert: Callable[[nn.Module], nn.Module],
         data: str | None,
-    ) -> BuiltModels:
+    ) -> PolicyModel:
         """Build the models that are missing, check that all ranks have the same ones, and shard them.
 
         Args:
+            policy: Policy, if there is one.
             parallel: Strategy of the run.
             mesh: Devices of the strategy.
-            policy: Policy, if there is one.
-            alone: True if it was built without a Trainer, so that it is not sharded.
             replica: True to build a replica of a new policy.
-            reference: True to build a reference.
-            stepped: True if the policy has been trained.
-            convert: ``convert_module`` of the precision plugin.
+            reference: True if a reference is needed.
             data: Fingerprint of the prompts; None without prompts.
+
+        Returns:
+            Policy with its critic.
         """
-        copied, frozen, root = None, None, parallel.strategy.root_device
+        frozen, root, reference = None, parallel.strategy.root_device, reference and self.reference is None
         with parallel.building():
-            new = policy if alone else None
+            new, self.alone = policy if self.alone else None, False
             if policy is None:
                 policy = new = self.build_policy(split=parallel.splits_first)
             if new is not None and replica:
-                copied = self.build_replica(parallel, new, convert)
+                self.replica = self.build_replica(parallel, new)
             if reference:
-                initial = not stepped and (new is not None or not parallel.sharded)
+                initial = not self.stepped and (new is not None or not parallel.sharded)
                 frozen = self.build_reference(parallel, policy, initial=initial)
             scoring = None if frozen is None else cast(PolicyModel, frozen.scoring)
             self.use_kernels(parallel, *(model for model in (new, scoring) if model is not None))
@@ -95,9 +86,12 @@ class RunModels:
                 policy.fill(root)
         if frozen is not None:
             frozen.shard(lambda model, layers: parallel.shard_frozen(model, layers, mesh), root)
+            self.reference = frozen
         elif reference:
-            frozen = AdapterOffScorer(policy, policy.model)
-        return BuiltModels(policy=policy, reference=frozen, replica=copied)
+            self.reference = AdapterOffScorer(policy, policy.model)
+        if self.reference is not None:
+            self.reference.to(root)  # that of an earlier fit may be on another device
+        return policy
 
     def build_policy(self, *, split: bool = False) -> PolicyModel:
         """Return policy and critic on one device, or with ``split`` without weights if they come from a folder."""
@@ -132,18 +126,15 @@ class RunModels:
         options: dict[str, Any] = {"packed": self.options.packing, "attention": self.options.attention, "files": files}
         return Scorer(frozen, temperature=self.temperature, **options)
 
-    def build_replica(
-        self, parallel: Parallel, policy: PolicyModel, convert: Callable[[nn.Module], nn.Module]
-    ) -> PreTrainedModel:
+    def build_replica(self, parallel: Parallel, policy: PolicyModel) -> PreTrainedModel:
         """Return a frozen copy of a new policy in the compute dtype, for an engine that cannot decode with the policy.
 
         Args:
             parallel: Strategy of the run.
             policy: New policy.
-            convert: ``convert_module`` of the precision plugin.
         """
         whole = copy.deepcopy(policy) if policy.files is None else self.build_policy()
-        replica = cast(PolicyModel, convert(whole))
+        replica = cast(PolicyModel, parallel.strategy.precision_plugin.convert_module(whole))
         dtype = parallel.compute_dtype(replica.model.dtype)
         if dtype != torch.float16:  # sums would overflow
             replica.to(dtype)

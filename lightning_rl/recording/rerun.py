@@ -45,7 +45,7 @@ def rerun_step(module: RLLightningModule, recording: Recording) -> Rerun:
     if number is None:
         return Rerun(weights)
     rollout, algorithm = recording.rollout, module.algorithm
-    plan = plan_of_rows(rollout, recording.header["plan"], packed=module.model_options.packing).to(module.device)
+    plan = plan_of_rows(rollout, recording.header["plan"], packed=module.models.options.packing).to(module.device)
     logprobs = torch.zeros_like(cast(Tensor, recording.of_step(number, "logprobs")))
     entropy = torch.zeros_like(logprobs)
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-import torch
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_rl.corrections import Stat
 from lightning_rl.data import Prompt, PromptDataModule
+from lightning_rl.distributed import Parallel
 from lightning_rl.generation import Engine
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, distribute_prompts
@@ -23,18 +25,36 @@ class RolloutLoop(ABC):
     Args:
         sampler: Sampler of the run.
         stream: Source of the prompts.
-        rank: Rank of this process among those that generate.
-        ranks: Number of such ranks.
+        parallel: Strategy of the run.
         sync: Sends the weights to the engine under the number of a rollout.
         phase: Context that shows and measures a phase.
+        prefetcher: Rollouts that are generated ahead.
+        max_staleness: Maximum number of rollouts generated ahead.
+        skipped: Numbers of rollouts to skip.
     """
 
     sampler: Sampler
     stream: PromptDataModule
-    rank: int
-    ranks: int
+    parallel: Parallel
     sync: Callable[[int], None]
     phase: Callable[[str], AbstractContextManager[object]]
+    prefetcher: Prefetcher
+    max_staleness: int = 0
+    skipped: Collection[int] = ()
+
+    @staticmethod
+    def of(module: Any) -> "RolloutLoop":
+        """Return the loop of a module in a fit."""
+        return (Ahead if module.max_staleness else Synchronous)(
+            sampler=module.sampler,
+            stream=module.prompt_stream,
+            parallel=module.parallel,
+            sync=module.sync,
+            phase=module.run.times.phase,
+            prefetcher=module.run.prefetcher,
+            max_staleness=module.max_staleness,
+            skipped=module.fault_tolerance.skip_rollouts,
+        )
 
     @abstractmethod
     def sample(self, number: int, end: float) -> ScoredGroups:
@@ -45,29 +65,31 @@ class RolloutLoop(ABC):
             end: Number of the first rollout after the end of the fit; infinity if unknown.
         """
 
-    def skip(self, number: int) -> None:
-        """Consume the prompts of a skipped rollout, so that the other rollouts keep theirs."""
-        del number
-        self.next_prompts()
+    def skip(self, number: int, *, generated: bool) -> None:
+        """Drop a rollout, but consume its prompts, so that the other rollouts keep theirs."""
+        rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
+        if not generated and number not in self.prefetcher:
+            self.next_prompts()
+        self.prefetcher.drop(number)
 
-    def in_flight(self, number: int) -> dict[str, Stat]:
-        """Return metrics of the requests in flight before a rollout."""
-        del number
-        return {}
+    @property
+    def groups(self) -> int:
+        """Number of groups of a rollout on this rank."""
+        return self.stream.prompts_per_rollout // self.parallel.ranks
 
     def next_prompts(self) -> list[Prompt]:
         """Return this rank's share of the prompts of one rollout."""
-        share = self.stream.prompts_per_rollout // self.ranks
-        return distribute_prompts(self.stream.take(share * self.ranks), [share] * self.ranks)[self.rank]
+        ranks = self.parallel.ranks
+        return distribute_prompts(self.stream.take(self.groups * ranks), [self.groups] * ranks)[self.parallel.rank]
 
     def _generate(self, prompts: Sequence[Prompt], number: int) -> Samples:
         return self.sampler.generate_together(self.sampler.requests(prompts, number))
 
     def _score(self, first: Samples, number: int) -> ScoredGroups:
         """Score the first round, and sample further ones until enough groups are kept."""
-        groups = self.stream.prompts_per_rollout // self.ranks
+        rank = self.parallel.rank
         with self.phase("reward"):
-            return self.sampler.fill_groups(self.stream.take, groups, number, rank=self.rank, first=first)
+            return self.sampler.fill_groups(self.stream.take, self.groups, number, rank=rank, first=first)
 
 
 class Synchronous(RolloutLoop):
@@ -86,27 +108,17 @@ class Synchronous(RolloutLoop):
         return scored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ahead(RolloutLoop):
     """Loop that generates up to ``max_staleness`` rollouts while the trainer works on earlier ones.
 
     An engine that is not concurrent generates one rollout at a time, and none during a weight sync.
-
-    Args:
-        prefetcher: Rollouts that are generated ahead.
-        max_staleness: Maximum number of rollouts generated ahead.
-        skipped: Numbers of rollouts to skip.
-        device: Device of the policy.
     """
 
-    prefetcher: Prefetcher
-    max_staleness: int
-    skipped: Collection[int]
-    device: torch.device
+    __slots__ = ()
 
     @override
     def sample(self, number: int, end: float) -> ScoredGroups:
-        sampler, submit = self.sampler, partial(self._submit, number, end)
+        sampler, submit, in_flight = self.sampler, partial(self._submit, number, end), self._in_flight(number)
         first = None if self.concurrent else self._take(number)
         with self.phase("sync"):
             self.sync(number)
@@ -121,15 +133,10 @@ class Ahead(RolloutLoop):
         scored = self._score(first, number)
         submit()
         check_staleness(scored.rollout, number, self.max_staleness)
-        return scored
+        return scored._replace(stats={**scored.stats, **in_flight})
 
-    @override
-    def skip(self, number: int) -> None:
-        if number not in self.prefetcher:
-            self.next_prompts()
-
-    @override
-    def in_flight(self, number: int) -> dict[str, Stat]:
+    def _in_flight(self, number: int) -> dict[str, Stat]:
+        """Return metrics of the requests in flight before a rollout."""
         in_flight = self.sampler.engine.in_flight
         tokens, oldest = in_flight.tokens(), in_flight.oldest()
         age = Stat.single(0 if oldest is None else number - oldest)
@@ -151,7 +158,8 @@ class Ahead(RolloutLoop):
         """Submit the next rollouts, up to the end of the fit."""
         concurrent = self.concurrent
         at_once = 1 + self.max_staleness if concurrent else 1
-        submit = partial(self.prefetcher.submit, sampler=self.sampler, device=self.device, at_once=at_once)
+        device = self.parallel.strategy.root_device
+        submit = partial(self.prefetcher.submit, sampler=self.sampler, device=device, at_once=at_once)
         for ahead in range(number + (not concurrent), number + 1 + self.max_staleness):
             skipped, held = ahead in self.skipped, self.prefetcher.waiting_prompts(ahead)
             if held is not None and concurrent and not skipped:

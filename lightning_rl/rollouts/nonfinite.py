@@ -1,18 +1,33 @@
 """Saving of the rollout whose non-finite gradient ended a run, with the rows to blame."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.update import StepGradient
 from lightning_rl.utils.atomic_write import write_atomically
+from lightning_rl.utils.trainer import log_folder
 
 NONFINITE = "nonfinite"
 SHOWN = 8  # rows that a message names
+
+
+@contextmanager
+def recording_nonfinite(trainer: Trainer, current: CurrentRollout, step: int, gradient: StepGradient) -> Iterator[None]:
+    """Add file and rows of :func:`record_nonfinite` to a FloatingPointError that is raised in the context."""
+    try:
+        yield
+    except FloatingPointError as stop:
+        folder = log_folder(trainer) / NONFINITE
+        where = record_nonfinite(folder, current, step, gradient, trainer.global_rank)
+        raise FloatingPointError(f"{stop}; {where}") from stop
 
 
 def record_nonfinite(folder: Path, current: CurrentRollout, step: int, gradient: StepGradient, rank: int) -> str:

@@ -113,7 +113,6 @@ class Progress:
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         corrections: States of the corrections by name, from before the optimizer step that has begun; None between
             two steps, when the callbacks hold them.
-        schedule_behind: True if the scheduler has not stepped since the last optimizer step.
         budget: Requested and reduced token budget after memory ran out; None before.
         failure: Rollout in which the last error was raised.
     """
@@ -125,7 +124,6 @@ class Progress:
     skipped: int = 0
     nonfinite_in_a_row: int = 0
     corrections: Mapping[str, Mapping[str, Any]] | None = None
-    schedule_behind: bool = False
     budget: tuple[int, int] | None = None
     failure: Failure | None = None
 
@@ -149,7 +147,6 @@ class Progress:
             "skipped": self.skipped,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
-            "schedule_behind": self.schedule_behind,
             "budget": self.budget,
         }
 
@@ -171,7 +168,6 @@ class Progress:
             prefetched=pending_from_state(state["prefetched"], at),
             skipped=state["skipped"],
             nonfinite_in_a_row=state["nonfinite_in_a_row"],
-            schedule_behind=state.get("schedule_behind", False),
             budget=None if budget is None else tuple(budget),
             failure=None if failure is None else Failure(*failure),
         )

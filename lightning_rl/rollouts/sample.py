@@ -154,6 +154,28 @@ class Sampler:
     vocabulary: int | None = None
     environments: Environments | None = None
 
+    @staticmethod
+    def of(module: Any, trainer_state: TrainerState | None) -> "Sampler":
+        """Return the sampler of a module with its built policy."""
+        policy, run, parallel = module.required_policy, module.run, module.parallel
+        return Sampler(
+            engine=module.engine,
+            tokenizer=module.tokenizer,
+            rewards=module.rewards,
+            sampling=run.sampling,
+            group_size=module.group_size,
+            seed=module.seed,
+            corrections=run.corrections,
+            dtype=torch.promote_types(policy.model.dtype, torch.float32),
+            forward_context=parallel.strategy.precision_plugin.forward_context,
+            greedy_baseline=module.algorithm.advantages.needs_greedy,
+            collectives=parallel.collectives,
+            failed_folder=run.failed_folder,
+            trainer_state=trainer_state,
+            vocabulary=policy.vocabulary,
+            environments=run.environments,
+        )
+
     @property
     def max_rounds(self) -> int:
         """Maximum number of sampling rounds until enough groups are kept."""

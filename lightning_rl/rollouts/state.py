@@ -1,25 +1,29 @@
 """State of a run besides its weights, and the part of it that a checkpoint stores."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerState
+from transformers import TrainerState
 
 from lightning_rl.checkpointing import new_run
+from lightning_rl.configuration import check_resume
 from lightning_rl.corrections import Corrections, Stat
-from lightning_rl.data import Prompt, PromptDataModule, StepIndex
-from lightning_rl.distributed import Collectives
+from lightning_rl.data import PromptDataModule, StepIndex
+from lightning_rl.distributed import Collectives, Parallel
+from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
-from lightning_rl.policy import Scorer
+from lightning_rl.policy import ModelOptions, Scorer
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.rollouts.progress import CurrentRollout, Failure, Progress
+from lightning_rl.rollouts.progress import CurrentRollout, Failure, MaxOverRanks, Progress
+from lightning_rl.rollouts.zero_gradient import row_counts
 from lightning_rl.run_spec import Needs
 from lightning_rl.update import MadeStep
 
@@ -34,10 +38,11 @@ class RunState:
         corrections: Corrections among the trainer's callbacks, from setup on.
         configuration: Configuration of the run in plain values, from setup on.
         needs: Optional rollout fields that are read.
-        reference: Frozen reference policy, if needed.
-        replica: Copy of the policy that the embedded engine decodes with, where it cannot use the policy.
         sampling: Sampling parameters of the module, with the ids that end a response.
+        environments: Environments of the samples; None for single-turn completions.
         engine_started: True once the engine can load weights.
+        stream: Data module of the fit.
+        options: Options of the models of the fit.
         progress: State after the last optimizer step, which a checkpoint stores.
         current: Rollout in progress.
         prefetcher: Rollouts that are generated ahead.
@@ -48,8 +53,6 @@ class RunState:
         failed_folder: Folder for samples with failed rewards.
         begun: Index of the last optimizer step that began.
         stepping: True while the optimizer updates weights, so that some may be old and some new.
-        built_alone: True if the policy was built before there was a Trainer, so without a strategy.
-        stepped: True if the policy has changed since it was built.
         skipped: Number of skipped optimizer steps.
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         loaded: This rank's part of a checkpoint, until fit starts.
@@ -60,10 +63,11 @@ class RunState:
     corrections: Corrections = field(default_factory=Corrections)
     configuration: dict[str, Any] = field(default_factory=dict)
     needs: Needs = field(default_factory=Needs)
-    reference: Scorer | None = None
-    replica: PreTrainedModel | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    environments: Environments | None = None
     engine_started: bool = False
+    stream: PromptDataModule | None = None
+    options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
     progress: Progress = field(default_factory=Progress)
     current: CurrentRollout | None = None
     prefetcher: Prefetcher = field(default_factory=Prefetcher)
@@ -74,20 +78,30 @@ class RunState:
     failed_folder: Path | None = None
     begun: StepIndex | None = None
     stepping: bool = False
-    built_alone: bool = False
-    stepped: bool = False
     skipped: int = 0
     nonfinite_in_a_row: int = 0
     loaded: Mapping[str, Any] | None = None
     name: str = ""
     made: MadeStep | None = None
 
-    def begin_rollout(self, current: CurrentRollout, stats: Mapping[str, Stat], noted: Mapping[str, Stat]) -> None:
-        """Add a finished rollout and its metrics to the state of the run."""
-        self.current, self.rollout_stats = current, dict(stats)
-        self.metrics.add("rollout", stats)
+    def begin_rollout(
+        self, current: CurrentRollout, index: int, stats: Mapping[str, Stat], noted: Mapping[str, Stat]
+    ) -> None:
+        """Commit a finished rollout with its metrics; every rank has to call this.
+
+        Args:
+            current: Finished rollout.
+            index: Index of its first optimizer step.
+            stats: Metrics of the rollout, without times.
+            noted: Metrics that reward functions and environments logged.
+        """
+        self.current = current
+        self.rollout_stats = {**stats, **self.times.take(), "trainer/idle": self.times.idle()}
+        self.rollout_figures = self.metrics.values_of({**self.rollout_stats, **noted, **row_counts(current.rollout)})
+        self.metrics.add("rollout", self.rollout_stats)
         self.metrics.add("noted", noted)
         self.prefetcher.drop(current.number)
+        self.commit(index, current=current, corrections=self.corrections.states())
 
     def begin_step(self, step_index: StepIndex) -> None:
         """Keep the states of the corrections from before the hooks of an optimizer step."""
@@ -96,21 +110,17 @@ class RunState:
 
     def commit(
         self,
-        stream: PromptDataModule,
         index: int,
         *,
         current: CurrentRollout | None,
         corrections: Mapping[str, Mapping[str, Any]] | None = None,
-        schedule_behind: bool = False,
     ) -> None:
         """Make the state of the run the one that a checkpoint stores, until the next commit.
 
         Args:
-            stream: Source of the prompts.
             index: Index of the next optimizer step.
             current: Rollout of the next optimizer step; None if it has to be generated.
             corrections: States of the corrections, within a step.
-            schedule_behind: True if the scheduler has to step.
         """
         self.stepping = False
         self.progress = replace(
@@ -118,11 +128,10 @@ class RunState:
             index=index,
             current=current,
             prefetched=self.prefetcher.pending(),
-            cursor=stream.commit(index),
+            cursor=cast(PromptDataModule, self.stream).commit(index),
             skipped=self.skipped,
             nonfinite_in_a_row=self.nonfinite_in_a_row,
             corrections=corrections,
-            schedule_behind=schedule_behind,
         )
 
     def write_corrections(self, states: dict[str, Any]) -> None:
@@ -154,16 +163,30 @@ class RunState:
             self.progress = replace(self.progress, failure=failure)
             error.add_note(failure.note())
 
-    def max_tokens_per_microbatch(self, asked: int) -> int:
-        """Return the maximum number of tokens per microbatch: ``asked``, or less after memory ran out with it."""
-        budget = self.progress.budget
+    @property
+    def max_tokens_per_microbatch(self) -> int:
+        """Maximum number of tokens per microbatch: that of the options, or less after memory ran out with it."""
+        asked, budget = self.options.max_tokens_per_microbatch, self.progress.budget
         return budget[1] if budget is not None and budget[0] == asked else asked
 
-    def halve(self, asked: int) -> int:
-        """Halve the token budget and return it."""
-        half = max(1, self.max_tokens_per_microbatch(asked) // 2)
-        self.progress = replace(self.progress, budget=(asked, half))
-        return half
+    def halve(self, step_index: StepIndex, states: Mapping[str, Any], max_over_ranks: MaxOverRanks) -> None:
+        """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
+
+        Args:
+            step_index: Step in which memory ran out.
+            states: States of the corrections from before the step, which are restored.
+            max_over_ranks: Element-wise maximum over the ranks.
+        """
+        torch.cuda.empty_cache()
+        self.corrections.restore(states)
+        budget = max(1, self.max_tokens_per_microbatch // 2)
+        self.progress = replace(self.progress, budget=(self.options.max_tokens_per_microbatch, budget))
+        current = cast(CurrentRollout, self.current)
+        self.current = current.divide(budget, packed=self.options.packing, max_over_ranks=max_over_ranks)
+        rank_zero_warn(
+            f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated with "
+            f"max_tokens_per_microbatch={budget}; pass this value to ModelOptions"
+        )
 
     def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
         """Return True if a step with this gradient norm is to be made, and count the others.
@@ -177,7 +200,6 @@ class RunState:
         """
         if torch.isfinite(norm):
             self.nonfinite_in_a_row = 0
-            self.stepped = True
             return True
         self.skipped += 1
         self.nonfinite_in_a_row += 1
@@ -193,16 +215,12 @@ class RunState:
         counters = Stat.numbers({"optim/skipped": self.skipped, "rollout": number})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
-    def state(self) -> dict[str, Any]:
-        """Return this rank's part of a checkpoint, in values that load under ``weights_only=True``."""
-        return {**self.progress.state(), "metrics": self.metrics.state()}
-
     def begin(
         self,
         device: torch.device,
         *,
-        packed: bool,
-        at: Callable[[Iterable[int]], list[Prompt]],
+        stream: PromptDataModule,
+        options: ModelOptions,
         max_staleness: int,
         collectives: Collectives,
     ) -> None:
@@ -210,8 +228,8 @@ class RunState:
 
         Args:
             device: Device of the rollout in progress.
-            packed: True if microbatches have no padding.
-            at: Returns the prompts at indices of the stream.
+            stream: Data module of the fit.
+            options: Options of the models of the fit.
             max_staleness: Maximum number of rollouts generated ahead.
             collectives: Collectives over the ranks.
 
@@ -224,9 +242,8 @@ class RunState:
         self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
         self.begun, self.made, self.stepping = None, None, False
         self.prefetcher.close()
+        self.stream, self.options = stream, options
         self.metrics, self.times = MetricLog(device, collectives), PhaseTimes(device)
-        if self.reference is not None:
-            self.reference.to(device)
         if loaded is not None:
             if (ahead := len(loaded["prefetched"])) > max_staleness:
                 raise ValueError(
@@ -234,30 +251,48 @@ class RunState:
                     f"{ahead}: resume with max_staleness={ahead}"
                 )
             self.metrics.load(loaded["metrics"])
-            self.progress = Progress.from_state(loaded, device, packed=packed, at=at)
+            self.progress = Progress.from_state(loaded, device, packed=options.packing, at=stream.at)
             self.prefetcher.load(self.progress.prefetched)
         self.current, self.skipped = self.progress.current, self.progress.skipped
         self.nonfinite_in_a_row = self.progress.nonfinite_in_a_row
 
-    def load(self, checkpoint: Mapping[str, Any], *, rank: int, world_size: int) -> None:
-        """Load this rank's part of a checkpoint.
+    def state(self, collectives: Collectives, reference: Scorer | None) -> dict[str, Any]:
+        """Return the state of all ranks, in values that load under ``weights_only=True``. A collective."""
+        return {
+            "run": self.name,
+            "configuration": self.configuration,
+            "ranks": collectives.objects({**self.progress.state(), "metrics": self.metrics.state()}),
+            "reference_hash": None if reference is None else reference.fingerprint,
+        }
+
+    def load(
+        self, state: Mapping[str, Any], parallel: Parallel, reference: Scorer | None, allowed: Collection[str]
+    ) -> None:
+        """Load this rank's part of a :meth:`state`.
+
+        Args:
+            state: State of all ranks.
+            parallel: Strategy of the run.
+            reference: Reference of the run.
+            allowed: Options that may differ from those of the checkpoint.
 
         Raises:
-            ValueError: If the checkpoint has another number of ranks or another reference.
+            ValueError: If the checkpoint has other options, another number of ranks or another reference.
         """
-        self.stepped = True
-        ranks, reference = checkpoint["ranks"], checkpoint["reference_hash"]
-        mine = None if self.reference is None else self.reference.fingerprint
+        states = {callback.name: callback.state_dict() for callback in self.corrections.callbacks}
+        check_resume(state["configuration"], self.configuration, allowed, states)
+        ranks, saved = state["ranks"], state["reference_hash"]
+        mine, world_size = None if reference is None else reference.fingerprint, parallel.ranks
         if len(ranks) != world_size:
             raise ValueError(
                 f"expected a checkpoint of {world_size} ranks, got one of {len(ranks)}: resume with as many devices"
             )
-        if mine is not None and reference is not None and reference != mine:
+        if mine is not None and saved is not None and saved != mine:
             raise ValueError(
-                f"expected the reference of the checkpoint ({reference}), got another one ({mine}): pass the "
+                f"expected the reference of the checkpoint ({saved}), got another one ({mine}): pass the "
                 "reference= and policy= that the run began with"
             )
-        self.loaded, self.name = ranks[rank], checkpoint["run"]
+        self.loaded, self.name = ranks[parallel.rank], state["run"]
 
 
 def trainer_state(trainer: Trainer) -> TrainerState:

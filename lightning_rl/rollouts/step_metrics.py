@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_rl.corrections import StepTrace
 from lightning_rl.data import StepIndex
+from lightning_rl.distributed import Parallel
 from lightning_rl.metrics import log_rest, log_row, rows_every
 from lightning_rl.rollouts.state import RunState
 from lightning_rl.update import MadeStep
@@ -69,17 +70,13 @@ def measure(run: RunState, step: MadeStep, ranks: int) -> None:
         step.trace.norm, step.trace.made = step.norm, bool(torch.isfinite(step.norm))
 
 
-def begin_trace(run: RunState, step_index: StepIndex, scale: float) -> StepTrace | None:
-    """Return a trace of the optimizer step that begins, if a callback observes it.
-
-    Args:
-        run: State of the run.
-        step_index: Index of the step.
-        scale: Factor on the loss before the backward.
-    """
+def begin_trace(run: RunState, step_index: StepIndex, parallel: Parallel) -> StepTrace | None:
+    """Return a trace of the optimizer step that begins, if a callback observes it."""
     if not run.corrections.traces_step(step_index.rollout, step_index.step):
         return None
-    trace = StepTrace(rollout_number=step_index.rollout, step=step_index.step, scale=scale)
+    trace = StepTrace(
+        rollout_number=step_index.rollout, step=step_index.step, scale=parallel.ranks * parallel.loss_scale
+    )
     trace.log(run.rollout_stats)
     return trace
 

@@ -1,5 +1,6 @@
 """Callbacks and progress bars of a Trainer."""
 
+from pathlib import Path
 from typing import TypeVar
 
 from lightning.pytorch import Callback, Trainer
@@ -17,6 +18,11 @@ class CoreCallback(Callback):
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the trainer's callbacks, an attribute that Lightning does not declare."""
     return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def log_folder(trainer: Trainer) -> Path:
+    """Return the folder of the first logger, or ``default_root_dir`` without a logger."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def show_phase(trainer: Trainer, rollout: int, phase: str) -> None:

@@ -87,5 +87,5 @@ def with_words(evidence: Evidence, estimator: Estimator) -> Evidence:
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"])
 def test_the_librarys_estimators_step_over_what_the_policy_drew(name: str) -> None:
-    estimator = RLLightningModule(tiny_policy, lambda **_: [], advantages=name).estimator
+    estimator = RLLightningModule(tiny_policy, lambda **_: [], advantages=name).algorithm.advantages
     assert CHECKS["silent_environments"](with_words(evidence_of(), estimator)) == []

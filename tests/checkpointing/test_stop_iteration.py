@@ -10,7 +10,6 @@ from kit.support import fit, tiny_module, tiny_prompts
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_rl import LossView, RLCallback, RLLightningModule, Rollout, TransformersEngine
@@ -127,8 +126,8 @@ def test_a_run_ends_with_an_error_and_the_checkpoint_of_its_last_step(
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == steps
 
 
-@pytest.mark.parametrize("part", ["optimizer", "scheduler", "loss"])
-def test_optimizers_schedulers_and_losses_are_named(part: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["optimizer", "loss"])
+def test_optimizers_and_losses_are_named(part: str, tmp_path: Path) -> None:
     source = Ends(3)
 
     def loss(view: LossView) -> Tensor:
@@ -137,7 +136,6 @@ def test_optimizers_schedulers_and_losses_are_named(part: str, tmp_path: Path) -
 
     options: dict[str, Any] = {
         "optimizer": {"optimizer": lambda groups: Clears(groups, 3)},
-        "scheduler": {"lr_scheduler": lambda optimizer: LambdaLR(optimizer, lambda step: Ends(2 - step // 3)() or 1.0)},
         "loss": {"loss": loss},
     }[part]
     with pytest.raises(RuntimeError, match=NAMED):

@@ -107,9 +107,9 @@ def test_a_policy_that_answered_first_trains_as_one_that_did_not() -> None:
 def test_a_run_that_generates_ahead_takes_the_policy_that_answered() -> None:
     module = tiny_module(max_staleness=1)
     module.generate([[2], [3]])
-    assert module.run.replica is None
+    assert module.models.replica is None
     fit(module, callbacks=[TruncatedIS()])
-    assert module.run.replica is not None and module.engine.holds_copy
+    assert module.models.replica is not None and module.engine.holds_copy
 
 
 def test_a_fit_in_bf16_takes_the_policy_that_answered() -> None:

@@ -140,7 +140,7 @@ class MovingReference(RLCallback):
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        pl_module.run.reference.model.load_state_dict(pl_module.policy.model.state_dict())
+        pl_module.models.reference.model.load_state_dict(pl_module.policy.model.state_dict())
 
 
 class Repelling(ReferenceKL):

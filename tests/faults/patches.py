@@ -133,11 +133,11 @@ def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
     """Patch the backward pass in the accumulation of a step: ``change(backward, microbatches, policy)``."""
     original = RLLightningModule._accumulate  # noqa: SLF001
 
-    def accumulate(self: RLLightningModule, step_index: Any, trace: Any, **options: Any) -> Any:
+    def accumulate(self: RLLightningModule, step_index: Any, **options: Any) -> Any:
         current = cast(CurrentRollout, self.run.current)
         backward = change(self.manual_backward, current.plan.step(step_index.step), self.policy)
         with patch.object(self, "manual_backward", backward):
-            return original(self, step_index, trace, **options)
+            return original(self, step_index, **options)
 
     return patch.object(RLLightningModule, "_accumulate", accumulate)
 

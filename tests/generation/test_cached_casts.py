@@ -9,13 +9,14 @@ import pytest
 import torch
 from kit.engine_requests import launch, request_of
 from kit.strategy_cases import lora_policy
-from kit.support import tiny_policy
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl import TransformersEngine
+from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.generation import Completion, transformers
 
 PROMPTS = ((2,), (3, 4, 5), (6, 7, 8, 9))
@@ -77,3 +78,14 @@ def test_the_samples_and_log_probabilities_are_those_of_casts_at_every_token(
         assert one.logprobs is not None and other.logprobs is not None
         # float32, for whose head a CPU chooses another kernel if its weight is frozen
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)],
+)
+def test_a_copy_that_decodes_has_the_dtype_of_the_run(precision: str, expected: torch.dtype) -> None:
+    module = tiny_module(max_staleness=1)
+    fit(module, callbacks=[TruncatedIS()], data=tiny_prompts(8, 4), precision=precision)
+    assert module.models.replica is not None and module.models.replica.dtype == expected == module.engine.dtype
+    assert {weight.dtype for weight in module.required_policy.parameters()} == {torch.float32}

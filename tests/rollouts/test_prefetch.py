@@ -193,7 +193,7 @@ def test_without_staleness_nothing_runs_in_another_thread_and_nothing_is_copied(
 
     module.engine = Watched()
     fit(module)
-    assert module.run.replica is None and drawn == [False] * 4
+    assert module.models.replica is None and drawn == [False] * 4
 
 
 class Paused(FakeEngine):
@@ -241,7 +241,7 @@ def test_what_draws_ahead_has_the_precision_of_the_run(precision: Any) -> None:
     steps = Steps()
     module = module_of(engine=Late(steps), optimizer=partial(AdamW, lr=1e-3))
     fit(module, callbacks=[TruncatedIS(), steps], precision=precision)
-    replica, policy = module.run.replica, module.required_policy.model
+    replica, policy = module.models.replica, module.required_policy.model
     assert replica is not None
     assert {weight.dtype for weight in replica.parameters()} == {module.parallel.compute_dtype(policy.dtype)}
     buffers = [{name: buffer.dtype for name, buffer in model.named_buffers()} for model in (replica, policy)]

@@ -37,7 +37,7 @@ def run(folder: Path) -> None:
             torch.save(weights, folder / f"{name}.weights")
     loaded = RLLightningModule.load_from_checkpoint(folder / "whole.ckpt", **AGAIN)
     fit(loaded, data=tiny_prompts(8, 4), strategy=STRATEGIES["fsdp2"](), devices=2, limit_train_batches=1)
-    assert loaded.parallel.sharded and loaded.run.replica is not None
+    assert loaded.parallel.sharded and loaded.models.replica is not None
 
 
 @pytest.mark.nightly

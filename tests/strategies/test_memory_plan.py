@@ -37,7 +37,7 @@ class Look(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.plans.append(memory_plan(pl_module, 3))
-        self.resident.append(pl_module.resident_bytes)
+        self.resident.append(pl_module.weight_sync.resident)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -65,7 +65,7 @@ def rank(strategy: str) -> None:
     assert plan.weights == pytest.approx(held(module.required_policy.parameters()), rel=0.01)
     assert plan.gradients == pytest.approx(look.gradients[0], rel=0.01)
     assert plan.optimizer == pytest.approx(look.states[0], rel=0.01)
-    reference: Any = module.run.reference
+    reference: Any = module.models.reference
     assert plan.reference == held(reference.model.parameters()) == pytest.approx(plan.weights, rel=0.01)
     whole = plan.weights * (2 if strategy != "ddp" else 1)
     assert plan.buckets == (whole if strategy == "ddp" else 0)

@@ -45,7 +45,7 @@ class Watch(RLCallback):
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.module, reference = pl_module, pl_module.run.reference
+        self.module, reference = pl_module, pl_module.models.reference
         models = {"policy": pl_module.policy}
         if type(reference) is Scorer:  # and not the policy without its adapters
             models["reference"] = reference.scoring

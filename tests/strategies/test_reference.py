@@ -33,9 +33,9 @@ class Watch(RLCallback):
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
         self.apart.append(pl_module.run.metrics.values()["kl/ref"])
-        parts = list(pl_module.run.reference.scoring.parameters())
+        parts = list(pl_module.models.reference.scoring.parameters())
         self.held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parts)
-        for model in (pl_module.policy, pl_module.run.reference.scoring):
+        for model in (pl_module.policy, pl_module.models.reference.scoring):
             self.buffers |= {buffer.dtype for buffer in model.buffers()}
 
 

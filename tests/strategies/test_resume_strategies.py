@@ -81,7 +81,7 @@ def test_one_rank_cannot_resume_what_two_saved(strategy: str, tmp_path: Path) ->
 
 def check_contents(checkpoint: dict[str, Any]) -> None:
     """Weights once, Adam's moments, the rollouts of both ranks; no reference, no copy of the engine."""
-    own = sum(parameter.numel() for parameter in tiny_module().sources["policy"]().parameters())
+    own = sum(parameter.numel() for parameter in tiny_module().models.sources["policy"]().parameters())
     assert sum(weight.numel() for weight in checkpoint["state_dict"].values()) == own
     saved = {key: sum(tensor.numel() for tensor in tensors_in(part)) for key, part in checkpoint.items()}
     ours, moments = saved.pop("lightning_rl"), saved.pop("optimizer_states")

@@ -81,13 +81,13 @@ class Watch(RLCallback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        policy, reference = pl_module.policy, pl_module.run.reference.scoring
+        policy, reference = pl_module.policy, pl_module.models.reference.scoring
         for part, model in (("policy", policy), ("reference", reference)):
             for name, parameter in model.named_parameters():
                 assert isinstance(parameter, DTensor)
                 self.weights[f"{part} {name}"] = parameter.full_tensor().detach().clone()
             self.weights |= {f"{part} {name}": buffer.clone() for name, buffer in model.named_buffers()}
-        self.fingerprint = pl_module.run.reference.fingerprint
+        self.fingerprint = pl_module.models.reference.fingerprint
 
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:

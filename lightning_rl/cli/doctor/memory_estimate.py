@@ -76,8 +76,10 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
         gradients=trained / (ranks if stage == 2 else shards),
         buckets=trained * parallel.copies_gradients,
         optimizer=trained * states / (ranks if stage else shards),
-        reference=local_bytes(reference.model.parameters()) if type(reference := module.run.reference) is Scorer else 0,
-        replica=0 if module.run.replica is None else local_bytes(module.run.replica.parameters()),
+        reference=local_bytes(reference.model.parameters())
+        if type(reference := module.models.reference) is Scorer
+        else 0,
+        replica=0 if module.models.replica is None else local_bytes(module.models.replica.parameters()),
         root=outside * gathered,
         gathered=3 * layer * gathered,  # a layer, the next one, and the gradient of a layer
         activations=activations.update,
@@ -123,7 +125,10 @@ def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None)
 def _activations(module: RLLightningModule, max_prompt_length: int) -> Activations:
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
     longest = max_prompt_length + module.sampling.max_new_tokens
-    parts, most = module.minibatches_per_rollout * module.parallel.ranks, module.model_options.max_tokens_per_microbatch
+    parts, most = (
+        module.minibatches_per_rollout * module.parallel.ranks,
+        module.models.options.max_tokens_per_microbatch,
+    )
     rows = module.prompt_stream.prompts_per_rollout * module.group_size // parts
     # conversations may begin with more tokens than the prompts of the data
     tokens = max(longest, most if module.environments else min(most, rows * longest))
@@ -143,7 +148,7 @@ def _activations(module: RLLightningModule, max_prompt_length: int) -> Activatio
         compute=compute,
         residual=residual,
         head=head,
-        checkpointing=module.model_options.activation_checkpointing,
+        checkpointing=module.models.options.activation_checkpointing,
         trained=not adapted,
     )
 

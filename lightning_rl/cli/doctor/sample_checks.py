@@ -90,8 +90,8 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
     plan = make_plan(
         rollout,
         minibatches=1,
-        max_tokens_per_microbatch=module.model_options.max_tokens_per_microbatch,
-        packed=module.model_options.packing,
+        max_tokens_per_microbatch=module.models.options.max_tokens_per_microbatch,
+        packed=module.models.options.packing,
     )
     with module.trainer.precision_plugin.forward_context():
         scored = add_logprobs(
@@ -145,7 +145,7 @@ def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator
     for row, group in enumerate(samples.rollout.groups.tolist()):
         parts = [weights[name] * (numbers[row] or 0.0) for name, numbers in values.items() if weights[name]]
         totals.setdefault(group, set()).add(math.fsum(parts))
-    if not samples.module.estimator.compares:
+    if not samples.module.algorithm.advantages.compares:
         return
     flat = sum(len(different) == 1 for different in totals.values()) / len(totals)
     yield fact("groups", f"{flat:.0%} of {len(totals)} groups have equal rewards")

@@ -1,19 +1,22 @@
 """WeightSync: sends the policy's weights to the engine."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.distributed import Parallel
+from lightning_rl.distributed import Parallel, check_process_group
 from lightning_rl.generation.engine import Engine
 from lightning_rl.generation.weights.sync import synchronize
 from lightning_rl.generation.weights.weight_stream import persistent_buffers
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.lora import adapters_of
+from lightning_rl.policy.memory import resident_bytes
+from lightning_rl.policy.run_models import RunModels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,35 +26,49 @@ class WeightSync:
     Args:
         engine: Engine that generates.
         policy: Policy, sharded or not.
+        models: Replica that the engine decodes with, if there is one, and reference.
         parallel: Strategy of the run.
-        replica: Copy of the policy that the engine decodes with; None for the policy itself.
-        packed: True to score the canary without padding.
-        context: Context around the canary, for time and precision.
+        phase: Context that shows and measures a phase, for the canary.
     """
 
     engine: Engine
     policy: PolicyModel
+    models: RunModels
     parallel: Parallel
-    replica: PreTrainedModel | None
-    packed: bool
-    context: Callable[[], AbstractContextManager[object]]
+    phase: Callable[[str], AbstractContextManager[object]]
 
-    def start(self, tokenizer: PreTrainedTokenizerBase | None, *, device: torch.device, resident: float) -> None:
+    @staticmethod
+    def of(module: Any) -> "WeightSync":
+        """Return the connection between the built policy of a module and its engine."""
+        return WeightSync(
+            engine=module.engine,
+            policy=module.required_policy,
+            models=module.models,
+            parallel=module.parallel,
+            phase=module.run.times.phase,
+        )
+
+    def start(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Start the engine beside the trainer, and compare the names and shapes of the weights with its own.
 
         Args:
             tokenizer: Tokenizer of the policy.
-            device: Device of the policy.
-            resident: Bytes that the trainer holds during generation.
         """
-        model = self.policy.model
-        if self.replica is not None:
-            nn.Module.to(self.replica, device)
+        check_process_group(int(getattr(self.parallel.strategy, "world_size", 1)))
+        model, replica = self.policy.model, self.models.replica
+        if replica is not None:
+            nn.Module.to(replica, model.device)
         dtype = self.parallel.compute_dtype(model.dtype)
-        self.engine.check_memory(model, dtype=dtype, resident=resident)
-        self.engine.start(self.replica or model, tokenizer, device=self.parallel.strategy.root_device, dtype=dtype)
+        self.engine.check_memory(model, dtype=dtype, resident=self.resident)
+        self.engine.start(replica or model, tokenizer, device=self.parallel.strategy.root_device, dtype=dtype)
         self.engine.started = True
         self.engine.expect(self.weights())
+
+    @property
+    def resident(self) -> float:
+        """Bytes that this rank holds during generation, optimizer states included."""
+        copies, optimizer = self.parallel.copies_gradients, self.parallel.optimizer
+        return resident_bytes(self.policy, self.models.reference, optimizer, copies_gradients=copies)
 
     def send(self, version: int) -> None:
         """Send the weights under a version number, and check them with the engine's canary. A collective."""
@@ -63,9 +80,15 @@ class WeightSync:
             version,
             self.policy,
             dtype=self.parallel.compute_dtype(self.policy.model.dtype),
-            packed=self.packed,
-            context=self.context,
+            packed=self.models.options.packing,
+            context=self._canary_context,
         )
+
+    @contextmanager
+    def _canary_context(self) -> Iterator[None]:
+        """Return the context of the canary, for its time and precision."""
+        with self.phase("canary"), self.parallel.strategy.precision_plugin.forward_context():
+            yield
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full value of each weight of the policy without its critic. A collective.
