@@ -19,6 +19,7 @@ KNOWN = {
     "lightning_rl/audit/saved.py": "torch.load(",  # weights_only, as every other one
     "lightning_rl/checkpointing/checksum.py": "torch.load(",
     "lightning_rl/checkpointing/pretrained.py": "torch.load(",
+    "lightning_rl/generation/vllm/lora_adapter.py": "import_module(",
     "lightning_rl/cli/export.py": "import_module(",  # of --policy module:function
     "lightning_rl/cli/main.py": "import_module(",  # of a command
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
@@ -32,7 +33,6 @@ KNOWN = {
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
     "lightning_rl/processes/pool.py": "pickle.loads(",
     "lightning_rl/processes/worker.py": "cloudpickle.loads(",
-    "lightning_rl/reporting/run_files.py": "torch.load(",
     "lightning_rl/serialization.py": "import_module(",  # of rooms by their fixed names
     "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }

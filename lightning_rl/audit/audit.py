@@ -48,7 +48,7 @@ from lightning_rl.audit.saved import save
 from lightning_rl.audit.schedule import in_turn, is_full
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
-from lightning_rl.audit.turn_boundaries import written_of
+from lightning_rl.audit.turn_boundaries import unsampled_tokens
 from lightning_rl.audit.user_hooks import suspects
 from lightning_rl.audit.watch import FieldWatch
 from lightning_rl.corrections import RLCallback, Stat, StepTrace
@@ -338,7 +338,7 @@ class _RunWatch:
             ),
             plain=plain_forwards(module, rows),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
-            written=written_of(module, talks, self._number),
+            written=unsampled_tokens(module, talks, self._number),
             words_logprob=words_logprob(module, rollout) if module.environments else None,
             judged_otherwise=judged_otherwise(talks),
             reference_weights=(weights if self._reference is None else self._reference, weights),

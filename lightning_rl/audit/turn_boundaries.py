@@ -48,20 +48,20 @@ class Written(NamedTuple):
         return [rest, whole] if self.opens and self.drawn != whole[0] else [rest]
 
 
-def written_of(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Written]:
+def unsampled_tokens(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Written]:
     """Return the tokens between the answers of a few conversations in messages, which differ between rollouts."""
     found, bridge, conversations = list[Written](), _bridge_of(module), module.sampler.environments
     if bridge is None or conversations is None:
         return []
     spoken = [talk for talk in talks if talk.is_over and talk.answers]
     for talk in sorted(spoken, key=lambda one: order_of(one.sample, number)):
-        found += _written_in(talk, bridge, conversations.schemas.get(talk.environment, ()))
+        found += _unsampled_tokens(talk, bridge, conversations.schemas.get(talk.environment, ()))
         if len(found) >= MAX_WRITTEN:
             break
     return found
 
 
-def _written_in(talk: Talk, bridge: Bridge, schemas: Sequence[Any]) -> Iterator[Written]:
+def _unsampled_tokens(talk: Talk, bridge: Bridge, schemas: Sequence[Any]) -> Iterator[Written]:
     place, read, drawn = 0, 0, ()
     for turn, (answer, (request, completion)) in enumerate(zip(talk.places, talk.turns, strict=True), 1):
         messages, prefix = talk.messages[place:answer], tuple(request.prefix_ids)
