@@ -88,7 +88,7 @@ class RLLightningModule(LightningModule):
         optimizer: Callable from parameter groups to an optimizer; by default fused AdamW with lr 1e-6.
         lr_scheduler: Callable from the optimizer to a scheduler that counts optimizer steps.
         environment: Class or function that creates an ``Environment``, a mapping from names to such factories, a list
-            of functions that the policy may call, or :class:`Conversations` with their limits.
+            of functions that the policy may call, or :class:`Conversations` around one of these, with limits.
         evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
         group_size: Number of samples per prompt.
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout; a group is never split.
@@ -195,10 +195,10 @@ class RLLightningModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Check the Trainer's flags before Lightning does; add the callbacks of every run that it lacks."""
+        """Check the Trainer's flags before Lightning does, and add the library's callbacks that it does not have."""
         stop_in_inspection(self)
         setup_checks.check_flags(self.trainer)
-        # First, so that a checkpoint that another callback saves after a step contains what these two add after it.
+        # First, since a checkpoint that another callback saves in on_train_batch_end has to contain what they record.
         for kind in (StopOnZeroGradient, StepMetrics):
             add_first(self.trainer, kind)
         added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
@@ -214,7 +214,7 @@ class RLLightningModule(LightningModule):
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         self.algorithm = self.algorithm.replace(corrections=corrections)
         needed = needed_extras(corrections, self.sampling).keys()
-        # An evaluation records the extras of training too: vLLM would have to be built again for other extras.
+        # In evaluations too, although only training reads extras: to change them, vLLM has to be built again.
         self.engine.select_extras(self.engine.capabilities.extras & needed)
         check_run(RunSpec.of(self, fits=stage == "fit"))
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
@@ -230,7 +230,8 @@ class RLLightningModule(LightningModule):
     def configure_model(self) -> None:
         """Build and shard policy and reference once, and check that the prompts fit the policy."""
         if self.models.alone:
-            self._end_stage(self.engine.end_stage)  # generate() started it on the policy; it may need a replica now
+            # generate() started the engine on the policy itself; under this strategy it may need a replica.
+            self._end_stage(self.engine.end_stage)
         data, sharded = find_prompt_stream(self._trainer), self.parallel.sharded
         with torch.device("cpu"):  # Lightning sets the accelerator as default device; the strategy moves the model
             self.policy = self.models.build(
@@ -285,7 +286,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """Check that an epoch has whole rollouts, and commit the state from which the fit begins."""
+        """Check that an epoch has whole rollouts, and store the state at the start for checkpoints."""
         loader = cast(StepLoader, self.trainer.train_dataloader)
         setup_checks.check_whole_rollouts(len(loader), self.steps_per_rollout)
         self.run.commit(loader.index, current=self.run.current)
@@ -294,7 +295,10 @@ class RLLightningModule(LightningModule):
 
     @refuse_stop_iteration
     def begin_step(self, step_index: StepIndex) -> None:
-        """Save the states of the corrections and seed the generators; the data module calls it first for each batch."""
+        """Save the states of the corrections and seed the random number generators.
+
+        The data module calls this method for each batch, before any hook.
+        """
         self.run.begin_step(step_index)
         self.seed_generators(step_index)
 
@@ -400,7 +404,7 @@ class RLLightningModule(LightningModule):
         else:
             run.skipped += 1
             run.made = MadeStep(trace=begin_trace(run, batch, parallel))
-        # From here on the step counts, even if a call below fails. StepMetrics drops the rollout after its last step.
+        # The step is done: a checkpoint resumes after it, even if a call below fails. StepMetrics drops the rollout.
         run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
         outputs = run.made.outputs()
         if tokens:
@@ -499,7 +503,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        """Send the weights to the engine; callbacks such as WeightAveraging have put theirs into the policy before."""
+        """Send the weights to the engine; callbacks such as WeightAveraging have already swapped their weights in."""
         self.evaluator.begin(self.trainer, find_prompt_stream(self._trainer), self.parallel, self.device)
         self.sync(max(self.engine.version, 0))
 
@@ -523,7 +527,7 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics over all ranks, and write the samples, in a prediction ``completions.jsonl``."""
+        """Log the metrics over all ranks and write the samples; a prediction only writes ``completions.jsonl``."""
         self.evaluator.end(self.trainer, self.log, self.run.failed_folder)
         self.sleep_engine()
 

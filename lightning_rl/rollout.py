@@ -22,8 +22,8 @@ ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of the greedy answer to a row's prompt
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabilities of the old policy's distribution
-# In ``token_extras``: turn 1, 2, ... of a sampled token; 0 for a token of the environment's reply; -k for a token of a
-# context that the environment rewrote after turn k, see :func:`context_starts`.
+# In ``token_extras``: turn 1, 2, ... of a sampled token; 0 for a token of the environment's reply; -k for a token of
+# the new context with which the environment replaced all earlier tokens after turn k, see :func:`context_starts`.
 TURNS = "turns"
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
@@ -64,7 +64,8 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens that enter the loss: after ``exclude_rows``, ``action_mask`` of the trained rows.
+        valid_tokens: True for tokens that enter the loss. It equals ``action_mask`` until ``exclude_rows`` clears the
+            rows that are not trained.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities of the engine that sampled.

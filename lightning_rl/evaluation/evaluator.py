@@ -147,7 +147,9 @@ class Evaluator:
         return self._run
 
     def end(self, trainer: Trainer, log: Callable[..., None], failed_folder: Path | None) -> None:
-        """Log the metrics over all ranks, and write the samples, in a prediction ``completions.jsonl``. A collective.
+        """Log the metrics over all ranks and write the samples. A collective.
+
+        A prediction only writes ``completions.jsonl``.
 
         Args:
             trainer: Trainer of the stage.
