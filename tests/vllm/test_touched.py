@@ -45,6 +45,7 @@ NAMES = {
     "entrypoints/llm.py": ("LLM",),
     "entrypoints/openai/api_server.py": (),
     "entrypoints/rl/online/api_router.py": ("pause_generation(mode, clear_cache)",),
+    "lora/request.py": ("LoRARequest.lora_name", "LoRARequest.lora_int_id", "LoRARequest.lora_path"),
     "model_executor/model_loader/reload/layerwise.py": (
         "get_layerwise_info(layer)",
         "finalize_layerwise_reload(model, model_config)",
@@ -77,6 +78,8 @@ NAMES = {
     "v1/engine/llm_engine.py": (
         "LLMEngine.step()",
         "LLMEngine.abort_request(request_ids, internal)",
+        "LLMEngine.add_lora(lora_request)",
+        "LLMEngine.remove_lora(lora_id)",
     ),
     "v1/executor/uniproc_executor.py": ("ExecutorWithExternalLauncher",),
     "v1/worker/gpu/model_runner.py": ("GPUModelRunner.reload_weights(weights_iterator)", "GPUModelRunner.get_model()"),
