@@ -51,7 +51,7 @@ from lightning_rl.callbacks import (
     StopProperly,
 )
 from lightning_rl.data.row_schema import PromptForm
-from lightning_rl.environments import EnvironmentReward
+from lightning_rl.environments import Conversations, EnvironmentReward
 from lightning_rl.environments.adapters import GymEnvironment
 from lightning_rl.losses import LOSSES
 from lightning_rl.rewards import ExactMatch, NumberMatch
@@ -480,6 +480,13 @@ def test_an_old_name_of_an_option_is_refused_with_the_new_one() -> None:
 def test_a_preset_is_no_list_of_callbacks() -> None:
     with pytest.raises(TypeError, match=r"\*\*preset.options to the module and callbacks=\[\*preset.callbacks\]"):
         a_trainer([*presets.dapo(max_new_tokens=8)])
+
+
+@pytest.mark.parametrize("name", ["step_timeout", "timeout"])
+def test_a_timeout_without_workers_gives_a_warning(name: str) -> None:
+    options: dict[str, Any] = {name: 90.0}
+    with pytest.warns(UserWarning, match=f"{name}=90 has no effect, .*: pass workers=, or remove {name}"):
+        Conversations(Echo, **options)
 
 
 def test_a_reference_that_nothing_reads_is_said() -> None:

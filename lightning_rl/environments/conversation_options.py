@@ -1,5 +1,6 @@
 """Conversations: environments or tools of a run, and the limits of its conversations."""
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Self
@@ -51,13 +52,20 @@ class Conversations:
     max_failure_rate: float | None = 0.5
 
     def __post_init__(self) -> None:
-        """Check the options."""
+        """Check the options, and warn of timeouts without effect."""
         check_counts(1, max_turns=self.max_turns)
         check_counts(1, optional=True, max_turn_tokens=self.max_turn_tokens)
         check_counts(0, workers=self.workers)
         check_numbers(above=0, finite=True, step_timeout=self.step_timeout)
         check_numbers(at_least=self.step_timeout, finite=True, timeout=self.timeout)
         check_numbers(above=0, at_most=1, optional=True, max_failure_rate=self.max_failure_rate)
+        for name in ("step_timeout", "timeout") if not self.workers else ():
+            if getattr(self, name) != getattr(Conversations, name):
+                warnings.warn(
+                    f"{name}={getattr(self, name):g} has no effect, because environments run in this process: pass "
+                    f"workers=, or remove {name}",
+                    stacklevel=3,
+                )
 
     @classmethod
     def of(cls, environment: Any) -> Self | None:

@@ -16,14 +16,14 @@ def is_quick(name: str) -> bool:
     return name in PRECISE or name.endswith("with every correction, 32-true")
 
 
-def sampled(number: int) -> list[pytest.MarkDecorator]:
+def nightly_marks(number: int) -> list[pytest.MarkDecorator]:
     """Mark all but every 24th fault as nightly; ``make test-faults`` runs all of them."""
     return [pytest.mark.nightly] if number % 24 else []
 
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, id=fault.name, marks=sampled(number)) for number, fault in enumerate(faults.FAULTS)],
+    [pytest.param(fault, id=fault.name, marks=nightly_marks(number)) for number, fault in enumerate(faults.FAULTS)],
 )
 def test_every_fault_is_found_with_its_culprit(fault: Fault) -> None:
     found = faults.found_by_audit(fault)

@@ -58,7 +58,7 @@ def right(request: Request) -> Completion:
     )
 
 
-def checked(
+def check_all(
     engine: Engine, requests: list[Request], given: list[Completion] | None = None, **options: Any
 ) -> list[Completion]:
     """Return the checked completions of requests, by default those of the engine."""
@@ -75,7 +75,7 @@ def ask(change: Callable[[list[Completion]], Any], requests: int = 4, **options:
     engine = OwnEngine(change)
     engine.load_weights([], 0)
     given = [replace(request_of((2, 3 + number), number), sampling=SAMPLING) for number in range(requests)]
-    return checked(engine, given, **{"vocabulary": 16, **options})
+    return check_all(engine, given, **{"vocabulary": 16, **options})
 
 
 def one(place: int = 2, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
@@ -151,7 +151,7 @@ def recording(change: Callable[[list[Completion]], Any], names: set[str]) -> lis
     engine.select_extras(frozenset(names))
     engine.load_weights([], 0)
     requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
-    return checked(engine, requests)
+    return check_all(engine, requests)
 
 
 def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
@@ -188,7 +188,7 @@ def test_weights_older_than_those_at_the_request_are_refused() -> None:
 
     def answer(*versions: int) -> list[Completion]:
         given = [replace(right(r), version=v) for r, v in zip(requests, versions, strict=True)]
-        return checked(engine, requests, given)
+        return check_all(engine, requests, given)
 
     assert [each.version for each in answer(2, 2, 2, 2)] == [2, 2, 2, 2]
     with pytest.raises(EngineError, match=r"tokens of version 2, which it had at the request, .* got version 1 for"):
@@ -279,9 +279,9 @@ def test_an_engine_with_a_limit_may_cut_a_response_short() -> None:
     engine.capabilities = Capabilities(cuts_short=True)
     engine.load_weights([], 0)
     requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
-    assert checked(engine, requests)[2].finish is FinishReason.LENGTH
+    assert check_all(engine, requests)[2].finish is FinishReason.LENGTH
     engine.capabilities, engine.max_length = Capabilities(), 4  # prompt and response
-    assert checked(engine, requests)[2].finish is FinishReason.LENGTH
+    assert check_all(engine, requests)[2].finish is FinishReason.LENGTH
 
 
 def test_a_stop_string_has_to_be_in_the_text() -> None:
@@ -295,7 +295,7 @@ def test_a_stop_string_has_to_be_in_the_text() -> None:
         engine.load_weights([], 0)
         sampling = replace(SAMPLING, stop=[stop])
         requests = [replace(request_of((2, 3), number), sampling=sampling) for number in range(4)]
-        return checked(engine, requests, text=text)
+        return check_all(engine, requests, text=text)
 
     assert answer("d")[2].finish is FinishReason.STOP  # id 5 is the letter d
     with pytest.warns(UserWarning, match="finish STOP without an id"):
