@@ -10,6 +10,7 @@ import faulthandler
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import sys
@@ -137,28 +138,28 @@ def guard(worker: int, life: socket.socket) -> NoReturn:
     """Wait until a process ends or the trainer closes the life line, then kill all descendants and exit."""
     codes: dict[int, int] = {}
 
-    def on_child_exit(*_: Any) -> None:
-        codes.update(reap())
-        if worker in codes:
-            with contextlib.suppress(OSError):
-                life.shutdown(socket.SHUT_RD)  # ends the wait below
-
     def pass_on(number: int, frame: FrameType | None) -> None:
         del frame
         _kill(os.killpg, worker, number)
 
+    # Python runs handlers between instructions, so a signal just before a blocking call would not end it: a byte does.
+    signals, sink = socket.socketpair()
+    sink.setblocking(False)  # noqa: FBT003
+    signal.set_wakeup_fd(sink.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, pass_on)
-    signal.signal(signal.SIGCHLD, on_child_exit)
-    on_child_exit()
-    with contextlib.suppress(OSError):
-        life.recv(1)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        codes.update(reap())
+        if worker in codes or life in select.select([life, signals], [], [])[0]:
+            break
+        signals.recv(4096)
     _kill(os.killpg, worker, signal.SIGKILL)
     while worker not in codes or children():
         for child in {worker, *children()} - set(codes):  # also those outside of its process group
             _kill(os.kill, child, signal.SIGKILL)
         time.sleep(0.001)
-        on_child_exit()
+        codes.update(reap())
     code = codes[worker] if codes[worker] >= 0 else 128 - codes[worker]
     with contextlib.suppress(OSError):  # the trainer is gone
         life.send(bytes([code]))

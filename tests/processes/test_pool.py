@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -52,3 +53,32 @@ def test_of_a_thousand_calls_none_is_lost_and_nothing_is_left(tmp_path: Path) ->
     assert gone(str(tmp_path)) and not pool.pids()
     assert pool.submit(cloudpickle.dumps(((5, ""), {})), 60.0).result() == 5, "and it starts again"
     pool.close()
+
+
+GUARDED = """
+import os, select, socket
+from lightning_rl.processes import worker
+
+trainer, life = socket.socketpair()
+reading, writing = os.pipe()
+wait = select.select
+
+def wait_late(*sockets):
+    os.write(writing, b"x")
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    return wait(*sockets)
+
+if os.fork() == 0:
+    trainer.close()
+    select.select = wait_late
+    worker.fork_with_guard(life)
+    os.read(reading, 1)
+    os._exit(3)
+life.close()
+print(bool(wait([trainer], [], [], 30)[0]) and trainer.recv(1))
+"""
+
+
+def test_a_guard_notices_a_process_that_ends_just_before_it_waits() -> None:
+    ran = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, timeout=100, check=True)
+    assert ran.stdout == "b'\\x03'\n", ran.stderr

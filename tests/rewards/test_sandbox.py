@@ -21,8 +21,10 @@ class Open:
     """Runs programs without a sandbox, to show what it changes."""
 
     def run(self, source: str) -> SandboxResult:
-        """Run a program."""
-        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+        """Run a program in an empty folder."""
+        command = [sys.executable, "-c", source]
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
         return SandboxResult(ending="exited", code=done.returncode, stdout=done.stdout, stderr=done.stderr, seconds=0.0)
 
 
