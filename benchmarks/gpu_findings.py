@@ -45,7 +45,7 @@ CHECKS = (
     Check(15, "profile of an optimizer step", "gpu_updates", "profile", 40),
     Check(16, "validate, fit and test with VLLMEngine() under bf16-mixed", "gpu_defaults", "stages", 300),
     Check(17, "filters, adapters, experts and one rank of a launcher", "gpu_defaults", "requests", 600),
-    Check(18, "the embedded engine under bf16-mixed", "gpu_defaults", "embedded", 90),
+    Check(18, "the embedded engine under bf16-mixed", "gpu_defaults", "embedded", 240),
     Check(19, "16-mixed", "gpu_defaults", "half", 40),
 )
 

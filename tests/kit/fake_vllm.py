@@ -805,7 +805,7 @@ def fake_vllm(*, gpus: int = 0, total: int = 80 * 2**30) -> Iterator[FakeVLLM]:
             del sys.modules[name]
         for patched in fake.patches():
             stack.enter_context(patched)
-        stack.enter_context(patch.object(internals, "GROUPS", internals.ProcessGroups()))
+        stack.enter_context(patch.object(internals, "SHARED", internals.SharedState()))
         stack.enter_context(patch.dict(os.environ))
         sys.meta_path.insert(0, finder)
         _ACTIVE.append(fake)

@@ -22,6 +22,7 @@ from torch import nn
 from lightning_rl.generation.weights.weight_stream import Shape, Stream, WeightPlan
 
 RELOAD = "vllm.model_executor.model_loader.reload"
+FREE_WORKSPACES = "_cuda_clearCublasWorkspaces"
 CHANGED = (  # variables set by vLLM and read by the trainer, its compiler and its worker processes
     "LD_PRELOAD",
     "LOCAL_WORLD_SIZE",
@@ -31,14 +32,20 @@ CHANGED = (  # variables set by vLLM and read by the trainer, its compiler and i
 )
 
 
-class ProcessGroups:
-    """Keeps vLLM from destroying the process groups of the trainer and of other engines when one engine shuts down."""
+class SharedState:
+    """State of the process that has to last as long as any engine: process groups and cuBLAS workspaces.
+
+    vLLM would destroy the process groups of the trainer and of other engines when one engine shuts down. Lightning
+    frees the cuBLAS workspaces at the end of each stage. vLLM's CUDA graphs would still write to that memory, where
+    the trainer's weights of the next stage may be.
+    """
 
     def __init__(self) -> None:
         self.engines = 0  # number of live engines in this process
         self.default = False  # True if vLLM made the default group
         self._cleanup: Callable[[], None] | None = None
         self._destroy: Callable[[], None] | None = None
+        self._free_workspaces: Callable[[], None] | None = None
 
     def enter(self) -> None:
         """Prepare for building an engine."""
@@ -50,11 +57,16 @@ class ProcessGroups:
             self._destroy, parallel_state.destroy_model_parallel = parallel_state.destroy_model_parallel, _leave_alone
         if self.engines == 0:
             self.default = self.default or not dist.is_initialized()
+            self._free_workspaces = getattr(torch._C, FREE_WORKSPACES, None)  # noqa: SLF001  a build for the CPU has none
+            if self._free_workspaces is not None:
+                setattr(torch._C, FREE_WORKSPACES, _leave_alone)  # noqa: SLF001
         self.engines += 1
 
     def leave(self) -> None:
         """Finish after an engine was closed; the last one destroys the groups that vLLM made."""
         self.engines -= 1
+        if self.engines == 0 and self._free_workspaces is not None:
+            setattr(torch._C, FREE_WORKSPACES, self._free_workspaces)  # noqa: SLF001
         if self.engines == 0 and self._cleanup is not None and self._destroy is not None and dist.is_initialized():
             default, self.default = self.default, False
             self._destroy()
@@ -63,10 +75,10 @@ class ProcessGroups:
 
 
 def _leave_alone(*_: Any, **__: Any) -> None:
-    """Replacement of functions that would destroy groups still in use."""
+    """Replacement of functions that would free what is still in use."""
 
 
-GROUPS = ProcessGroups()
+SHARED = SharedState()
 
 
 def map_before_free() -> None:

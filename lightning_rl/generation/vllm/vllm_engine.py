@@ -218,11 +218,11 @@ class VLLMEngine(Engine):
             self._vllm = load_vllm()
             if options.get("enable_sleep_mode"):
                 internals.map_before_free()
-            internals.GROUPS.enter()
+            internals.SHARED.enter()
             try:
                 self._llm = self._vllm.LLM(**options, model=str(folder), skip_tokenizer_init=tokenizer is None)
             except BaseException:
-                internals.GROUPS.leave()
+                internals.SHARED.leave()
                 raise
             self._threads = torch.get_num_threads() if torch.cuda.is_available() else None
         served = self._llm.llm_engine.model_config
@@ -468,7 +468,7 @@ class VLLMEngine(Engine):
             RUNNING.remove(self)
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
-            internals.GROUPS.leave()
+            internals.SHARED.leave()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

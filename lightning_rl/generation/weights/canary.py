@@ -206,6 +206,12 @@ class Canary:
             )
         for before in reversed(list(past)) if len(now.engine.fixed) else ():
             if self.within((now.engine.fixed - before.trainer.fixed).abs(), rounding):
+                if now.checksums and now.checksums == before.checksums:
+                    return (
+                        f"expected the trainer to score as with version {before.version}, whose weights have the same "
+                        f"checksums, but only {now.name} does: the trainer's weights changed in memory after they were "
+                        f"sent, or its forward changed; {size}"
+                    )
                 return f"{expected}it is stale: its log-probabilities are those of version {before.version}; {size}"
         exact = rounding is Rounding.FLOAT32
         limit = f"{self.threshold:.2g} at most" if exact else f"{self._max_mean(rounding):.2g} on average"

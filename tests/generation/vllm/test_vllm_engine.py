@@ -12,6 +12,7 @@ from kit.fake_vllm import FakeVLLM, fake_vllm
 from kit.process_state import state_of_process
 from kit.support import a_trainer, callback_of, fit, recorder, tiny_module, tiny_policy, tiny_prompts
 from kit.vllm_models import synced
+from lightning.fabric.accelerators.cuda import _clear_cuda_memory
 from lightning.pytorch import Callback
 from torch.optim import AdamW
 from typing_extensions import override
@@ -19,6 +20,7 @@ from typing_extensions import override
 from lightning_rl import Rollout, SamplingParams, VLLMEngine
 from lightning_rl.generation import EngineState
 from lightning_rl.generation.vllm import vllm_version
+from lightning_rl.generation.vllm.internals import FREE_WORKSPACES
 from lightning_rl.policy import memory
 
 
@@ -37,6 +39,20 @@ def test_a_fit_in_mixed_precision_passes_its_canary_and_draws(gpu: FakeVLLM) -> 
         assert rollout.rollout_logprobs is not None and rollout.rollout_logprobs[rollout.valid_tokens].isfinite().all()
     assert [built.options["enable_sleep_mode"] for built in gpu.built] == [True]
     assert module.engine.state is EngineState.ASLEEP
+
+
+def test_the_workspaces_of_graphs_are_kept_until_the_last_engine_closes(
+    gpu: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed = list[str]()
+    monkeypatch.setattr(torch._C, FREE_WORKSPACES, lambda: freed.append("workspaces"), raising=False)  # noqa: SLF001
+    module = tiny_module(engine=VLLMEngine())
+    fit(module, data=tiny_prompts(4, 4))
+    _clear_cuda_memory()
+    assert len(gpu.built) == 1 and not freed
+    module.close_engine()
+    _clear_cuda_memory()
+    assert len(freed) == 1
 
 
 @pytest.mark.parametrize(

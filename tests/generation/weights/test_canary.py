@@ -104,6 +104,21 @@ def test_each_fault_has_its_message() -> None:
     assert run.engine.state is EngineState.SYNCED
 
 
+def test_weights_that_change_after_they_were_sent_are_not_called_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Watched(tiny_model("llama", dtype=torch.float32))
+    run.engine.holds_copy = True  # as vLLM does before its first sync
+    run.sync()
+    generate = run.engine.generate
+
+    def overwriting(*arguments: Any, **options: Any) -> Any:
+        run.step(0.1)
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(run.engine, "generate", overwriting)
+    with pytest.raises(CanaryError, match="the trainer's weights changed in memory after they were sent"):
+        run.sync()
+
+
 def test_a_policy_that_moves_within_rounding_needs_no_engine_that_moves() -> None:
     run = Watched(tiny_policy(dtype=torch.bfloat16))
     run.sync()
