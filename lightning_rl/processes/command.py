@@ -1,12 +1,14 @@
-"""Command that ends with this process."""
+"""Commands in a process: one that ends with this process, and one within limits of time and output."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import IO, NamedTuple
 
 from lightning_rl.processes.pool import WORKER
 
@@ -52,3 +54,72 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     for number, handler in before.items():
         signal.signal(number, handler)
     return 0 if ended else 1
+
+
+class Finished(NamedTuple):
+    """Result of a command.
+
+    Attributes:
+        code: Exit code; 128 plus the signal number if a signal ended it.
+        stdout: Standard output, cut at the limit.
+        stderr: Standard error, cut at the limit.
+        late: True if it was killed at the limit of time.
+        flooded: True if its output exceeded the limit.
+    """
+
+    code: int
+    stdout: bytes
+    stderr: bytes
+    late: bool
+    flooded: bool
+
+
+def run_limited(
+    command: Sequence[str],
+    stdin: bytes,
+    *,
+    seconds: float,
+    output: int,
+    env: Mapping[str, str],
+    keep: Sequence[int] = (),
+) -> Finished:
+    """Run a command in a new session, without a terminal; its output is a file in memory.
+
+    Args:
+        command: Command, which ends its own descendants.
+        stdin: Standard input.
+        seconds: Limit of time.
+        output: Maximum number of bytes of the output.
+        env: Environment variables.
+        keep: Descriptors that the command inherits.
+    """
+    late = False
+    with _memory_file() as out, _memory_file() as err:
+        with subprocess.Popen(
+            command,
+            pass_fds=keep,
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            cwd="/",
+            env=env,
+            start_new_session=True,
+        ) as process:
+            try:
+                process.communicate(stdin, seconds)
+            except subprocess.TimeoutExpired:
+                late = True
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        flooded = os.fstat(out.fileno()).st_size + os.fstat(err.fileno()).st_size > output
+        stdout, stderr = (os.pread(file.fileno(), output, 0) for file in (out, err))
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return Finished(code, stdout, stderr, late, flooded)
+
+
+def _memory_file() -> IO[bytes]:
+    """Return an empty file in memory that other users may not open."""
+    descriptor = os.memfd_create("output")
+    os.fchmod(descriptor, 0o600)
+    return os.fdopen(descriptor, "r+b", buffering=0)

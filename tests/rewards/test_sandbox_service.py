@@ -110,15 +110,16 @@ def test_a_program_that_exceeds_a_limit_has_its_ending(answer: tuple[int, Any], 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "busy",
-    [(503, b"later"), (429, b""), (200, {"status": "SandboxError", "message": "no room", "run_result": None}),
-     ran(status="Error", code=None), (200, {**ran("4\n")[1], "status": "SandboxError"}), (502, b"")],
-    ids=["503", "429", "sandbox-error", "error", "sandbox-error-with-a-result", "502"],
+    [(503, b"later"), (307, b""), (200, b"<html>"),
+     (200, {"status": "SandboxError", "message": "no room", "run_result": None}),
+     ran(status="Error", code=None), (200, {**ran("4\n")[1], "status": "SandboxError"})],
+    ids=["503", "redirect", "page", "sandbox-error", "error", "sandbox-error-with-a-result"],
 )  # fmt: skip
 def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
     with service(in_turn(busy, busy, ran("4\n"))) as (url, requests):
         assert SandboxService(url=url, retries=2, delay=0.01).run("print(4)").ok
     assert len(requests) == 3
-    with service(in_turn(busy, busy)) as (url, requests), pytest.raises(SandboxUnavailable, match="/run_code "):
+    with service(in_turn(busy, busy)) as (url, requests), pytest.raises(SandboxUnavailable, match="/run_code"):
         SandboxService(url=url, retries=1, delay=0.01).run("print(4)")
     assert len(requests) == 2
 
@@ -127,13 +128,11 @@ def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((307, b""), "status 307, a redirect that is not followed"),
-        ((401, b"who are you"), "status 401: 'who are you'"),
-        ((200, b"<html>"), "expected .* to return the result of a program, got '<html>'"),
+        ((401, b"who are you"), "status 401: who are you"),
         ((200, {"status": "Success", "run_result": [1]}), "expected .* to return the result of a program"),
         (answer_without("stdout"), "expected .* to return the result of a program"),
     ],
-    ids=["redirect", "key", "page", "list", "no-output"],
+    ids=["key", "list", "no-output"],
 )
 def test_an_error_that_would_repeat_is_raised_at_once(answer: tuple[int, Any], said: str, tmp_path: Path) -> None:
     key = tmp_path / "key"
@@ -153,11 +152,11 @@ def test_a_service_that_does_not_answer_in_time_raises() -> None:
 
     with service(hangs) as (url, _):
         try:
-            with pytest.raises(SandboxUnavailable, match="did not answer: ReadTimeout"):
+            with pytest.raises(SandboxUnavailable, match=r"no answer from .*: TimeoutError"):
                 SandboxService(url=url, seconds=0.2, patience=0.2, retries=0).run("print(4)")
         finally:
             over.set()
-    with pytest.raises(SandboxUnavailable, match="did not answer: ConnectError"):
+    with pytest.raises(SandboxUnavailable, match=r"no answer from .*: ClientConnectorError"):
         SandboxService(url=url, retries=0).run("print(4)")
 
 

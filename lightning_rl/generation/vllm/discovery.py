@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.generation.engine import EngineError
-from lightning_rl.generation.vllm.http import quote, read_url
+from lightning_rl.utils.http import quote, read_url
 
 LOG = logging.getLogger(__name__)
 READ = 1.0  # seconds between two reads

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from lightning_rl.generation.vllm.group import GroupError, Invitation, Specification
-from lightning_rl.generation.vllm.http import LOOP, Client, Unanswered, quote
 from lightning_rl.generation.vllm.vllm_sampling import FINISH
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import Description
 from lightning_rl.generation.weights.weight_stream import Shape
+from lightning_rl.utils.http import LOOP, Client, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
 LEAVING = 5.0  # seconds for a call to a server that is not used any more
 LOADING = "loading"  # label while weights are incomplete
 NO_LOGPROB = -9999.0  # value that vLLM sends for -inf and NaN
+HINTS = {
+    401: "pass the key of lightning-rl serve as api_key=, or set VLLM_API_KEY",
+    403: "start the server by lightning-rl serve",
+    404: "start the server by lightning-rl serve",
+}
 REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
@@ -68,7 +73,7 @@ class ServerClient(Client):
     """
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        super().__init__(url, key)
+        super().__init__(url, key, HINTS)
         self.timeout = timeout
 
     def check_health(self) -> None:

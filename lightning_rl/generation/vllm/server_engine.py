@@ -25,7 +25,6 @@ from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
 from lightning_rl.generation.vllm.group import Specification
-from lightning_rl.generation.vllm.http import read_url
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
@@ -35,6 +34,7 @@ from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.text_model import check_text_only
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.http import read_url
 
 TRANSFERS = ("file", "broadcast")
 

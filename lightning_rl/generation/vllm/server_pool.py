@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from lightning_rl.generation.engine import EngineError, Request
-from lightning_rl.generation.vllm.http import LOOP, Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Sample, ServerClient
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights.weight_stream import Shape
+from lightning_rl.utils.http import LOOP, Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)
 ATTEMPTS = 6  # per request

@@ -14,10 +14,10 @@ from kit.support import tiny_policy
 
 from lightning_rl import EngineError
 from lightning_rl.generation.vllm import server_pool
-from lightning_rl.generation.vllm.http import Cancelled, Unanswered
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.weight_push import WeightPush
+from lightning_rl.utils.http import Cancelled, Unanswered
 
 
 def a_push() -> WeightPush:
