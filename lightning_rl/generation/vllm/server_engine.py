@@ -293,7 +293,7 @@ class VLLMServerEngine(Engine):
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         pool = self._running()
         scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
-        pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
+        pool.push.proof = Proof(pool.push.label, tuple(ids), next(iter(scores.values())))
         return scores
 
     @override

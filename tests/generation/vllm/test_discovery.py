@@ -156,23 +156,6 @@ def test_an_unusable_list_changes_nothing_and_is_logged_once(
     assert len(told) == 1 and why in told[0] and told[0].isprintable()
 
 
-def test_a_list_is_used_once_two_reads_agree(one: ScriptedServer, two: ScriptedServer) -> None:
-    readings = iter([[one.url], [one.url, two.url], [one.url], [two.url], [one.url, two.url]])
-    over = threading.Event()
-
-    def torn() -> list[str]:
-        try:
-            return next(readings)
-        except StopIteration:
-            over.set()
-            return [one.url]
-
-    engine = an_engine(torn)
-    assert over.wait(20)
-    engine.close()
-    assert two.calls == []
-
-
 def test_a_run_waits_for_its_first_list_and_logs_the_reason(
     one: ScriptedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
