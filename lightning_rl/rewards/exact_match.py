@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.utils.arguments import check_bools, check_text
+from lightning_rl.utils.arguments import check_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,6 @@ class ExactMatch(AnswerMatch):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_text(optional=True, after=self.after)
-        flags = {"ignore_case": self.ignore_case, "ignore_spaces": self.ignore_spaces}
-        check_bools(**flags, ignore_punctuation=self.ignore_punctuation)
 
     @override
     def score(self, text: str, reference: Any) -> float:

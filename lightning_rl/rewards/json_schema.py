@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, texts_of
-from lightning_rl.utils.arguments import check_bools, check_text
+from lightning_rl.utils.arguments import check_text
 
 FENCE = "```"
 
@@ -40,7 +40,6 @@ class JSONSchema:
     def __post_init__(self) -> None:
         """Check the options."""
         require("jsonschema", extra="json")
-        check_bools(fenced=self.fenced)
         if isinstance(self.schema, str):
             check_text(schema=self.schema)
         else:

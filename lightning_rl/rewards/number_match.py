@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.text import MARKERS, answer_spans
-from lightning_rl.utils.arguments import check_bools, check_choices, check_numbers, check_texts
+from lightning_rl.utils.arguments import check_choices, check_numbers, check_texts
 
 MAX_DIGITS = 1000
 
@@ -94,7 +94,6 @@ class NumberMatch(AnswerMatch):
         """Check the options."""
         super().__post_init__()
         check_texts(markers=self.markers)
-        check_bools(strict=self.strict)
         check_choices(("unit", "hundredth"), percent=self.percent)
         check_numbers(at_least=0, finite=True, abs_tol=self.abs_tol, rel_tol=self.rel_tol)
 

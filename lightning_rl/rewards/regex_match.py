@@ -9,7 +9,7 @@ import regex
 
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.text import column_of, texts_of
-from lightning_rl.utils.arguments import check_bools, check_numbers, check_text
+from lightning_rl.utils.arguments import check_numbers, check_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,6 @@ class RegexMatch:
         if not isinstance(self.pattern, str):
             raise ValueError(f"expected pattern to be a regular expression, got {self.pattern!r:.200}")
         check_text(optional=True, answer=self.answer)
-        check_bools(last=self.last)
         check_numbers(above=0, finite=True, timeout=self.timeout)
         try:
             groups = regex.compile(self.pattern)

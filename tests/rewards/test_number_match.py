@@ -160,19 +160,6 @@ def test_a_reference_that_is_not_one_number_takes_its_row_out(reference: Any) ->
     assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"percent": "both"}, "expected percent unit or hundredth, got 'both'"),
-        ({"abs_tol": -1.0}, "expected abs_tol >= 0, got -1.0"),
-        ({"rel_tol": math.nan}, "expected rel_tol >= 0, got nan"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NumberMatch(**options)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "piece",

@@ -49,17 +49,3 @@ def test_a_search_that_never_ends_scores_0_when_its_time_is_over() -> None:
     begin = time.process_time()
     assert RegexMatch(pattern=r"(.*?,){12}P", timeout=0.2)(["?"] * 2, [endless, "," * 12 + "P"]) == [0.0, 1.0]
     assert 0.1 < time.process_time() - begin < 5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pattern": "("}, r"expected pattern to be a regular expression, got '\('"),
-        ({"pattern": "a", "answer": "answer"}, r"expected group to be one of the groups \[0\] of pattern 'a', got 1"),
-        ({"pattern": "(a)", "answer": "x", "group": "b"}, r"expected group to be one of the groups \[0, 1\].*got 'b'"),
-        ({"pattern": "a", "timeout": 0.0}, r"expected timeout > 0, got 0"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RegexMatch(**options)

@@ -1,15 +1,14 @@
 """SandboxService with a scripted local server that is right, busy, broken, slow, or redirects."""
 
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rewards.endpoint import serving
 
 from lightning_rl.rewards import CodeTests, SandboxService, SandboxUnavailable
 
@@ -30,33 +29,9 @@ def double(body: dict[str, Any]) -> tuple[int, Any]:
 
 @contextmanager
 def service(script: Script) -> Iterator[tuple[str, list[Any]]]:
-    """Its URL, and path, body and headers of every request."""
-    requests: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append((self.path, body, dict(self.headers)))
-            status, answer = script(body)
-            content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(status)
-            if 300 <= status < 400:
-                self.send_header("Location", "/elsewhere")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", requests
-        finally:
-            server.shutdown()
-            thread.join()
+    """Return the URL, and body and headers of every request."""
+    with serving(lambda body, _: script(body)) as endpoint:
+        yield endpoint.url, endpoint.requests
 
 
 RUN = ran("4\n")[1]["run_result"]
@@ -83,8 +58,8 @@ def test_a_program_is_run_elsewhere_within_its_limits_and_behind_the_key_of_a_fi
         sandbox = SandboxService(url=f"{url}/", key_file=key, seconds=2.5, memory=2**29)
         result = sandbox.run("print(2 * int(input()))", "3")
     assert (result.ending, result.code, result.stdout, result.stderr) == ("exited", 3, "6\n", "why") and not result.ok
-    ((path, body, headers),) = requests
-    assert path == "/run_code" and headers["Authorization"] == f"Bearer {KEY}"
+    ((body, headers),) = requests
+    assert headers["path"] == "/run_code" and headers["Authorization"] == f"Bearer {KEY}"
     assert body == {
         "code": "print(2 * int(input()))", "language": "python", "stdin": "3", "run_timeout": 2.5,
         "memory_limit_MB": 512,
