@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, texts_of
-from lightning_rl.utils.arguments import check_choices, check_counts, check_text, check_texts
+from lightning_rl.utils.arguments import check_counts, check_text, check_texts
 
 NO_PROSE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$"
@@ -32,7 +32,6 @@ class Language:
         language: ISO 639-1 code of the requested language, such as ``"en"``.
         column: Name of the column with the code of each row, instead of ``language``.
         among: Candidate languages; fewer make the identification more reliable. Empty for all that py3langid supports.
-        by: ``"line"`` for the share of letters, ``"text"`` for 1 or 0 by the whole completion.
         min_letters: Minimum number of letters; a shorter line takes the language of the whole text.
 
     Raises:
@@ -43,7 +42,6 @@ class Language:
     language: str | None = None
     column: str | None = None
     among: tuple[str, ...] = ()
-    by: Literal["line", "text"] = "line"
     min_letters: int = 12
 
     def __post_init__(self) -> None:
@@ -52,7 +50,6 @@ class Language:
         if (self.language is None) == (self.column is None):
             raise ValueError(f"expected either language or column, got {self.language!r} and {self.column!r}")
         check_text(optional=True, language=self.language, column=self.column)
-        check_choices(("line", "text"), by=self.by)
         check_counts(1, min_letters=self.min_letters)
         check_texts(among=self.among)
         known = _identifier(()).labels
@@ -84,8 +81,6 @@ class Language:
         if letters < self.min_letters:
             return None
         whole = float(self._language_of(prose) == wanted)
-        if self.by == "text":
-            return whole
         right = 0.0
         for line in prose.splitlines():
             count = _letters(line)

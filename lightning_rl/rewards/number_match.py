@@ -73,7 +73,6 @@ class NumberMatch(AnswerMatch):
         markers: Strings that precede an answer, case-insensitive; after one that ends with a brace, the text in braces.
         strict: Score a completion without a marker 0, instead of using its last number.
         percent: Meaning of the percent sign: ``"unit"`` (50% is 50) or ``"hundredth"`` (50% is 0.5).
-        abs_tol: Absolute tolerance.
         rel_tol: Tolerance relative to the reference.
 
     Raises:
@@ -87,7 +86,6 @@ class NumberMatch(AnswerMatch):
     markers: tuple[str, ...] = MARKERS
     strict: bool = False
     percent: Literal["unit", "hundredth"] = "unit"
-    abs_tol: float = 0.0
     rel_tol: float = 0.0
 
     def __post_init__(self) -> None:
@@ -95,7 +93,7 @@ class NumberMatch(AnswerMatch):
         super().__post_init__()
         check_texts(markers=self.markers)
         check_choices(("unit", "hundredth"), percent=self.percent)
-        check_numbers(at_least=0, finite=True, abs_tol=self.abs_tol, rel_tol=self.rel_tol)
+        check_numbers(at_least=0, finite=True, rel_tol=self.rel_tol)
 
     @override
     def score(self, text: str, reference: Any) -> float:
@@ -103,7 +101,7 @@ class NumberMatch(AnswerMatch):
         stated = self.number_of_text(text)
         if stated is None:
             return 0.0
-        room = max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted))
+        room = _exact(self.rel_tol) * abs(wanted)
         return float(abs(stated - wanted) <= room)
 
     def number_of_text(self, text: str) -> Fraction | None:

@@ -16,6 +16,8 @@ from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.http import Client, Refused, Unanswered, quote, read_url
 
 KILLED = 128 + 9
+OUTPUT = 2**16  # bytes of a program's output
+DELAY = 1.0  # seconds before the first retry
 STATUSES = ("Success", "Failed")  # of a program; any other status is an error of the service
 ENDINGS: dict[str, Ending] = {"Finished": "exited", "TimeLimitExceeded": "too long"}
 
@@ -33,10 +35,8 @@ class SandboxService:
             a key.
         seconds: Run time limit of a program.
         memory: Memory limit of a program in bytes; None for the default of the service.
-        output: Maximum size of a program's output in bytes.
         patience: Seconds of a request beyond ``seconds``: transfer, queue and start.
-        retries: Number of retries of a request.
-        delay: Seconds before the first retry; doubles with each retry.
+        retries: Number of retries of a request, after a delay that doubles with each.
 
     Raises:
         ValueError: If an option is out of range or the URL is invalid.
@@ -46,15 +46,11 @@ class SandboxService:
     key_file: Path | None = None
     seconds: float = 5.0
     memory: int | None = None
-    output: int = 2**16
     patience: float = 30.0
     retries: int = 3
-    delay: float = 1.0
 
     def __post_init__(self) -> None:  # noqa: D105
         check_numbers(above=0, finite=True, seconds=self.seconds, patience=self.patience)
-        check_numbers(at_least=0, finite=True, delay=self.delay)
-        check_counts(1, output=self.output)
         check_counts(2**20, optional=True, memory=self.memory)
         check_counts(0, retries=self.retries)
         read_url(self.url)
@@ -98,7 +94,7 @@ class SandboxService:
         except (Refused, Unanswered) as error:
             if isinstance(error, Refused) or not left:
                 raise SandboxUnavailable(str(error)) from None
-        time.sleep(self.delay * 2 ** (self.retries - left))
+        time.sleep(DELAY * 2 ** (self.retries - left))
         return self._try(body, left - 1)
 
     def _ask(self, body: dict[str, Any]) -> SandboxResult:
@@ -118,6 +114,6 @@ class SandboxService:
             raise SandboxUnavailable(f"expected {self.url} to return the result of a program, got {said}") from error
         if ending is None:
             raise Unanswered(f"{self.url}/run_code reported an error: {quote(str(answer))}")
-        if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > self.output:
-            ending, out, err = "too much output", out[: self.output], err[: self.output]
+        if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > OUTPUT:
+            ending, out, err = "too much output", out[:OUTPUT], err[:OUTPUT]
         return SandboxResult(ending=ending, code=code, stdout=out, stderr=err, seconds=seconds)

@@ -33,7 +33,7 @@ from lightning_rl.testing import check_reward
 EXAMPLES: list[Any] = [
     ChoiceMatch(),
     ChoiceMatch(choices="choices"),
-    ExactMatch(ignore_case=True, ignore_spaces=True, ignore_punctuation=True, after="A"),
+    ExactMatch(ignore_case=True, ignore_punctuation=True, after="A"),
     JSONSchema(schema={"type": "integer"}),
     Language(language="en"),
     Length(max_length=3, margin=4),

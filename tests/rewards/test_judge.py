@@ -68,15 +68,16 @@ def test_the_template_is_filled_with_prompt_completion_and_columns(serve: Any) -
         endpoint,
         template="{prompt}|{completion}|{rubric}|{{}}",
         system="Be fair.",
-        options={"top_p": 0.5},
-        max_answer_tokens=None,
+        options={"top_p": 0.5, "max_tokens": 9},
     )
     prompts = [[{"role": "system", "content": "s"}, {"role": "user", "content": "{rubric}"}]]
     assert asyncio.run(judge(prompts, ["{prompt} \ud800%s"], rubric=[7])) == [1.0]
     ((body, _),) = endpoint.requests
     assert question(body) == "system: s\n\nuser: {rubric}|{prompt} ?%s|7|{}"
-    assert body["messages"][0] == {"role": "system", "content": "Be fair."} and body["top_p"] == 0.5
-    assert "max_tokens" not in body
+    assert body["messages"][0] == {"role": "system", "content": "Be fair."} and (body["top_p"], body["max_tokens"]) == (
+        0.5,
+        9,
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,13 +194,13 @@ def test_equal_requests_of_a_call_are_sent_once(serve: Any) -> None:
 
 def test_counts_are_logged_for_each_call(serve: Any) -> None:
     logged: list[tuple[str, float]] = []
-    judge = of(serve(by_length), name="style")
+    judge = of(serve(by_length))
     ask(judge, ["x", "xx"], log_metric=lambda name, value: logged.append((name, value)))
     assert dict(logged) == {
-        "style/requests": 2,
-        "style/failed": 0,
-        "style/prompt_tokens": 200,
-        "style/completion_tokens": 20,
+        "requests": 2,
+        "failed": 0,
+        "prompt_tokens": 200,
+        "completion_tokens": 20,
     }
 
 

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from rewards.endpoint import serving
 
-from lightning_rl.rewards import CodeTests, SandboxService, SandboxUnavailable
+from lightning_rl.rewards import CodeTests, SandboxService, SandboxUnavailable, sandbox_service
+from lightning_rl.rewards.sandbox_service import OUTPUT
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_service, "DELAY", 0.01)
+
 
 KEY = "a-key-of-the-service"
 Script = Callable[[dict[str, Any]], tuple[int, Any]]
@@ -71,14 +78,14 @@ def test_a_program_is_run_elsewhere_within_its_limits_and_behind_the_key_of_a_fi
     ("answer", "ending", "out"),
     [
         (ran("a", status="TimeLimitExceeded", code=None), "too long", "a"),
-        (ran("x" * 65), "too much output", "x" * 64),
+        (ran("x" * (OUTPUT + 1)), "too much output", "x" * OUTPUT),
         (answer_with(stdout=None, return_code=1), "exited", ""),
     ],
     ids=["slow", "wordy", "silent"],
 )  # fmt: skip
 def test_a_program_that_exceeds_a_limit_has_its_ending(answer: tuple[int, Any], ending: str, out: str) -> None:
     with service(lambda _: answer) as (url, _):
-        result = SandboxService(url=url, output=64).run("...")
+        result = SandboxService(url=url).run("...")
     assert (result.ending, result.stdout, result.ok) == (ending, out, False)
 
 
@@ -92,10 +99,10 @@ def test_a_program_that_exceeds_a_limit_has_its_ending(answer: tuple[int, Any], 
 )  # fmt: skip
 def test_a_busy_service_is_asked_again(busy: tuple[int, Any]) -> None:
     with service(in_turn(busy, busy, ran("4\n"))) as (url, requests):
-        assert SandboxService(url=url, retries=2, delay=0.01).run("print(4)").ok
+        assert SandboxService(url=url, retries=2).run("print(4)").ok
     assert len(requests) == 3
     with service(in_turn(busy, busy)) as (url, requests), pytest.raises(SandboxUnavailable, match="/run_code"):
-        SandboxService(url=url, retries=1, delay=0.01).run("print(4)")
+        SandboxService(url=url, retries=1).run("print(4)")
     assert len(requests) == 2
 
 
@@ -142,7 +149,7 @@ def test_a_row_that_the_service_cannot_run_gets_no_reward() -> None:
     program = "```python\nprint(2 * int(input()))\n```"
     tests = [[{"input": "2", "output": "4"}], [{"input": "3", "output": "6"}], [{"input": "2", "output": "5"}]]
     with service(loses) as (url, _):
-        reward = CodeTests(sandbox=SandboxService(url=url, retries=1, delay=0.01))
+        reward = CodeTests(sandbox=SandboxService(url=url, retries=1))
         with pytest.warns(UserWarning, match="could not run the programs of 1 of 3 completions"):
             right, lost, wrong = reward([""] * 3, [program] * 3, tests=tests)
     assert (right, wrong) == (1.0, 0.0) and math.isnan(float(str(lost)))
