@@ -40,7 +40,7 @@ EXAMPLES: list[Any] = [
     Length(target=3, unit="characters"),
     MathMatch(),
     NumberMatch(),
-    NumberMatch(strict=True, percent="hundredth", rel_tol=0.1),
+    NumberMatch(strict=True, rel_tol=0.1),
     RegexMatch(pattern=r"\b(\w)\b", answer="answer"),
     Repetition(),
     Repetition(unit="words"),

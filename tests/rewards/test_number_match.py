@@ -122,8 +122,6 @@ def test_what_reads_as_a_number(text: str, numbers: list[Any]) -> None:
         pytest.param({"rel_tol": 0.25}, "52.5", 1.0, id="relative-tolerance"),
         pytest.param({"rel_tol": 0.25}, "52.6", 0.0, id="beyond-relative-tolerance"),
         pytest.param({}, "42%", 1.0, id="percent-is-a-unit"),
-        pytest.param({"percent": "hundredth"}, "42%", 0.0, id="percent-is-a-hundredth"),
-        pytest.param({"percent": "hundredth"}, "4200 %", 1.0, id="percent-of-4200"),
     ],
 )
 def test_which_number_is_stated(options: dict[str, Any], completion: str, value: float) -> None:
