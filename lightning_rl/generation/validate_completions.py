@@ -90,7 +90,7 @@ class Answers:
         return self._checked.get(id(request), (request, None))[1]
 
     def close(self) -> None:
-        """Warn of faulty samples, and if the engine aborted every sample, which leaves nothing to train on.
+        """Warn of faulty samples.
 
         Raises:
             EngineError: If the faulty samples are more than one and more than :data:`MAX_REFUSED` of all.
@@ -105,12 +105,6 @@ class Answers:
         if bad:
             warnings.warn(
                 f"{bad} of {given} samples from {self._name} are aborted and do not train: {first}", stacklevel=4
-            )
-        elif given and all(completion.finish is FinishReason.ABORT for _, completion in self._checked.values()):
-            warnings.warn(
-                f"{self._name} aborted every requested sample (FinishReason.ABORT), so nothing trains: look at its "
-                "log, and check that prompts fit its context length",
-                stacklevel=3,
             )
 
     def _check_ids(self, request: Request, ids: tuple[int, ...]) -> None:

@@ -160,14 +160,6 @@ def test_weights_older_than_those_at_the_request_are_refused() -> None:
     assert answers.check(requests[0], both).versions == (2, 3, 3)
 
 
-def test_an_answer_without_any_sample_is_a_warning() -> None:
-    def nothing(given: list[Completion]) -> list[Completion]:
-        return [replace(each, finish=FinishReason.ABORT) for each in given]
-
-    with pytest.warns(UserWarning, match="OwnEngine aborted every requested sample .* so nothing trains"):
-        assert {each.finish for each in ask(nothing)} == {FinishReason.ABORT}
-
-
 def test_a_run_whose_engine_aborts_everything_ends_with_the_reason() -> None:
     class Lost(TransformersEngine):
         @override
@@ -177,7 +169,6 @@ def test_a_run_whose_engine_aborts_everything_ends_with_the_reason() -> None:
 
     told = r"taught the policy nothing: the engine aborted every sample \(FinishReason.ABORT\): .* engine/aborted 16"
     with (
-        pytest.warns(UserWarning, match="Lost aborted every requested sample"),
         pytest.warns(UserWarning, match=told),
         pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine aborted every sample"),
     ):

@@ -92,7 +92,6 @@ class ServerClient(Client):
                 check_version(str(answer["version"]))
         except ImportError as error:
             raise ValueError(f"{self.url}: {quote(str(error))}") from error
-        self._check_single()
         results = self._on_workers("lightning_rl_describe")
         with self._parsing():
             description = Description(**results[0])
@@ -100,20 +99,6 @@ class ServerClient(Client):
             if (got := getattr(description, name)) != value:
                 raise ValueError(f"expected {name} {value} at {self.url}, got {quote(got)}: use lightning-rl serve")
         return description
-
-    def _check_single(self) -> None:
-        """Raise if several engines share one port: all load weights, but only the first one reports the result."""
-        number = self._world_size("true") // self._world_size("false")
-        if number > 1:
-            raise ValueError(
-                f"expected one engine at {self.url}, got {number} (--data-parallel-size), of which only the first "
-                "would report a failed load: start a server for each, and pass all URLs"
-            )
-
-    def _world_size(self, include_dp: str) -> int:
-        answer = self._get(f"/get_world_size?include_dp={include_dp}")
-        with self._parsing():
-            return int(answer["world_size"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, decoded by the server's tokenizer."""
