@@ -6,14 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, Literal
 
 from lightning_rl.processes.pool import WORKER
 
 PRIVATE = 0o077  # umask: sockets and files are for this user only
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+Ending = Literal["exited", "too long", "too much output"]
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -56,33 +59,39 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     return 0 if ended else 1
 
 
-class Finished(NamedTuple):
-    """Result of a command.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxResult:
+    """Result of a program.
 
-    Attributes:
+    Args:
+        ending: Reason of the end.
         code: Exit code; 128 plus the signal number if a signal ended it.
         stdout: Standard output, cut at the limit.
         stderr: Standard error, cut at the limit.
-        late: True if it was killed at the limit of time.
-        flooded: True if its output exceeded the limit.
+        seconds: Run time, including the start.
     """
 
+    ending: Ending
     code: int
-    stdout: bytes
-    stderr: bytes
-    late: bool
-    flooded: bool
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True if the program exited with code 0."""
+        return self.ending == "exited" and self.code == 0
 
 
 def run_limited(
     command: Sequence[str],
-    stdin: bytes,
+    stdin: str,
     *,
     seconds: float,
     output: int,
     env: Mapping[str, str],
     keep: Sequence[int] = (),
-) -> Finished:
+) -> SandboxResult:
     """Run a command in a new session, without a terminal; its output is a file in memory.
 
     Args:
@@ -93,7 +102,7 @@ def run_limited(
         env: Environment variables.
         keep: Descriptors that the command inherits.
     """
-    late = False
+    begin, ending = time.monotonic(), "exited"
     with _memory_file() as out, _memory_file() as err:
         with subprocess.Popen(
             command,
@@ -106,16 +115,18 @@ def run_limited(
             start_new_session=True,
         ) as process:
             try:
-                process.communicate(stdin, seconds)
+                process.communicate(stdin.encode(errors="replace"), seconds)
             except subprocess.TimeoutExpired:
-                late = True
+                ending = "too long"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        flooded = os.fstat(out.fileno()).st_size + os.fstat(err.fileno()).st_size > output
-        stdout, stderr = (os.pread(file.fileno(), output, 0) for file in (out, err))
+        taken = time.monotonic() - begin
+        if os.fstat(out.fileno()).st_size + os.fstat(err.fileno()).st_size > output:
+            ending = "too much output"
+        texts = [os.pread(file.fileno(), output, 0).decode(errors="replace") for file in (out, err)]
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return Finished(code, stdout, stderr, late, flooded)
+    return SandboxResult(ending=ending, code=code, stdout=texts[0], stderr=texts[1], seconds=taken)
 
 
 def _memory_file() -> IO[bytes]:

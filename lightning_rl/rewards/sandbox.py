@@ -8,13 +8,11 @@ import secrets
 import shutil
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
-from lightning_rl.processes.command import run_limited
+from lightning_rl.processes.command import SandboxResult, run_limited
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import in_words
 
@@ -27,35 +25,9 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 TOOLS = ("bwrap", "setpriv", "prlimit")
 HOME, MAIN = "/sandbox", "/sandbox/main.py"  # inside
 
-Ending = Literal["exited", "too long", "too much output"]
-
 
 class SandboxUnavailable(RuntimeError):  # noqa: N818
     """This machine or service cannot run a program in isolation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxResult:
-    """Result of a program.
-
-    Args:
-        ending: Reason of the end.
-        code: Exit code; 128 plus the signal number if a signal ended it.
-        stdout: Standard output, cut at the limit.
-        stderr: Standard error, cut at the limit.
-        seconds: Run time, including the start.
-    """
-
-    ending: Ending
-    code: int
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        """True if the program exited with code 0."""
-        return self.ending == "exited" and self.code == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +86,8 @@ class Sandbox:
             program.seek(0)
             descriptors = program.fileno(), status.fileno()
             command = [*_as_unused_user(), *self._bubblewrap(*descriptors), *self._program()]
-            begin, standard_input = time.monotonic(), stdin.encode(errors="replace")
-            done = run_limited(
-                command, standard_input, seconds=self.seconds, output=self.output, env=_environment(), keep=descriptors
-            )
-            result = SandboxResult(
-                ending="too much output" if done.flooded else "too long" if done.late else "exited",
-                code=done.code,
-                stdout=done.stdout.decode(errors="replace"),
-                stderr=done.stderr.decode(errors="replace"),
-                seconds=time.monotonic() - begin,
+            result = run_limited(
+                command, stdin, seconds=self.seconds, output=self.output, env=_environment(), keep=descriptors
             )
             status.seek(0)
             if result.ending == "exited" and b"exit-code" not in status.read():  # which bubblewrap writes if it ran

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable
+from lightning_rl.processes.command import Ending, SandboxResult
+from lightning_rl.rewards.sandbox import SandboxUnavailable
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.http import Client, Refused, Unanswered, quote, read_url
 
