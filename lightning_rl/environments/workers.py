@@ -38,7 +38,6 @@ from lightning_rl.processes.worker import adopt_orphans, children, reap
 from lightning_rl.rollout import FinishReason
 
 CLOSE_SECONDS = 5.0  # for an environment to close after a failure
-MAX_BYTES = 2**24  # maximum size of a result
 
 
 class Description(NamedTuple):
@@ -124,24 +123,15 @@ class WorkerPool(Pool):
 
 
 class Host:
-    """Runs one environment of the factories at a time, in a worker, and returns plain values of limited size."""
+    """Runs one environment of the factories at a time, in a worker, and returns plain values."""
 
     def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
         self._factories = factories
         self._environment: Environment | TokenEnvironment | None = None
 
     def __call__(self, call: str, *arguments: Any) -> bytes:
-        """Call a method and return its pickled result.
-
-        Raises:
-            ValueError: If the result is larger than :data:`MAX_BYTES`.
-            TypeError: If it is not plain.
-        """
-        result = pickle.dumps(plain(getattr(self, call)(*arguments)))
-        if len(result) > MAX_BYTES:
-            name = type(self._environment).__name__
-            raise ValueError(f"expected {name} to return at most {MAX_BYTES} bytes from {call}, got {len(result)}")
-        return result
+        """Call a method and return its pickled result; raise TypeError if it is not plain."""
+        return pickle.dumps(plain(getattr(self, call)(*arguments)))
 
     def describe(self, name: str) -> Mapping[str, Any]:
         """Return the fields of :class:`Description` for a factory."""

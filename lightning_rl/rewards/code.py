@@ -17,7 +17,7 @@ from lightning_rl.rewards.answer_match import UnreadableReference, warn_of_unrea
 from lightning_rl.rewards.sandbox import Sandbox, SandboxUnavailable
 from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.text import column_of, texts_of
-from lightning_rl.utils.arguments import check_bools, check_counts, check_text
+from lightning_rl.utils.arguments import check_counts, check_text
 
 ENTRY_POINT = "entry_point"
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
@@ -61,7 +61,6 @@ class CodeTests:
 
     def __post_init__(self) -> None:  # noqa: D105
         check_counts(1, parallel=self.parallel)
-        check_bools(partial=self.partial)
         check_text(tests=self.tests)
         if not isinstance(self.sandbox, Sandbox | SandboxService):
             raise ValueError(f"expected sandbox to be a Sandbox(...) or SandboxService(...), got {self.sandbox!r:.200}")

@@ -1,6 +1,5 @@
 """Reward for a completion that equals the reference."""
 
-import re
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.utils.arguments import check_bools, check_text
+from lightning_rl.utils.arguments import check_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,6 @@ class ExactMatch(AnswerMatch):
         after: Marker such as ``"</think>"``: compare only the text after its last occurrence, and score a completion
             without it 0. None compares the whole completion.
         ignore_case: Ignore case.
-        ignore_spaces: Treat any run of whitespace as one space.
         ignore_punctuation: Ignore punctuation and symbols.
 
     Raises:
@@ -33,15 +31,12 @@ class ExactMatch(AnswerMatch):
 
     after: str | None = None
     ignore_case: bool = False
-    ignore_spaces: bool = False
     ignore_punctuation: bool = False
 
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
         check_text(optional=True, after=self.after)
-        flags = {"ignore_case": self.ignore_case, "ignore_spaces": self.ignore_spaces}
-        check_bools(**flags, ignore_punctuation=self.ignore_punctuation)
 
     @override
     def score(self, text: str, reference: Any) -> float:
@@ -60,6 +55,4 @@ class ExactMatch(AnswerMatch):
             text = text.casefold()
         if self.ignore_punctuation:
             text = "".join(letter for letter in text if unicodedata.category(letter)[0] not in "PS")
-        if self.ignore_spaces:
-            text = re.sub(r"\s+", " ", text)
         return text.strip()

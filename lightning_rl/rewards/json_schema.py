@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, texts_of
-from lightning_rl.utils.arguments import check_bools, check_text
+from lightning_rl.utils.arguments import check_text
 
 FENCE = "```"
 
@@ -18,12 +18,11 @@ FENCE = "```"
 class JSONSchema:
     """JSON reward: 1 if a completion is JSON that matches a schema, else 0.
 
-    Surrounding whitespace is ignored. NaN and Infinity are not JSON. A schema may refer to its own parts but not to
-    other files.
+    JSON in a Markdown code block counts too, that of the last block. Surrounding whitespace is ignored. NaN and
+    Infinity are not JSON. A schema may refer to its own parts but not to other files.
 
     Args:
         schema: Schema of every row, or name of the column with the schema of each row.
-        fenced: Accept JSON in a Markdown code block; the last block counts.
 
     Raises:
         ImportError: If jsonschema is not installed.
@@ -35,12 +34,10 @@ class JSONSchema:
     """
 
     schema: Mapping[str, Any] | str
-    fenced: bool = True
 
     def __post_init__(self) -> None:
         """Check the options."""
         require("jsonschema", extra="json")
-        check_bools(fenced=self.fenced)
         if isinstance(self.schema, str):
             check_text(schema=self.schema)
         else:
@@ -79,7 +76,7 @@ class JSONSchema:
 
     def _json_of(self, text: str) -> str:
         """Return the last code block, or the whole text if there is none."""
-        block, opening, lines = text, None, text.splitlines() if self.fenced else []
+        block, opening, lines = text, None, text.splitlines()
         for number, line in enumerate(lines):
             if not line.lstrip().startswith(FENCE):
                 continue

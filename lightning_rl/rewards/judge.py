@@ -59,14 +59,13 @@ class Judge:
         system: System message.
         pattern: Regular expression whose first group is the score, instead of JSON; the last match counts.
         scale: Scores that map to 0 and 1; a score outside counts as missing.
-        options: Additional fields of the request, such as ``{"response_format": {"type": "json_object"}}``.
+        options: Additional fields of the request, such as ``{"response_format": {"type": "json_object"}}``;
+            ``max_tokens`` is 512 by default.
         temperature: Sampling temperature of the judge.
-        max_answer_tokens: ``max_tokens`` of the request; None to leave it out.
         concurrency: Maximum number of concurrent requests.
         retries: Number of retries after a time-out, a broken connection or a status of 408, 409, 429 or >= 500.
         timeout: Time limit of one request in seconds.
         deadline: Time limit of one call in seconds; completions not judged by then get no score.
-        name: Name in the logs.
 
     Raises:
         ImportError: If openai is not installed.
@@ -83,12 +82,10 @@ class Judge:
     scale: tuple[float, float] = (0.0, 10.0)
     options: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 0.0
-    max_answer_tokens: int | None = 512
     concurrency: int = 32
     retries: int = 5
     timeout: float = 60.0
     deadline: float = 600.0
-    name: str = "judge"
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -109,9 +106,7 @@ class Judge:
     def _check_kinds(self) -> None:
         check_text(model=self.model, base_url=self.base_url, template=self.template)
         check_text(optional=True, api_key_env=self.api_key_env, system=self.system, pattern=self.pattern)
-        check_text(name=self.name)
         check_counts(1, concurrency=self.concurrency)
-        check_counts(1, optional=True, max_answer_tokens=self.max_answer_tokens)
         check_counts(0, retries=self.retries)
         check_numbers(above=0, finite=True, timeout=self.timeout, deadline=self.deadline)
         check_numbers(at_least=0, finite=True, temperature=self.temperature)
@@ -158,7 +153,7 @@ class Judge:
             )
         if log_metric is not None:
             for name, value in call.usage.items():
-                log_metric(f"{self.name}/{name}", value)
+                log_metric(name, value)
         return [math.nan if isinstance(verdict, NoVerdict) else verdict for verdict in verdicts]
 
     def value_of(self, answer: str) -> float:
@@ -213,9 +208,7 @@ class Judge:
         messages = [{"role": "user", "content": self.template.format(**values)}]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
-        body = {"model": self.model, "messages": messages, "temperature": self.temperature}
-        if self.max_answer_tokens is not None:
-            body["max_tokens"] = self.max_answer_tokens
+        body = {"model": self.model, "messages": messages, "temperature": self.temperature, "max_tokens": 512}
         return {**body, **self.options}
 
 

@@ -4,13 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, texts_of
-from lightning_rl.utils.arguments import check_choices, check_counts, check_text, check_texts
+from lightning_rl.utils.arguments import check_text, check_texts
 
+MIN_LETTERS = 12
 NO_PROSE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$"
     r"|\\\((?:(?!\\[()]).)*+\\\)|\\\[(?:(?!\\[\[\]]).)*+\\\]|</?\w+>|\\\w+",
@@ -22,8 +23,8 @@ NO_PROSE = re.compile(
 class Language:
     """Share of a completion's letters that are in lines of the requested language.
 
-    Code, formulas and tags are removed first. A completion with fewer letters than ``min_letters`` gets None: the
-    reward does not apply.
+    Code, formulas and tags are removed first. A line of fewer than 12 letters takes the language of the whole text. A
+    completion of fewer than 12 letters gets None: the reward does not apply.
 
     Source: the language consistency reward of DeepSeek-AI 2025 (DeepSeek-R1), arXiv:2501.12948, section 2.3.2, which
     counts words; the identifier: Lui and Baldwin 2012, langid.py.
@@ -32,8 +33,6 @@ class Language:
         language: ISO 639-1 code of the requested language, such as ``"en"``.
         column: Name of the column with the code of each row, instead of ``language``.
         among: Candidate languages; fewer make the identification more reliable. Empty for all that py3langid supports.
-        by: ``"line"`` for the share of letters, ``"text"`` for 1 or 0 by the whole completion.
-        min_letters: Minimum number of letters; a shorter line takes the language of the whole text.
 
     Raises:
         ImportError: If py3langid is not installed.
@@ -43,8 +42,6 @@ class Language:
     language: str | None = None
     column: str | None = None
     among: tuple[str, ...] = ()
-    by: Literal["line", "text"] = "line"
-    min_letters: int = 12
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -52,8 +49,6 @@ class Language:
         if (self.language is None) == (self.column is None):
             raise ValueError(f"expected either language or column, got {self.language!r} and {self.column!r}")
         check_text(optional=True, language=self.language, column=self.column)
-        check_choices(("line", "text"), by=self.by)
-        check_counts(1, min_letters=self.min_letters)
         check_texts(among=self.among)
         known = _identifier(()).labels
         unknown = sorted({*self.among, *([self.language] if self.language else [])} - set(known))
@@ -81,15 +76,13 @@ class Language:
     def _value(self, text: str, wanted: str) -> float | None:
         prose = NO_PROSE.sub(" ", text)
         letters = _letters(prose)
-        if letters < self.min_letters:
+        if letters < MIN_LETTERS:
             return None
         whole = float(self._language_of(prose) == wanted)
-        if self.by == "text":
-            return whole
         right = 0.0
         for line in prose.splitlines():
             count = _letters(line)
-            right += count * (float(self._language_of(line) == wanted) if count >= self.min_letters else whole)
+            right += count * (float(self._language_of(line) == wanted) if count >= MIN_LETTERS else whole)
         return right / letters
 
     def _language_of(self, text: str) -> str:

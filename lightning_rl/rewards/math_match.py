@@ -24,9 +24,10 @@ from lightning_rl.processes.errors import LOADING, CallError
 from lightning_rl.processes.pool import Pool
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, warn_of_unreadable
 from lightning_rl.rewards.optional_imports import require
-from lightning_rl.utils.arguments import check_counts, check_numbers, check_text
+from lightning_rl.utils.arguments import check_counts, check_numbers
 
 MEMORY = 2 * 2**30  # bytes of a process
+MARKER, TAIL = "####", 4000
 PATIENCE = 20.0  # multiple of the limit after which a process that uses no CPU time is killed
 DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1,6})?\$")
@@ -36,17 +37,15 @@ PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1
 class MathMatch(AnswerMatch):
     r"""Math reward: 1 if a completion is mathematically equivalent to the reference, else 0.
 
-    Of a completion, math-verify reads the last ``tail`` characters, or the text after the last ``marker`` in them, and
-    looks for ``\boxed{}``, formulas between dollar signs and numbers. If either number is rounded, both are compared to
-    six decimals. 9% equals both 9 and 0.09.
+    Of a completion, math-verify reads the last 4000 characters, or the text after the last ``####`` in them, and looks
+    for ``\boxed{}``, formulas between dollar signs and numbers. If either number is rounded, both are compared to six
+    decimals. 9% equals both 9 and 0.09.
 
     A comparison that takes more than ``timeout`` seconds of CPU time scores 0, so the load of the machine changes no
     score. The processes start at the first call and end with this object.
 
     Args:
         answer: Name of the column with the references: numbers, LaTeX, or whole answers of GSM8K.
-        marker: Text that precedes the answer, in references and in completions.
-        tail: Number of characters to read from the end.
         timeout: Limit of CPU time of one completion in seconds.
         processes: Number of processes that compare at the same time.
 
@@ -55,8 +54,6 @@ class MathMatch(AnswerMatch):
         ValueError: If an option is not positive.
     """
 
-    marker: str = "####"
-    tail: int = 4000
     timeout: float = 5.0
     processes: int = 2
 
@@ -64,8 +61,7 @@ class MathMatch(AnswerMatch):
         """Check the options."""
         require("math_verify", extra="math")
         super().__post_init__()
-        check_text(marker=self.marker)
-        check_counts(1, tail=self.tail, processes=self.processes)
+        check_counts(1, processes=self.processes)
         check_numbers(above=0, finite=True, timeout=self.timeout)
 
     @cached_property
@@ -113,8 +109,8 @@ class MathMatch(AnswerMatch):
 
     def question(self, text: str, reference: Any) -> tuple[str, str]:
         """Return the parts of reference and text that are compared."""
-        text, marked, stated = text[-self.tail :].rpartition(self.marker)
-        return _formula(str(reference)[-self.tail :].rpartition(self.marker)[2]), _formula(stated) if marked else stated
+        text, marked, stated = text[-TAIL:].rpartition(MARKER)
+        return _formula(str(reference)[-TAIL:].rpartition(MARKER)[2]), _formula(stated) if marked else stated
 
 
 def _is_mathematics(reference: Any) -> bool:

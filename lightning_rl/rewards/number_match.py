@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational
-from typing import Any, Literal
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
 from lightning_rl.rewards.text import MARKERS, answer_spans
-from lightning_rl.utils.arguments import check_bools, check_choices, check_numbers, check_texts
+from lightning_rl.utils.arguments import check_numbers, check_texts
 
 MAX_DIGITS = 1000
 
@@ -49,7 +49,7 @@ NUMBER = re.compile(
           | \s*+{POWER_OF}(?P<power>[-+]?[0-9]++)\s*+\}}?
         )?
     )
-    (?P<percent>\s*+(?:\\?%|percent\b))?
+    (?:\s*+(?:\\?%|percent\b))?
     """,
     re.VERBOSE,
 )
@@ -65,19 +65,17 @@ class NumberMatch(AnswerMatch):
     """Number reward: 1 if a completion states the number of the reference, else 0.
 
     The stated number is the first after the last marker that is followed by one (after the ``=`` in ``x = 42`` and ``6
-    * 7 = 42``), else the last number of the completion. Numbers are compared as fractions, without rounding: 42, 42.0
-    and 84/2 are equal, 0.3333 and 1/3 are not.
+    * 7 = 42``), else the last number of the completion. Percent signs are ignored. Numbers are compared as fractions,
+    without rounding: 42, 42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
 
     Args:
         answer: Name of the column with the references: numbers, texts with one number, or whole answers of GSM8K.
         markers: Strings that precede an answer, case-insensitive; after one that ends with a brace, the text in braces.
         strict: Score a completion without a marker 0, instead of using its last number.
-        percent: Meaning of the percent sign: ``"unit"`` (50% is 50) or ``"hundredth"`` (50% is 0.5).
-        abs_tol: Absolute tolerance.
         rel_tol: Tolerance relative to the reference.
 
     Raises:
-        ValueError: If ``percent`` is unknown, or a tolerance is negative or not finite.
+        ValueError: If the tolerance is negative or not finite.
 
     Example:
         >>> NumberMatch()(["?"] * 3, ["It is $1,042.00.", "42 or 43", "#### 1042"], answer=["... #### 1042"] * 3)
@@ -86,17 +84,13 @@ class NumberMatch(AnswerMatch):
 
     markers: tuple[str, ...] = MARKERS
     strict: bool = False
-    percent: Literal["unit", "hundredth"] = "unit"
-    abs_tol: float = 0.0
     rel_tol: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         check_texts(markers=self.markers)
-        check_bools(strict=self.strict)
-        check_choices(("unit", "hundredth"), percent=self.percent)
-        check_numbers(at_least=0, finite=True, abs_tol=self.abs_tol, rel_tol=self.rel_tol)
+        check_numbers(at_least=0, finite=True, rel_tol=self.rel_tol)
 
     @override
     def score(self, text: str, reference: Any) -> float:
@@ -104,7 +98,7 @@ class NumberMatch(AnswerMatch):
         stated = self.number_of_text(text)
         if stated is None:
             return 0.0
-        room = max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted))
+        room = _exact(self.rel_tol) * abs(wanted)
         return float(abs(stated - wanted) <= room)
 
     def number_of_text(self, text: str) -> Fraction | None:
@@ -112,8 +106,8 @@ class NumberMatch(AnswerMatch):
         text = _plain(text)
         for span in answer_spans(text, self.markers):
             for match in NUMBER.finditer(_right_side(span)):
-                return _value(match, self.percent)
-        return None if self.strict else _last_value(text, self.percent)
+                return _value(match)
+        return None if self.strict else _last_value(text)
 
     def number_of_reference(self, reference: Any) -> Fraction:
         """Return the number of the reference.
@@ -136,7 +130,7 @@ class NumberMatch(AnswerMatch):
         matches = list(NUMBER.finditer(text))
         if len(matches) != 1 or FORMULA.search(text[: matches[0].start()] + text[matches[0].end() :]):
             return None
-        return _value(matches[0], self.percent)
+        return _value(matches[0])
 
 
 def _exact(number: Rational | float) -> Fraction:
@@ -171,14 +165,14 @@ def _right_side(span: str) -> str:
     return right if equals and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", left)) else span
 
 
-def _last_value(text: str, percent: str) -> Fraction | None:
+def _last_value(text: str) -> Fraction | None:
     last = None
     for last in NUMBER.finditer(text):  # noqa: B007  the last match counts
         pass
-    return None if last is None else _value(last, percent)
+    return None if last is None else _value(last)
 
 
-def _value(match: re.Match[str], percent: str) -> Fraction | None:
+def _value(match: re.Match[str]) -> Fraction | None:
     """Return the value of a match; None for too many digits or a division by zero."""
     if len(match.group()) > MAX_DIGITS:
         return None
@@ -188,8 +182,7 @@ def _value(match: re.Match[str], percent: str) -> Fraction | None:
         return None
     if match["whole"]:
         value += _decimal(match["whole"])
-    value = -value if "-" in (match["sign"], match["inner_sign"]) else value
-    return value / 100 if match["percent"] and percent == "hundredth" else value
+    return -value if "-" in (match["sign"], match["inner_sign"]) else value
 
 
 def _ratio(top: str, bottom: str) -> Fraction | None:
@@ -220,4 +213,4 @@ def numbers_in(text: str) -> Iterator[Fraction | None]:
         >>> [str(number) for number in numbers_in("-$1,234.50, 3/4 of 1e2")]
         ['-2469/2', '3/4', '100']
     """
-    return (_value(match, "unit") for match in NUMBER.finditer(_plain(text)))
+    return (_value(match) for match in NUMBER.finditer(_plain(text)))

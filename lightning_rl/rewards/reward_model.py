@@ -59,11 +59,6 @@ class RewardModel:
         check_choices(("own", "policy"), tokens=self.tokens)
         check_counts(1, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
         check_counts(1, optional=True, max_length=self.max_length)
-        if self.label is not None and (isinstance(self.label, bool) or not isinstance(self.label, int)):
-            raise ValueError(f"expected label to be the index of a label or None, got {self.label!r}")
-        _check_device(self.device)
-        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
-            raise ValueError(f"expected dtype to be a dtype such as torch.bfloat16, or None, got {self.dtype!r}")
         if not callable(self.model) and not isinstance(self.model, str | Path):
             raise ValueError(
                 f"expected model to be a name, a path or a callable that builds one, got {self.model!r:.99}"
@@ -178,16 +173,6 @@ class RewardModel:
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return self.reader(text, add_special_tokens=False)["input_ids"]  # the template adds them
-
-
-def _check_device(device: Any) -> None:
-    try:
-        if device is not None:
-            torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f'expected device to be a device such as "cuda:1" or "cpu", or None, got {device!r}'
-        ) from error
 
 
 @dataclass(frozen=True)

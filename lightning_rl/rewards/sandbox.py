@@ -3,21 +3,16 @@
 The isolation is that of bubblewrap, a program that starts another one in new Linux namespaces.
 """
 
-import contextlib
 import os
 import secrets
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Literal
 
+from lightning_rl.processes.command import SandboxResult, run_limited
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import in_words
 
@@ -30,35 +25,9 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 TOOLS = ("bwrap", "setpriv", "prlimit")
 HOME, MAIN = "/sandbox", "/sandbox/main.py"  # inside
 
-Ending = Literal["exited", "too long", "too much output"]
-
 
 class SandboxUnavailable(RuntimeError):  # noqa: N818
     """This machine or service cannot run a program in isolation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxResult:
-    """Result of a program.
-
-    Args:
-        ending: Reason of the end.
-        code: Exit code; 128 plus the signal number if a signal ended it.
-        stdout: Standard output, cut at the limit.
-        stderr: Standard error, cut at the limit.
-        seconds: Run time, including the start.
-    """
-
-    ending: Ending
-    code: int
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        """True if the program exited with code 0."""
-        return self.ending == "exited" and self.code == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +86,9 @@ class Sandbox:
             program.seek(0)
             descriptors = program.fileno(), status.fileno()
             command = [*_as_unused_user(), *self._bubblewrap(*descriptors), *self._program()]
-            result = self._execute(command, stdin, descriptors)
+            result = run_limited(
+                command, stdin, seconds=self.seconds, output=self.output, env=_environment(), keep=descriptors
+            )
             status.seek(0)
             if result.ending == "exited" and b"exit-code" not in status.read():  # which bubblewrap writes if it ran
                 reason = result.stderr.strip() or f"exit code {result.code} of bubblewrap"
@@ -141,41 +112,6 @@ class Sandbox:
         limits["nproc"] = self.processes + 1  # with process 1, which is bubblewrap
         options = [f"--{name}={limit}" for name, limit in limits.items()]
         return ["prlimit", *options, "--", sys.executable, "-I", "-B", MAIN]
-
-    def _execute(self, command: Sequence[str], stdin: str, descriptors: Sequence[int]) -> SandboxResult:
-        """Run a command in a new session, with its own environment and no terminal; its output is a file in memory."""
-        begin, ending = time.monotonic(), "exited"
-        with _memory_file() as out, _memory_file() as err:
-            with subprocess.Popen(
-                command,
-                pass_fds=descriptors,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                cwd="/",
-                env=_environment(),
-                start_new_session=True,
-            ) as process:
-                try:
-                    process.communicate(stdin.encode(errors="replace"), self.seconds)
-                except subprocess.TimeoutExpired:
-                    ending = "too long"
-                finally:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-            seconds = time.monotonic() - begin
-            if os.fstat(out.fileno()).st_size + os.fstat(err.fileno()).st_size > self.output:
-                ending = "too much output"
-            texts = [os.pread(file.fileno(), self.output, 0).decode(errors="replace") for file in (out, err)]
-        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-        return SandboxResult(ending=ending, code=code, stdout=texts[0], stderr=texts[1], seconds=seconds)
-
-
-def _memory_file() -> IO[bytes]:
-    """Return an empty file in memory that other users may not open."""
-    descriptor = os.memfd_create("output")
-    os.fchmod(descriptor, 0o600)
-    return os.fdopen(descriptor, "r+b", buffering=0)
 
 
 def _as_unused_user() -> list[str]:

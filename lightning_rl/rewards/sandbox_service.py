@@ -5,34 +5,30 @@ The API is that of SandboxFusion: ``POST /run_code`` with a program, its stdin a
 Source: Liu et al. 2024 (FullStack Bench), arXiv:2412.00535, appendix on SandboxFusion.
 """
 
-import json
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from lightning_rl.rewards.optional_imports import require
-from lightning_rl.rewards.sandbox import Ending, SandboxResult, SandboxUnavailable
+from lightning_rl.processes.command import Ending, SandboxResult
+from lightning_rl.rewards.sandbox import SandboxUnavailable
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.http import Client, Refused, Unanswered, quote, read_url
 
-BUSY = (408, 409, 425, 429)
 KILLED = 128 + 9
-MAX_QUOTE = 200  # characters of an answer that a message quotes
+OUTPUT = 2**16  # bytes of a program's output
+DELAY = 1.0  # seconds before the first retry
 STATUSES = ("Success", "Failed")  # of a program; any other status is an error of the service
 ENDINGS: dict[str, Ending] = {"Finished": "exited", "TimeLimitExceeded": "too long"}
-
-
-class BusyError(SandboxUnavailable):
-    """A failed request that may succeed on retry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxService:
     """Sandbox behind a URL, an alternative to the local :class:`Sandbox`.
 
-    A request is retried after a broken connection or a status of 408, 409, 425, 429 or >= 500. Redirects are refused,
-    because they would send the key to another host.
+    A request is retried without a usable answer, as after a broken connection or a status of 408, 429 or >= 500.
+    Redirects are not followed, because they would send the key to another host.
 
     Args:
         url: URL of the service, such as ``http://10.0.0.9:8080``, without ``/run_code``.
@@ -40,13 +36,10 @@ class SandboxService:
             a key.
         seconds: Run time limit of a program.
         memory: Memory limit of a program in bytes; None for the default of the service.
-        output: Maximum size of a program's output in bytes.
         patience: Seconds of a request beyond ``seconds``: transfer, queue and start.
-        retries: Number of retries of a request.
-        delay: Seconds before the first retry; doubles with each retry.
+        retries: Number of retries of a request, after a delay that doubles with each.
 
     Raises:
-        ImportError: If httpx2 is not installed.
         ValueError: If an option is out of range or the URL is invalid.
     """
 
@@ -54,20 +47,14 @@ class SandboxService:
     key_file: Path | None = None
     seconds: float = 5.0
     memory: int | None = None
-    output: int = 2**16
     patience: float = 30.0
     retries: int = 3
-    delay: float = 1.0
 
     def __post_init__(self) -> None:  # noqa: D105
-        require("httpx2", extra="judge")
         check_numbers(above=0, finite=True, seconds=self.seconds, patience=self.patience)
-        check_numbers(at_least=0, finite=True, delay=self.delay)
-        check_counts(1, output=self.output)
         check_counts(2**20, optional=True, memory=self.memory)
         check_counts(0, retries=self.retries)
-        if not _is_plain(self.url):
-            raise ValueError("expected url to be one without a name, password or query, such as http://10.0.0.9:8080")
+        read_url(self.url)
         if not isinstance(self.key_file, Path | None):
             raise ValueError("expected key_file to be the Path of a file that holds the key, or None")
 
@@ -100,55 +87,34 @@ class SandboxService:
         body: dict[str, Any] = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self.seconds}
         if self.memory is not None:
             body["memory_limit_MB"] = self.memory // 2**20
-        for attempt in range(self.retries):
-            try:
-                return self._ask(body)
-            except BusyError:
-                time.sleep(self.delay * 2**attempt)
-        return self._ask(body)
+        return self._try(body, self.retries)
+
+    def _try(self, body: dict[str, Any], left: int) -> SandboxResult:
+        try:
+            return self._ask(body)
+        except (Refused, Unanswered) as error:
+            if isinstance(error, Refused) or not left:
+                raise SandboxUnavailable(str(error)) from None
+        time.sleep(DELAY * 2 ** (self.retries - left))
+        return self._try(body, left - 1)
 
     def _ask(self, body: dict[str, Any]) -> SandboxResult:
-        import httpx2
+        key, begin = None if self.key_file is None else self.key_file.read_text().strip(), time.monotonic()
+        with closing(Client(self.url, key)) as client:
+            answer = client.call("POST", "/run_code", body, timeout=self.seconds + self.patience)
+        return self._read(answer, time.monotonic() - begin)
 
-        url, begin = f"{self.url.rstrip('/')}/run_code", time.monotonic()
-        timeout = self.seconds + self.patience
+    def _read(self, answer: Any, seconds: float) -> SandboxResult:
         try:
-            response = httpx2.post(url, json=body, headers=self._headers(), timeout=timeout, follow_redirects=False)
-        except httpx2.RequestError as error:
-            raise BusyError(f"{url} did not answer: {type(error).__name__} {error}") from None
-        if response.status_code != 200:
-            kind = BusyError if response.status_code in BUSY or response.status_code >= 500 else SandboxUnavailable
-            moved = ", a redirect that is not followed" if response.is_redirect else ""
-            raise kind(f"{url} answered with status {response.status_code}{moved}: {_quote(response.content)}")
-        return self._read(url, response.content, time.monotonic() - begin)
-
-    def _read(self, url: str, content: bytes, seconds: float) -> SandboxResult:
-        try:
-            answer = json.loads(content)
             run = answer["run_result"] or {"status": answer["status"]}
             ending = ENDINGS.get(run["status"]) if answer["status"] in STATUSES else None
             out, err = (str(run[name] or "") for name in ("stdout", "stderr")) if ending else ("", "")
             code = int(run["return_code"]) if ending == "exited" else KILLED
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise SandboxUnavailable(
-                f"expected {url} to return the result of a program, got {_quote(content)}"
-            ) from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            said = quote(str(answer))
+            raise SandboxUnavailable(f"expected {self.url} to return the result of a program, got {said}") from error
         if ending is None:
-            raise BusyError(f"{url} reported an error: {_quote(content)}")
-        if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > self.output:
-            ending, out, err = "too much output", out[: self.output], err[: self.output]
+            raise Unanswered(f"{self.url}/run_code reported an error: {quote(str(answer))}")
+        if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > OUTPUT:
+            ending, out, err = "too much output", out[:OUTPUT], err[:OUTPUT]
         return SandboxResult(ending=ending, code=code, stdout=out, stderr=err, seconds=seconds)
-
-    def _headers(self) -> dict[str, str]:
-        return {} if self.key_file is None else {"Authorization": f"Bearer {self.key_file.read_text().strip()}"}
-
-
-def _is_plain(url: str) -> bool:
-    """Return True for a URL with only a scheme, a host, a port and a path."""
-    parts = urlsplit(url)
-    beyond = parts.username or parts.password or parts.query or parts.fragment
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and not beyond
-
-
-def _quote(content: bytes) -> str:
-    return repr(content.decode(errors="replace")[:MAX_QUOTE])

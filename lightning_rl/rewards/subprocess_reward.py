@@ -19,7 +19,7 @@ from lightning_rl.processes.pool import Pool
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
 from lightning_rl.rewards.values import InvalidRewardError, values_of
-from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
+from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import name_of
 
 STARTING = threading.Lock()  # concurrent rollouts may start their rewards at the same time
@@ -83,7 +83,6 @@ class SubprocessReward:
         check_counts(1, processes=processes)
         check_counts(1, optional=True, memory=memory)
         check_numbers(above=0, finite=True, seconds=seconds)
-        check_bools(per_sample=per_sample)
         self.reward, self.processes, self.seconds = reward, processes, seconds
         self.per_sample, self.memory, self.environment = per_sample, memory, dict(environment or {})
         self.__name__ = name_of(reward)

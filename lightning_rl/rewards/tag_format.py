@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rl.rewards.text import texts_of
-from lightning_rl.utils.arguments import check_bools, check_texts
+from lightning_rl.utils.arguments import check_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,6 @@ class TagFormat:
     def __post_init__(self) -> None:
         """Check the options."""
         check_texts(tags=self.tags)
-        check_bools(partial=self.partial)
         if not isinstance(self.prefix, str):
             raise ValueError(f"expected prefix to be a string, got {self.prefix!r}")
         if not all(tag.isidentifier() for tag in self.tags) or not self.tags or len(set(self.tags)) < len(self.tags):

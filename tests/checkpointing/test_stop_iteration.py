@@ -31,43 +31,16 @@ class Ends:
 
 
 class Watches(RLCallback):
-    """Reads from a source in one of its methods."""
+    """Reads from a source when it observes a rollout."""
 
     name = "watches"
 
-    def __init__(self, method: str, at: int) -> None:
-        self.method, self.source = method, Ends(at)
-
-    @property
-    @override
-    def affects(self) -> bool:
-        return False
-
-    def read(self, method: str) -> None:
-        """Read if it is the method."""
-        if method == self.method:
-            self.source()
-
-    @override
-    def observe_generated(self, pairs: Any) -> None:
-        self.read("observe_generated")
+    def __init__(self, at: int) -> None:
+        self.source = Ends(at)
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        self.read("observe")
-
-    @override
-    def token_mask(self, view: LossView) -> Tensor:
-        self.read("token_mask")
-        return torch.ones_like(view.valid_tokens)
-
-    @override
-    def traces_step(self, rollout_number: int, step: int) -> bool:
-        return self.method == "observe_step"
-
-    @override
-    def observe_step(self, trace: Any) -> None:
-        self.read("observe_step")
+        self.source()
 
 
 class Draws(TransformersEngine):
@@ -109,14 +82,11 @@ def run(folder: Path, *callbacks: Callback, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("start", "steps"),
     [
-        (lambda folder: run(folder, Watches("observe_generated", 2)), 2),
-        (lambda folder: run(folder, Watches("observe", 3)), 4),
-        (lambda folder: run(folder, Watches("token_mask", 4)), 3),
-        (lambda folder: run(folder, Watches("observe_step", 3)), 3),
+        (lambda folder: run(folder, Watches(3)), 4),
         (lambda folder: run(folder, engine=Draws(2)), 2),
         (lambda folder: run(folder, engine=Draws(3)), 4),
     ],
-    ids=["observe_generated", "observe", "token_mask", "observe_step", "engine", "engine in validation"],
+    ids=["callback", "engine", "engine in validation"],
 )
 def test_a_run_ends_with_an_error_and_the_checkpoint_of_its_last_step(
     start: Callable[[Path], Any], steps: int, tmp_path: Path

@@ -98,10 +98,6 @@ ENDS: dict[str, tuple[Callable[[], Any], str]] = {  # with the failure
         lambda: TokenStep(token_ids=[1], messages=user(object())),
         "TypeError: expected plain values, lists and mappings from an environment, got object",
     ),
-    "much": (
-        lambda: TokenStep(token_ids=[1], messages=user("x" * 2**25)),
-        "ValueError: expected Bad to return at most 16777216 bytes from step, got 33554",
-    ),
 }
 HARMLESS: dict[str, Callable[[], Any]] = {
     "fork": fork,

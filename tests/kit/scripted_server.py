@@ -58,7 +58,6 @@ class ScriptedServer:
         calls: every call, by its path without query.
         error: what a load says instead of loading.
         key: that every call has to bring.
-        engines: behind the port, of which the first answers.
         worker: the process that joins groups.
         cut: how many clients hung up before their answer.
         connections: how many there have been.
@@ -75,7 +74,7 @@ class ScriptedServer:
     ) -> None:
         self.script, self.release, self.holds = script, release, {**HOLDS, **holds}
         self.label, self.error, self.cut, self.healthy = "default", "", 0, True
-        self.key, self.engines, self.connections = KEY, 1, 0
+        self.key, self.connections = KEY, 0
         self.weights: dict[str, Tensor] = {}
         self.loads: list[str] = []
         self.receptions: list[str] = []
@@ -123,8 +122,6 @@ class ScriptedServer:
         """Return the answer of a healthy server."""
         if path == "/version":
             return {"version": self.release}
-        if path.startswith("/get_world_size"):
-            return {"world_size": self.engines if path.endswith("?include_dp=true") else 1}
         if path == "/weight_info":
             return {"weight_version": self.label}
         if path == "/update_weight_version":

@@ -69,11 +69,7 @@ def differentiate(policy: PolicyModel, seed: int, *, packed: bool = True) -> lis
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [
-        ("qwen2", False),
-        ("lora", True),
-        pytest.param("gemma3_text", False, marks=pytest.mark.nightly),
-    ],
+    [("qwen2", False), ("lora", True), ("gemma3_text", False)],
 )
 def test_values_and_gradients_are_those_of_the_model_as_it_is(family: str, checkpointing: bool) -> None:
     plain, compiled = policies(family, "aot_eager", checkpointing=checkpointing)
@@ -185,7 +181,7 @@ def test_a_checkpoint_of_a_compiled_run_loads_into_a_module(tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ahead", [1, pytest.param(0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_decoding_compiles_nothing_and_draws_the_same(ahead: int) -> None:
     texts = []
     for backend in (PLAIN, COMPILED):

@@ -46,11 +46,6 @@ def test_deep_json_costs_no_stack_where_the_schema_goes_as_deep() -> None:
     assert JSONSchema(schema=NODE)(["?"] * 2, [deep, "[[[]]]"]) == [0.0, 1.0]
 
 
-def test_code_blocks_count_only_where_they_may() -> None:
-    fenced = '```json\n{"age": 4}\n```'
-    assert JSONSchema(schema=PERSON, fenced=False)(["?"] * 2, [fenced, '{"age": 4}']) == [0.0, 1.0]
-
-
 def test_a_schema_for_each_row() -> None:
     schemas = [PERSON, '{"type": "array"}', None]
     assert JSONSchema(schema="schema")(["?"] * 3, ['{"age": 4}', "{}", "{}"], schema=schemas) == [1.0, 0.0, None]

@@ -6,17 +6,16 @@ import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from typing_extensions import override
+from rewards.endpoint import Endpoint, Script, serving
 
 from lightning_rl.rewards import Judge
 
 SECRET = "sk-do-not-show"
-Reply = tuple[int, bytes, dict[str, str]]
-Script = Callable[[dict[str, Any], int], Any]
+Reply = tuple[int, Any]
 
 
 def completion(answer: Any, prompt_tokens: int = 100, completion_tokens: int = 10) -> bytes:
@@ -25,77 +24,17 @@ def completion(answer: Any, prompt_tokens: int = 100, completion_tokens: int = 1
 
 
 def failure(status: int, message: str) -> Reply:
-    return status, json.dumps({"error": {"message": message}}).encode(), {"Content-Type": "application/json"}
-
-
-class Endpoint:
-    """Local server of chat completions; a script of the body and the number of earlier requests gives the reply."""
-
-    def __init__(self, script: Script) -> None:
-        self.bodies: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.now = self.peak = 0
-        lock, endpoint = threading.Lock(), self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with lock:
-                    seen = sum(known == body for known in endpoint.bodies)
-                    endpoint.bodies.append(body)
-                    endpoint.headers.append(dict(self.headers) | {"path": self.path})
-                    endpoint.now += 1
-                    endpoint.peak = max(endpoint.peak, endpoint.now)
-                try:
-                    status, content, headers = script(body, seen)
-                finally:
-                    with lock:
-                        endpoint.now -= 1
-                try:
-                    self.send_response(status)
-                    for name, value in {"Content-Length": str(len(content)), **headers}.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(content)
-                except OSError:  # the judge has hung up
-                    pass
-
-            @override
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-        self.thread.start()
-
-    @property
-    def url(self) -> str:
-        """URL of the endpoint."""
-        return f"http://127.0.0.1:{self.server.server_port}/v1"
-
-    def close(self) -> None:
-        """Stop the server."""
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+    return status, {"error": {"message": message}}
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Script], Endpoint]]:
-    endpoints: list[Endpoint] = []
-
-    def start(script: Script) -> Endpoint:
-        endpoints.append(Endpoint(script))
-        return endpoints[-1]
-
-    yield start
-    for endpoint in endpoints:
-        endpoint.close()
+    with ExitStack() as stack:
+        yield lambda script: stack.enter_context(serving(script))
 
 
 def of(endpoint: Endpoint, **options: Any) -> Judge:
-    known: dict[str, Any] = {"model": "judge-1", "base_url": endpoint.url, "api_key_env": None}
+    known: dict[str, Any] = {"model": "judge-1", "base_url": f"{endpoint.url}/v1", "api_key_env": None}
     return Judge(**{**known, **options})
 
 
@@ -110,7 +49,7 @@ def question(body: dict[str, Any]) -> str:
 def by_length(body: dict[str, Any], seen: int) -> Reply:
     """Return the number of letters of the response as its score."""
     response = question(body).split("<response>\n")[1].split("\n</response>")[0]
-    return 200, completion(json.dumps({"reason": "its length", "score": len(response)})), {}
+    return 200, completion(json.dumps({"reason": "its length", "score": len(response)}))
 
 
 def test_scores_lie_on_the_scale(serve: Callable[[Script], Endpoint]) -> None:
@@ -118,26 +57,27 @@ def test_scores_lie_on_the_scale(serve: Callable[[Script], Endpoint]) -> None:
     chat = [{"role": "assistant", "content": "xxxxx"}]
     assert ask(of(endpoint), ["", "x" * 10, chat]) == [0.0, 1.0, 0.5]
     assert ask(of(endpoint, scale=(20, 0)), ["x" * 5]) == [0.75]
-    assert {headers["path"] for headers in endpoint.headers} == {"/v1/chat/completions"}
-    body = endpoint.bodies[0]
+    assert {headers["path"] for _, headers in endpoint.requests} == {"/v1/chat/completions"}
+    body, _ = endpoint.requests[0]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-1", 0.0, 512)
 
 
 def test_the_template_is_filled_with_prompt_completion_and_columns(serve: Any) -> None:
-    endpoint = serve(lambda *_: (200, completion('{"score": 10}'), {}))
+    endpoint = serve(lambda *_: (200, completion('{"score": 10}')))
     judge = of(
         endpoint,
         template="{prompt}|{completion}|{rubric}|{{}}",
         system="Be fair.",
-        options={"top_p": 0.5},
-        max_answer_tokens=None,
+        options={"top_p": 0.5, "max_tokens": 9},
     )
     prompts = [[{"role": "system", "content": "s"}, {"role": "user", "content": "{rubric}"}]]
     assert asyncio.run(judge(prompts, ["{prompt} \ud800%s"], rubric=[7])) == [1.0]
-    (body,) = endpoint.bodies
+    ((body, _),) = endpoint.requests
     assert question(body) == "system: s\n\nuser: {rubric}|{prompt} ?%s|7|{}"
-    assert body["messages"][0] == {"role": "system", "content": "Be fair."} and body["top_p"] == 0.5
-    assert "max_tokens" not in body
+    assert body["messages"][0] == {"role": "system", "content": "Be fair."} and (body["top_p"], body["max_tokens"]) == (
+        0.5,
+        9,
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +104,7 @@ def test_the_template_is_filled_with_prompt_completion_and_columns(serve: Any) -
     ],
 )
 def test_answers(options: dict[str, Any], answer: str, value: float | None, serve: Any) -> None:
-    judge = of(serve(lambda *_: (200, completion(answer), {})), **options)
+    judge = of(serve(lambda *_: (200, completion(answer))), **options)
     if value is not None:
         assert ask(judge, ["x"]) == [value]
         return
@@ -177,21 +117,21 @@ def test_answers(options: dict[str, Any], answer: str, value: float | None, serv
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_busy_endpoint_is_asked_again(status: int, serve: Any) -> None:
     def script(body: dict[str, Any], seen: int) -> Reply:
-        return (200, completion('{"score": 10}'), {}) if seen == 2 else failure(status, "later")
+        return (200, completion('{"score": 10}')) if seen == 2 else failure(status, "later")
 
     endpoint = serve(script)
-    assert ask(of(endpoint, retries=2), ["x"]) == [1.0] and len(endpoint.bodies) == 3
+    assert ask(of(endpoint, retries=2), ["x"]) == [1.0] and len(endpoint.requests) == 3
 
 
 def test_after_the_last_retry_only_its_row_fails(serve: Any) -> None:
     def script(body: dict[str, Any], seen: int) -> Reply:
-        return (500, b"broken", {}) if "bad" in question(body) else (200, completion('{"score": 10}'), {})
+        return (500, b"broken") if "bad" in question(body) else (200, completion('{"score": 10}'))
 
     endpoint = serve(script)
     with pytest.warns(UserWarning, match=r"for 1 of 3 completions.*InternalServerError.*500.*broken"):
         values = ask(of(endpoint, retries=2), ["good", "bad", "fine"])
     assert values[0] == values[2] == 1.0 and values[1] is not None and math.isnan(values[1])
-    assert len(endpoint.bodies) == 5
+    assert len(endpoint.requests) == 5
 
 
 def test_a_refusal_is_not_asked_again_and_shows_no_key(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +140,7 @@ def test_a_refusal_is_not_asked_again_and_shows_no_key(serve: Any, monkeypatch: 
     judge = of(endpoint, api_key_env="JUDGE_KEY")
     with pytest.warns(UserWarning, match=r"AuthenticationError.*401.*wrong key \*\*\*") as caught:
         ask(judge, ["x"])
-    assert endpoint.headers[0]["authorization"] == f"Bearer {SECRET}" and len(endpoint.bodies) == 1
+    assert endpoint.requests[0][1]["authorization"] == f"Bearer {SECRET}" and len(endpoint.requests) == 1
     shown = [str(warning.message) for warning in caught] + [repr(judge), repr(vars(judge))]
     assert not any(SECRET in text for text in shown) and SECRET.encode() not in pickle.dumps(judge)
 
@@ -210,7 +150,7 @@ def test_a_refusal_is_not_asked_again_and_shows_no_key(serve: Any, monkeypatch: 
 )
 def test_an_answer_without_a_chat_completion_fails_its_row(content: bytes, serve: Any) -> None:
     with pytest.warns(UserWarning, match=r"expected (a chat completion|text as the answer), got"):
-        (value,) = ask(of(serve(lambda *_: (200, content, {}))), ["x"])
+        (value,) = ask(of(serve(lambda *_: (200, content))), ["x"])
     assert value is not None and math.isnan(value)
 
 
@@ -221,7 +161,7 @@ def test_a_slow_answer_is_one_time_out_and_the_deadline_is_the_last(serve: Any) 
     def script(body: dict[str, Any], seen: int) -> Reply:
         if "slow" in question(body):
             release.wait(60)
-        return 200, completion('{"score": 10}'), {}
+        return 200, completion('{"score": 10}')
 
     endpoint = serve(script)
     try:
@@ -240,27 +180,27 @@ def test_many_are_asked_at_once_and_never_more_than_allowed(serve: Any) -> None:
 
     def script(body: dict[str, Any], seen: int) -> Reply:
         barrier.wait(20)  # passes only if four are there at the same time
-        return 200, completion('{"score": 10}'), {}
+        return 200, completion('{"score": 10}')
 
     endpoint = serve(script)
     assert ask(of(endpoint, concurrency=4), [f"x{row}" for row in range(12)]) == [1.0] * 12
-    assert endpoint.peak == 4 and len(endpoint.bodies) == 12
+    assert endpoint.peak == 4 and len(endpoint.requests) == 12
 
 
 def test_equal_requests_of_a_call_are_sent_once(serve: Any) -> None:
     endpoint = serve(by_length)
-    assert ask(of(endpoint), ["xx", "xx", "xxx"]) == [0.2, 0.2, 0.3] and len(endpoint.bodies) == 2
+    assert ask(of(endpoint), ["xx", "xx", "xxx"]) == [0.2, 0.2, 0.3] and len(endpoint.requests) == 2
 
 
 def test_counts_are_logged_for_each_call(serve: Any) -> None:
     logged: list[tuple[str, float]] = []
-    judge = of(serve(by_length), name="style")
+    judge = of(serve(by_length))
     ask(judge, ["x", "xx"], log_metric=lambda name, value: logged.append((name, value)))
     assert dict(logged) == {
-        "style/requests": 2,
-        "style/failed": 0,
-        "style/prompt_tokens": 200,
-        "style/completion_tokens": 20,
+        "requests": 2,
+        "failed": 0,
+        "prompt_tokens": 200,
+        "completion_tokens": 20,
     }
 
 
@@ -272,23 +212,4 @@ def test_a_missing_key_a_missing_column_and_token_ids_are_refused_before_anythin
         ask(of(endpoint, template="{completion} {rubric}"), ["x"], answer=["y"])
     with pytest.raises(ValueError, match="expected prompts as text or as chat messages for a judge, got"):
         asyncio.run(of(endpoint)([[1, 2]], ["x"]))
-    assert endpoint.bodies == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"base_url": "127.0.0.1:8000"}, "expected base_url to be a URL without a name or password"),
-        ({"base_url": f"http://me:{SECRET}@127.0.0.1/v1"}, "expected base_url to be a URL without a name or password"),
-        ({"concurrency": 0}, "expected concurrency to be a whole number above 0, got 0"),
-        ({"retries": -1}, "expected retries to be a whole number of at least 0, got -1"),
-        ({"scale": (1, 1)}, r"expected scale to be two different numbers, such as \(0, 10\), got \(1, 1\)"),
-        ({"pattern": "score"}, "expected pattern to have a group for the score, got 'score'"),
-        ({"template": "{prompt}"}, r"expected template to have the field \{completion\}.*got the fields \['prompt'\]"),
-        ({"template": "{completion} {x.y}"}, r"with \{\{ and \}\} for braces, got the fields \['completion', 'x.y'\]"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        Judge(**{"model": "m", **options})
-    assert SECRET not in str(caught.value)
+    assert endpoint.requests == []

@@ -21,7 +21,6 @@ LETTERS = [sum(letter.isalpha() for letter in text) for text in (ENGLISH, GERMAN
         pytest.param({}, CHINESE, 0.0, id="other-script"),
         pytest.param({"language": "zh"}, CHINESE, 1.0, id="other-script-wanted"),
         pytest.param({}, f"{ENGLISH}\n{GERMAN}", LETTERS[0] / sum(LETTERS), id="mixed"),
-        pytest.param({"by": "text"}, f"{ENGLISH}\n{ENGLISH}\n{GERMAN}", 1.0, id="mixed-as-a-whole"),
         pytest.param(
             {"among": ("en", "de")}, f"<think>{ENGLISH}</think>\nok\n", 1.0, id="short-line-goes-with-the-text"
         ),

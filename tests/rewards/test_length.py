@@ -29,20 +29,3 @@ def test_table(options: dict[str, Any], values: list[float]) -> None:
 def test_a_target_for_each_row() -> None:
     reward = Length(target="wanted", margin=2)
     assert reward(["?"] * 3, [""] * 3, completion_ids=[[1], [1], [1]], wanted=[1, 2, None]) == [1.0, 0.5, None]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "expected min_length or max_length, or else target, got min_length=0"),
-        ({"target": 3, "max_length": 3}, "expected min_length or max_length, or else target"),
-        ({"min_length": 3, "max_length": 2}, "expected min_length <= max_length, got 3 and 2"),
-        ({"max_length": -1}, "expected max_length to be a whole number of at least 0 or None, got -1"),
-        ({"max_length": 1, "margin": -1}, "expected margin to be a whole number of at least 0, got -1"),
-        ({"target": -2}, "expected target to be a whole number of at least 0 or None, got -2"),
-        ({"max_length": 1, "unit": "words"}, "expected unit tokens or characters, got 'words'"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Length(**options)

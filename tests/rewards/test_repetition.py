@@ -1,7 +1,5 @@
 """Repetition: the share of n-grams that were said before, by hand."""
 
-from typing import Any
-
 import pytest
 
 from lightning_rl.rewards import Repetition
@@ -23,15 +21,3 @@ def test_table(n: int, ids: list[int], value: float) -> None:
     assert Repetition(n=n)(["?"], [""], completion_ids=[ids]) == pytest.approx([value])
     words = " ".join(f"w{token}" for token in ids)
     assert Repetition(n=n, unit="words")(["?"], [words]) == pytest.approx([value])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n": 0}, "expected n to be a whole number above 0, got 0"),
-        ({"unit": "letters"}, "expected unit tokens or words, got 'letters'"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Repetition(**options)

@@ -211,17 +211,3 @@ def test_it_is_built_at_the_first_call_and_a_copy_builds_its_own(tmp_path: Path)
     assert early == reward and early(["a"], ["b"]) == reward(["a"], ["b"])
     late = pickle.loads(pickle.dumps(reward))
     assert "scorer" not in vars(late) and late(["a"], ["b"]) == reward(["a"], ["b"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": 3}, "expected model to be a name, a path or a callable that builds one, got 3"),
-        ({"tokens": "both"}, r"expected tokens own or policy, got 'both'"),
-        ({"max_tokens_per_microbatch": 0}, "expected max_tokens_per_microbatch to be a whole number above 0, got 0"),
-        ({"max_length": 0}, "expected max_length to be a whole number above 0 or None, got 0"),
-    ],
-)
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RewardModel(**{"model": "somewhere", **options})

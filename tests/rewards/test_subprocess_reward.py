@@ -239,15 +239,3 @@ def test_a_fit_with_isolated_rewards_equals_the_one_without(staleness: int) -> N
     reward = isolated(parity, per_sample=True)
     assert all((weight == plain[name]).all() for name, weight in weights(reward).items())
     assert reward.pids() == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"processes": 0}, "expected processes to be a whole number above 0, got 0"),
-        ({"seconds": float("nan")}, "expected seconds > 0, got nan"),
-    ],
-)
-def test_options_out_of_range_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SubprocessReward(len, **options)

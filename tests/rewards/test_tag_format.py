@@ -31,7 +31,7 @@ GOOD = "<think>a</think>\n<answer>b</answer>"
         ({"partial": True}, "<think><think>a</think>", 0.25),
         ({"partial": True}, "", 0.0),
         ({"partial": True}, GOOD, 1.0),
-        ({"tags": ("a",)}, "<a>x</a>", 1.0),
+        ({"tags": ["a"]}, "<a>x</a>", 1.0),
     ],
 )
 def test_table(options: dict[str, Any], completion: str, value: float) -> None:
@@ -42,9 +42,3 @@ def test_table(options: dict[str, Any], completion: str, value: float) -> None:
 def test_tags_are_different_names(tags: Any) -> None:
     with pytest.raises(ValueError, match=r"expected tags to be different names, such as \('think', 'answer'\), got"):
         TagFormat(tags=tags)
-
-
-def test_tags_may_be_a_list_and_never_one_string() -> None:
-    assert TagFormat(tags=["think"])(["?"], ["<think>a</think>"]) == [1.0]  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"expected tags to be a list of strings .* got 'think': write \['think'\]"):
-        TagFormat(tags="think")  # pyright: ignore[reportArgumentType]

@@ -24,6 +24,8 @@ ENGLISH = "We add the two numbers now."
     ("reward", "completion", "column", "good", "bad", "message"),
     [
         (NumberMatch(), "4", "answer", "4", "x + 1", "expected a number, or a text with one number, got 'x"),
+        (MathMatch(), "4", "answer", "4", "", "expected a number or formula, got ''"),
+        (MathMatch(), "4", "answer", "4", ["4"], r"expected a number or formula, got \['4'\]"),
         (ExactMatch(), "4", "answer", "4", 4, "expected a string or a list of strings, got 4"),
         (ChoiceMatch(), "A", "answer", "A", "Z", "expected one of the letters"),
         (RegexMatch(pattern="(.)", answer="answer"), "4", "answer", 4, ["4"], r"a string or a number, got \['4'\]"),
@@ -55,9 +57,3 @@ def test_choices_that_are_one_text_cost_their_row() -> None:
     with pytest.warns(UserWarning, match="expected a list of choice texts, got 'ab'"):
         values = ChoiceMatch(choices="o")(["?"] * 2, ["A"] * 2, answer=["A", "A"], o=[["x", "y"], "ab"])
     assert values[0] == 1.0 and math.isnan(values[1] or 0.0)
-
-
-def test_lists_are_no_mathematics() -> None:
-    with pytest.warns(UserWarning, match=r"MathMatch cannot read 1 of its references.* got \['4'\]"):
-        values = MathMatch()(["?"] * 3, ["4"] * 3, answer=["4", ["4"], None])
-    assert values[0] == 1.0 and math.isnan(values[1] or 0.0) and values[2] is None

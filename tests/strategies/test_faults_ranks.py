@@ -189,28 +189,9 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.nightly
-def test_a_rank_that_waits_outlives_the_patience_of_the_process_group(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, "long_waits", tmp_path)
-
-
-@pytest.mark.nightly
-def test_an_error_on_both_ranks_leaves_a_checkpoint_that_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, "both_fail", tmp_path)
-
-
-@pytest.mark.nightly
-def test_an_error_on_one_rank_ends_both_and_says_who_failed_and_where_to_go_on(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, "one_fails", tmp_path)
-
-
-@pytest.mark.nightly
-def test_an_error_at_the_rewards_of_one_rank_leaves_a_checkpoint_of_both(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, "one_fails_at_rewards", tmp_path)
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_of_several_ranks_is_a_folder_that_is_whole_or_not_there(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, "folders", tmp_path)
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(case: str, tmp_path: Path) -> None:
+    run_ranks(__file__, 2, case, tmp_path)
 
 
 if __name__ == "__main__":

@@ -80,13 +80,9 @@ def run(folder: Path, strategy: str) -> None:
 
 
 @pytest.mark.nightly
-def test_ranks_with_3_and_100_tokens_both_finish(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, tmp_path, "fsdp2", "zero3", timeout=240)
-
-
-@pytest.mark.nightly
-def test_ranks_with_3_and_100_tokens_both_finish_elsewhere(tmp_path: Path) -> None:
-    run_ranks(__file__, 2, tmp_path, *(STRATEGIES.keys() - {"fsdp2", "zero3", "tensor"}), timeout=240)
+@pytest.mark.parametrize("strategies", [("fsdp2", "zero3"), ("ddp", "fsdp1", "zero1", "zero2")], ids=len)
+def test_ranks_with_3_and_100_tokens_both_finish(strategies: tuple[str, ...], tmp_path: Path) -> None:
+    run_ranks(__file__, 2, tmp_path, *strategies, timeout=240)
 
 
 if __name__ == "__main__":

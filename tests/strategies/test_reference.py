@@ -40,11 +40,6 @@ class Watch(RLCallback):
 
 
 @pytest.mark.nightly
-def test_two_ranks_hold_the_reference(tmp_path: Any) -> None:
-    run_ranks(__file__, 2, "zero3:bf16-mixed", "fsdp1:bf16-true")
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_two_ranks_hold_the_reference_under_every_strategy(precision: str) -> None:
     run_ranks(__file__, 2, *(f"{strategy}:{precision}" for strategy in STRATEGIES))

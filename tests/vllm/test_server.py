@@ -28,8 +28,8 @@ from lightning_rl import FinishReason, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
-from lightning_rl.generation.vllm.http import Cancelled, Client
 from lightning_rl.generation.vllm.server_client import Label, ServerClient
+from lightning_rl.utils.http import Cancelled, Client
 
 
 @pytest.fixture(scope="session")

@@ -90,7 +90,6 @@ NAMES = {
 ROUTES = {
     "/collective_rpc": "entrypoints/serve/dev/rpc/api_router.py",
     "/detokenize": "entrypoints/serve/tokenize/api_router.py",
-    "/get_world_size": "entrypoints/rl/online/api_router.py",
     "/health": "entrypoints/serve/instrumentator/health.py",
     "/inference/v1/generate": "entrypoints/scale_out/token_in_token_out/api_router.py",
     "/pause": "entrypoints/rl/online/api_router.py",

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
 from lightning_rl.generation.vllm.group import Group, GroupError, Invitation, Specification, gpu_of, open_store
-from lightning_rl.generation.vllm.http import Cancelled, Refused, Unanswered
 from lightning_rl.generation.vllm.scheduler import Server
 from lightning_rl.generation.vllm.server_client import Label, Member
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.utils.http import Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)
 LOST = (GroupError, Unanswered, Refused, Cancelled)  # errors of a server that does not take part, or stopped to

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.generation.engine import EngineError
-from lightning_rl.generation.vllm.http import quote, read_url
+from lightning_rl.utils.http import quote, read_url
 
 LOG = logging.getLogger(__name__)
 READ = 1.0  # seconds between two reads
@@ -92,8 +92,7 @@ class ServerList:
     def watch(self, urls: Urls, follow: Callable[[Urls], object]) -> None:
         """Call ``follow`` in a thread with each changed list, unless the URLs are fixed.
 
-        A list is used once two reads agree, which excludes a list that is being written. An unusable list changes
-        nothing and is logged.
+        An unusable list changes nothing and is logged.
 
         Args:
             urls: URLs at the start of the run.
@@ -101,7 +100,7 @@ class ServerList:
         """
 
         def watch() -> None:
-            used, before, logged = urls, urls, ""
+            used, logged = urls, ""
             while not self._ended.wait(READ):
                 try:
                     found, why = self.read(), ""
@@ -109,8 +108,8 @@ class ServerList:
                     found, why = used, quote(str(error))
                 if why and why != logged:
                     LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self.source, why)
-                stable, before, logged = set(found) == set(before), found, why
-                if stable and set(found) != set(used) and not self._ended.is_set():
+                logged = why
+                if set(found) != set(used) and not self._ended.is_set():
                     used = found
                     follow(used)
 

@@ -7,8 +7,8 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lightning_rl.generation.vllm.http import Unanswered
 from lightning_rl.generation.vllm.server_client import ServerClient
+from lightning_rl.utils.http import Unanswered
 
 
 @dataclass(slots=True, eq=False)

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from lightning_rl.generation.vllm.group import GroupError, Invitation, Specification
-from lightning_rl.generation.vllm.http import LOOP, Client, Unanswered, quote
 from lightning_rl.generation.vllm.vllm_sampling import FINISH
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import Description
 from lightning_rl.generation.weights.weight_stream import Shape
+from lightning_rl.utils.http import LOOP, Client, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
 LEAVING = 5.0  # seconds for a call to a server that is not used any more
 LOADING = "loading"  # label while weights are incomplete
 NO_LOGPROB = -9999.0  # value that vLLM sends for -inf and NaN
+HINTS = {
+    401: "pass the key of lightning-rl serve as api_key=, or set VLLM_API_KEY",
+    403: "start the server by lightning-rl serve",
+    404: "start the server by lightning-rl serve",
+}
 REQUIRED = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}
 
 
@@ -68,7 +73,7 @@ class ServerClient(Client):
     """
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
-        super().__init__(url, key)
+        super().__init__(url, key, HINTS)
         self.timeout = timeout
 
     def check_health(self) -> None:
@@ -87,7 +92,6 @@ class ServerClient(Client):
                 check_version(str(answer["version"]))
         except ImportError as error:
             raise ValueError(f"{self.url}: {quote(str(error))}") from error
-        self._check_single()
         results = self._on_workers("lightning_rl_describe")
         with self._parsing():
             description = Description(**results[0])
@@ -95,20 +99,6 @@ class ServerClient(Client):
             if (got := getattr(description, name)) != value:
                 raise ValueError(f"expected {name} {value} at {self.url}, got {quote(got)}: use lightning-rl serve")
         return description
-
-    def _check_single(self) -> None:
-        """Raise if several engines share one port: all load weights, but only the first one reports the result."""
-        number = self._world_size("true") // self._world_size("false")
-        if number > 1:
-            raise ValueError(
-                f"expected one engine at {self.url}, got {number} (--data-parallel-size), of which only the first "
-                "would report a failed load: start a server for each, and pass all URLs"
-            )
-
-    def _world_size(self, include_dp: str) -> int:
-        answer = self._get(f"/get_world_size?include_dp={include_dp}")
-        with self._parsing():
-            return int(answer["world_size"])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, decoded by the server's tokenizer."""

@@ -25,7 +25,6 @@ from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
 from lightning_rl.generation.vllm.group import Specification
-from lightning_rl.generation.vllm.http import read_url
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
@@ -35,6 +34,7 @@ from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.text_model import check_text_only
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.http import read_url
 
 TRANSFERS = ("file", "broadcast")
 
@@ -293,7 +293,7 @@ class VLLMServerEngine(Engine):
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         pool = self._running()
         scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
-        pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
+        pool.push.proof = Proof(pool.push.label, tuple(ids), next(iter(scores.values())))
         return scores
 
     @override

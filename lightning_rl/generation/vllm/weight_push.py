@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rl.generation.vllm.http import Unanswered, quote
 from lightning_rl.generation.vllm.server_client import Label, ServerClient
 from lightning_rl.generation.vllm.storage import RunFolder
 from lightning_rl.generation.vllm.vllm_sampling import SCORING
@@ -18,6 +17,7 @@ from lightning_rl.generation.vllm.worker_extension import Description
 from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.weight_folder import write_weights
 from lightning_rl.generation.weights.weight_stream import Shape, Stream
+from lightning_rl.utils.http import Unanswered, quote
 
 DECODED = 500  # token ids that are decoded to compare two tokenizers
 

@@ -1,4 +1,4 @@
-"""Two scripted servers, and engines that start without a garbage collection of the test process."""
+"""Two scripted servers, and engines that start without a garbage collection and check servers often."""
 
 import gc
 from collections.abc import Iterator
@@ -6,10 +6,15 @@ from collections.abc import Iterator
 import pytest
 from kit.scripted_server import ScriptedServer, servers
 
+from lightning_rl.generation.vllm import discovery, server_pool
+
 
 @pytest.fixture(autouse=True)
-def _without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)  # a second of each start
+    monkeypatch.setattr(server_pool, "POLL", 0.02)
+    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
+    monkeypatch.setattr(discovery, "READ", 0.005)
 
 
 @pytest.fixture

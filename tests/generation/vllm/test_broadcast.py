@@ -12,40 +12,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from kit.engine_requests import launch
-from kit.scripted_server import KEY, ScriptedServer, servers
-from kit.support import tiny_model
+from generation.vllm import served_engines
+from generation.vllm.served_engines import push, the_model
+from kit.scripted_server import ScriptedServer, servers
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from lightning_rl import VLLMServerEngine
 from lightning_rl.generation.vllm import broadcast, group, server_pool
 from lightning_rl.generation.vllm.group import GroupError
 from lightning_rl.generation.vllm.worker_extension import HOST, WeightLoader
 
-
-@pytest.fixture(autouse=True)
-def _small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 0.02)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
-
-
-def the_model(seed: int = 0) -> PreTrainedModel:
-    return tiny_model("llama", seed, dtype=torch.float32)
-
-
-def an_engine(*scripted: ScriptedServer, **options: Any) -> VLLMServerEngine:
-    known: dict[str, Any] = {"api_key": KEY, "canary": False, "patience": 10, "timeout": 10, "transfer": "broadcast"}
-    engine = VLLMServerEngine([server.url for server in scripted], **{**known, **options})
-    launch(engine, the_model())
-    engine.expect(the_model().named_parameters())
-    return engine
-
-
-def push(engine: VLLMServerEngine, version: int) -> dict[str, Tensor]:
-    model = the_model(seed=version)
-    engine.load_weights(model.named_parameters(), version)
-    return dict(model.named_parameters())
+an_engine = partial(served_engines.an_engine, pushed=False, transfer="broadcast")
 
 
 def check_weights(server: ScriptedServer, expected: dict[str, Tensor], version: int) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import launch
-from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
+from generation.vllm.served_engines import an_engine
+from kit.scripted_server import VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from typing_extensions import override
 
@@ -23,24 +23,8 @@ from lightning_rl.environments import (
 )
 from lightning_rl.generation import Request
 from lightning_rl.generation.validate_completions import Answers
-from lightning_rl.generation.vllm import server_pool
 
 TURNS = 4
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 0.02)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
-
-
-def an_engine(*scripted: ScriptedServer) -> VLLMServerEngine:
-    model = tiny_model("llama", dtype=torch.float32)
-    engine = VLLMServerEngine([s.url for s in scripted], api_key=KEY, canary=False, patience=10, timeout=10)
-    launch(engine, model)
-    engine.expect(model.named_parameters())
-    engine.load_weights(model.named_parameters(), 0)
-    return engine
 
 
 class Echo(TokenEnvironment):

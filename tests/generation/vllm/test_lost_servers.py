@@ -14,15 +14,8 @@ from torch import Tensor
 from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngine
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation import Canary
-from lightning_rl.generation.vllm import server_pool
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 0.02)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
 
 
 def run(

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rl.generation.vllm.http import LOOP
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import ServerClient
+from lightning_rl.utils.http import LOOP
 
 
 def some_servers(number: int) -> list[Server]:

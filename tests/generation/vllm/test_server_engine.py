@@ -7,36 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from generation.vllm.served_engines import an_engine, the_model
 from kit.engine_requests import launch, request_of
-from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
-from kit.support import tiny_model
-from transformers import PreTrainedModel
+from kit.scripted_server import VOCABULARY, Answer, ScriptedServer, servers
 
 from lightning_rl import EngineError, FinishReason, VLLMServerEngine
 from lightning_rl.generation import EngineState, Request
-from lightning_rl.generation.vllm import server_pool
 from lightning_rl.generation.vllm.server_client import Label
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 0.02)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
-
-
-def the_model(**options: Any) -> PreTrainedModel:
-    return tiny_model("llama", dtype=torch.float32, **options)
-
-
-def an_engine(*scripted: ScriptedServer, started: bool = True, **options: Any) -> VLLMServerEngine:
-    known: dict[str, Any] = {"api_key": KEY, "canary": False, "patience": 10, "timeout": 10}
-    engine = VLLMServerEngine([server.url for server in scripted], **{**known, **options})
-    if started:
-        model = the_model()
-        launch(engine, model)
-        engine.expect(model.named_parameters())
-        engine.load_weights(model.named_parameters(), 0)
-    return engine
 
 
 def requests(number: int, **options: Any) -> list[Request]:

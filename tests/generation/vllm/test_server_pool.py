@@ -13,11 +13,10 @@ from kit.scripted_server import KEY, ScriptedServer, servers
 from kit.support import tiny_policy
 
 from lightning_rl import EngineError
-from lightning_rl.generation.vllm import server_pool
-from lightning_rl.generation.vllm.http import Cancelled, Unanswered
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.weight_push import WeightPush
+from lightning_rl.utils.http import Cancelled, Unanswered
 
 
 def a_push() -> WeightPush:
@@ -29,11 +28,7 @@ def a_pool(patience: float = 0.1) -> ServerPool:
     return ServerPool(clients, a_push(), patience=patience)
 
 
-def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 0.01)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
+def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: pytest.LogCaptureFixture) -> None:
     server = ScriptedServer(architecture="Qwen2ForCausalLM")
     honest, odd = server.answer, threading.Event()
     server.answer = lambda path, body: 401 if odd.is_set() and path == "/health" else honest(path, body)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,51 +1,15 @@
 """Storage of weights: folders of dead trainers are deleted, and servers load only from the storage."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_rl.generation.vllm import storage as storage_module
 from lightning_rl.generation.vllm.storage import RunFolder, check_inside
 from lightning_rl.generation.vllm.worker_extension import STORAGE, WeightLoader
 from lightning_rl.generation.weights.weight_folder import write_weights
-
-TRAINER = """
-import runpy, sys
-from pathlib import Path
-folder = runpy.run_path(sys.argv[3])["RunFolder"](Path(sys.argv[1]), sys.argv[2])
-folder.open()
-(folder.path / "0").mkdir()
-print("open", flush=True)
-sys.stdin.read()
-"""
-
-
-def trainer(storage: Path, run: str) -> "subprocess.Popen[str]":
-    """Start a process that keeps weights until it is killed."""
-    command = [sys.executable, "-c", TRAINER, str(storage), run, storage_module.__file__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "open\n"
-    return process
-
-
-def test_weights_of_a_killed_trainer_are_deleted_by_the_next_one(tmp_path: Path) -> None:
-    with trainer(tmp_path, "dead") as dead, trainer(tmp_path, "alive") as alive:
-        dead.send_signal(signal.SIGKILL)
-        dead.wait(20)
-        assert (tmp_path / "lightning-rl-dead" / "0").is_dir()
-        folder = RunFolder(tmp_path, "next")
-        folder.open()
-        names = ["lightning-rl-alive", "lightning-rl-alive.lock", "lightning-rl-next", "lightning-rl-next.lock"]
-        assert sorted(path.name for path in tmp_path.iterdir()) == names
-        folder.close()
-        assert sorted(path.name for path in tmp_path.iterdir()) == names[:2]
-        alive.kill()
 
 
 def left_behind(storage: Path, run: str = "old", host: str | None = None) -> Path:
@@ -56,13 +20,16 @@ def left_behind(storage: Path, run: str = "old", host: str | None = None) -> Pat
     return folder
 
 
-def test_folders_of_dead_trainers_are_deleted(tmp_path: Path) -> None:
-    old = left_behind(tmp_path)
-    folder = RunFolder(tmp_path, "next")
+def test_folders_of_dead_trainers_are_deleted_and_those_of_live_ones_kept(tmp_path: Path) -> None:
+    left_behind(tmp_path)
+    alive, folder = RunFolder(tmp_path, "alive"), RunFolder(tmp_path, "next")
+    alive.open()
     folder.open()
-    assert not old.exists() and folder.path.is_dir()
+    names = ["lightning-rl-alive", "lightning-rl-alive.lock", "lightning-rl-next", "lightning-rl-next.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     folder.close()
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == names[:2]
+    alive.close()
 
 
 @pytest.mark.parametrize("host", ["another-machine", ""])

@@ -7,6 +7,8 @@ import asyncio
 import json
 import socket
 import ssl
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -15,11 +17,6 @@ import aiohttp
 from lightning_rl.utils.event_loop import EventLoop
 
 LOOP = EventLoop("servers")
-HINTS = {
-    401: "pass the key of lightning-rl serve as api_key=, or set VLLM_API_KEY",
-    403: "start the server by lightning-rl serve",
-    404: "start the server by lightning-rl serve",
-}
 PORTS = {"http": 80, "https": 443}
 BUSY = (408, 429)  # statuses after which a retry may succeed
 OF_REQUEST = (400, 413, 422)  # statuses that concern the request, not the client
@@ -56,13 +53,14 @@ class Client:
     Args:
         url: URL such as ``http://127.0.0.1:8000``.
         key: Key sent as bearer token, or None.
+        hints: Advice for statuses of a refusal.
 
     Raises:
         ValueError: If the URL is invalid.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
-        self.url = read_url(url).geturl()
+    def __init__(self, url: str, key: str | None = None, hints: Mapping[int, str] = MappingProxyType({})) -> None:
+        self.url, self._hints = read_url(url).geturl(), hints
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls in flight
@@ -92,8 +90,8 @@ class Client:
         deadline = asyncio.timeout(timeout)
         self._deadlines.add(deadline)
         try:
-            async with deadline:
-                status, text = await self._exchange(method, path, body)
+            async with deadline, self._open().request(method, self.url + path, json=body, allow_redirects=False) as got:
+                status, text = got.status, await got.read()
         except aiohttp.ClientConnectorCertificateError as error:
             hint, why = "name the file that signs it in SSL_CERT_FILE", error.certificate_error
             said = why.verify_message if isinstance(why, ssl.SSLCertVerificationError) else str(why)
@@ -107,16 +105,6 @@ class Client:
             self._deadlines.discard(deadline)
         return self._parse(path, status, text)
 
-    async def _exchange(self, method: str, path: str, body: Any, *, again: bool = True) -> tuple[int, bytes]:
-        """Return status and body; a call is repeated once, as a server may close a connection that was kept."""
-        try:
-            async with self._open().request(method, self.url + path, json=body, allow_redirects=False) as answer:
-                return answer.status, await answer.read()
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            if self._closed or not again:
-                raise
-        return await self._exchange(method, path, body, again=False)
-
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT, socket_factory=_open_socket)
@@ -127,7 +115,7 @@ class Client:
     def _parse(self, path: str, status: int, text: bytes) -> Any:
         quoted = quote(text[: 4 * MAX_QUOTE].decode(errors="replace"))
         if 400 <= status < 500 and status not in BUSY:
-            hint = f": {HINTS[status]}" if status in HINTS else ""
+            hint = f": {self._hints[status]}" if status in self._hints else ""
             raise Refused(
                 f"expected {self.url}{path} to accept the call, got status {status}: {quoted}{hint}",
                 of_request=status in OF_REQUEST,
@@ -183,7 +171,7 @@ def read_url(text: str) -> SplitResult:
         'http://localhost:8000'
     """
     if "@" in text:
-        raise ValueError("expected a URL without a user and a password: the key of servers is api_key=")
+        raise ValueError("expected a URL without a user and a password: pass the key as an option")
     try:
         parts = urlsplit(text.strip())
         host, port = parts.hostname or "", parts.port

@@ -1,6 +1,5 @@
 """HTTP client: deadlines, unusable answers, cancelled calls, kept connections and certificates."""
 
-import json
 import shutil
 import socket
 import ssl
@@ -16,7 +15,7 @@ import pytest
 from kit.raw_server import RawServer, raw_server, whole
 from kit.scripted_server import KEY, ScriptedServer, servers
 
-from lightning_rl.generation.vllm.http import Cancelled, Client, Refused, Unanswered, _open_socket
+from lightning_rl.utils.http import Cancelled, Client, Refused, Unanswered, _open_socket
 
 
 def ask(server: RawServer, path: str = "/", **options: Any) -> Any:
@@ -107,21 +106,6 @@ def test_a_connection_serves_many_calls_and_has_tcp_keepalive() -> None:
         assert server.connections == 1
     with closing(_open_socket((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", 1)))) as opened:
         assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-
-
-def test_a_call_on_a_kept_connection_that_was_closed_is_repeated() -> None:
-    said = list[str]()
-
-    def hang_up(server: RawServer, connection: socket.socket, path: str) -> None:
-        """Answer the first call of a connection, and close it after reading the second one."""
-        said.append(path)
-        server.send(connection, whole(body=json.dumps(path).encode()))
-        connection.recv(2**16)
-
-    with raw_server(hang_up) as server, closing(Client(server.url)) as client:
-        for path in ("/a", "/b", "/c"):
-            assert client.call("POST", path, {}, timeout=20) == path
-    assert said == ["/a", "/b", "/c"]
 
 
 @pytest.fixture(scope="module")
