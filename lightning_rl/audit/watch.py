@@ -141,7 +141,7 @@ class FieldWatch:
         if self._finished is not None and args[0] is self._finished:
             self.look(rollout=self._finished)
         if name in self.state.names:
-            self.state.enter(contribution=True)
+            self.state.enter()
 
     def after_call(self, who: str) -> None:
         """Compare the state after a call of user code, whose edits of fields the guard refuses."""
