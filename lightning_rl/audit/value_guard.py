@@ -2,28 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_rl.audit.audit_error import bitwise_equal
 from lightning_rl.corrections.call_user import PURE, VERSIONS
 from lightning_rl.utils.mutation_guard import EditError, Fields, Versions, refuse_edits
-
-
-class Watch(Protocol):
-    """Further comparisons around user code on audited rollouts."""
-
-    @property
-    def active(self) -> bool:
-        """True if the current rollout is audited."""
-        ...
-
-    def before_call(self, who: str, args: Sequence[object]) -> None:
-        """Record state before a call of user code."""
-        ...
-
-    def after_call(self, who: str) -> None:
-        """Compare state after a call of user code."""
-        ...
 
 
 class ValueGuard:
@@ -32,21 +15,26 @@ class ValueGuard:
     Copies of the values detect edits through ``.data``, ``.numpy()`` and pointers. A hook can replace the gradient of
     the whole loss without a change of any value; ``retain_grad`` only keeps a copy and is allowed.
 
-    Args:
-        watch: Further comparisons.
+    Attributes:
+        active: True if the current rollout is audited.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
+    active = True
+
+    def before_call(self, who: str, args: Sequence[object]) -> None:
+        """Record further state before a call of user code."""
+
+    def after_call(self, who: str) -> None:
+        """Compare further state after a call of user code."""
 
     @contextmanager
     def around(self, who: str, shown: Callable[[], Fields], args: Sequence[object]) -> Iterator[None]:
-        """Compare the tensors, and the state that the watch compares, before and after a call."""
-        if not self._watch.active:
+        """Compare the tensors, and further state, before and after a call."""
+        if not self.active:
             with VERSIONS.around(who, shown, args):
                 yield
             return
-        self._watch.before_call(who, args)
+        self.before_call(who, args)
         fields = shown()
         before, links = Seal(fields), _autograd_links(fields)
         yield
@@ -56,7 +44,7 @@ class ValueGuard:
                 f"{who} registered a hook on the gradient of {names}, or detached it, which changes the gradient of "
                 f"the whole loss: {PURE}"
             )
-        self._watch.after_call(who)
+        self.after_call(who)
 
 
 class Seal:

@@ -2,7 +2,7 @@
 
 import ctypes
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,11 @@ FIELD = "old_logprobs"
 Edit = Callable[[Rollout], None]
 
 
-class Auditing:
-    """Watch of a rollout that is audited, or not."""
-
-    def __init__(self, *, active: bool = True) -> None:
-        self.active = active
-
-    def before_call(self, who: str, args: Sequence[object]) -> None:
-        """Record nothing."""
-
-    def after_call(self, who: str) -> None:
-        """Compare nothing."""
-
-
 def guarded(*callbacks: RLCallback, active: bool = True) -> Corrections:
     """Return corrections as an audit sets them up."""
     corrections = Corrections(callbacks)
-    corrections.guard = ValueGuard(Auditing(active=active))
+    corrections.guard = guard = ValueGuard()
+    guard.active = active
     return corrections
 
 
