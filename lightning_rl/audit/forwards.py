@@ -149,7 +149,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
         logits, totals = functional_call(policy.model, named, (), inputs).logits, torch.zeros(2)
         for number, one in enumerate(contexts):
             scores = logits[number, one.read - 1 : len(one.ids) - 1].float() / temperature
-            scores = _keep_sampled(rows, one.row, one.columns, scores)
+            scores = _keep_tokens(rows, one.row, one.columns, scores)
             before = scores.gather(1, one.ids[one.read :, None])[:, 0]
             weight = signs[one.row, one.columns]
             chosen = before - scores.logsumexp(-1)
@@ -167,7 +167,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     return tuple(gradients)
 
 
-def _keep_sampled(rows: Rollout, row: int, columns: slice, scores: Tensor) -> Tensor:
+def _keep_tokens(rows: Rollout, row: int, columns: slice, scores: Tensor) -> Tensor:
     """Return the scores of some tokens without the entries that a filter of the engine left out."""
     if SAMPLING_MASK not in rows.token_extras:
         return scores
@@ -256,7 +256,7 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
         end = min(begin + PLAIN_TOKENS, last)
         place = one.read + begin - first
         targets = one.ids[place : place + end - begin, None]
-        scores = _keep_sampled(rows, row, slice(begin, end), logits[row, place - 1 : place - 1 + end - begin].double())
+        scores = _keep_tokens(rows, row, slice(begin, end), logits[row, place - 1 : place - 1 + end - begin].double())
         normal = (scores / temperature).log_softmax(-1)
         entropy = -(normal.exp() * normal.clamp(min=FLOOR)).sum(-1)
         stretches.append(PlainForward(name, row, begin, normal.gather(1, targets)[:, 0], entropy))
