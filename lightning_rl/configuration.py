@@ -1,7 +1,7 @@
 """Configuration of a run as plain values, for loggers and checkpoints."""
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -14,11 +14,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
-from lightning_rl.serialization import ARGUMENTS, CLASS, Plain, describe, path_of
+from lightning_rl.serialization import ABSENT, CLASS, Plain, changes, describe, path_of
 from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 from lightning_rl.version import __version__
 
-ABSENT = "nothing"
 FIXED = ("minibatches_per_rollout", "epochs_per_rollout")  # a checkpoint counts step indices in their product
 FREE = {"engine", "evaluation", "model", "rewards.timeout", "rewards.max_failure_rate"}
 FREE |= {f"environment.{option}" for option in ("workers", "step_timeout", "timeout", "max_failure_rate")}
@@ -132,11 +131,11 @@ def check_resume(
         ValueError: If another option differs.
     """
     free = FREE | {f"corrections.{name}.{option}" for name, options in states.items() for option in options}
-    changes = [change for change in _changes(_essence(before), _essence(now)) if change[0] not in free]
-    names = dict.fromkeys(path.split(".")[0] for path, _, _ in changes)
+    differences = [change for change in changes(_essence(before), _essence(now)) if change[0] not in free]
+    names = dict.fromkeys(path.split(".")[0] for path, _, _ in differences)
     refused = [name for name in names if name not in allow_config_changes or name in FIXED]
     if refused:
-        lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in changes]
+        lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in differences]
         fixed = [name for name in refused if name in FIXED]
         cure = f"or accept them with FaultTolerance(allow_config_changes={refused!r})"
         if fixed:
@@ -146,7 +145,7 @@ def check_resume(
             + "\n".join(lines)
             + f"\nset them back, {cure}"
         )
-    others = [f"{path} {old} -> {new}" for path, old, new in _changes(before["versions"], now["versions"])]
+    others = [f"{path} {old} -> {new}" for path, old, new in changes(before["versions"], now["versions"])]
     if others:
         rank_zero_warn(f"resumed with other versions ({', '.join(others)}), so results are not bitwise equal")
 
@@ -157,16 +156,6 @@ def _essence(configuration: Mapping[str, Any]) -> dict[str, Any]:
     data = {name: value for name, value in configuration["data"].items() if name not in FREE_OF_DATA}
     precision = configuration["trainer"]["precision"]
     return {**module, "corrections": configuration["corrections"], "data": data, "precision": precision}
-
-
-def _changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the path and both values of each difference between two plain values."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get(CLASS) == new.get(CLASS):
-        for key in dict.fromkeys([*old, *new]):
-            below = path if key == ARGUMENTS else f"{path}.{key}".removeprefix(".")
-            yield from _changes(old.get(key, ABSENT), new.get(key, ABSENT), below)
-    elif old != new and not (isinstance(old, float) and isinstance(new, float) and old != old and new != new):
-        yield path, old, new
 
 
 def _show(value: Any) -> str:

@@ -32,6 +32,7 @@ from torch.optim import lr_scheduler
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
+ABSENT = "nothing"
 MAX_ITEMS = 64  # longer lists are described by length and hash
 SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -97,6 +98,16 @@ def restorable() -> Mapping[str, Any]:
     for module, base in ((torch.optim, torch.optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
         parts += [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
     return MappingProxyType({path_of(part): part for part in parts if inspect.isroutine(part) or inspect.isclass(part)})
+
+
+def changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the path and both values of each difference between two descriptions; NaN equals NaN."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get(CLASS) == new.get(CLASS):
+        for key in dict.fromkeys([*old, *new]):
+            below = path if key == ARGUMENTS else f"{path}.{key}".removeprefix(".")
+            yield from changes(old.get(key, ABSENT), new.get(key, ABSENT), below)
+    elif old != new and not (isinstance(old, float) and isinstance(new, float) and old != old and new != new):
+        yield path, old, new
 
 
 def is_import_path(value: Any) -> bool:

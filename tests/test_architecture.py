@@ -14,7 +14,6 @@ from lightning_rl.corrections import CONTRIBUTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"]
-LINK = re.compile(r"\]\(([^)#:]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 EXAMPLES = re.compile(r"^\* bad: .*(?:\n  .*)*", re.MULTILINE)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -43,11 +42,6 @@ def definitions() -> set[str]:
                 elif isinstance(node, ast.keyword) and node.arg:
                     names.add(node.arg)
     return names
-
-
-@each_page
-def test_every_link_leads_somewhere(page: Path) -> None:
-    assert [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()] == []
 
 
 @each_page

@@ -15,7 +15,6 @@ from lightning_rl import GRPO, LossView, Rollout, Stat, ValueLoss
 from lightning_rl.advantages.estimator import Advantages, RewardSignal
 from lightning_rl.corrections import Corrections, LossTerm, RLCallback
 from lightning_rl.corrections.call_user import call_user
-from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.losses import ClippedSurrogate
 from lightning_rl.policy import Outputs, make_plan
 from lightning_rl.rollouts.estimate_signal import estimate_signal
@@ -174,39 +173,10 @@ def test_a_reduction_that_edits_what_it_sees_is_named() -> None:
         StepWeights(rollout, microbatches, local_sum).of(sorting, microbatches[0])
 
 
-class Observer(RLCallback):
-    """Edits what one of the observing methods is shown."""
-
-    name = "observer"
-
-    def __init__(self, method: str, edit: Callable[..., None]) -> None:
-        self.method, self.edit = method, edit
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self._look("observe", rollout)
-
-    @override
-    def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._look("observe_generated", pairs)
-
-    @override
-    def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
-        self._look("observe_rewards", rollout, calls)
-
-    @override
-    def observe_step(self, trace: StepTrace) -> None:
-        self._look("observe_step", trace)
-
-    def _look(self, method: str, *shown: Any) -> None:
-        if method == self.method:
-            self.edit(*shown)
-
-
 OBSERVERS: list[tuple[str, Callable[..., None], str]] = [
     ("observe", lambda rollout: rollout.advantages.zero_(), "advantages"),
     ("observe_generated", lambda pairs: pairs[1][1].logprobs.zero_(), "logprobs of sample 1"),
-    ("observe_rewards", lambda rollout, _calls: rollout.rewards.zero_(), "rewards"),
+    ("observe_rewards", lambda rollout: rollout.rewards.zero_(), "rewards"),
     ("observe_step", lambda trace: trace.microbatches[0].view.advantages.zero_(), "advantages of microbatch 0"),
     ("observe_step", lambda trace: trace.microbatches[0].gradient.fill_(0), "gradient of microbatch 0"),
 ]
@@ -215,7 +185,7 @@ OBSERVERS: list[tuple[str, Callable[..., None], str]] = [
 @pytest.mark.parametrize(("method", "edit", "what"), OBSERVERS, ids=[f"{m}-{w}" for m, _, w in OBSERVERS])
 def test_an_observer_that_edits_what_it_is_shown_is_named(method: str, edit: Callable[..., None], what: str) -> None:
     with pytest.raises(EditError, match=rf"^{method} of observer wrote in place to {what}"):
-        fit(tiny_module(), callbacks=[Observer(method, edit)], data=tiny_prompts(4))
+        fit(tiny_module(), callbacks=[callback_of("observer", **{method: edit})], data=tiny_prompts(4))
 
 
 def test_a_context_of_the_forward_that_edits_its_rows_is_named() -> None:

@@ -12,7 +12,7 @@ from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.user_hooks import local
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy import Outputs
+from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.policy.lora import adapters_off
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
@@ -55,8 +55,7 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.
     """
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
     rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
-    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
-    microbatch = plan.to(rows.groups.device).step(0)[0]
+    microbatch = _microbatch_of(module, rows)
     policy, temperature = module.required_policy, module.required_policy.temperature
     policy.temperature = temperature * heat
     try:
@@ -70,6 +69,12 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.
         for part in outputs
     ]
     return Outputs(*parts)  # pyright: ignore[reportArgumentType]
+
+
+def _microbatch_of(module: RLLightningModule, rows: Rollout) -> Microbatch:
+    """Return rows in one microbatch."""
+    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
+    return plan.to(rows.groups.device).step(0)[0]
 
 
 @torch.no_grad()
@@ -94,9 +99,7 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
     rows = step.rows.select(alive.nonzero()[:SILENT_ROWS, 0])
     if not len(rows):
         return []
-    microbatch = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
-    layout = microbatch.to(rows.groups.device).step(0)[0].layout
-    policy = module.required_policy
+    layout, policy = _microbatch_of(module, rows).layout, module.required_policy
     modes = [(part, part.training) for part in policy.modules()]
 
     def outputs_with(moved: Mapping[str, Tensor]) -> Tensor:
@@ -133,9 +136,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     if not forwards_plainly(module) or not trained or not ends.any() or tokens > GRADIENT_TOKENS:
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
-    layout = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
-    layout = layout.to(rows.groups.device).step(0)[0].layout
-    contexts = _contexts(rows)
+    layout, contexts = _microbatch_of(module, rows).layout, _contexts(rows)
 
     def by_the_run(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         logprobs = functional_call(policy, dict(weights), (layout,)).logprobs
@@ -148,9 +149,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
         logits, totals = functional_call(policy.model, named, (), inputs).logits, torch.zeros(2)
         for number, one in enumerate(contexts):
             scores = logits[number, one.read - 1 : len(one.ids) - 1].float() / temperature
-            if SAMPLING_MASK in rows.token_extras:
-                mask = from_bits(rows.token_extras[SAMPLING_MASK][one.row, one.columns], scores.shape[-1])
-                scores = scores.masked_fill(~mask, -torch.inf)
+            scores = _keep_tokens(rows, one.row, one.columns, scores)
             before = scores.gather(1, one.ids[one.read :, None])[:, 0]
             weight = signs[one.row, one.columns]
             chosen = before - scores.logsumexp(-1)
@@ -166,6 +165,14 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
                 parts = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, materialize_grads=True)
                 gradients.append(torch.cat([part.double().flatten().cpu() for part in parts]))
     return tuple(gradients)
+
+
+def _keep_tokens(rows: Rollout, row: int, columns: slice, scores: Tensor) -> Tensor:
+    """Return the scores of some tokens without the entries that a filter of the engine left out."""
+    if SAMPLING_MASK not in rows.token_extras:
+        return scores
+    mask = from_bits(rows.token_extras[SAMPLING_MASK][row, columns], scores.shape[-1])
+    return scores.masked_fill(~mask, -torch.inf)
 
 
 class _Context(NamedTuple):
@@ -249,10 +256,7 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
         end = min(begin + PLAIN_TOKENS, last)
         place = one.read + begin - first
         targets = one.ids[place : place + end - begin, None]
-        scores = logits[row, place - 1 : place - 1 + end - begin].double()
-        if SAMPLING_MASK in rows.token_extras:
-            mask = from_bits(rows.token_extras[SAMPLING_MASK][row, begin:end], scores.shape[-1])
-            scores = scores.masked_fill(~mask, -torch.inf)
+        scores = _keep_tokens(rows, row, slice(begin, end), logits[row, place - 1 : place - 1 + end - begin].double())
         normal = (scores / temperature).log_softmax(-1)
         entropy = -(normal.exp() * normal.clamp(min=FLOOR)).sum(-1)
         stretches.append(PlainForward(name, row, begin, normal.gather(1, targets)[:, 0], entropy))

@@ -12,7 +12,7 @@ from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.encoding import Encoder
 from lightning_rl.data.prompt_stream import PromptStream
-from lightning_rl.data.row_schema import Reading, is_token_ids
+from lightning_rl.data.row_schema import Reading
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.evaluation.prompt_encoding import encode_prompts
 from lightning_rl.module import RLLightningModule
@@ -68,12 +68,8 @@ class PromptWatch:
     """Looks up the prompts of rollouts in data that has a length."""
 
     def __init__(self, module: RLLightningModule) -> None:
-        self._module, self._data = module, module.prompt_stream
-        self._held_out: dict[str, frozenset[Ids]] | None = None
-        self._trained = set[Ids]()
-        self._data_rows: Counter[Ids] | None = None
-        self._cursor: CursorWatch | None = None
-        self._places = set[int]()
+        self._module, self._data, self._talks = module, module.prompt_stream, bool(module.environments)
+        self._trained, self._places = set[Ids](), set[int]()
 
     def of_stream(self, rollout: Rollout) -> dict[int, Ids]:
         """Return the token ids of the training data for a few samples of a rollout, by sample id."""
@@ -93,83 +89,76 @@ class PromptWatch:
         return {sample: self._encode(content) for sample, content in list(contents.items())[:MAX_GROUPS]}
 
     def _encode(self, content: Any) -> Ids:
-        tokenizer = self._module.tokenizer
-        if is_token_ids(content):
-            return tuple(int(token) for token in content)
-        if isinstance(content, str) and tokenizer is not None:
-            return tuple(tokenizer(content)["input_ids"])  # pyright: ignore[reportArgumentType]
-        return Encoder.of(self._data.prompts.form, None, tokenizer, None, None).encode([content], ["a prompt"])[0]
+        encoder = Encoder.of(self._data.prompts.form, None, self._module.tokenizer, None, None)
+        return encoder.encode([content], ["a prompt"])[0]
 
     def held_out(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
     ) -> HeldOut | None:
         """Return the trained held-out prompts of the set that shares most with the training data.
 
-        None without held-out sets, or if they are intentionally the training set. Rows of environments are identified
-        by prompt and columns, since conversations may begin differently.
+        None without held-out sets, or if they are intentionally the training set.
         """
-        own = _rows_of(calls, samples) if self._talks else dict(_prompts_of(rollout))
-        sets = [self._held_out_of(name, prompts, own) for name, prompts in self._held_out_prompts().items()]
+        own = self._own_rows(rollout, calls, samples)
+        sets = [self._held_out_of(name, prompts, own) for name, prompts in self._held_out_prompts.items()]
         return max(sets, key=lambda one: (one.longest, one.shared / one.number, one.trained / one.number), default=None)
 
-    @property
-    def _talks(self) -> bool:
-        return bool(self._module.environments)
+    def _own_rows(
+        self, rollout: Rollout, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]
+    ) -> Mapping[int, Ids]:
+        """Return the data row of each sample.
+
+        Rows are identified by their prompt, and by prompt and columns in environments, which may change the beginning
+        of a conversation.
+        """
+        return _rows_of(calls, samples) if self._talks else dict(_prompts_of(rollout))
 
     def _held_out_of(self, name: str, held_out: frozenset[Ids], own: Mapping[int, Ids]) -> HeldOut:
-        rows = self._identities if self._talks else self._rows
         trained = [(sample, prompt) for sample, prompt in own.items() if prompt in held_out]
         self._trained.update(prompt for _, prompt in trained)
-        samples = [sample for sample, _ in trained]
-        longest, shared = max((len(prompt) for _, prompt in trained), default=0), len(held_out & rows.keys())
+        longest, shared = max((len(prompt) for _, prompt in trained), default=0), len(held_out & self._rows.keys())
         return HeldOut(
             number=len(held_out),
             trained=len(self._trained & held_out),
             longest=longest,
-            samples=samples[:4],
+            samples=[sample for sample, _ in trained][:4],
             shared=shared,
-            chance=_chance_of_overlap(shared, len(held_out), rows),
+            chance=_chance_of_overlap(shared, len(held_out), self._rows),
             name=name,
         )
 
+    @cached_property
     def _held_out_prompts(self) -> dict[str, frozenset[Ids]]:
-        """Return the identities of every held-out set by name."""
-        if self._held_out is None:
-            first = slice(MAX_HELD_OUT)
-            known = self._identities if self._talks else self._rows
-            sets = (
-                {}
-                if _is_on_purpose(self._data)
-                else {"": frozenset(map(self._row_identity, _first_prompts(self._data)))}
+        """Identities of every held-out set by name."""
+        sets, validation = dict[str, Sequence[Prompt]](), self._data.validation
+        if validation is not None and validation.fingerprint != self._data.fingerprint:
+            sets[""] = validation.prompts(range(min(len(validation), MAX_HELD_OUT)))
+        for evaluation in self._module.evaluator.evaluations:
+            encoded = encode_prompts(
+                evaluation.prompts,
+                self._module.tokenizer,
+                self._module.required_policy.model,
+                self._module.run.sampling.max_new_tokens,
             )
-            for evaluation in self._module.evaluator.evaluations:
-                encoded = encode_prompts(
-                    evaluation.prompts,
-                    self._module.tokenizer,
-                    self._module.required_policy.model,
-                    self._module.run.sampling.max_new_tokens,
-                )
-                sets[evaluation.name] = frozenset(map(self._row_identity, encoded[first]))
-            self._held_out = {name: one for name, one in sets.items() if one and one != known.keys()}
-        return self._held_out
+            sets[evaluation.name] = encoded[:MAX_HELD_OUT]
+        found = {name: frozenset(map(self._row_identity, prompts)) for name, prompts in sets.items()}
+        return {name: one for name, one in found.items() if one and one != self._rows.keys()}
 
     def _row_identity(self, prompt: Prompt) -> Ids:
         """Return the identity of a row."""
         return _identity(prompt.content, prompt.columns) if self._talks else prompt.token_ids
 
     @cached_property
-    def _identities(self) -> Counter[Ids]:
-        """Number of rows by prompt and columns."""
-        return Counter(_identity(row.content, row.columns) for row in self._read())
-
-    @property
     def _rows(self) -> Counter[Ids]:
-        """Number of rows of the training data by prompt; a subset of large data, the first rows of a stream."""
-        if self._data_rows is None:
-            self._data_rows = Counter(
-                row.token_ids if isinstance(row, Prompt) else self._encode(row.content) for row in self._read()
-            )
-        return self._data_rows
+        """Number of rows of the training data by identity; a subset of large data, the first rows of a stream."""
+        if self._talks:
+            return Counter(_identity(row.content, row.columns) for row in self._read())
+        return Counter(row.token_ids if isinstance(row, Prompt) else self._encode(row.content) for row in self._read())
+
+    @cached_property
+    def _cursor(self) -> CursorWatch:
+        """Counter of drawn rows."""
+        return CursorWatch(self._rows, self._data.pass_length or self._rows.total(), self._data.prompts_per_rollout)
 
     def _read(self) -> Sequence[Prompt | Reading]:
         prompts = self._data.prompts
@@ -177,23 +166,11 @@ class PromptWatch:
             return [prompts.form.read(row, "a row of the stream") for row in islice(prompts.dataset, STREAM_ROWS)]
         return prompts.prompts(range(0, len(prompts), -(-len(prompts) // MAX_ROWS)))
 
-    def _watch(self, *, talks: bool) -> CursorWatch:
-        """Return the counter of drawn rows: by prompt, or for environments by prompt and columns."""
-        if self._cursor is None:
-            rows = self._identities if talks else self._rows
-            self._cursor = CursorWatch(rows, self._data.pass_length or rows.total(), self._data.prompts_per_rollout)
-        return self._cursor
-
     def repeats(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
     ) -> Repeats | None:
-        """Return counts of repeated rows over all ranks; None if repeats are intended. A collective.
-
-        An environment may change the beginning of a conversation, so its rows are identified by the columns of reward
-        calls.
-        """
-        talks = bool(self._module.environments)
-        rows = _rows_of(calls, samples) if talks else dict(_prompts_of(rollout))
+        """Return counts of repeated rows over all ranks; None if repeats are intended. A collective."""
+        rows = self._own_rows(rollout, calls, samples)
         size, real = self._module.group_size, [sample for sample, _ in _prompts_of(rollout)]
         own = {sample // size: rows[sample] for sample in real if sample in rows}
         shares = self._module.parallel.collectives.objects(own)
@@ -202,14 +179,14 @@ class PromptWatch:
         owners = Counter(place for share in shares for place in share)
         shared = {place for place, number in owners.items() if number > 1}
         drawn = {place: prompt for share in shares for place, prompt in share.items() if place not in self._places}
-        again, self._places = self._watch(talks=talks).draw(drawn), self._places.union(drawn)
+        again, self._places = self._cursor.draw(drawn), self._places.union(drawn)
         places = {place for place in own if place in shared or place in again}
         found = [sample for sample in real if sample // size in places]
         kept = ("at", "take", "_number_of")
         own_order = self._data.pass_length is not None and all(
             getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept
         )
-        return Repeats(len(shared), len(again), own_order, self._watch(talks=talks).nats, found[:4])
+        return Repeats(len(shared), len(again), own_order, self._cursor.nats, found[:4])
 
 
 def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:
@@ -242,13 +219,3 @@ def _chance_of_overlap(shared: int, held_out: int, rows: Counter[Ids]) -> float:
         return 1.0
     rest = 0.0 if part == 1 else (1 - part) * math.log((1 - part) / (1 - expected))
     return math.exp(-every * (part * math.log(part / expected) + rest))
-
-
-def _first_prompts(data: PromptDataModule) -> Sequence[Prompt]:
-    validation = data.validation
-    return [] if validation is None else validation.prompts(range(min(len(validation), MAX_HELD_OUT)))
-
-
-def _is_on_purpose(data: PromptDataModule) -> bool:
-    """Return True if there is no validation set or it is the training set itself."""
-    return data.validation is None or data.validation.fingerprint == data.fingerprint

@@ -1,6 +1,6 @@
 """Detection of hooks that edit the fields of a finished rollout."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -8,6 +8,7 @@ from typing import Any, cast
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import Profiler
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl.audit.audit_error import bitwise_equal, differences
 from lightning_rl.audit.user_hooks import StateWatch, hooks_by_action
@@ -20,75 +21,17 @@ from lightning_rl.utils.finding import Finding
 UNKNOWN = "a stage of the run, or other code that writes to it"
 
 
-class HookProfiler:
-    """Wraps the run's profiler to compare fields before and after some actions.
-
-    Args:
-        profiler: Profiler of the run.
-        culprits: Culprits of the watched actions.
-        look: Function called before each action, and with the culprit after it, unless the action raised.
-        state: Watch of the state besides the fields.
-        before: Function called with each action that is no hook, before it starts.
-        after: Function called with each action that is a hook, after it.
-    """
-
-    def __init__(
-        self,
-        profiler: Profiler,
-        culprits: Mapping[str, str],
-        look: Callable[..., None],
-        state: StateWatch,
-        before: Callable[[str], None],
-        after: Callable[[str], None],
-    ) -> None:
-        self.profiler, self.culprits, self.look, self.state = profiler, culprits, look, state
-        self.before, self.after = before, after
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the wrapped profiler."""
-        return getattr(self.profiler, name)
-
-    def start(self, action_name: str) -> None:
-        """Start an action that is no hook, such as ``"optimizer_step"``."""
-        self.before(action_name)
-        self.profiler.start(action_name)
-
-    @contextmanager
-    def profile(self, action_name: str) -> Iterator[str]:
-        """Profile an action with comparisons before and after."""
-        if action_name in self.culprits:
-            self.look()
-        if action_name in self.state.actions or action_name in self.state.between:
-            self.state.enter()
-        if action_name in self.state.setting:
-            self.state.before_rates()
-        with self.profiler.profile(action_name):
-            yield action_name
-        if action_name in self.state.setting:
-            self.state.after_rates(self.state.setting[action_name])
-        self.after(action_name)
-        if action_name in self.state.actions:
-            self.state.leave(self.state.actions[action_name])
-        if action_name in self.state.between:
-            self.state.note_mover(self.state.between[action_name])
-        if action_name in self.culprits:
-            self.look(self.culprits[action_name])
-
-
-class FieldWatch:
+class FieldWatch(ValueGuard):
     """Compares the fields of a finished rollout before and after every hook that could edit them.
 
     Lightning runs each hook as an action of the Trainer's profiler, and the guard of the corrections is around each
-    call of user code, so callbacks are not modified.
+    call of user code, so the watch replaces both until :meth:`release`, and callbacks are not modified.
 
     Args:
-        module: Module of the run; the profiler of its Trainer is replaced until :meth:`release`.
+        module: Module of the run.
         callbacks: Callbacks to watch.
         before: Function called with each action that is no hook, before it starts.
         after: Function called with each action that is a hook, after it.
-
-    Attributes:
-        guard: Guard of the corrections.
     """
 
     def __init__(
@@ -100,19 +43,49 @@ class FieldWatch:
     ) -> None:
         self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
         self.callbacks = callbacks = list(callbacks)
-        culprits, self.state = hooks_by_action(callbacks, module), StateWatch(module, callbacks)
+        self._culprits, self.state = hooks_by_action(callbacks, module), StateWatch(module, callbacks)
+        self._before, self._after = before, after
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
-        self._profiler = HookProfiler(self._trainer.profiler, culprits, self.look, self.state, before, after)
-        self._trainer.profiler = self._profiler
-        self.guard = module.run.corrections.guard = ValueGuard(self)
+        self._profiler: Profiler = self._trainer.profiler
+        self._trainer.profiler = module.run.corrections.guard = self
 
     def release(self) -> None:
         """Restore the profiler and the corrections."""
-        if self._trainer.profiler is self._profiler:
-            self._trainer.profiler = self._profiler.profiler
+        if self._trainer.profiler is self:
+            self._trainer.profiler = self._profiler
         self._module.run.corrections.guard = VERSIONS
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attributes of the run's profiler."""
+        return getattr(vars(self)["_profiler"], name)
+
+    def start(self, action_name: str) -> None:
+        """Start an action that is no hook, such as ``"optimizer_step"``."""
+        self._before(action_name)
+        self._profiler.start(action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """Profile an action with comparisons before and after, unless it raises."""
+        if action_name in self._culprits:
+            self.look()
+        if action_name in self.state.actions or action_name in self.state.between:
+            self.state.enter()
+        if action_name in self.state.setting:
+            self.state.before_rates()
+        with self._profiler.profile(action_name):
+            yield action_name
+        if action_name in self.state.setting:
+            self.state.after_rates(self.state.setting[action_name])
+        self._after(action_name)
+        if action_name in self.state.actions:
+            self.state.leave(self.state.actions[action_name])
+        if action_name in self.state.between:
+            self.state.note_mover(self.state.between[action_name])
+        if action_name in self._culprits:
+            self.look(self._culprits[action_name])
 
     def arm(self) -> None:
         """Watch the next finished rollout from the first callback that observes it."""
@@ -129,22 +102,23 @@ class FieldWatch:
         self._armed, self._finished, self._raw = False, None, {}
 
     @property
-    def active(self) -> bool:
+    @override
+    def active(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """True if the current rollout is audited."""
         return self.state.active
 
+    @override
     def before_call(self, who: str, args: Sequence[object]) -> None:
-        """Record fields and state before a call of user code, such as ``"observe of tracker"``."""
         method, _, name = who.partition(" of ")
         if method == "observe" and self._armed and isinstance(args[0], Rollout):
             self.begin(args[0])
         if self._finished is not None and args[0] is self._finished:
             self.look(rollout=self._finished)
         if name in self.state.names:
-            self.state.enter(contribution=True)
+            self.state.enter()
 
+    @override
     def after_call(self, who: str) -> None:
-        """Compare the state after a call of user code, whose edits of fields the guard refuses."""
         method, _, name = who.partition(" of ")
         if name in self.state.names:
             self.state.leave(f"callback {name}.{method}")

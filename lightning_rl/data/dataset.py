@@ -175,7 +175,7 @@ class PromptDataset:
         return Encoder.of(self.form, self.max_prompt_tokens, tokenizer, max_tokens, vocabulary)
 
     def _check_columns(self) -> None:
-        """Check that there is a prompt column, before there is a tokenizer and without reading a file."""
+        """Check that there is a prompt column, before there is a tokenizer."""
         if self.form.preprocess is not None:
             return
         if isinstance(self.rows, ArrowRows):

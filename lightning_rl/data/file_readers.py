@@ -1,34 +1,32 @@
 """Readers of JSON Lines, JSON and CSV files; errors name file and line."""
 
 import csv
-import io
 import json
-from array import array
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.data.rows import FileRows, MemoryRows
+from lightning_rl.data.rows import MemoryRows
 from lightning_rl.utils.naming import in_words
 
 SAVE_UTF_8 = "it is in another encoding, such as Latin-1: save it as UTF-8"
 DELIMITERS = (";", "\t", "|", ",")
 
 
-def read_json_lines(path: Path) -> FileRows:
-    """Return the rows of a JSON Lines file, one JSON value per line that is not blank; each line is validated here.
+def read_json_lines(path: Path) -> MemoryRows:
+    """Return the rows of a JSON Lines file, one JSON value per line that is not blank, read into memory.
 
     Raises:
         ValueError: If a line is not JSON; with the file and the line.
     """
-    spans, begin = array("q"), 0
+    rows, lines = list[Any](), list[int]()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):  # binary mode, because text mode splits at U+2028 in strings
             if line.strip():
                 try:
-                    _parse_json(line)
+                    rows.append(json.loads(line.removeprefix(BOM_UTF8).decode()))
                 except ValueError as error:
                     text = line.decode("utf-8", errors="replace").strip()
                     coded = isinstance(error, UnicodeDecodeError)
@@ -37,13 +35,13 @@ def read_json_lines(path: Path) -> FileRows:
                         f"expected one JSON value on each line{', in UTF-8' if coded else ''}, got {text[:80]!r} in "
                         f"{path}, line {number} ({error}): {cure}"
                     ) from error
-                spans.extend((begin, len(line), number))
-            begin += len(line)
-    return FileRows(path, spans, _parse_json)
+                lines.append(number)
+    return MemoryRows(rows, partial(_line_of, path, lines))
 
 
-def _parse_json(line: bytes) -> Any:
-    return json.loads(line.removeprefix(BOM_UTF8).decode())
+def _line_of(path: Path, lines: Sequence[int], number: int) -> str:
+    """Return file and line of a row."""
+    return f"{path}, line {lines[number]}"
 
 
 def read_json(path: Path) -> MemoryRows:
@@ -67,14 +65,14 @@ def read_json(path: Path) -> MemoryRows:
     return MemoryRows(rows, partial("{}, item {}".format, path))
 
 
-def read_csv(path: Path, delimiter: str = ",") -> FileRows:
-    """Return the rows of a CSV file with a header; all values are strings.
+def read_csv(path: Path, delimiter: str = ",") -> MemoryRows:
+    """Return the rows of a CSV file with a header, read into memory; all values are strings.
 
     Raises:
         ValueError: If the header or a line is malformed; with the file, the line and the columns.
     """
-    spans, records = array("q"), _csv_records(path, delimiter)
-    _, _, first, names = next(records, (0, 0, 1, list[str]()))
+    records = _csv_records(path, delimiter)
+    first, names = next(records, (1, list[str]()))
     if len(set(names)) < len(names) or not all(names):
         raise ValueError(
             f"expected a header with a unique name for each column, got {in_words(names)} in {path}, line {first}"
@@ -85,45 +83,34 @@ def read_csv(path: Path, delimiter: str = ",") -> FileRows:
             f"expected values with {delimiter!r} between them, got the header {names[0]!r} in {path}, line {first}, "
             f"whose values are separated by {other!r}: save the file with {delimiter!r}, or tabs as .tsv"
         )
-    for begin, size, number, values in records:
+    rows, lines = list[dict[str, str]](), list[int]()
+    for number, values in records:
         if len(values) != len(names):
             raise ValueError(
                 f"expected {len(names)} values for the columns {in_words(names)}, got {len(values)} in {path}, line "
                 f"{number}: quote a value that holds a {delimiter!r}"
             )
-        spans.extend((begin, size, number))
-
-    return FileRows(path, spans, partial(_parse_csv, names=names, delimiter=delimiter))
-
-
-def _parse_csv(text: bytes, names: list[str], delimiter: str) -> dict[str, str]:
-    (values,) = csv.reader([line.decode() for line in io.BytesIO(text)], delimiter=delimiter, strict=True)
-    return dict(zip(names, values, strict=True))
+        rows.append(dict(zip(names, values, strict=True)))
+        lines.append(number)
+    return MemoryRows(rows, partial(_line_of, path, lines))
 
 
-def _csv_records(path: Path, delimiter: str) -> Iterator[tuple[int, int, int, list[str]]]:
-    """Yield first byte, number of bytes, first line and values of each record that is not blank."""
-    end, line_number = 0, 0
-
-    def lines() -> Iterator[str]:
-        nonlocal end, line_number
-        with path.open("rb") as file:
-            for line in file:
-                end, line_number = end + len(line), line_number + 1
-                yield line.decode("utf-8-sig" if line_number == 1 else "utf-8")
-
-    records = csv.reader(lines(), delimiter=delimiter, strict=True)
-    while True:
-        begin, first = end, line_number + 1
-        try:
-            values = next(records, None)
-        except (csv.Error, UnicodeDecodeError) as error:
-            quoted = 'quote a value that holds a separator, a quote or a newline, and write "" for a quote in it'
-            raise ValueError(
-                f"expected values with {delimiter!r} between them, in UTF-8, got an error in {path}, line {first} "
-                f"({error}): {SAVE_UTF_8 if isinstance(error, UnicodeDecodeError) else quoted}"
-            ) from error
-        if values is None:
-            return
-        if values:
-            yield begin, end - begin, first, values
+def _csv_records(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield first line and values of each record that is not blank."""
+    with path.open("rb") as file:
+        lines = (line.decode("utf-8" if number else "utf-8-sig") for number, line in enumerate(file))
+        records = csv.reader(lines, delimiter=delimiter, strict=True)
+        while True:
+            first = records.line_num + 1
+            try:
+                values = next(records, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                quoted = 'quote a value that holds a separator, a quote or a newline, and write "" for a quote in it'
+                raise ValueError(
+                    f"expected values with {delimiter!r} between them, in UTF-8, got an error in {path}, line {first} "
+                    f"({error}): {SAVE_UTF_8 if isinstance(error, UnicodeDecodeError) else quoted}"
+                ) from error
+            if values is None:
+                return
+            if values:
+                yield first, values

@@ -1,12 +1,8 @@
-"""Rows by number: in memory, in a text file, or in a memory-mapped ``datasets.Dataset``."""
+"""Rows by number: in memory, or in a memory-mapped ``datasets.Dataset``."""
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 
 class Rows(ABC):
@@ -64,48 +60,3 @@ class ArrowRows(Rows):
         """Return the rows with the given numbers."""
         columns = self.dataset[numbers if isinstance(numbers, range) else list(numbers)]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-class FileRows(Rows):
-    """Rows of a text file; only their positions are in memory, 24 bytes per row.
-
-    ``spans`` are first byte, number of bytes and first line of each row, flattened; ``parse`` gets the bytes of a row.
-    """
-
-    def __init__(self, path: Path, spans: "array[int]", parse: Callable[[bytes], Any]) -> None:
-        self.path, self.parse = path, parse
-        self.spans = np.array(spans, dtype=np.int64).reshape(-1, 3)
-        self._version = _version(path)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.spans)
-
-    def take(self, numbers: Sequence[int]) -> list[Any]:
-        """Return the rows with the given numbers.
-
-        Raises:
-            RuntimeError: If the file has changed since it was opened.
-        """
-        if _version(self.path) != self._version:
-            raise RuntimeError(
-                f"expected {self.path} to stay as it was when the run began, but it was modified: start again, or "
-                "restore the file and resume"
-            )
-        rows = []
-        with self.path.open("rb") as file:
-            for begin, size, _ in self.spans[list(numbers)].tolist():
-                file.seek(begin)
-                rows.append(self.parse(file.read(size)))
-        return rows
-
-    def place(self, number: int) -> str:
-        """Return file and line of a row."""
-        return f"{self.path}, line {self.spans[number, 2]}"
-
-
-def _version(path: Path) -> tuple[int, int] | None:
-    if not path.is_file():
-        return None
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns

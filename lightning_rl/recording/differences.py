@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rl.recording.recompute import Replayed
 from lightning_rl.recording.recording import Recording
 from lightning_rl.rollout import Rollout
-from lightning_rl.serialization import ARGUMENTS, CLASS, NAME
+from lightning_rl.serialization import CLASS, NAME, changes
 
 LATE = ("old_logprobs", "ref_logprobs", "values", "trained", "rewarded", "valid_tokens", "advantages", "returns")
 ORDER = (*(spec.name for spec in fields(Rollout) if spec.name not in LATE), *LATE)  # of computation
@@ -108,14 +108,10 @@ def recording_differences(ours: Recording, theirs: Recording) -> Iterator[Differ
         yield Difference(what="number of steps", values=(str(len(steps[0])), str(len(steps[1]))))
 
 
-def json_differences(ours: Any, theirs: Any, place: str = "") -> Iterator[Difference]:
+def json_differences(ours: Any, theirs: Any, prefix: str = "") -> Iterator[Difference]:
     """Yield the differences of two descriptions (:mod:`lightning_rl.serialization`)."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for key in dict.fromkeys([*ours, *theirs]):
-            inner = place if key in (CLASS, ARGUMENTS, NAME) else f"{place}{key}."
-            yield from json_differences(ours.get(key), theirs.get(key), inner)
-    elif ours != theirs and not (ours != ours and theirs != theirs):  # NaN equals NaN
-        yield Difference(what=place.removesuffix("."), values=(_short(ours), _short(theirs)))
+    for path, one, other in changes(ours, theirs):
+        yield Difference(what=f"{prefix}{path}", values=(_short(one), _short(other)))
 
 
 def samples_of(recording: Recording) -> list[str]:

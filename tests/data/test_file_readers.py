@@ -1,14 +1,12 @@
-"""Files: where each row stands, what a broken one says, and a file that changes under a run."""
+"""Files: where each row stands, and what a broken one says."""
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 
 from lightning_rl.data import PromptDataset
 from lightning_rl.data.file_readers import read_csv, read_json, read_json_lines
-from lightning_rl.data.rows import FileRows
+from lightning_rl.data.rows import MemoryRows
 
 
 def written(path: Path, text: str | bytes) -> Path:
@@ -16,7 +14,7 @@ def written(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def places(rows: FileRows) -> list[str]:
+def places(rows: MemoryRows) -> list[str]:
     return [rows.place(number).rpartition(", ")[2] for number in range(len(rows))]
 
 
@@ -112,23 +110,3 @@ def test_csv_keeps_text_as_it_stands(tmp_path: Path) -> None:
 def test_a_broken_csv_names_line_and_columns(text: str | bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         PromptDataset(written(tmp_path / "a.csv", text))
-
-
-@pytest.mark.parametrize("change", ["written", "removed"])
-def test_a_file_that_changes_under_a_run_is_named(change: str, tmp_path: Path) -> None:
-    file = written(tmp_path / "a.jsonl", '{"prompt": [2]}\n{"prompt": [3]}\n')
-    rows = PromptDataset(file)
-    rows.connect(None)
-    if change == "written":
-        file.write_text('{"prompt": [4]}\n{"prompt": [5]}\n')
-        os.utime(file, ns=(1, 1))
-    else:
-        file.unlink()
-    with pytest.raises(RuntimeError, match=r"expected .*a\.jsonl to stay as it was when the run began"):
-        rows.prompt(1)
-
-
-def test_a_row_of_a_file_is_read_alone(tmp_path: Path) -> None:
-    line = json.dumps({"prompt": [2], "text": "x" * 1000})
-    rows = read_json_lines(written(tmp_path / "a.jsonl", f"{line}\n" * 500))
-    assert rows.spans.nbytes == 24 * 500 and rows.take([499]) == [json.loads(line)]

@@ -109,9 +109,8 @@ def test_a_prompt_column_of_another_name_is_named_with_how_to_map_it(table: bool
 def test_a_row_of_a_file_without_prompt_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": [2]}\n\n{"question": "a"}\n')
-    rows = PromptDataset(file)
     with pytest.raises(ValueError, match=r"got none in prompt 1 \(.*a\.jsonl, line 3\), which has \"question\""):
-        rows.connect(None)
+        PromptDataset(file)
 
 
 @pytest.mark.parametrize("table", [False, True], ids=["list", "Dataset"])

@@ -40,7 +40,6 @@ from lightning_rl import (
     GAE,
     ClipCov,
     ClippedSurrogate,
-    LossTerm,
     LossView,
     Normalized,
     PromptDataModule,
@@ -49,7 +48,7 @@ from lightning_rl import (
     Stat,
     presets,
 )
-from lightning_rl.advantages import GRPO, DrGRPO, RowEstimator
+from lightning_rl.advantages import GRPO
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -125,46 +124,7 @@ def constant(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return [0.1] * len(prompts)
 
 
-class Curriculum:
-    """A reward that gets stricter with every call, on purpose."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-        """Return the length up to a growing limit."""
-        del prompts, completions
-        self.calls += 1
-        return [min(len(ids), 2 + self.calls) / 8 + len(ids) % 2 for ids in completion_ids]
-
-
-class NoisyJudge:
-    """A judge with seeded noise."""
-
-    def __init__(self) -> None:
-        self.draw = torch.Generator().manual_seed(3)
-
-    def __call__(self, prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
-        """Return the parity of the length, with noise."""
-        del prompts, completions
-        mood = torch.randn(len(completion_ids), generator=self.draw) * 0.1
-        return [len(ids) % 2 + float(noise) for ids, noise in zip(completion_ids, mood, strict=True)]
-
-
 # Valid parts of a user.
-
-
-class KeptAverage(DrGRPO):
-    """Logs a running mean of the scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        object.__setattr__(self, "average", 0.0)
-
-    @override
-    def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-        object.__setattr__(self, "average", 0.9 * self.average + 0.1 * float(scores.mean()))  # pyright: ignore[reportAttributeAccessIssue]
-        return super().per_row(scores, groups, rewarded)
 
 
 class RoundedForValidation(Callback):
@@ -182,21 +142,6 @@ class RoundedForValidation(Callback):
         with torch.no_grad():
             for name, weight in pl_module.named_parameters():
                 weight.copy_(self.kept[name])
-
-
-class WhitenedBatch(RowEstimator):
-    """Whitens the scores over the rewarded rows of the batch, as declared."""
-
-    within_groups = False
-    shift_invariant = False
-
-    @override
-    def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-        if int(rewarded.sum()) < 2:
-            return torch.zeros_like(scores)
-        among = scores[rewarded].double()
-        whitened = (scores.double() - among.mean()) / (among.std() + 1e-6)
-        return torch.where(rewarded, whitened, 0.0).to(scores.dtype)
 
 
 def centred(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
@@ -259,36 +204,9 @@ class EndsAlone(RLCallback):
         return view.valid_tokens.cumsum(-1) <= 4
 
 
-class LogitDecay(RLCallback):
-    """A small pull of every log-probability towards -1."""
-
-    name = "logit_decay"
-
-    @override
-    def loss_term(self, view: LossView) -> LossTerm:
-        return LossTerm(per_token=(view.logprobs + 1).square(), coef=0.01)
-
-
 def nothing_to_learn() -> DynamicSampling:
     """Drop every group, in every round."""
     return DynamicSampling(1e6, max_rounds=2)
-
-
-class SignMomentum(Optimizer):
-    """An optimizer that steps by the sign of a running mean of gradients."""
-
-    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @override
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.add_(mean.sign(), alpha=-group["lr"])
 
 
 def policy_later(optimizer: Optimizer) -> LambdaLR:
@@ -355,13 +273,6 @@ def with_estimator(name: str) -> Configuration:
     )
 
 
-def at_scale(scale: float, estimator: str) -> Configuration:
-    """Return fractional rewards times a scale."""
-    return Configuration(
-        f"rewards of {scale:g}, {estimator}", {"rewards": fraction(scale), "advantages": estimator, **STEPS}
-    )
-
-
 KL = partial(ReferenceKL, 0.1, as_loss=True)
 
 CONFIGURATIONS: tuple[Configuration, ...] = (
@@ -375,15 +286,13 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     with_loss("dro"),
     *[with_estimator(name) for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce")],
     *[with_estimator(name) for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae")],
-    *[at_scale(scale, "grpo") for scale in (1e-3, 1e-2, 0.1, 10.0, 100.0, 1e3)],
-    *[at_scale(scale, "dr_grpo") for scale in (1e-3, 1e3)],
-    *[at_scale(scale, "rloo") for scale in (1e-3, 1e3)],
-    *[at_scale(scale, "reinforce_plus_plus_baseline") for scale in (1e-3, 1e3)],
+    *[
+        Configuration(f"rewards of {scale:g}", {"rewards": fraction(scale), "advantages": "grpo", **STEPS})
+        for scale in (1e-3, 1e3)
+    ],
     Configuration("several rewards", {"rewards": {"a": (fraction(0.1), 0.3), "b": parity_reward, "c": (sparse, 0.0)}}),
     Configuration("a reward that often does not apply", {"rewards": sparse}),
     Configuration("a reward that is the same for all", {"rewards": constant}),
-    Configuration("a reward with a curriculum", fresh={"rewards": Curriculum}),
-    Configuration("a judge with a seeded mood", fresh={"rewards": NoisyJudge}),
     Configuration("weights in float64", {"policy": partial(tiny_policy, dtype=torch.float64), **STEPS}, lambda: [KL()]),
     Configuration(
         "weights in bfloat16",
@@ -408,7 +317,6 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("a tight bound on the gradient", {"max_grad_norm": 1e-3, **MANY_STEPS}),
     Configuration("a warmup from zero", {"lr_scheduler": from_zero}),
     Configuration("plain gradient descent with momentum", {"optimizer": partial(SGD, lr=0.1, momentum=0.9), **STEPS}),
-    Configuration("signs of a running mean", {"optimizer": partial(SignMomentum, lr=1e-3), **STEPS}),
     Configuration(
         "a separate critic", {"advantages": GAE(), "critic": partial(tiny_policy, 3)}, lambda: [ReferenceKL(0.1)]
     ),
@@ -428,7 +336,6 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     ),
     Configuration("dynamic sampling that drops everything", {}, lambda: [nothing_to_learn()]),
     Configuration("only ended responses rewarded", RAGGED, lambda: [NoEOSMask(), OverlongPenalty(24, 8)]),
-    Configuration("a deliberate whitening over the batch", {"advantages": WhitenedBatch(), "rewards": fraction(1.0)}),
     Configuration("mean and deviation of the batch", {"advantages": Normalized(mean="batch", std="batch")}),
     Configuration("a group mean as a function", {"advantages": centred, "rewards": fraction(0.3)}),
     Configuration("a biased deviation", {"advantages": GRPO(unbiased=False, epsilon=1e-4), "rewards": fraction(1e-3)}),
@@ -436,7 +343,6 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration("a figure over unsure and over good tokens", MANY_STEPS, lambda: [UnsureTokens()]),
     Configuration("weights by the difficulty of a prompt", STEPS, lambda: [Difficulty()]),
     Configuration("a mask by the place of a token", STEPS, lambda: [EndsAlone()]),
-    Configuration("a term of a user's own", MANY_STEPS, lambda: [LogitDecay()]),
     Configuration("adapters", {"policy": lora}, lambda: [KL()]),
     Configuration("embeddings frozen by the user", {"policy": partly_frozen, **STEPS}),
     Configuration("a rollout generated ahead", {"max_staleness": 1, **STEPS}, lambda: [TruncatedIS(), IcePop()]),
@@ -491,7 +397,6 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     Configuration(
         "validation of other prompts", STEPS, data=lambda: tiny_prompts(16, 4, validation=[[5, 5, n] for n in (6, 7)])
     ),
-    Configuration("an estimator that keeps an average", STEPS, fresh={"advantages": KeptAverage}),
     Configuration(
         "rewards normalised over many prompts, with a critic",
         PPO,

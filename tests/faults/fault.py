@@ -7,7 +7,9 @@ from typing import Any
 from kit.support import tiny_prompts
 from lightning.pytorch import Callback
 
-from lightning_rl import PromptDataModule
+from faults.patches import change_rows
+from lightning_rl import PromptDataModule, Rollout
+from lightning_rl.audit.overrides import name_of_callback
 
 
 @dataclass(frozen=True)
@@ -47,5 +49,20 @@ class Fault:
 
     def parts(self) -> tuple[list[Callback], dict[str, Any], PromptDataModule]:
         """Return new callbacks, options and data."""
-        given = {key: value() if key == "engine" else value for key, value in self.options.items()}
-        return self.callbacks(), {**given, **{key: make() for key, make in self.fresh.items()}}, self.data()
+        return self.callbacks(), {**self.options, **{key: make() for key, make in self.fresh.items()}}, self.data()
+
+
+def user(name: str, *makers: Callable[[], Callback], culprit: str | None = None, **given: Any) -> Fault:
+    """Return a fault in callbacks of a user; the culprit is the first of them by default."""
+    named = name_of_callback(makers[0]()) if culprit is None else culprit
+    return Fault(name, named, callbacks=lambda: [make() for make in makers], **given)
+
+
+def engine(name: str, make: Callable[[], Any], culprit: str | None = None, **given: Any) -> Fault:
+    """Return a fault in an engine; the culprit is its class by default."""
+    return Fault(name, type(make()).__name__ if culprit is None else culprit, fresh={"engine": make}, **given)
+
+
+def rows(name: str, change: Callable[[Rollout], Rollout], culprit: str = "stage draw", **given: Any) -> Fault:
+    """Return a fault in sampled rows."""
+    return Fault(name, culprit, patches=[change_rows(change)], **given)

@@ -2,10 +2,9 @@
 
 import math
 import statistics
-import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +14,13 @@ from lightning_rl.environments.outcome import report_environments
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
 from lightning_rl.policy.logprobs import logprob_tolerance
+from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards import Rewards
+from lightning_rl.rewards.reward_call import Rows, completion_form
+from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.utils.finding import Finding
-from lightning_rl.utils.mutation_guard import copy_plain
 
 MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
 
@@ -31,14 +32,14 @@ class Samples:
     Attributes:
         module: Module with the policy.
         rollout: Rows without rewards.
-        arguments: Arguments of rewards: prompts, completions, their ids and the columns, with those of an environment.
+        arguments: Arguments of rewards, with the columns of an environment.
         seconds: Duration of generation in seconds.
         limit: Timeout in seconds of a reward for all rows.
     """
 
     module: RLLightningModule
     rollout: Rollout
-    arguments: Mapping[str, Any]
+    arguments: Rows
     seconds: float
     limit: float
 
@@ -53,7 +54,10 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
     rollout, *_ = sampler.score(drawn)
     report_environments(drawn.outcomes, None)
     seconds = time.perf_counter() - begin
-    return Samples(module, rollout, sampler.reward_arguments(drawn), seconds, limit)
+    arguments = sampler.reward_arguments(drawn)
+    pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
+    arguments["completions"] = [completion_form(prompt, text) for prompt, text in pairs]
+    return Samples(module, rollout, Rows(**arguments), seconds, limit)
 
 
 def truncation(samples: Samples) -> Iterator[Finding]:
@@ -112,21 +116,23 @@ def _reward_values(
     name: str, function: Callable[..., Any], samples: Samples
 ) -> Generator[Finding, None, list[float | None] | None]:
     """Call one reward function as a run would; return None if there are no values to continue with."""
-    prompts, completions, ids, columns = copy_plain([*samples.arguments.values()])  # copies, for each function
-    begin = time.perf_counter()
-    values = _call(lambda: list(function(prompts, completions, completion_ids=ids, **columns)), samples.limit)
-    seconds = time.perf_counter() - begin
-    if values is None:
-        observed = f"{name} did not return within {samples.limit:g} s for {len(ids)} samples"
+    number, begin = len(samples.arguments), time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            values = CLOCK.run(lambda: list(return_alone(name, function, samples.arguments.copy())), samples.limit)
+    except RewardTimeoutError:
+        observed = f"{name} did not return within {samples.limit:g} s for {number} samples"
         yield error("reward", observed, "add a timeout to the calls that block, or raise --limit")
         return None
-    if isinstance(values, BaseException):
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  an error of user code is a finding
         cure = "return a reward for any completion, and None where it does not apply; the call is "
         cure += "reward(prompts, completions, *, completion_ids, **columns)"
-        yield error("reward", f"{name} raised {type(values).__name__}: {values}", cure)
+        yield error("reward", f"{name} raised {type(raised).__name__}: {raised}", cure)
         return None
-    if len(values) != len(ids):
-        yield error("reward", f"{name} returned {len(values)} values for {len(ids)} samples", "one value for each")
+    seconds = time.perf_counter() - begin
+    if len(values) != number:
+        yield error("reward", f"{name} returned {len(values)} values for {number} samples", "one value for each")
         return None
     finite = [float(value) for value in values if value is not None and math.isfinite(value)]
     if len(finite) < len(values) * (1 - MAX_MISSING):
@@ -153,21 +159,3 @@ def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator
         observed = f"{flat:.0%} of the groups have no gradient, because the rewards of their samples are equal"
         cure = "easier or harder prompts, a reward with more values, a larger group_size, or DynamicSampling()"
         yield warning("groups", observed, cure)
-
-
-def _call(function: Callable[[], list[Any]], limit: float) -> list[Any] | BaseException | None:
-    """Return the result or the error of user code; None after the limit, with its daemon thread left running."""
-    results: list[list[Any] | BaseException] = []
-
-    def run() -> None:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                results.append(function())
-        except BaseException as error:  # noqa: BLE001  an error of user code is a result
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(limit)
-    return results[0] if results else None

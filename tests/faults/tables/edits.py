@@ -1,6 +1,7 @@
 """Edits of tensors without a new version: through ``.data``, ``.numpy()``, ``from_numpy``, ``set_`` and storages."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from faults.fault import Fault
+from faults.fault import Fault, user
 from lightning_rl import GAE, LossView, RLCallback, Rollout
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.advantages.group_relative import DrGRPO
@@ -116,27 +117,17 @@ class CentringEstimator(DrGRPO):
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault(
+    user(
         "a penalty shaped in the array of the raw KL",
-        "reference_kl",
-        callbacks=lambda: [ShapedInPlace(0.1)],
+        partial(ShapedInPlace, 0.1),
+        culprit="reference_kl",
         options={**PPO, **STEPS},
     ),
-    Fault("a reward mask that clips an array", "numpy_mask", callbacks=lambda: [NumpyMask()]),
-    Fault("an observer that sorts an array", "sorting_observer", callbacks=lambda: [SortingObserver()]),
-    Fault("a weight that scales advantages in an array", "numpy_weight", callbacks=lambda: [NumpyWeight()]),
-    Fault(
-        "another storage for the advantages between steps",
-        "set_between",
-        callbacks=lambda: [SetBetween()],
-        options=STEPS,
-    ),
-    Fault(
-        "a provided array that goes on changing",
-        "living_array",
-        callbacks=lambda: [LivingArray()],
-        options={**STEPS, "advantages": "dr_grpo"},
-    ),
+    user("a reward mask that clips an array", NumpyMask),
+    user("an observer that sorts an array", SortingObserver),
+    user("a weight that scales advantages in an array", NumpyWeight),
+    user("another storage for the advantages between steps", SetBetween, options=STEPS),
+    user("a provided array that goes on changing", LivingArray, options={**STEPS, "advantages": "dr_grpo"}),
     Fault("a loss that clips the advantages of the view", "clipping_loss", options={"loss": clipping_loss}),
     Fault(
         "an estimator that centres scores in their array",

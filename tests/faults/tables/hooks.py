@@ -1,6 +1,7 @@
 """Faults of a user's hook, mask, bonus or optimizer, which must be named as the culprit."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
-from faults.fault import Fault
+from faults.fault import Fault, user
 from lightning_rl import LossView, RLCallback, RLLightningModule
 from lightning_rl.policy import Plan
 
@@ -125,44 +126,37 @@ def halved_by_the_module(self: RLLightningModule) -> None:
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "a hook that halves gradients after the backward",
-        "HalvedGradients",
-        callbacks=lambda: [HalvedGradients()],
-        options=SMALL,
-    ),
+    user("a hook that halves gradients after the backward", HalvedGradients, options=SMALL),
     Fault(
         "a module's own hook that halves gradients",
         "on_after_backward",
         options=SMALL,
         patches=[patch.object(RLLightningModule, "on_after_backward", halved_by_the_module)],
     ),
-    Fault("a hook that clips again", "ClippedAgain", callbacks=lambda: [ClippedAgain()]),
-    Fault("averaged weights left in place", "AveragedWeights", callbacks=lambda: [AveragedWeights()]),
-    Fault(
+    user("a hook that clips again", ClippedAgain),
+    user("averaged weights left in place", AveragedWeights),
+    user(
         "averaged weights not put back after validation",
-        "KeptInValidation",
+        KeptInValidation,
         check="quiet_hooks",
-        callbacks=lambda: [KeptInValidation()],
         data=lambda: tiny_prompts(16, 4, validation=[[5, 5, n] for n in (6, 7)]),
         trainer={"max_epochs": 2},
     ),
-    Fault(
+    user(
         "weights rounded when they are saved",
-        "RoundedAtSave",
+        RoundedAtSave,
+        partial(ModelCheckpoint, every_n_train_steps=1),
         check="quiet_hooks",
-        callbacks=lambda: [RoundedAtSave(), ModelCheckpoint(every_n_train_steps=1)],
         trainer={"enable_checkpointing": True},
     ),
-    Fault(
+    user(
         "the optimizer's state cleared at each epoch",
-        "ClearedState",
+        ClearedState,
         check="quiet_hooks",
-        callbacks=lambda: [ClearedState()],
         data=lambda: tiny_prompts(8, 4),
         trainer={"max_epochs": 3},
     ),
-    Fault("a hook that ends learning by the rate", "PatientRate", callbacks=lambda: [PatientRate()]),
-    Fault("a hook that trims the plan", "TrimmedPlan", callbacks=lambda: [TrimmedPlan()], options={**STEPS, **SMALL}),
-    Fault("a mask by the place in a microbatch", "every_other_row", callbacks=lambda: [EveryOtherRow()]),
+    user("a hook that ends learning by the rate", PatientRate),
+    user("a hook that trims the plan", TrimmedPlan, options={**STEPS, **SMALL}),
+    user("a mask by the place in a microbatch", EveryOtherRow),
 )

@@ -14,7 +14,7 @@ import lightning_rl.algorithm
 import lightning_rl.metrics
 import lightning_rl.module
 import lightning_rl.rollouts.estimate_signal
-from faults.fault import Fault
+from faults.fault import Fault, user
 from faults.patches import after, logging
 from lightning_rl import GAE, Rollout, Stat
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
@@ -142,16 +142,16 @@ FAULTS: tuple[Fault, ...] = (
         "optim/grad_norm",
         patches=[in_step("optim/grad_norm", lambda x: x**2)],
     ),
-    Fault(
+    user(
         "the shaped reward logged without its bonus",
-        "reward/shaped",
-        callbacks=lambda: [OverlongPenalty(8, 4)],
+        partial(OverlongPenalty, 8, 4),
+        culprit="reward/shaped",
         patches=[in_rollout("reward/shaped", lambda rollout: Stat.of(rollout.rewards, rollout.trained))],
     ),
-    Fault(
+    user(
         "groups sampled counted after the filter",
-        "groups/sampled",
-        callbacks=lambda: [DynamicSampling()],
+        DynamicSampling,
+        culprit="groups/sampled",
         patches=[after(Sampler, "fill_groups", kept_alone)],
     ),
     Fault(
@@ -159,10 +159,10 @@ FAULTS: tuple[Fault, ...] = (
         "advantage/std",
         patches=[in_signal("advantage/std", lambda rollout: Stat.of(rollout.require("advantages")).std())],
     ),
-    Fault(
+    user(
         "a KL penalty logged with its sign lost",
-        "kl/penalty",
-        callbacks=lambda: [ReferenceKL(0.1)],
+        partial(ReferenceKL, 0.1),
+        culprit="kl/penalty",
         options={**PPO, **STEPS},
         patches=[
             in_signal(
@@ -188,5 +188,5 @@ FAULTS: tuple[Fault, ...] = (
             )
         ],
     ),
-    Fault("a hook that rescales what waits to be logged", "Percent", callbacks=lambda: [Percent()]),
+    user("a hook that rescales what waits to be logged", Percent),
 )

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.rollouts.loop
-from faults.fault import Fault
+from faults.fault import Fault, user
 from faults.patches import after
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.data import Prompt
@@ -72,18 +72,6 @@ FAULTS: tuple[Fault, ...] = (
         patches=[after(lightning_rl.rollouts.loop, "distribute_prompts", same_hand)],
         ranks=2,
     ),
-    Fault(
-        "a user's figure that is the mean of two ranks' best",
-        "best_of_rank",
-        callbacks=lambda: [BestOfRank()],
-        options=SLOW,
-        ranks=2,
-    ),
-    Fault(
-        "a coefficient that each of two ranks adapts by itself",
-        "own_coefficient",
-        callbacks=lambda: [OwnCoefficient()],
-        options=SLOW,
-        ranks=2,
-    ),
+    user("a user's figure that is the mean of two ranks' best", BestOfRank, options=SLOW, ranks=2),
+    user("a coefficient that each of two ranks adapts by itself", OwnCoefficient, options=SLOW, ranks=2),
 )

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.advantages.gae
-from faults.fault import Fault
+from faults.fault import Fault, user
 from faults.patches import after
 from lightning_rl import GAE, LossView, PromptDataModule, RLCallback
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
@@ -257,24 +257,14 @@ FAULTS: tuple[Fault, ...] = (
         patches=[patch.object(lightning_rl.advantages.gae, "gae", bootstrapped)],
     ),
     Fault("returns that are the critic's own values", "OwnReturns", options={**PPO, "advantages": OwnReturns()}),
-    Fault(
-        "a weight that says old and takes the current policy",
-        "says_old",
-        callbacks=lambda: [SaysOld()],
-        options=TWICE_OVER,
-    ),
-    Fault("a weight that is upside down", "upside_down", callbacks=lambda: [UpsideDown()], **STALE),
-    Fault(
-        "a second weight of the same ratio that declares none",
-        "says_nothing",
-        callbacks=lambda: [SaysNothing(), TruncatedIS()],
-        **STALE,
-    ),
+    user("a weight that says old and takes the current policy", SaysOld, options=TWICE_OVER),
+    user("a weight that is upside down", UpsideDown, **STALE),
+    user("a second weight of the same ratio that declares none", SaysNothing, TruncatedIS, **STALE),
     Fault("a loss with its ratio squared", "squared_ratio", options={**TWICE_OVER, "loss": squared_ratio}),
-    Fault(
+    user(
         "a loss with the ratio of a weight",
-        "own_ratio|off_policy_is",
-        callbacks=lambda: [OffPolicyIS()],
+        OffPolicyIS,
+        culprit="own_ratio|off_policy_is",
         options={**TWICE_OVER, "loss": own_ratio},
     ),
 )

@@ -12,8 +12,8 @@ import lightning_rl.policy.attention
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.update
 from faults import parts, patches
-from faults.fault import Fault
-from faults.patches import after, change_rows
+from faults.fault import Fault, engine, rows, user
+from faults.patches import after
 from lightning_rl import GAE, ClippedSurrogate, Rollout, Stat
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL
@@ -32,61 +32,35 @@ KL = partial(ReferenceKL, 0.1, as_loss=True)
 SMALL = {"max_tokens_per_microbatch": 24}
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("token ids of another row", "stage draw", check="trained_tokens", patches=[change_rows(patches.rolled_ids)]),
-    Fault(
-        "finish reason from the padded width",
-        "stage draw",
-        check="trained_tokens",
-        patches=[change_rows(patches.finish_by_width)],
-    ),
+    rows("token ids of another row", patches.rolled_ids, check="trained_tokens"),
+    rows("finish reason from the padded width", patches.finish_by_width, check="trained_tokens"),
     Fault(
         "rollout log-probabilities in bfloat16",
         "stage draw",
         check="trained_tokens",
         patches=[after(collate, "_logprobs", patches.in_bfloat16)],
     ),
-    Fault(
-        "version read after the response",
-        "Altering",
-        check="answers",
-        options={"engine": lambda: parts.Altering(completion=parts.a_version_late)},
-    ),
-    Fault(
-        "a sample counted twice",
-        "stage draw",
-        check="sample_conservation",
-        patches=[change_rows(lambda r: r.replace(sample_ids=r.sample_ids // 2 * 2))],
-    ),
-    Fault(
+    engine("version read after the response", lambda: parts.Altering(completion=parts.a_version_late), check="answers"),
+    rows("a sample counted twice", lambda r: r.replace(sample_ids=r.sample_ids // 2 * 2), check="sample_conservation"),
+    rows(
         "groups of a fixed size by position",
-        "stage draw",
+        lambda r: r.replace(groups=torch.arange(len(r)) // 3),
         check="sample_conservation",
-        patches=[change_rows(lambda r: r.replace(groups=torch.arange(len(r)) // 3))],
     ),
-    Fault(
-        "the sampled EOS dropped",
-        "Altering",
-        check="answers",
-        options={"engine": lambda: parts.Altering(completion=parts.without_eos)},
-    ),
-    Fault(
-        "every response called cut off",
-        "Altering",
-        check="answers",
-        options={"engine": lambda: parts.Altering(completion=parts.cut_off)},
-    ),
-    Fault(
+    engine("the sampled EOS dropped", lambda: parts.Altering(completion=parts.without_eos), check="answers"),
+    engine("every response called cut off", lambda: parts.Altering(completion=parts.cut_off), check="answers"),
+    user(
         "excluded rows train",
-        "trained",
+        partial(NoEOSMask, "drop_tokens"),
+        culprit="trained",
         check="masks",
-        callbacks=lambda: [NoEOSMask("drop_tokens")],
         patches=[patch.object(lightning_rl.module, "exclude_rows", patches.exclude_nobody)],
     ),
-    Fault(
+    user(
         "reward mask ignored",
-        "rewarded",
+        NoEOSMask,
+        culprit="rewarded",
         check="masks",
-        callbacks=lambda: [NoEOSMask()],
         patches=[after(Corrections, "reward_mask", lambda mask, *_: torch.ones_like(mask))],
     ),
     Fault(
@@ -123,56 +97,52 @@ FAULTS: tuple[Fault, ...] = (
         options=STEPS,
         patches=[after(lightning_rl.module, "add_logprobs", patches.noisy)],
     ),
-    Fault(
+    user(
         "reference at temperature 1",
-        "the reference",
+        KL,
+        culprit="the reference",
         check="logprob_alignment",
-        callbacks=lambda: [KL()],
         patches=[after(Scorer, "__init__", lambda _, scorer, *__: setattr(scorer.scoring, "temperature", 1.0))],
     ),
-    Fault(
-        "engine that never moves",
-        "engine",
-        check="canary|weight_sync",
-        options={"engine": lambda: parts.Copying(lambda _: False)},
+    engine(
+        "engine that never moves", lambda: parts.Copying(lambda _: False), culprit="engine", check="canary|weight_sync"
     ),
-    Fault(
+    engine(
         "one layer is never synced",
-        "engine",
+        lambda: parts.Copying(lambda name: "layers.1." not in name),
+        culprit="engine",
         check="canary|weight_sync",
-        options={"engine": lambda: parts.Copying(lambda name: "layers.1." not in name)},
     ),
-    Fault(
+    engine(
         "engine samples at another temperature",
-        "engine",
+        lambda: parts.Altering(request=parts.at_temperature_one),
+        culprit="engine",
         check="canary|weight_sync",
-        options={"engine": lambda: parts.Altering(request=parts.at_temperature_one)},
     ),
-    Fault(
+    engine(
         "engine samples rollouts alone at another temperature",
-        "Altering",
+        lambda: parts.Altering(request=parts.only_in_rollouts),
         check="weight_sync",
-        options={"engine": lambda: parts.Altering(request=parts.only_in_rollouts)},
     ),
-    Fault(
+    user(
         "raw KL overwritten in place",
-        "token_reward of reference_kl",
+        partial(parts.InPlaceKL, 0.1),
+        culprit="token_reward of reference_kl",
         check="edits",
-        callbacks=lambda: [parts.InPlaceKL(0.1)],
         options=PPO,
     ),
-    Fault(
+    user(
         "advantages edited between steps",
-        "late_edit.on_train_batch_end",
+        parts.LateEdit,
+        culprit="late_edit.on_train_batch_end",
         check="raw_fields",
-        callbacks=lambda: [parts.LateEdit()],
         options=STEPS,
     ),
-    Fault(
+    user(
         "rows without reward in the mean",
-        "estimator over_everyone",
+        NoEOSMask,
+        culprit="estimator over_everyone",
         check="excluded_rows",
-        callbacks=lambda: [NoEOSMask()],
         options={"advantages": parts.over_everyone},
     ),
     Fault(
@@ -211,34 +181,33 @@ FAULTS: tuple[Fault, ...] = (
             patch.object(lightning_rl.rollouts.estimate_signal, "shaped_rewards", patches.score_at_the_last_position)
         ],
     ),
-    Fault(
+    user(
         "denominators per microbatch",
-        "reduction",
+        KL,
+        culprit="reduction",
         check="partition",
-        callbacks=lambda: [KL()],
         options=SMALL,
         patches=[patch.object(StepWeights, "of", patches.per_microbatch)],
     ),
-    Fault(
+    user(
         "denominator after rejection",
-        "post_rejection",
+        parts.PostRejection,
         check="denominators",
-        callbacks=lambda: [parts.PostRejection()],
         options=STEPS,
         patches=[after(lightning_rl.algorithm, "_times", patches.renormalized)],
     ),
-    Fault(
+    user(
         "token-wise OPSM",
-        "tokenwise_opsm.token_mask",
+        partial(parts.TokenwiseOPSM, 0.0001),
+        culprit="tokenwise_opsm.token_mask",
         check="sequence_decisions",
-        callbacks=lambda: [parts.TokenwiseOPSM(1e-4)],
         options={**PPO, **STEPS},
     ),
-    Fault(
+    user(
         "detached KL loss",
-        "reference_kl.loss_term",
+        partial(parts.DetachedKL, 0.1, as_loss=True),
+        culprit="reference_kl.loss_term",
         check="gradient_liveness",
-        callbacks=lambda: [parts.DetachedKL(0.1, as_loss=True)],
     ),
     Fault(
         "loss without a gradient",
@@ -246,32 +215,23 @@ FAULTS: tuple[Fault, ...] = (
         check="gradient_liveness",
         options={"loss": parts.without_gradient},
     ),
-    Fault(
-        "ratio counted twice",
-        "twice.token_weight",
-        check="joint_ratio",
-        callbacks=lambda: [parts.Twice()],
-        options=STEPS,
+    user("ratio counted twice", parts.Twice, culprit="twice.token_weight", check="joint_ratio", options=STEPS),
+    user(
+        "weights that leave one token", parts.Exploding, culprit="exploding.token_weight", check="weights_keep_samples"
     ),
-    Fault(
-        "weights that leave one token",
-        "exploding.token_weight",
-        check="weights_keep_samples",
-        callbacks=lambda: [parts.Exploding()],
-    ),
-    Fault(
+    user(
         "metrics after rejection",
-        "post_rejection.metrics",
+        parts.PostRejection,
+        culprit="post_rejection.metrics",
         check="metric_populations",
-        callbacks=lambda: [parts.PostRejection()],
         options=STEPS,
     ),
-    Fault("metrics over padding", "unmasked.metrics", check="metric_populations", callbacks=lambda: [parts.Unmasked()]),
-    Fault(
+    user("metrics over padding", parts.Unmasked, culprit="unmasked.metrics", check="metric_populations"),
+    user(
         "logged KL is the penalty",
-        "kl/ref",
+        KL,
+        culprit="kl/ref",
         check="logged_metrics",
-        callbacks=lambda: [KL()],
         patches=[after(lightning_rl.algorithm, "policy_metrics", patches.shaped_kl)],
     ),
     Fault(
@@ -283,12 +243,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a reward of the place in the list", "reward by_row", check="reward_order", options={"rewards": parts.by_row}
     ),
-    Fault(
-        "the last token of a response masked",
-        "stage draw",
-        check="trained_tokens",
-        patches=[change_rows(patches.without_last_token)],
-    ),
+    rows("the last token of a response masked", patches.without_last_token, check="trained_tokens"),
     Fault(
         "a group lost after the draw",
         "stage draw",
@@ -308,17 +263,15 @@ FAULTS: tuple[Fault, ...] = (
         check="logprob_alignment|weight_sync|canary",
         patches=[patch.object(lightning_rl.policy.attention, "_runs", patches.one_sequence)],
     ),
-    Fault(
-        "a cache that holds another prompt",
-        "Altering",
-        check="weight_sync",
-        options={"engine": lambda: parts.Altering(request=parts.another_prefix)},
+    engine(
+        "a cache that holds another prompt", lambda: parts.Altering(request=parts.another_prefix), check="weight_sync"
     ),
-    Fault(
+    user(
         "a reference that follows the policy",
-        "the reference",
+        KL,
+        parts.MovingReference,
+        culprit="the reference",
         check="reference_stays",
-        callbacks=lambda: [KL(), parts.MovingReference()],
     ),
     Fault(
         "values divided by the temperature",
@@ -327,18 +280,18 @@ FAULTS: tuple[Fault, ...] = (
         options=PPO,
         patches=[patch.object(PolicyModel, "_values", patches.divided_values)],
     ),
-    Fault(
+    user(
         "a KL loss of the wrong sign",
-        "reference_kl.loss_term",
+        partial(parts.Repelling, 0.1, as_loss=True),
+        culprit="reference_kl.loss_term",
         check="distances_pull_back",
-        callbacks=lambda: [parts.Repelling(0.1, as_loss=True)],
         options=STEPS,
     ),
-    Fault(
+    user(
         "a KL reward of the wrong sign",
-        "reference_kl.token_reward",
+        partial(parts.Rewarding, 0.1),
+        culprit="reference_kl.token_reward",
         check="distances_pull_back",
-        callbacks=lambda: [parts.Rewarding(0.1)],
         options=PPO,
     ),
     Fault(
@@ -351,15 +304,13 @@ FAULTS: tuple[Fault, ...] = (
         options={"loss": ClippedSurrogate(dual_clip=1.5), **STEPS},
         patches=[patch.object(ClippedSurrogate, "__call__", patches.deaf_to_dual_clip)],
     ),
-    Fault(
+    user(
         "a knob of a correction without effect",
-        "callback overlong_penalty",
+        partial(parts.DeafPenalty, 8, 4, coef=0.3),
+        culprit="callback overlong_penalty",
         check="knob_liveness",
-        callbacks=lambda: [parts.DeafPenalty(8, 4, coef=0.3)],
     ),
-    Fault(
-        "weights that are drawn", "random.token_weight", check="contributions_fit", callbacks=lambda: [parts.Random()]
-    ),
+    user("weights that are drawn", parts.Random, culprit="random.token_weight", check="contributions_fit"),
     Fault(
         "a mean over padding",
         "estimator OverPadding",
@@ -372,22 +323,23 @@ FAULTS: tuple[Fault, ...] = (
         check="advantage_support",
         options={"advantages": parts.FirstTokenAlone()},
     ),
-    Fault(
+    user(
         "masked values not cleaned",
-        "",
+        KL,
+        parts.LogOutside,
+        culprit="",
         check="loss_masked_values",
-        callbacks=lambda: [KL(), parts.LogOutside()],
         options=STEPS,
         patches=[
             patch.object(Rollout, "sanitize", lambda self: self),
             patch.object(lightning_rl.algorithm, "masked_fill_invalid", lambda values, mask: values * mask),
         ],
     ),
-    Fault(
+    user(
         "the entropy bonus left out",
-        "objective",
+        partial(EntropyBonus, 0.1),
+        culprit="objective",
         check="terms_add_up",
-        callbacks=lambda: [EntropyBonus(0.1)],
         patches=[after(Algorithm, "microbatch_loss", patches.without_entropy_bonus)],
     ),
     Fault(
@@ -441,11 +393,11 @@ FAULTS: tuple[Fault, ...] = (
         options=STEPS,
         patches=[after(lightning_rl.update, "loss_view", patches.ever_on_policy)],
     ),
-    Fault(
+    user(
         "another rollout in the middle of a cycle",
-        "swapping.on_train_batch_start",
+        parts.Swapping,
+        culprit="swapping.on_train_batch_start",
         check="raw_fields",
-        callbacks=lambda: [parts.Swapping()],
         options=STEPS,
     ),
     Fault(

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.rollouts.sample
-from faults.fault import Fault
+from faults.fault import Fault, engine
 from faults.parts import Altering
 from lightning_rl import Evaluation, FinishReason, PromptDataModule, TransformersEngine
 from lightning_rl.data import Prompt
@@ -249,7 +249,7 @@ def with_engine(make: Callable[[], Any]) -> dict[str, Any]:
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("one answer for all samples of a prompt", "Repeating", fresh={"engine": Repeating}),
+    engine("one answer for all samples of a prompt", Repeating),
     Fault(
         "one seed for all samples of a prompt",
         SEEDS,
@@ -261,7 +261,7 @@ FAULTS: tuple[Fault, ...] = (
         patches=[patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_place)],
         **AGAIN,
     ),
-    Fault("answers of earlier rollouts", "Remembering", fresh={"engine": Remembering}, **AGAIN),
+    engine("answers of earlier rollouts", Remembering, **AGAIN),
     Fault("a default top-k", "Drawing", **with_engine(lambda: Drawing(top_two))),
     Fault("a default top-p", "Drawing", **with_engine(lambda: Drawing(nucleus))),
     Fault("tokens drawn at twice the temperature", "Drawing", **with_engine(lambda: Drawing(hotter))),
@@ -269,15 +269,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault("a penalty on repetition left over", "Drawing", **with_engine(lambda: Drawing(no_repetition))),
     Fault("every fourth sample greedy", "Drawing", **with_engine(lambda: Drawing(some_greedy))),
     Fault("every sample nearly greedy", "Drawing", **with_engine(lambda: Drawing(nearly_greedy))),
-    Fault("answers to the next prompt", "Reordering", fresh={"engine": lambda: Reordering(next_prompt)}),
-    Fault("prompts cut by the engine", "Altering", fresh={"engine": lambda: Altering(request=without_beginning)}),
-    Fault(
-        "an engine that stops before the limit and calls it the limit",
-        "Altering",
-        fresh={"engine": lambda: Altering(completion=stopped_early)},
-    ),
-    Fault("an end that was not sampled", "Altering", fresh={"engine": lambda: Altering(completion=with_an_end)}),
-    Fault("empty answers that say they stopped", "Silent", fresh={"engine": Silent}),
+    engine("answers to the next prompt", lambda: Reordering(next_prompt)),
+    engine("prompts cut by the engine", lambda: Altering(request=without_beginning)),
+    engine("an engine that stops before the limit and calls it the limit", lambda: Altering(completion=stopped_early)),
+    engine("an end that was not sampled", lambda: Altering(completion=with_an_end)),
+    engine("empty answers that say they stopped", Silent),
     Fault("prompts cut by the data", "prompt|data|CutPrompts", data=lambda: CutPrompts(ROWS, 4)),
     Fault(
         "validation prompts among those that train",

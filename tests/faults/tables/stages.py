@@ -10,7 +10,7 @@ from kit.support import tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 
-from faults.fault import Fault
+from faults.fault import Fault, user
 from lightning_rl import LossView, RLCallback, Rollout, Stat
 
 LONGEST = 24
@@ -190,50 +190,24 @@ PAIRS = {"group_size": 2}
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault(
-        "a reward mask that takes the widest row for cut off",
-        "width_mask",
-        callbacks=lambda: [WidthMask()],
-        options=RAGGED,
+    user("a reward mask that takes the widest row for cut off", WidthMask, options=RAGGED),
+    user("a reward mask by the mean length of a rank", NotTooLong, options=RAGGED),
+    user("a filter by the padded width", ShortGroups, options=RAGGED),
+    user(
+        "a filter that reshapes by another group size", FoursWithSpread, options=PAIRS, data=lambda: tiny_prompts(48, 8)
     ),
-    Fault(
-        "a reward mask by the mean length of a rank", "not_too_long", callbacks=lambda: [NotTooLong()], options=RAGGED
-    ),
-    Fault("a filter by the padded width", "short_groups", callbacks=lambda: [ShortGroups()], options=RAGGED),
-    Fault(
-        "a filter that reshapes by another group size",
-        "fours_with_spread",
-        callbacks=lambda: [FoursWithSpread()],
-        options=PAIRS,
-        data=lambda: tiny_prompts(48, 8),
-    ),
-    Fault("the longest tenth of a rank left out", "longest_tenth", callbacks=lambda: [LongestTenth()], options=RAGGED),
-    Fault("a difficulty from a list by position", "listed_difficulty", callbacks=lambda: [ListedDifficulty()]),
-    Fault("a provided reward standardised on a rank", "standardized_on_rank", callbacks=lambda: [StandardizedOnRank()]),
-    Fault("a bonus from a list by position", "listed_bonus", callbacks=lambda: [ListedBonus()]),
-    Fault(
+    user("the longest tenth of a rank left out", LongestTenth, options=RAGGED),
+    user("a difficulty from a list by position", ListedDifficulty),
+    user("a provided reward standardised on a rank", StandardizedOnRank),
+    user("a bonus from a list by position", ListedBonus),
+    user(
         "a bonus that compares with the rows of a rank and does not say so",
-        "shorter_than_rank",
-        callbacks=lambda: [ShorterThanRank()],
+        ShorterThanRank,
         options={"advantages": "reinforce_plus_plus"},
     ),
-    Fault(
-        "a token reward over the padded width",
-        "patience",
-        callbacks=lambda: [Patience()],
-        options={**RAGGED, "advantages": "reinforce_plus_plus"},
-    ),
-    Fault("a user's figure as a share of the padded width", "fill", callbacks=lambda: [Fill()], options=RAGGED),
-    Fault("a user's figure over every second row of a microbatch", "upper_half", callbacks=lambda: [UpperHalf()]),
-    Fault(
-        "a user's figure that is a mean of means",
-        "mean_of_means",
-        callbacks=lambda: [MeanOfMeans()],
-        options={"max_tokens_per_microbatch": 24},
-    ),
-    Fault(
-        "the length of right answers by the rewards of the row above",
-        "right_answers",
-        callbacks=lambda: [RightAnswers()],
-    ),
+    user("a token reward over the padded width", Patience, options={**RAGGED, "advantages": "reinforce_plus_plus"}),
+    user("a user's figure as a share of the padded width", Fill, options=RAGGED),
+    user("a user's figure over every second row of a microbatch", UpperHalf),
+    user("a user's figure that is a mean of means", MeanOfMeans, options={"max_tokens_per_microbatch": 24}),
+    user("the length of right answers by the rewards of the row above", RightAnswers),
 )

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 import lightning_rl.module
 import lightning_rl.update
-from faults.fault import Fault
+from faults.fault import Fault, user
 from faults.patches import accumulating, after
 from lightning_rl import GAE, LossView, ValueLoss
 from lightning_rl.algorithm import Algorithm
@@ -277,9 +277,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("dropout in the update, without an old pass", "update|policy", patches=[in_update(with_dropout)]),
     Fault("the update sees the log-probabilities of the row above", "update|policy", patches=[in_update(of_row_above)]),
     Fault("a first layer cut off from the gradient", "parameter|policy|layers", options={"policy": cut_policy}),
-    Fault(
-        "gradients of norms forgotten before the step", "ForgottenGradients", callbacks=lambda: [ForgottenGradients()]
-    ),
+    user("gradients of norms forgotten before the step", ForgottenGradients),
     Fault(
         "gradients summed up in bfloat16",
         f"{UPDATE}|gradient",
@@ -306,11 +304,11 @@ FAULTS: tuple[Fault, ...] = (
         options=PPO,
         patches=[patch.object(Algorithm, "microbatch_loss", without_value_loss)],
     ),
-    Fault("an entropy bonus without gradient", "entropy_bonus", callbacks=lambda: [BlindEntropyBonus(0.1)]),
-    Fault(
+    user("an entropy bonus without gradient", partial(BlindEntropyBonus, 0.1), culprit="entropy_bonus"),
+    user(
         "an update that hands out entropy without gradient",
-        "entropy|update",
-        callbacks=lambda: [EntropyBonus(0.1)],
+        partial(EntropyBonus, 0.1),
+        culprit="entropy|update",
         patches=[patch.object(lightning_rl.update, "loss_view", without_entropy_gradient)],
     ),
     Fault(
@@ -331,20 +329,20 @@ FAULTS: tuple[Fault, ...] = (
         "optimizer|update|step",
         patches=[patch.object(LightningOptimizer, "step", step_twice)],
     ),
-    Fault("a hook that steps before the step", "StepsAhead", callbacks=lambda: [StepsAhead()]),
+    user("a hook that steps before the step", StepsAhead),
     Fault(
         "a constant rate of 0 by an integer division",
         "rate_in_whole_numbers|scheduler|rate|lr",
         options={"lr_scheduler": rate_in_whole_numbers},
     ),
     Fault("a rate of 0 for half of the parameters", "half_asleep|optimizer", options={"optimizer": half_asleep}),
-    Fault("a layer put back after every step", "FrozenLayer", callbacks=lambda: [FrozenLayer()]),
+    user("a layer put back after every step", FrozenLayer),
     Fault(
         "updates lost in bfloat16",
         "bfloat16|optimizer|parameter|weights",
         options={"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=1e-6)},
     ),
-    Fault("moments forgotten before every step", "ForgottenMoments", callbacks=lambda: [ForgottenMoments()]),
+    user("moments forgotten before every step", ForgottenMoments),
     Fault(
         "a gradient that is never cleared",
         f"{UPDATE}|optimizer|gradient",
