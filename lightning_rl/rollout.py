@@ -229,10 +229,11 @@ class Rollout:
             width: Maximum number of response positions to keep; None for all.
         """
         index = (rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).to(self.groups.device)
+        cut = width is not None and width < self.width
 
         def pick(tensor: Tensor, axes: str, pad: float) -> Tensor:
             del pad
-            return (tensor[:, :width] if axes == TOKEN else tensor).index_select(0, index)
+            return (tensor[:, :width] if cut and axes == TOKEN else tensor).index_select(0, index)
 
         return self.map(pick)
 
@@ -250,13 +251,14 @@ class Rollout:
 
     def sanitize(self: RolloutT) -> RolloutT:
         """Return a copy in which every float field per token is 0 where ``valid_tokens`` is False."""
+        invalid = ~self.valid_tokens
 
         def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:
             del pad
             if axes != TOKEN or not tensor.is_floating_point():
                 return tensor
-            mask = self.valid_tokens.reshape(*self.valid_tokens.shape, *[1] * (tensor.dim() - 2))
-            return torch.where(mask, tensor, 0.0)
+            mask = invalid if tensor.dim() == 2 else invalid.reshape(*invalid.shape, *[1] * (tensor.dim() - 2))
+            return tensor.masked_fill(mask, 0)
 
         return self.map(clean)
 

@@ -1,5 +1,6 @@
 """Update: the gradient of one optimizer step, accumulated over its microbatches."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -42,7 +43,7 @@ class StepWeights:
         weights, (rows, width) = self._weights[id(reduction)], microbatch.layout.shape
         if not len(microbatch.index):
             return weights.new_zeros(rows, width)
-        return weights[microbatch.index, :width]
+        return weights[:, :width].index_select(0, microbatch.index)
 
     def _over_step(self, reduction: Reduction) -> Tensor:
         in_step = torch.zeros_like(self.rollout.trained)
@@ -88,17 +89,16 @@ class StepGradient:
         """Return the moments of a statistic over all microbatches of this rank, shape [4]."""
         return merge_moments(torch.stack([stats[name].moments for stats in self.stats]))
 
-    def metrics(self, world_size: int, *, norm: Tensor, **numbers: Tensor | float) -> dict[str, Stat]:
+    def metrics(self, world_size: int, *, norm: Tensor, **numbers: float) -> dict[str, Stat]:
         """Return the step's losses over all ranks, its gradient norm, and further numbers.
 
         If the norm, which all ranks share, is not finite, every rank omits its losses: a mean over the remaining ranks
         would be misleading.
         """
-        scale = torch.where(torch.isfinite(norm), float(world_size), torch.nan)  # merging takes the mean over ranks
-        values = {name: part * scale for name, part in self.parts.items()}
-        values["optim/grad_norm"] = norm
-        values |= {name.replace("__", "/"): torch.as_tensor(number) for name, number in numbers.items()}
-        return Stat.singles(values)
+        scale = float(world_size) if torch.isfinite(norm) else math.nan  # merging takes the mean over ranks
+        values = {name: float(part) * scale for name, part in self.parts.items()}
+        values["optim/grad_norm"] = float(norm)
+        return Stat.numbers(values | {name.replace("__", "/"): number for name, number in numbers.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

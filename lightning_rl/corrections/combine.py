@@ -161,18 +161,22 @@ class Corrections:
     def policy_factor(self, view: LossView) -> PolicyFactor:
         """Return the product of all masks and weights, shape [b, T], and statistics before masking."""
         factor, stats = None, dict[str, Stat]()
+        rejected, weights = dict[str, Tensor](), dict[str, Tensor]()
         for callback, mask in self._each("sequence_mask", view):
             stats[f"{callback.name}/rejected"] = Stat.of(~mask, view.trained)
             factor = _times(factor, mask[:, None].expand_as(view.valid_tokens).to(view.logprobs.dtype))
         for callback, mask in self._each("token_mask", view):
-            stats[f"{callback.name}/rejected_tokens"] = Stat.of(~mask, view.valid_tokens)
+            rejected[f"{callback.name}/rejected_tokens"] = ~mask
             factor = _times(factor, mask.to(view.logprobs.dtype))
         for callback, weight in self._each("token_weight", view):
             if weight.requires_grad:
                 raise ValueError(f"expected token_weight of {callback.name} without gradient, got one: detach it")
-            population = Stat.of(weight, view.valid_tokens)
-            stats |= {f"{callback.name}/weight_mean": population, f"{callback.name}/ess": population.ess()}
+            weights[callback.name] = weight
             factor = _times(factor, weight)
+        of_tokens = Stat.many(rejected | weights, view.valid_tokens) if rejected or weights else {}
+        stats |= {name: of_tokens[name] for name in rejected}
+        for name in weights:
+            stats |= {f"{name}/weight_mean": of_tokens[name], f"{name}/ess": of_tokens[name].ess()}
         return PolicyFactor(factor, stats)
 
     def loss_terms(self, view: LossView) -> list[tuple[str, LossTerm]]:

@@ -36,29 +36,21 @@ class Stat:
     @staticmethod
     def many(values: Mapping[str, Tensor], mask: Bool[Tensor, "..."]) -> "dict[str, Stat]":
         """Return one Stat per named tensor over the same mask, with few tensor operations."""
-        stacked = torch.stack([tensor.detach().double().flatten() for tensor in values.values()])
-        kept = mask.flatten()
-        count = kept.sum().double()
-        mean = torch.where(kept, stacked, 0.0).sum(-1) / count.clamp(min=1)
-        squares = torch.where(kept, stacked - mean[:, None], 0.0).square().sum(-1)
-        floor = stacked.new_full((len(stacked), 1), -torch.inf)
-        maximum = torch.cat([torch.where(kept, stacked, -torch.inf), floor], -1).amax(-1)
+        tensors = list(values.values())
+        if len({tensor.dtype for tensor in tensors}) > 1:  # stacking would round integers to float32
+            tensors = [tensor.double() for tensor in tensors]
+        stacked, left_out = torch.stack(tensors).detach().double().reshape(len(tensors), mask.numel()), ~mask.flatten()
+        count = mask.sum(dtype=torch.float64)
+        mean = stacked.masked_fill_(left_out, 0.0).sum(-1) / count.clamp(min=1)
+        squares = (stacked - mean[:, None]).masked_fill_(left_out, 0.0).square_().sum(-1)
+        stacked.masked_fill_(left_out, -torch.inf)
+        maximum = stacked.amax(-1) if len(left_out) else torch.full_like(mean, -torch.inf)
         moments = torch.stack([count.expand_as(mean), mean, squares, maximum], -1)
         return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
 
     @staticmethod
-    def singles(values: Mapping[str, Tensor]) -> "dict[str, Stat]":
-        """Return one Stat of a single number per name, empty if the number is not finite."""
-        device = next(iter(values.values())).device
-        exact = torch.stack([to_device(value.detach().double(), device) for value in values.values()])
-        finite = torch.isfinite(exact)
-        mean, maximum = torch.where(finite, exact, 0.0), torch.where(finite, exact, -torch.inf)
-        moments = torch.stack([finite.double(), mean, torch.zeros_like(exact), maximum], -1)
-        return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}
-
-    @staticmethod
     def numbers(values: Mapping[str, float]) -> "dict[str, Stat]":
-        """Return one Stat of a single number per name from Python numbers, on the CPU."""
+        """Return one Stat of a single number per name, on the CPU; empty if the number is not finite."""
         rows = [(1.0, x, 0.0, x) if math.isfinite(x) else (0.0, 0.0, 0.0, -math.inf) for x in values.values()]
         moments = torch.tensor(rows, dtype=torch.float64).reshape(-1, 4)
         return {name: Stat(row) for name, row in zip(values, moments.unbind(), strict=True)}

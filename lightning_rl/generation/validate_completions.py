@@ -112,9 +112,10 @@ class Answers:
             cure = "end a response there, with FinishReason.LENGTH"
             self._refuse(request, f"at most {limit} tokens (max_new_tokens)", str(len(ids)), cure)
         top = math.inf if self.vocabulary is None else self.vocabulary
-        if outside := [token for token in ids if not 0 <= token < top]:
+        if ids and not 0 <= min(ids) <= max(ids) < top:
+            outside = next(token for token in ids if not 0 <= token < top)
             expected = f"token ids in [0, {self.vocabulary or '...'}), the policy's vocabulary"
-            self._refuse(request, expected, str(outside[0]), "sample no other ids, such as those of a padded head")
+            self._refuse(request, expected, str(outside), "sample no other ids, such as those of a padded head")
 
     def _check_versions(self, request: Request, versions: set[int], oldest: int) -> None:
         for version in versions - self.engine.pushed:
@@ -144,11 +145,12 @@ class Answers:
 
     def _impossible(self, scores: Tensor | None) -> str:
         """Describe the first log-probability that is not finite, or at which no token is sampled."""
-        if scores is None or not self.logprobs:
+        if scores is None or not self.logprobs or not len(scores):
+            return ""
+        least, most = scores.aminmax()  # NaN, if there is one
+        if float(least) > IMPOSSIBLE and float(most) < math.inf:
             return ""
         drawable = scores.isfinite() & (scores > IMPOSSIBLE)
-        if bool(drawable.all()):
-            return ""
         position = int((~drawable).nonzero()[0, 0])
         value = float(scores[position])
         why = ", at which no token is sampled" if math.isfinite(value) else ""

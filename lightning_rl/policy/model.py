@@ -1,9 +1,9 @@
 """Transformers causal language model that returns log-probabilities of action tokens, with a critic."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -22,6 +22,10 @@ from lightning_rl.policy.weight_files import WeightFiles
 from lightning_rl.rollout import Rollout
 
 PADDED = "use packing=False"
+LOGIT_OPTIONS = (  # of a model's configuration: factors, a divisor, caps; MPT has a factor of None
+    *("logit_scale", "lm_head_multiplier", "output_multiplier"),
+    *("logits_scaling", "final_logit_softcapping", "logits_soft_cap"),
+)
 
 
 class Outputs(NamedTuple):
@@ -53,6 +57,8 @@ class FiniteOutputs:
         for what, tensor in (("log-probability", outputs.logprobs), ("value", outputs.values)):
             if tensor is not None:
                 values = tensor.detach()
+                if self._at_once and math.isfinite(float(values.sum())):  # one pass; a finite sum has finite terms
+                    continue
                 self._waiting.append((what, values, rows.sample_ids, (~torch.isfinite(values)).any()))
         if self._at_once:
             self.check()
@@ -262,9 +268,9 @@ def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]
     Cohere, Granite, Falcon-H1 and Muse scale logits; Gemma, Muse and others cap them by a tanh.
     """
     options = vars(model.config.get_text_config())
-    known = {name: value for name, value in options.items() if isinstance(value, int | float)}  # MPT has None
-    factors = [known.get(name, 1) for name in ("logit_scale", "lm_head_multiplier", "output_multiplier")]
-    scale = prod(factors) / known.get("logits_scaling", 1)
+    known = {name: value for name in LOGIT_OPTIONS if isinstance(value := options.get(name), int | float)}
+    factors = [known.get(name, 1) for name in LOGIT_OPTIONS[:3]]
+    scale = math.prod(factors) / known.get("logits_scaling", 1)
     cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
     soft_cap = None if cap is None else cap / scale  # models with both scale before they cap
     return {"temperature": temperature / scale, "soft_cap": soft_cap}

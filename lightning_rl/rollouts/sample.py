@@ -428,8 +428,8 @@ class Sampler:
         """Decode completions for the rewards in one call."""
         if self.tokenizer is None or not rows:
             return [""] * len(rows)
-        arrays: Any = [np.array(row, dtype=np.int64) for row in rows]  # the tokenizer inspects each entry of a list
-        return self.tokenizer.batch_decode(arrays, skip_special_tokens=True)
+        array: Any = np.fromiter(rows, dtype=object, count=len(rows))  # the tokenizer inspects each entry of a list
+        return self.tokenizer.batch_decode(array, skip_special_tokens=True)
 
     def _whole_text(self, token_ids: Sequence[int]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))

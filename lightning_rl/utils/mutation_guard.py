@@ -32,21 +32,25 @@ class Versions:
         ['rewards']
     """
 
-    __slots__ = ("_tensors", "_versions")
+    __slots__ = ("_fields", "_versions")
 
     def __init__(self, fields: Fields) -> None:
-        self._tensors, self._versions = fields, _versions(fields)  # held, because an id is reused after its object
+        self._fields, self._versions = fields, _versions(fields)  # held, because an id is reused after its object
 
     def changes(self, fields: Fields) -> list[str]:
         """Return the names of fields that were written, replaced, added or removed since."""
         now = _versions(fields)
         if now == self._versions:
             return []
-        return [name for name in {**self._versions, **now} if self._versions.get(name) != now.get(name)]
+        before, after = (
+            {name: version for (name, _), version in zip(pairs, versions, strict=True)}
+            for pairs, versions in ((self._fields, self._versions), (fields, now))
+        )
+        return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
-def _versions(fields: Fields) -> dict[str, tuple[int, int]]:
-    return {name: (id(tensor), tensor._version) for name, tensor in fields}  # noqa: SLF001
+def _versions(fields: Fields) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for _, tensor in fields]  # noqa: SLF001
 
 
 def refuse_edits(who: str, fields: Iterable[str], cure: str) -> None:
@@ -68,7 +72,7 @@ def copy_plain(value: Any) -> Any:
     if kind in ATOMS:
         return value
     if kind in (list, tuple):
-        return kind([entry if type(entry) in ATOMS else copy_plain(entry) for entry in value])
+        return kind(value if ATOMS.issuperset(map(type, value)) else map(copy_plain, value))
     if kind is dict:
         return {key: copy_plain(entry) for key, entry in value.items()}
     if kind is set or kind is np.ndarray:
