@@ -83,7 +83,7 @@ class SandboxResult:
         return self.ending == "exited" and self.code == 0
 
 
-def run_limited(
+def run_with_limits(
     command: Sequence[str],
     stdin: str,
     *,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from lightning_rl.processes.command import SandboxResult, run_limited
+from lightning_rl.processes.command import SandboxResult, run_with_limits
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import in_words
 
@@ -86,7 +86,7 @@ class Sandbox:
             program.seek(0)
             descriptors = program.fileno(), status.fileno()
             command = [*_as_unused_user(), *self._bubblewrap(*descriptors), *self._program()]
-            result = run_limited(
+            result = run_with_limits(
                 command, stdin, seconds=self.seconds, output=self.output, env=_environment(), keep=descriptors
             )
             status.seek(0)
