@@ -105,7 +105,7 @@ class StateWatch:
     def keep_state(self) -> None:
         """Record weights and optimizer after a step, since they stay the same until the next one."""
         if not self._module.parallel.sharded:  # gathering would change local parts
-            self._kept, self._movers = self._lasting(), {}
+            self._kept, self._movers = dict(_lasting(self._module)), {}
 
     def forget_state(self) -> None:
         """Discard the record before an optimizer step, which changes them."""
@@ -122,7 +122,7 @@ class StateWatch:
         """Compare with the state after the last step; a reported change becomes the new reference."""
         if self._kept is None:  # no audited rollout before or after
             return
-        before, self._kept = self._kept, self._lasting()
+        before, self._kept = self._kept, dict(_lasting(self._module))
         for what, name in _changes(before, self._kept).items():
             if what in self.blamed:  # reported for a hook of the step
                 continue
@@ -130,9 +130,6 @@ class StateWatch:
             self.blamed[what] = culprit
             expected = f"{what} as the last optimizer step left them"
             self._note(culprit, expected, "others at the next one", name, "put back what was changed")
-
-    def _lasting(self) -> Snapshot:
-        return {key: value for key, value in _snapshot(self._module) if key.partition(" of ")[0] in LASTS}
 
     def _note(self, culprit: str, expected: str, observed: str, name: str, cure: str) -> None:
         example = f", such as {name}" if name else ""
@@ -169,12 +166,11 @@ def _rates(module: RLLightningModule) -> list[float]:
 
 def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
     """Yield a few numbers of each part of the state that a hook could change."""
+    yield from _lasting(module)
     parameters = dict(module.required_policy.named_parameters())
     gradients = {name: local(weight.grad) for name, weight in parameters.items() if weight.grad is not None}
-    yield from _few("weights", {name: local(weight.detach()) for name, weight in parameters.items()})
     yield from _few("gradients", gradients)
-    trained = [weight.requires_grad for weight in parameters.values()]
-    yield FROZEN, torch.tensor(trained)
+    yield FROZEN, torch.tensor([weight.requires_grad for weight in parameters.values()])
     for optimizer in module.trainer.optimizers:
         numbers = [
             float(value)
@@ -183,14 +179,6 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
             if isinstance(value, int | float) and name != "initial_lr"
         ]
         yield TUNED, torch.tensor(numbers, dtype=torch.float64)
-        kept = [
-            local(value)
-            for weight in parameters.values()
-            for value in optimizer.state.get(weight, {}).values()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        ]
-        if kept:
-            yield "optimizer", _norms(kept)
     if module.run.current is not None:
         plan = module.run.current.plan.microbatches()
         yield (
@@ -200,6 +188,21 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
     for name, group in module.run.metrics.groups.items():
         if group.keys:
             yield f"metrics of {name}", group.moments.flatten().clone()
+
+
+def _lasting(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of ``LASTS``."""
+    parameters = dict(module.required_policy.named_parameters())
+    yield from _few("weights", {name: local(weight.detach()) for name, weight in parameters.items()})
+    for optimizer in module.trainer.optimizers:
+        kept = [
+            local(value)
+            for weight in parameters.values()
+            for value in optimizer.state.get(weight, {}).values()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        ]
+        if kept:
+            yield "optimizer", _norms(kept)
 
 
 def local(tensor: Tensor) -> Tensor:
