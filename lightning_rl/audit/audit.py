@@ -180,6 +180,11 @@ class SignalAudit(RLCallback):
         self._count(begin)
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.fields.end_backward()
+
+    @override
     def traces_step(self, rollout_number: int, step: int) -> bool:
         return self._run is not None and self._run.begin_trace()
 

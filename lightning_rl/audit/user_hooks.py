@@ -67,6 +67,7 @@ class StateWatch:
         self._movers = dict[str, str]()
         self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
         self._before: Snapshot | None = None
+        self._places: list[int] | None = None
         self._rates: list[float] = []
         self.idled = ""
         self._edits: list[Finding] = []
@@ -88,15 +89,19 @@ class StateWatch:
         if rates != self._rates:
             self.idled = "" if any(rate > 0 for rate in rates) else culprit
 
-    def enter(self) -> None:
-        """Record the state before a hook or contribution."""
+    def enter(self, *, contribution: bool = False) -> None:
+        """Record the state before a hook, or before a contribution, which may not even move the weights in memory."""
         self._before = dict(_snapshot(self._module)) if self.active else None
+        moves = not contribution or self._module.parallel.sharded  # which frees and allocates parameters
+        self._places = None if moves else self._memory()
 
     def leave(self, culprit: str) -> None:
         """Compare the state after a hook, which is the culprit of changes."""
         if self._before is None:
             return
         places, self._before = _changes(self._before, dict(_snapshot(self._module))), None
+        if self._places is not None and self._places != self._memory():
+            places.setdefault("weights", "their memory")
         for what, name in places.items():
             self.blamed.setdefault("optimizer" if what == TUNED else what, culprit)
             if what != TUNED:  # users may schedule learning rates
@@ -130,6 +135,9 @@ class StateWatch:
             self.blamed[what] = culprit
             expected = f"{what} as the last optimizer step left them"
             self._note(culprit, expected, "others at the next one", name, "put back what was changed")
+
+    def _memory(self) -> list[int]:
+        return [local(weight.detach()).data_ptr() for weight in self._module.required_policy.parameters()]
 
     def _note(self, culprit: str, expected: str, observed: str, name: str, cure: str) -> None:
         example = f", such as {name}" if name else ""

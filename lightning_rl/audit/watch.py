@@ -115,7 +115,7 @@ class FieldWatch(ValueGuard):
         if self._finished is not None and args[0] is self._finished:
             self.look(rollout=self._finished)
         if name in self.state.names:
-            self.state.enter()
+            self.state.enter(contribution=True)
 
     @override
     def after_call(self, who: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.generation.engine import Completion, Engine, EngineError, Request
-from lightning_rl.rollout import FinishReason
+from lightning_rl.rollout import ROUTES, FinishReason
 
 ROUNDING = 1e-3  # nats by which rounding may lift the log-probability of a certain token above 0
 MAX_REFUSED = 0.1  # share of the completions; a single faulty sample is always tolerated
@@ -74,6 +74,7 @@ class Answers:
             self._refuse(request, expected, got, "put the completions into the order of the requests")
         self._check_ids(request, given.token_ids)
         self._check_versions(request, {given.version, *(given.versions or ())}, oldest)
+        self._check_extras(request, given)
         if self.logprobs and given.logprobs is None and given.finish is FinishReason.ABORT:
             given = replace(given, logprobs=torch.zeros(len(given.token_ids)))
         if self.logprobs:
@@ -90,7 +91,7 @@ class Answers:
         return self._checked.get(id(request), (request, None))[1]
 
     def close(self) -> None:
-        """Warn of faulty samples.
+        """Warn of faulty samples, and if the engine aborted every sample, which leaves nothing to train on.
 
         Raises:
             EngineError: If the faulty samples are more than one and more than :data:`MAX_REFUSED` of all.
@@ -105,6 +106,12 @@ class Answers:
         if bad:
             warnings.warn(
                 f"{bad} of {given} samples from {self._name} are aborted and do not train: {first}", stacklevel=4
+            )
+        elif given and all(completion.finish is FinishReason.ABORT for _, completion in self._checked.values()):
+            warnings.warn(
+                f"{self._name} aborted every requested sample (FinishReason.ABORT), so nothing trains: look at its "
+                "log, and check that prompts fit its context length",
+                stacklevel=3,
             )
 
     def _check_ids(self, request: Request, ids: tuple[int, ...]) -> None:
@@ -127,15 +134,28 @@ class Answers:
             self._refuse(request, expected, f"version {min(versions)}", cure)
 
     def _check_logprobs(self, request: Request, scores: Tensor | None, number: int) -> None:
-        if scores is None or scores.dtype not in (torch.float32, torch.float64) or scores.shape != (number,):
-            got = "none" if scores is None else f"{scores.dtype} of shape {list(scores.shape)}"
-            cure = f"return float32 of shape [{number}], such as logits.float().log_softmax(-1)"
+        sound = scores is not None and scores.dtype in (torch.float32, torch.float64) and not scores.requires_grad
+        if scores is None or not (sound and scores.shape == (number,)):
+            got = "none" if scores is None else _describe(scores)
+            cure = f"return float32 of shape [{number}], such as logits.float().log_softmax(-1) under torch.no_grad()"
             self._refuse(request, f"a log-probability for each of {number} tokens", got, cure)
         if number and not float(scores.max()) <= ROUNDING:
             positive = scores[scores.isfinite() & (scores > ROUNDING)]
             if len(positive):
                 cure = "return the log_softmax, neither logits nor probabilities"
                 self._refuse(request, "log-probabilities of at most 0", f"{float(positive.max()):.4g}", cure)
+
+    def _check_extras(self, request: Request, given: Completion) -> None:
+        """Check that the response has an entry of each extra for every token, and the prompt one of its routes."""
+        names, prompt_length = self.engine.extras, len(request.prefix_ids)
+        fields = [("token_extras", name, len(given.token_ids)) for name in sorted(names)]
+        fields += [("prompt_extras", name, prompt_length) for name in sorted(names & {ROUTES})]
+        for where, name, length in fields:
+            extra = getattr(given, where).get(name)
+            got = "nothing" if extra is None else str(len(extra))
+            if got != str(length):
+                cure = f"put it into {where}, an entry for each token along its first axis"
+                self._refuse(request, f"{name} of each of {length} tokens", got, cure)
 
     def _fault(self, request: Request, completion: Completion) -> str:
         """Return the reason for which a sample cannot train, or an empty string."""
@@ -191,3 +211,8 @@ class Answers:
         text = "" if self.text is None else f" {self.text(ids)!r:.80}"
         turn = f"turn {request.turn}, " if request.turn else ""
         return f"sample {request.sample_id} ({turn}prompt {shown}{text})"
+
+
+def _describe(scores: Tensor) -> str:
+    gradient = " with a gradient, which holds a whole graph" if scores.requires_grad else ""
+    return f"{scores.dtype} of shape {list(scores.shape)}{gradient}"

@@ -1,7 +1,7 @@
 """Valid configurations give no finding, or are declared in one line."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from lightning_rl.audit import AuditError, SignalAudit
 from lightning_rl.callbacks import AdaptiveKL
 
 
-def alarms(*callbacks: RLCallback, rollouts: int = 4, **options: Any) -> list[str]:
-    audit = SignalAudit(1)
+def alarms(*callbacks: RLCallback, deliberate: Sequence[str] = (), rollouts: int = 4, **options: Any) -> list[str]:
+    audit = SignalAudit(1, deliberate=deliberate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(tiny_module(**options), callbacks=[*callbacks, audit], data=tiny_prompts(4 * rollouts, 4))
@@ -29,6 +29,13 @@ def batch_whitening(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
     """Whiten over the whole batch, on purpose."""
     kept = scores[rewarded]
     return torch.where(rewarded, (scores - kept.mean()) / (kept.std() + 1e-6), 0.0)
+
+
+@pytest.mark.nightly
+def test_a_whitening_over_the_batch_is_declared_in_one_line() -> None:
+    said = alarms(advantages=batch_whitening)
+    assert said and all(text.startswith("group_isolation: estimator batch_whitening") for text in said)
+    assert alarms(advantages=batch_whitening, deliberate=["group_isolation: estimator batch_whitening"]) == []
 
 
 def test_what_is_not_declared_still_raises() -> None:
@@ -46,7 +53,7 @@ def test_a_coefficient_that_follows_the_rollout_gives_no_alarm(as_loss: bool) ->
 
 
 class Pull(RLCallback):
-    """Pulls every log-probability towards -1, and adapts its coefficient after the step."""
+    """Pulls every log-probability towards -1, more with every optimizer step."""
 
     name = "pull"  # before the audit in the order of the names
 
@@ -61,11 +68,16 @@ class Pull(RLCallback):
     def metrics(self, view: LossView) -> Mapping[str, Stat]:
         return {"pull/coef": Stat.of(torch.full_like(view.logprobs, self.coef), view.valid_tokens)}
 
+
+class GrowsBehindTheStep(Pull):
+    """Adapts its coefficient after the step."""
+
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.coef *= 1.5
 
 
 @pytest.mark.nightly
-def test_a_coefficient_that_follows_the_step_gives_no_alarm() -> None:
-    assert alarms(Pull(), minibatches_per_rollout=2, rollouts=2) == []
+@pytest.mark.parametrize("kind", [GrowsBehindTheStep])
+def test_a_coefficient_that_follows_the_step_gives_no_alarm(kind: type[Pull]) -> None:
+    assert alarms(kind(), minibatches_per_rollout=2, rollouts=2) == []

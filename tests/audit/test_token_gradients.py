@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from kit.evidence import culprits, evidence_of
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lightning_rl.audit import SignalAudit
@@ -21,6 +23,24 @@ def audit_of(folder: Path, precision: Any = "32-true", **options: Any) -> Signal
         module, data = tiny_module(**options), tiny_prompts(8, 4)
         fit(module, callbacks=[audit], data=data, default_root_dir=folder, precision=precision)
     return audit
+
+
+def with_adapters() -> Any:
+    return get_peft_model(tiny_policy(0), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"packing": False}, {"top_k": 6}, {"precision": "bf16-mixed"}, {"policy": with_adapters}),
+        {"advantages": "gae", "critic": partial(tiny_policy, 3), "activation_checkpointing": True},
+    ],
+    ids=["padded", "filtered", "bfloat16", "adapters", "critic"],
+)
+def test_a_gradient_from_every_token_gives_no_alarm(options: dict[str, Any], tmp_path: Path) -> None:
+    audit = audit_of(tmp_path, **options)
+    assert audit.findings == [] and audit.skipped == {}
 
 
 @pytest.mark.parametrize("scores", [1.0, 100.0])

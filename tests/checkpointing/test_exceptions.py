@@ -461,6 +461,12 @@ def test_an_error_of_zero_grad_leaves_the_step(tmp_path: Path) -> None:
     assert_equal(resumed, whole)
 
 
+def test_another_callback_that_raises_in_on_exception_costs_no_step(whole: RLLightningModule, tmp_path: Path) -> None:
+    with pytest.raises(SomeError, match="at on_exception"):
+        start(tmp_path, At("on_train_batch_end", 7), At("on_exception"))
+    assert_goes_on(tmp_path, 7, whole)
+
+
 def test_a_callback_whose_state_cannot_be_saved_is_named_in_a_note(tmp_path: Path) -> None:
     with pytest.raises(SomeError, match="at on_train_batch_end") as ended:
         start(tmp_path, At("on_train_batch_end", 7), At("state_dict"))
@@ -468,12 +474,11 @@ def test_a_callback_whose_state_cannot_be_saved_is_named_in_a_note(tmp_path: Pat
     assert ended.value.__notes__[-1] == note and not (tmp_path / INTERRUPTED).exists()
 
 
-def test_an_error_of_another_callback_in_on_exception_costs_no_step_and_releases_the_folder(tmp_path: Path) -> None:
+def test_an_error_of_another_callback_on_the_way_out_gives_the_folder_free(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "kept", save_last=True)
     with pytest.raises(SomeError, match="at on_exception"):
         start(tmp_path, At("on_train_batch_end", 7), At("on_exception"), saver, enable_checkpointing=True)
-    assert torch.load(tmp_path / "kept" / INTERRUPTED, weights_only=True)["global_step"] == 7
-    assert not (tmp_path / "kept" / LOCK).exists()
+    assert (tmp_path / "kept" / INTERRUPTED).exists() and not (tmp_path / "kept" / LOCK).exists()
     folder = RunFolder(tmp_path / "kept")
     with pytest.warns(UserWarning, match="holds checkpoints of another run"):
         folder.claim("another")
@@ -489,6 +494,18 @@ def test_an_error_while_the_engine_is_closed_does_not_hide_what_ended_the_run(tm
     with pytest.raises(KeyError) as raised:
         start(tmp_path, At("on_train_batch_end", 3, KeyError("batch")), engine=Open())
     assert raised.value.__notes__[-1] == "the engine could not be closed: SomeError"
+
+
+def test_a_failure_without_words_is_named(tmp_path: Path) -> None:
+    class Mute(RLLightningModule):
+        @override
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            raise SomeError
+
+    module = Mute(**tiny_module(minibatches_per_rollout=2).options)
+    with pytest.raises(SomeError, match="at on_train_batch_end") as raised:
+        fit(module, callbacks=[At("on_train_batch_end")], default_root_dir=tmp_path)
+    assert raised.value.__notes__[-1] == "no interrupted.ckpt was written: SomeError; resume from the last checkpoint"
 
 
 def test_a_run_that_went_on_from_an_epochs_end_ends_bitwise_equal(whole: RLLightningModule, tmp_path: Path) -> None:

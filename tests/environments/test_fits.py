@@ -86,6 +86,13 @@ def test_a_turn_earns_what_it_and_the_later_ones_were_given() -> None:
         torch.testing.assert_close(trained, fitted[:, 0], atol=1e-4, rtol=0)
 
 
+def test_every_end_of_a_conversation_is_there() -> None:
+    ends = torch.cat([rollout.finish for rollout in rollouts_of(talking_module(max_turns=2))]).unique().tolist()
+    assert ends == [FinishReason.STOP, FinishReason.TURNS]
+    ends = torch.cat([rollout.finish for rollout in rollouts_of(talking_module(max_new_tokens=4))]).unique().tolist()
+    assert FinishReason.LENGTH in ends
+
+
 @pytest.mark.filterwarnings("ignore:.*conversations failed with their environment")
 def test_a_failed_conversation_costs_its_own_row_and_no_other() -> None:
     (sound, *_), (broken, *_) = (rollouts_of(talking_module(breaks_at=at)) for at in (None, 2))

@@ -16,6 +16,7 @@ from lightning_rl import EngineError, FinishReason, RLCallback, Rollout, Samplin
 from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.rollout import ROUTES
 from lightning_rl.rollouts.zero_gradient import IdleRunError
 
 EOS, A = 1, 5
@@ -117,6 +118,9 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
         pytest.param(one(logprobs=torch.zeros(2)), r"for each of 3 tokens .* of shape \[2\]", id="short-logprobs"),
         pytest.param(one(logprobs=torch.zeros(3).bfloat16()), "got torch.bfloat16 .* float32", id="bfloat16"),
         pytest.param(
+            one(logprobs=torch.zeros(3, requires_grad=True)), "with a gradient, .*: return .*no_grad", id="gradient"
+        ),
+        pytest.param(
             one(logprobs=torch.tensor([-1.0, 0.5, -1.0])), "log-probabilities of at most 0 .* got 0.5", id="positive"
         ),
         pytest.param(one(version=1), "weights that were pushed, the last of which is 0 .* got version 1", id="version"),
@@ -140,6 +144,42 @@ def test_an_aborted_sample_needs_no_logprobs() -> None:
         assert [each.finish is FinishReason.ABORT for each in believed] == [False, False, True, False]
 
 
+def recording(change: Callable[[list[Completion]], Any], names: set[str]) -> list[Completion]:
+    """Return the checked completions of an engine that records extras."""
+    engine = OwnEngine(change)
+    engine.capabilities = Capabilities(extras=frozenset(names))
+    engine.select_extras(frozenset(names))
+    engine.load_weights([], 0)
+    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
+    return check_all(engine, requests)
+
+
+def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
+    """Return a function that adds routes to all completions, and other fields to one."""
+
+    def change(given: list[Completion]) -> list[Completion]:
+        routes = {"token_extras": {ROUTES: torch.zeros(3, 2, 1)}, "prompt_extras": {ROUTES: torch.zeros(2, 2, 1)}}
+        return [replace(each, **{**routes, **(changes if n == place else {})}) for n, each in enumerate(given)]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_extras": {}}, "routed_experts of each of 3 tokens from OwnEngine, got nothing"),
+        ({"token_extras": {ROUTES: torch.zeros(2, 2, 1)}}, "of each of 3 tokens from OwnEngine, got 2"),
+        ({"prompt_extras": {}}, "routed_experts of each of 2 tokens from OwnEngine, got nothing"),
+        ({"prompt_extras": {ROUTES: torch.zeros(3, 2, 1)}}, "of each of 2 tokens from OwnEngine, got 3"),
+    ],
+)
+def test_extras_have_an_entry_for_each_token(changes: dict[str, Any], message: str) -> None:
+    assert len(recording(extended(-1), {ROUTES})) == 4
+    with pytest.raises(EngineError, match=message) as raised:
+        recording(extended(2, **changes), {ROUTES})
+    assert "for sample 2 (prompt" in str(raised.value)
+
+
 def test_weights_older_than_those_at_the_request_are_refused() -> None:
     engine = OwnEngine()
     for version in (0, 1, 2):
@@ -160,6 +200,14 @@ def test_weights_older_than_those_at_the_request_are_refused() -> None:
     assert answers.check(requests[0], both).versions == (2, 3, 3)
 
 
+def test_an_answer_without_any_sample_is_a_warning() -> None:
+    def nothing(given: list[Completion]) -> list[Completion]:
+        return [replace(each, finish=FinishReason.ABORT) for each in given]
+
+    with pytest.warns(UserWarning, match="OwnEngine aborted every requested sample .* so nothing trains"):
+        assert {each.finish for each in ask(nothing)} == {FinishReason.ABORT}
+
+
 def test_a_run_whose_engine_aborts_everything_ends_with_the_reason() -> None:
     class Lost(TransformersEngine):
         @override
@@ -169,6 +217,7 @@ def test_a_run_whose_engine_aborts_everything_ends_with_the_reason() -> None:
 
     told = r"taught the policy nothing: the engine aborted every sample \(FinishReason.ABORT\): .* engine/aborted 16"
     with (
+        pytest.warns(UserWarning, match="Lost aborted every requested sample"),
         pytest.warns(UserWarning, match=told),
         pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine aborted every sample"),
     ):

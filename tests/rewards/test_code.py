@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.rewards import CodeTests, Sandbox, SandboxUnavailable
+from lightning_rl.rewards import CodeTests, Sandbox, SandboxUnavailable, sandbox
 from lightning_rl.rewards.answer_match import UnreadableReference
 from lightning_rl.rewards.code import _read, code_of
 
@@ -70,6 +70,12 @@ def test_another_column_and_what_is_no_test() -> None:
     with pytest.warns(UserWarning, match='expected a test to be code or a mapping with strings "input" .* got 3'):
         values = reward()(["", ""], [DOUBLE, DOUBLE], tests=[[3], CASES])
     assert math.isnan(values[0] or 0) and values[1] == 1.0, "a bad row costs no other"
+
+
+def test_a_machine_without_bubblewrap_is_refused_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "PATH", "/nowhere")
+    with pytest.raises(SandboxUnavailable, match='got no "bwrap"'):
+        CodeTests(sandbox=Sandbox(seconds=21.0))
 
 
 HUMAN_EVAL = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n"

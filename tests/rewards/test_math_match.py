@@ -1,6 +1,7 @@
 """MathMatch: the results of math-verify, from any thread and process, also if a process hangs, stops or dies."""
 
 import json
+import math
 import os
 import random
 import signal
@@ -62,6 +63,12 @@ def test_no_reference_means_does_not_apply(reward: MathMatch) -> None:
     assert reward(["?"] * 2, ["4", "4"], answer=[None, "4"]) == [None, 1.0]
 
 
+def test_a_reference_that_is_not_mathematics_fails_its_row(reward: MathMatch) -> None:
+    with pytest.warns(UserWarning, match=r"cannot read 1 of its references.*expected a number or formula, got ''"):
+        values = reward(["?"] * 2, ["4", "4"], answer=["", "4"])
+    assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
+
+
 def test_a_formula_that_hangs_scores_0_and_the_others_are_compared() -> None:
     reward = MathMatch(timeout=1.0, processes=1)
     assert reward(["?"], ["x4"], answer=["$4x$"]) == [0.0]  # starts the process
@@ -74,6 +81,17 @@ def test_a_formula_that_hangs_scores_0_and_the_others_are_compared() -> None:
 def workers_of(reward: MathMatch) -> list[int]:
     """Return the ids of the processes, which stand beside those of their guards, after that of the server."""
     return reward.pool.pids()[2::2]
+
+
+def test_a_process_that_dies_fails_its_row_alone() -> None:
+    reward = MathMatch(timeout=0.5, processes=1)
+    formulas = ["so $x+1$"] * 2
+    assert reward(["?"] * 2, formulas, answer=["1+x"] * 2) == [1.0, 1.0]
+    (worker,) = workers_of(reward)
+    os.kill(worker, signal.SIGKILL)
+    values = reward(["?"] * 2, formulas, answer=["1+x"] * 2)
+    assert values[1] == 1.0 and values[0] in (0.0, 1.0)  # killed before its question or during it
+    assert workers_of(reward) != [worker]
 
 
 @pytest.mark.nightly

@@ -87,7 +87,9 @@ CASES: dict[str, tuple[Callable[[], list[RLCallback]], dict[str, Any]]] = {
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*groups are missing after:UserWarning")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["grpo", *(pytest.param(name, marks=pytest.mark.nightly) for name in CASES if name != "grpo")]
+)
 def test_resuming_at_every_step_of_a_pipelined_run_ends_bitwise_equal(case: str, tmp_path: Path) -> None:
     corrections, options = CASES[case]
     expected = run(tmp_path / "whole", *corrections(), trainer=VALIDATED, **options)
@@ -95,6 +97,15 @@ def test_resuming_at_every_step_of_a_pipelined_run_ends_bitwise_equal(case: str,
         trainer = {**VALIDATED, "ckpt_path": tmp_path / "whole" / f"step={step}.ckpt"}
         resumed = run(tmp_path / f"from-{step}", *corrections(), trainer=trainer, **options)
         assert resumed.global_step == STEPS and differing(resumed, expected) == [], f"step {step}"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("step", [3, 4])
+def test_resuming_within_a_rollout_and_between_two_ends_bitwise_equal(step: int, tmp_path: Path) -> None:
+    expected, seen = run(tmp_path / "whole"), list[Rollout]()
+    trainer = {"ckpt_path": tmp_path / "whole" / f"step={step}.ckpt"}
+    assert differing(run(None, recorder(seen)("seen"), trainer=trainer), expected) == []
+    assert seen[0].policy_version[seen[0].action_mask].unique().tolist() == [0], "of weights that are gone"
 
 
 def test_a_checkpoint_waits_for_the_rollout_in_flight_and_holds_it(tmp_path: Path) -> None:

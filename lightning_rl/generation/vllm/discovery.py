@@ -92,7 +92,8 @@ class ServerList:
     def watch(self, urls: Urls, follow: Callable[[Urls], object]) -> None:
         """Call ``follow`` in a thread with each changed list, unless the URLs are fixed.
 
-        An unusable list changes nothing and is logged.
+        A list is used once two reads agree, which excludes a list that is being written. An unusable list changes
+        nothing and is logged.
 
         Args:
             urls: URLs at the start of the run.
@@ -100,7 +101,7 @@ class ServerList:
         """
 
         def watch() -> None:
-            used, logged = urls, ""
+            used, before, logged = urls, urls, ""
             while not self._ended.wait(READ):
                 try:
                     found, why = self.read(), ""
@@ -108,8 +109,8 @@ class ServerList:
                     found, why = used, quote(str(error))
                 if why and why != logged:
                     LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self.source, why)
-                logged = why
-                if set(found) != set(used) and not self._ended.is_set():
+                stable, before, logged = set(found) == set(before), found, why
+                if stable and set(found) != set(used) and not self._ended.is_set():
                     used = found
                     follow(used)
 

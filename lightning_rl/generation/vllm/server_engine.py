@@ -28,6 +28,7 @@ from lightning_rl.generation.vllm.group import Specification
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
+from lightning_rl.generation.vllm.storage import delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
@@ -293,7 +294,7 @@ class VLLMServerEngine(Engine):
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         pool = self._running()
         scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
-        pool.push.proof = Proof(pool.push.label, tuple(ids), next(iter(scores.values())))
+        pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
         return scores
 
     @override
@@ -309,3 +310,5 @@ class VLLMServerEngine(Engine):
             gc.unfreeze()
             pool.close()
             pool.push.close()
+        else:  # a resumed run may have had nothing left to generate
+            delete_leftovers(Path(self.storage or tempfile.gettempdir()))

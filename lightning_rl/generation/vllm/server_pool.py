@@ -5,7 +5,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lightning_rl.generation.engine import EngineError, Request
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Sample, ServerClient
-from lightning_rl.generation.vllm.weight_push import WeightPush
+from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights.weight_stream import Shape
 from lightning_rl.utils.http import LOOP, Cancelled, Refused, Unanswered
 
@@ -261,6 +261,21 @@ class ServerPool:
             return None
         return sample
 
+    def accept(self, proof: Proof, scored: Collection[str]) -> None:
+        """Use the canary's result as the reference for all other servers.
+
+        Args:
+            proof: Log-probabilities under the current weights.
+            scored: URLs of the servers that the canary checked; others are checked now.
+        """
+        with self._changed:
+            self.push.proof = proof
+            late = [server for server in self.servers if server.ready and server.client.url not in scored]
+            for server in late:
+                server.ready = False
+        for server in late:
+            self._refresh(server)
+
     def update(self) -> None:
         """Bring every reachable server to the current weights.
 
@@ -308,15 +323,18 @@ class ServerPool:
 
     def _refresh(self, server: Server) -> Exception | None:
         with server.loading:
-            try:
-                self.push.update(server.client)
-            except Cancelled:
-                self._check_open()
-                return None
-            except (Unanswered, ValueError, RuntimeError) as error:
-                self.remove(server, error)
-                return error
-            self.restore(server)
+            restored = False
+            while not restored:
+                proof = self.push.proof
+                try:
+                    self.push.update(server.client)
+                except Cancelled:
+                    self._check_open()
+                    return None
+                except (Unanswered, ValueError, RuntimeError) as error:
+                    self.remove(server, error)
+                    return error
+                restored = self.restore(server, proof)
             return None
 
     def remove(self, server: Server, why: Exception) -> None:
@@ -330,13 +348,20 @@ class ServerPool:
             server.losses += 1
         self._notify()
 
-    def restore(self, server: Server) -> None:
-        """Mark a server as ready."""
+    def restore(self, server: Server, proof: Proof | None = None) -> bool:
+        """Mark a server as ready, if the proof it was checked against is still current.
+
+        Returns:
+            False if the server has to be checked again.
+        """
         with self._changed:
+            if self.push.proof is not proof:
+                return False
             if server.losses and not server.ready:
                 LOG.warning("%s is back, with the current weights", server.client.url)
             server.ready, self._waits = True, False
         self._notify()
+        return True
 
     def _watch(self, server: Server) -> None:
         while not self._closed.wait(self._pause(server)):

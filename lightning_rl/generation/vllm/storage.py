@@ -38,9 +38,7 @@ class RunFolder:
         storage = self.path.parent
         try:
             storage.mkdir(parents=True, exist_ok=True)
-            for folder in leftovers(storage):
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
+            delete_leftovers(storage)
             self._create()
         except OSError as error:
             where = f"expected storage= to be a folder that can be written to, got {storage}"
@@ -60,6 +58,13 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             Path(lock.name).unlink(missing_ok=True)
             lock.close()
+
+
+def delete_leftovers(storage: Path) -> None:
+    """Delete the folders that dead trainers of this user left on this machine."""
+    for folder in leftovers(storage):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
 
 
 def leftovers(storage: Path) -> Iterator[Path]:

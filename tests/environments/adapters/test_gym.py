@@ -81,6 +81,21 @@ def test_the_generators_of_the_run_stay_where_they_are() -> None:
     assert generator_states() == before
 
 
+def test_a_game_draws_the_same_however_it_is_interleaved() -> None:
+    alone, (first, second) = begun(), (begun(), begun(5))
+    for _ in range(2):
+        alone.step(Action(text="2"))
+    first.step(Action(text="2"))
+    second.step(Action(text="1"))
+    random.random()
+    first.step(Action(text="2"))
+    assert first._game.drawn == alone._game.drawn  # noqa: SLF001
+    expected = random.Random(3)
+    expected.randint(1, 9)
+    expected.random()
+    assert first._game.drawn[0] == expected.random()  # noqa: SLF001
+
+
 @pytest.mark.nightly
 def test_a_policy_trains_on_it_under_the_audit() -> None:
     rollouts: list[Rollout] = []

@@ -70,8 +70,7 @@ def check(folder: Path, moments: int, staleness: int) -> None:
         expected, seconds = whole_run(folder / "whole", staleness, urls)
         assert expected["steps"] == 16
         for number in range(moments):
-            delay = 0.7 * seconds * draw.random()  # later, the resumed run may have no rollout left to generate
-            found = kill_and_finish(folder / str(number), staleness, urls, delay)
+            found = kill_and_finish(folder / str(number), staleness, urls, draw.random() * seconds)
             assert found["steps"] == expected["steps"]
             for name, weight in expected["weights"].items():
                 assert torch.equal(found["weights"][name], weight), (number, name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_rl import VLLMServerEngine
 from lightning_rl.generation.vllm.storage import RunFolder, check_inside
 from lightning_rl.generation.vllm.worker_extension import STORAGE, WeightLoader
 from lightning_rl.generation.weights.weight_folder import write_weights
@@ -30,6 +31,12 @@ def test_folders_of_dead_trainers_are_deleted_and_those_of_live_ones_kept(tmp_pa
     folder.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == names[:2]
     alive.close()
+
+
+def test_an_engine_that_had_nothing_to_generate_deletes_the_folder_of_a_dead_trainer(tmp_path: Path) -> None:
+    left_behind(tmp_path)
+    VLLMServerEngine("http://127.0.0.1:1", storage=tmp_path).close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("host", ["another-machine", ""])
