@@ -6,7 +6,7 @@ Source: Liu et al. 2024 (FullStack Bench), arXiv:2412.00535, appendix on Sandbox
 """
 
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,16 +87,14 @@ class SandboxService:
         body: dict[str, Any] = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self.seconds}
         if self.memory is not None:
             body["memory_limit_MB"] = self.memory // 2**20
-        return self._try(body, self.retries)
-
-    def _try(self, body: dict[str, Any], left: int) -> SandboxResult:
         try:
+            for attempt in range(self.retries):
+                with suppress(Unanswered):
+                    return self._ask(body)
+                time.sleep(DELAY * 2**attempt)
             return self._ask(body)
         except (Refused, Unanswered) as error:
-            if isinstance(error, Refused) or not left:
-                raise SandboxUnavailable(str(error)) from None
-        time.sleep(DELAY * 2 ** (self.retries - left))
-        return self._try(body, left - 1)
+            raise SandboxUnavailable(str(error)) from None
 
     def _ask(self, body: dict[str, Any]) -> SandboxResult:
         key, begin = None if self.key_file is None else self.key_file.read_text().strip(), time.monotonic()
