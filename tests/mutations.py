@@ -78,7 +78,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered", "lightning_rl/rollouts/sample.py",
      "parts.append(part.select(keep))", "parts = [part.select(keep)]"),
     ("test_1_12_a_log_probability_is_missing_for_no_token", "lightning_rl/generation/validate_completions.py",
-     "or scores.shape != (number,):", "or scores.dim() != 1:"),
+     "sound and scores.shape == (number,)", "sound and scores.dim() == 1"),
     ("test_1_12_every_field_of_a_token_has_the_length_of_the_response", "lightning_rl/rollout.py",
      "    if shape != expected:", "    if shape[:1] != expected[:1]:"),
     ("test_1_13_metrics_count_the_population_before_rejection", "lightning_rl/corrections/combine.py",
