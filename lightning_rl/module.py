@@ -217,7 +217,8 @@ class RLLightningModule(LightningModule):
         # In evaluations too, although only training reads extras: to change them, vLLM has to be built again.
         self.engine.select_extras(self.engine.capabilities.extras & needed)
         check_run(RunSpec.of(self, fits=stage == "fit"))
-        self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
+        exact = self.models.options.bitwise and not self.max_staleness
+        self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout, rollout_as_old=exact)
         if stage == "fit":
             self.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.prompt_stream)
@@ -365,6 +366,7 @@ class RLLightningModule(LightningModule):
                 excluded |= {"env/logprob": environment_logprob(rollout, policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             passes = {"old": run.needs.old_logprobs, "squares": run.needs.sum_pi_squared}
+            passes["rollout_as_old"] = run.needs.rollout_as_old
             rollout = add_logprobs(rollout, plan, policy, self.models.reference, corrections, **passes)
         with run.times.phase("signal"):
             estimator, global_sum = self.algorithm.advantages, self.parallel.collectives.sum
@@ -443,6 +445,7 @@ class RLLightningModule(LightningModule):
             around=lambda last: parallel.accumulating(policy, last=last),
             collectives=parallel.collectives,
             trace=trace,
+            bitwise=self.run.needs.rollout_as_old and step_index.step == 0,
             notices_exhaustion=notices_exhaustion,
         )
         return gradient, trace

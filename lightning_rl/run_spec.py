@@ -105,18 +105,27 @@ def check_run(spec: RunSpec) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Optional fields that are read, so the passes that have to run."""
+    """Optional fields that are read, so the passes that have to run.
+
+    Attributes:
+        old_logprobs: Log-probabilities of the policy before the first step, by a pass.
+        rollout_as_old: They are those of the rollout, bit for bit, so that no pass is needed.
+        ref_logprobs: Log-probabilities of the reference.
+        sum_pi_squared: Sum of the squared probabilities of the vocabulary.
+    """
 
     old_logprobs: bool = False
+    rollout_as_old: bool = False
     ref_logprobs: bool = False
     sum_pi_squared: bool = False
 
 
-def needs(algorithm: Algorithm, *, steps_per_rollout: int) -> Needs:
+def needs(algorithm: Algorithm, *, steps_per_rollout: int, rollout_as_old: bool = False) -> Needs:
     """Return the passes over a rollout that have to run."""
     early = _early_fields(algorithm) | set(algorithm.advantages.reads)
     return Needs(
-        old_logprobs=steps_per_rollout > 1 or "old_logprobs" in early,
+        old_logprobs=not rollout_as_old and (steps_per_rollout > 1 or "old_logprobs" in early),
+        rollout_as_old=rollout_as_old,
         ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
         sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
     )
@@ -149,6 +158,15 @@ def check_kernels(spec: RunSpec) -> Problems:
         yield (
             f"expected a strategy that supports compile=, got {name}, which splits the parts of a layer: use one "
             'device, "ddp", or "fsdp2" without tensor parallelism, or remove it'
+        )
+
+
+def check_consistency(spec: RunSpec) -> Problems:
+    """Yield a problem if the engine does not decode with the trainer's operations."""
+    if spec.model.bitwise and not spec.engine.capabilities.shares_policy:
+        yield (
+            'expected the embedded engine for consistency="bitwise", got '
+            f"{type(spec.engine).__name__}, which has other kernels: remove engine=, or remove consistency="
         )
 
 
@@ -376,7 +394,10 @@ def size_cure(prompts: int, parts: int) -> str:
     return f"prompts_per_rollout={near}, or other minibatches_per_rollout="
 
 
-CHECKS = (check_kernels, check_ratios, check_pairs, check_estimator, check_turn_rewards, check_reads, check_filters)
+CHECKS = (
+    *(check_kernels, check_consistency, check_ratios, check_pairs),
+    *(check_estimator, check_turn_rewards, check_reads, check_filters),
+)
 FIT_CHECKS = (check_reference, check_extras, check_pipelining, check_sizes)
 
 

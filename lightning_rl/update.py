@@ -13,6 +13,7 @@ from lightning_rl.corrections import Corrections, LossView, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.policy import Microbatch, Outputs
+from lightning_rl.policy.batch_invariance import check_bitwise
 from lightning_rl.policy.model import FiniteOutputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
@@ -137,6 +138,7 @@ def accumulate_gradient(
     around: Callable[[bool], AbstractContextManager[object]] = lambda _last: nullcontext(),
     collectives: Collectives = ALONE,
     trace: StepTrace | None = None,
+    bitwise: bool = False,
     notices_exhaustion: bool = False,
 ) -> StepGradient:
     """Run forward, loss and backward of every microbatch.
@@ -153,11 +155,13 @@ def accumulate_gradient(
         around: Context for a microbatch; its argument is True for the last one.
         collectives: Operations over the ranks.
         trace: Receives outputs, gradients and parts of the loss; None for no trace.
+        bitwise: Check that log-probabilities are those of the rollout, bit for bit.
         notices_exhaustion: Record that memory ran out instead of raising an error.
 
     Raises:
         FloatingPointError: If the policy's output is not finite at a valid token, on an accelerator after all
             microbatches; the message names the sample.
+        RuntimeError: If log-probabilities differ with ``bitwise``.
         torch.OutOfMemoryError: If memory runs out without ``notices_exhaustion``, or while ranks exchange gradients.
     """
     weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
@@ -170,6 +174,8 @@ def accumulate_gradient(
         with algorithm.corrections.forward_context(rows):
             outputs = forward(microbatch)
         finite.note(outputs, rows)
+        if bitwise:
+            check_bitwise(outputs.logprobs, rows)
         return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
     if algorithm.loss.prepares:

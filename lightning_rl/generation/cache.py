@@ -5,9 +5,12 @@ from typing import Any, cast
 
 from jaxtyping import Float, Int
 from torch import LongTensor, Tensor
+from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from typing_extensions import override
+
+from lightning_rl.policy.batch_invariance import KEYS
 
 GROWTH = 1.5  # factor of a full buffer's next size, so that n tokens cost O(n) copies
 ARGUMENTS = ("cache", "past_key_values")  # transformers 5.24 renamed the second to the first
@@ -36,15 +39,54 @@ class KVCache(DynamicCache):
     Args:
         config: Config of the model that decodes.
         max_tokens: Maximum number of tokens of a row, prompt included.
+        aligned: Store each token at its position in its row, as batch-invariant attention needs it; see :meth:`place`.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_tokens: int) -> None:
+    def __init__(self, config: PreTrainedConfig, max_tokens: int, *, aligned: bool = False) -> None:
         super().__init__(config=config)
-        self.layers = [_RoomyLayer(max_tokens) if type(layer) is DynamicLayer else layer for layer in self.layers]
+        kinds = (DynamicLayer, DynamicSlidingWindowLayer) if aligned else (DynamicLayer,)
+        layer_type = _AlignedLayer if aligned else _RoomyLayer
+        self.layers = [layer_type(max_tokens) if type(layer) in kinds else layer for layer in self.layers]
+
+    def place(self, positions: Int[Tensor, "B Q"], width: int) -> None:
+        """Set the positions of the next tokens of an aligned cache, all below ``width``."""
+        for layer in self.layers:
+            if isinstance(layer, _AlignedLayer):
+                layer.positions, layer.width = positions, width
 
     def take_rows(self, rows: Int[Tensor, " L"]) -> None:
         """Keep these rows in this order; a row may be repeated or dropped."""
         self.reorder_cache(cast(Any, rows))  # batch_select_indices ignores the states of linear attention
+
+
+class _AlignedLayer(DynamicLayer):
+    """Layer that stores each token at its position; it returns a multiple of ``KEYS`` tokens, the last ones unset."""
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__()
+        self.max_tokens, self.width = max_tokens, 0
+        self.positions: Int[Tensor, "B Q"]
+
+    @override
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None or not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = (
+                part.new_empty(*part.shape[:2], 0, part.shape[3]) for part in (key_states, value_states)
+            )
+        needed = -(-self.width // KEYS) * KEYS
+        if self.keys.shape[2] < needed:
+            size = -(-max(needed, min(self.max_tokens, int(needed * GROWTH))) // KEYS) * KEYS
+            grown = (functional.pad(part, (0, 0, 0, size - part.shape[2])) for part in (self.keys, self.values))
+            self.keys, self.values = grown
+        index = self.positions[:, None, :, None].expand(key_states.shape)
+        self.keys.scatter_(2, index, key_states)
+        self.values.scatter_(2, index, value_states)
+        return self.keys[:, :, :needed], self.values[:, :, :needed]
+
+    @override
+    def get_seq_length(self) -> int:
+        return self.width
 
 
 class _RoomyLayer(DynamicLayer):

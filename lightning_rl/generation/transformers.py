@@ -7,6 +7,7 @@ own generator (inverse CDF), so a sample does not depend on its batch.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,11 +20,12 @@ from lightning_rl.generation.decode_extras import DecodeExtras
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.sampling_params import RowFilters, SamplingParams, in_units
 from lightning_rl.generation.weights.canary import Canary, canary_of
+from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
 from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
-from lightning_rl.policy.logprobs import exact_logits
-from lightning_rl.policy.model import carries_state
-from lightning_rl.policy.text_model import has_towers
+from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
+from lightning_rl.policy.model import carries_state, logit_divisor, unscaled_logits
+from lightning_rl.policy.text_model import backbone_of, has_towers
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, FinishReason
 from lightning_rl.utils.arguments import check_counts
 
@@ -214,8 +216,12 @@ class _Decode:
         self.finish = torch.full_like(self.lengths, FinishReason.LENGTH)
         self.limits = torch.tensor([sampling.max_new_tokens for sampling in samplings], device=device)
         temperatures = [sampling.temperature for sampling in samplings]
-        hot = torch.tensor([temperature or 1.0 for temperature in temperatures], dtype=exact, device=device)
-        self.temperatures = None if all(temperature in (0, 1) for temperature in temperatures) else hot
+        self.invariant, self.longest = is_batch_invariant(model), max(len(request.prefix_ids) for request in requests)
+        divisors = [temperature or 1.0 for temperature in temperatures]
+        if self.invariant:  # whose logits are not scaled yet
+            divisors = [logit_divisor(model, temperature) for temperature in divisors]
+        divided = any(divisor != 1 for divisor in divisors)
+        self.temperatures = torch.tensor(divisors, dtype=exact, device=device) if divided else None
         greedy = torch.tensor([temperature == 0 for temperature in temperatures], device=device)
         self.greedy = greedy if 0 in temperatures else None
         self.uniforms = torch.stack([_uniforms(request, max_tokens, exact) for request in requests]).to(device)
@@ -253,12 +259,18 @@ class _Decode:
         prompts = list(dict.fromkeys(request.prefix_ids for request in self.requests))
         place = {prompt: number for number, prompt in enumerate(prompts)}
         width, device = max(map(len, prompts)), self.model.device
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        real = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
-        mask = None if bool(real.all()) else real
-        cache = KVCache(self.model.config, width + self.tokens.shape[1])
-        logits = self._forward(ids, mask, (real.cumsum(-1) - 1).clamp(min=0), cache)
+        cache = KVCache(self.model.config, width + self.tokens.shape[1], aligned=self.invariant)
+        if self.invariant:
+            mask, column = None, torch.arange(width, device=device)
+            ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+            real = (column < lengths[:, None]).long()
+            logits = self._invariant_forward(ids, column.expand(len(ids), -1), cache, width, lengths - 1)
+        else:
+            ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+            real = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
+            mask = None if bool(real.all()) else real
+            logits = self._forward(ids, mask, (real.cumsum(-1) - 1).clamp(min=0), cache)
         index = torch.tensor([place[request.prefix_ids] for request in self.requests], device=device)
         self.extras.add_prompts(real.bool(), index)
         cache.take_rows(index)
@@ -278,9 +290,20 @@ class _Decode:
         )
         return output.logits[:, -1]
 
+    def _invariant_forward(
+        self, ids: Tensor, positions: Tensor, cache: KVCache, width: int, last: Tensor | None = None
+    ) -> Tensor:
+        """Return the logits after a token of each row, by default its last one, as training computes them."""
+        cache.place(positions, width)
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "query_positions": positions}
+        states = backbone_of(self.model)(**inputs, use_cache=True, **{self.cache_argument: cache}).last_hidden_state
+        chosen = states[:, -1] if last is None else states[torch.arange(len(last), device=last.device), last]
+        with BatchInvariance():
+            return unscaled_logits(self.model, chosen)
+
     def _sample(self, live: _Live, step: int) -> Tensor:
         """Sample a token for every row of the cache and store those of live rows."""
-        scores = self._filter(self._scores(live), live, step)
+        scores, mask = self._filter(self._scores(live), live, step)
         mass = in_units(scores.exp()).cumsum_(-1)  # in place: a vocabulary is large
         target = (self.uniforms[live.rows, step, None] * mass[:, -1:]).to(mass.dtype)
         target = torch.minimum(target, mass[:, -1:] - 1)  # of a product that was rounded up
@@ -289,25 +312,33 @@ class _Decode:
             chosen = torch.where(self.greedy[live.rows, None], live.logits.argmax(-1, keepdim=True), chosen)
         rows = live.rows[live.alive]
         self.tokens[rows, step] = chosen[live.alive, 0]
-        self.logprobs[rows, step] = scores.gather(1, chosen)[live.alive, 0]
+        if self.invariant:
+            logits = self._divide(live) if mask is None else self._divide(live).masked_fill(~mask, FILTERED)
+            with BatchInvariance():
+                self.logprobs[rows, step] = logprobs_of(logits, chosen[:, 0])[live.alive]
+        else:
+            self.logprobs[rows, step] = scores.gather(1, chosen)[live.alive, 0]
         self.lengths[rows] = step + 1
         return chosen[:, 0]
 
     def _scores(self, live: _Live) -> Tensor:
         """Return log-probabilities at the rows' temperatures; at 1 for greedy rows."""
-        exact = live.logits.to(self.logprobs.dtype)
-        return (exact if self.temperatures is None else exact / self.temperatures[live.rows, None]).log_softmax(-1)
+        return self._divide(live).log_softmax(-1)
 
-    def _filter(self, scores: Tensor, live: _Live, step: int) -> Tensor:
-        """Return log-probabilities renormalized over the tokens that pass the filters."""
+    def _divide(self, live: _Live) -> Tensor:
+        exact = live.logits.to(self.logprobs.dtype)
+        return exact if self.temperatures is None else exact / self.temperatures[live.rows, None]
+
+    def _filter(self, scores: Tensor, live: _Live, step: int) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities renormalized over the tokens that pass the filters, and a mask of these."""
         if self.filters is None and not self.extras.with_mask:
-            return scores
+            return scores, None
         mask = torch.ones_like(scores, dtype=torch.bool)
         if self.filters is not None:
             mask = self.filters.mask(scores, live.rows)
             scores = scores.masked_fill(~mask, -torch.inf).log_softmax(-1)
         self.extras.add_mask(live.rows[live.alive], mask[live.alive], step)
-        return scores
+        return scores, mask
 
     def _ends(self, live: _Live, chosen: Tensor, step: int) -> Tensor:
         """Return True for each row that ends with the sampled token."""
@@ -337,7 +368,11 @@ class _Decode:
             rows, alive, position, chosen = rows[keep], alive[keep], position[keep], chosen[keep]
             mask = None if mask is None else mask[keep]
         mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], -1)
-        logits = self._forward(chosen[:, None], mask, position[:, None], live.cache)
+        if self.invariant:
+            width = self.longest + step + 1
+            logits = self._invariant_forward(chosen[:, None], position[:, None], live.cache, width)
+        else:
+            logits = self._forward(chosen[:, None], mask, position[:, None], live.cache)
         self.extras.add_routes(rows, alive, step)
         return _Live(rows, alive, live.cache, logits, mask, position + 1)
 

@@ -231,8 +231,8 @@ def _sdpa(
         ]
         for parts in (tensor.split(sizes, 2) for tensor in (query, key, value))
     )
-    mixed = [_causal(q, k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
-    return torch.cat(mixed)[None]
+    mixed = [causal_attention(q, k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in mixed])[None]
 
 
 @lru_cache(maxsize=1024)
@@ -242,14 +242,20 @@ def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
     return runs, [length * number for length, number in runs]
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Compute attention within n sequences of one length: [n, heads, length, D] to [n * length, heads, D]."""
+def causal_attention(
+    query: Float[Tensor, "n H L D"],
+    key: Float[Tensor, "n K L D"],
+    value: Float[Tensor, "n K L D"],
+    scaling: float | None,
+    window: int | None,
+) -> Float[Tensor, "n H L D"]:
+    """Compute attention within n sequences of one length with torch."""
     mask = None
     if window is not None and query.shape[2] > window:
         position = torch.arange(query.shape[2], device=query.device)
         distance = position[:, None] - position[None]
         mask = (distance >= 0) & (distance < window)
-    mixed = functional.scaled_dot_product_attention(
+    return functional.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -258,7 +264,6 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return mixed.transpose(1, 2).flatten(0, 1)
 
 
 KERNELS = {  # fastest first

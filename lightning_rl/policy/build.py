@@ -161,6 +161,7 @@ def build_policy(
     temperature: float,
     packed: bool,
     attention: str = AUTO,
+    batch_invariant: bool = False,
     checkpointing: bool = False,
     split: bool = False,
 ) -> PolicyModel:
@@ -172,6 +173,7 @@ def build_policy(
         temperature: Temperature of the policy.
         packed: True to run microbatches without padding.
         attention: Kernel for packed sequences.
+        batch_invariant: True for outputs whose bits do not depend on the batch.
         checkpointing: True for activation checkpointing.
         split: True to build the policy on the meta device if it comes from a folder and has no separate critic;
             :meth:`PolicyModel.fill` loads and checks it after sharding.
@@ -184,7 +186,8 @@ def build_policy(
     freeze_towers(model)
     backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT, head=False)
     check_dropout(model)
-    built = PolicyModel(model, backbone, temperature=temperature, packed=packed, attention=attention, files=files)
+    options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
+    built = PolicyModel(model, backbone, temperature=temperature, packed=packed, **options)
     if files is None:
         check_scoring(model, packed=packed)
     if backbone is not None and backbone is not model:

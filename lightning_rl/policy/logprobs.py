@@ -76,6 +76,26 @@ def sum_of_squares(
     return sums
 
 
+@torch.no_grad()
+def head_logits(
+    hidden: Float[Tensor, "A H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    *,
+    soft_cap: float | None,
+) -> Float[Tensor, "A V"]:
+    """Return the logits that :func:`token_logprobs` computes, before the temperature; args as there."""
+    operand = weight.to(_operand_dtype(hidden, weight))
+    with torch.autocast(hidden.device.type, enabled=False):
+        return torch.cat([logits.clone() for _, logits in _chunks(hidden, operand, bias, 1.0, soft_cap, None)])
+
+
+def logprobs_of(logits: Float[Tensor, "A V"], targets: Int[Tensor, " A"]) -> Float[Tensor, " A"]:
+    """Return log-probabilities of targets with the rounding of :func:`token_logprobs`."""
+    scores = logits - logits.amax(-1, keepdim=True)
+    return scores.gather(1, targets[:, None])[:, 0] - scores.exp().sum(-1).log()
+
+
 @contextmanager
 def exact_logits(head: nn.Module | None) -> Iterator[None]:
     """Make a head return logits as training computes them: never rounded to the precision of the run.

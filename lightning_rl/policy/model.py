@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, Self, cast
 
@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl.policy.attention import AUTO
+from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
 from lightning_rl.policy.expert_routes import modules_behind
-from lightning_rl.policy.logprobs import sum_of_squares, token_logprobs
+from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.text_model import backbone_of
@@ -89,6 +90,7 @@ class PolicyModel(nn.Module):
         temperature: Divisor of the policy's logits, as in generation; values are not divided.
         packed: True to run microbatches without padding.
         attention: Kernel for packed sequences.
+        batch_invariant: True for outputs whose bits do not depend on the batch.
         files: Files from which :meth:`fill` loads the policy; None if it is loaded already.
     """
 
@@ -100,6 +102,7 @@ class PolicyModel(nn.Module):
         temperature: float,
         packed: bool,
         attention: str = AUTO,
+        batch_invariant: bool = False,
         files: WeightFiles | None = None,
     ) -> None:
         super().__init__()
@@ -112,14 +115,17 @@ class PolicyModel(nn.Module):
             self.value_head = nn.Linear(width, 1, bias=False, dtype=critic.dtype, device=critic.device)
             nn.init.zeros_(self.value_head.weight)
         self.temperature = temperature
-        if packed:
-            for part in {model, critic or model}:
+        for part in {model, critic or model}:
+            if batch_invariant:
+                make_batch_invariant(part)
+            elif packed:
                 part.set_attn_implementation(PACKED_ATTENTION)
 
     def forward(self, layout: Layout, *, squares: bool = False) -> Outputs:
         """Score the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
         states = _hidden_states(backbone_of(self.model), layout, self.attention)
-        logprobs, entropy = _score(self.model, states, layout, self.temperature)
+        with BatchInvariance() if is_batch_invariant(self.model) else nullcontext():
+            logprobs, entropy = _score(self.model, states, layout, self.temperature)
         outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
         if not squares:
             return outputs
@@ -208,12 +214,13 @@ class Scorer:
         *,
         temperature: float,
         packed: bool,
-        attention: str = AUTO,
-        files: WeightFiles | None = None,
+        **options: Any,
     ) -> None:
-        self.model, self.files = model.requires_grad_(requires_grad=False), files
-        scoring = PolicyModel(model, None, temperature=temperature, packed=packed, attention=attention, files=files)
-        self.scoring: nn.Module = scoring.eval()
+        self.model, self.files = (
+            model.requires_grad_(requires_grad=False),
+            cast(WeightFiles | None, options.get("files")),
+        )
+        self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed, **options).eval()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -260,6 +267,17 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
         sampling_mask=layout.sampling_mask,
         **_logit_options(model, temperature),
     )
+
+
+def unscaled_logits(model: PreTrainedModel, hidden: Float[Tensor, "A H"]) -> Float[Tensor, "A V"]:
+    """Return the logits that training divides by :func:`logit_divisor`, for last hidden states."""
+    head = _head_of(model)
+    return head_logits(hidden, head.weight, head.bias, soft_cap=_logit_options(model, 1.0)["soft_cap"])
+
+
+def logit_divisor(model: PreTrainedModel, temperature: float) -> float:
+    """Return the temperature, divided by the scale that the model applies to its logits."""
+    return _logit_options(model, temperature)["temperature"]
 
 
 def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]:

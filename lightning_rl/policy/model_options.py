@@ -1,6 +1,7 @@
 """ModelOptions: memory, kernels and compilation of policy, critic and reference."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lightning_rl.policy.attention import ATTENTIONS, AUTO
 from lightning_rl.policy.compilation import BACKENDS
@@ -20,6 +21,9 @@ class ModelOptions:
             ``"inductor"``; the backends ``"aot_eager"`` and ``"eager"`` help to find an error.
         liger: If True, use liger-kernel for norms, rotary embeddings and gated feed-forwards; GPU only.
         activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
+        consistency: ``"bitwise"`` to make generation, scoring and update give the same bits for every token in every
+            batch (:mod:`.policy.batch_invariance`). The old log-probabilities are then those of the rollout. Needs the
+            embedded engine. Default: they differ by rounding.
 
     Raises:
         ValueError: If an option is out of range, or two options exclude each other.
@@ -35,6 +39,7 @@ class ModelOptions:
     compile: bool | str = False
     liger: bool = False
     activation_checkpointing: bool = False
+    consistency: Literal["bitwise"] | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -42,6 +47,8 @@ class ModelOptions:
         flags = {"packing": self.packing, "activation_checkpointing": self.activation_checkpointing}
         check_bools(**flags, liger=self.liger)
         check_choices(ATTENTIONS, attention=self.attention)
+        if self.consistency not in (None, "bitwise"):
+            raise ValueError(f'expected consistency to be "bitwise" or None, got {self.consistency!r}')
         if not isinstance(self.compile, bool) and self.compile not in BACKENDS:
             raise ValueError(
                 f"expected compile to be True, False or one of {', '.join(BACKENDS)}, got {self.compile!r}"
@@ -51,10 +58,21 @@ class ModelOptions:
                 f'expected attention="auto" with packing=False, got "{self.attention}", a kernel for packed sequences: '
                 "remove one of them"
             )
+        kernels = {"attention": self.attention != AUTO, "compile": self.compile, "liger": self.liger}
+        if self.consistency and (chosen := [name for name, other in kernels.items() if other]):
+            raise ValueError(
+                f'expected consistency="bitwise" without {chosen[0]}=, which replaces the operations that it fixes: '
+                "remove one of them"
+            )
         if self.compile and self.liger:
             raise ValueError(
                 "expected compile= or liger=, got both, which replace the same operations: remove one of them"
             )
+
+    @property
+    def bitwise(self) -> bool:
+        """True if generation, scoring and update give the same bits."""
+        return self.consistency is not None
 
     @property
     def backend(self) -> str | None:

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
+from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
 from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
 from lightning_rl.utils.device import to_device
 
@@ -216,12 +217,12 @@ def packed_attention(
 
     Args:
         layout: Layout of the microbatch.
-        implementation: Attention implementation of the model. Ours gets an all-true mask: without one transformers
+        implementation: Attention implementation of the model. Our own get an all-true mask: without one transformers
             searches the positions for sequences, which synchronizes the accelerator.
         attention: Kernel for the sequences.
     """
     token = _FORWARD.set("packed" if layout.lengths else "padded")
-    masked = implementation == PACKED_ATTENTION
+    masked = implementation in (PACKED_ATTENTION, INVARIANT_ATTENTION)
     arguments: dict[str, Any] = (
         {"attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool)} if masked else {}
     )

@@ -101,6 +101,7 @@ class RunModels:
             temperature=self.temperature,
             packed=self.options.packing,
             attention=self.options.attention,
+            batch_invariant=self.options.bitwise,
             checkpointing=self.options.activation_checkpointing,
             split=split,
         )
@@ -123,8 +124,14 @@ class RunModels:
             packed=self.options.packing,
             split=parallel.splits_first,
         )
-        options: dict[str, Any] = {"packed": self.options.packing, "attention": self.options.attention, "files": files}
-        return Scorer(frozen, temperature=self.temperature, **options)
+        return Scorer(
+            frozen,
+            temperature=self.temperature,
+            packed=self.options.packing,
+            attention=self.options.attention,
+            batch_invariant=self.options.bitwise,
+            files=files,
+        )
 
     def build_replica(self, parallel: Parallel, policy: PolicyModel) -> PreTrainedModel:
         """Return a frozen copy of a new policy in the compute dtype, for an engine that cannot decode with the policy.

@@ -20,12 +20,14 @@ def add_logprobs(
     corrections: Corrections,
     *,
     old: bool,
+    rollout_as_old: bool = False,
     squares: bool = False,
 ) -> Rollout:
     """Add ``old_logprobs`` if ``old``, ``ref_logprobs`` given a reference, and ``values`` given a critic to a rollout.
 
     With ``squares``, ``token_extras`` holds the sum of squared probabilities over the vocabulary at each token. The
-    microbatches are those of the update, so the importance ratio of an unchanged policy is exactly 1.
+    microbatches are those of the update, so the importance ratio of an unchanged policy is exactly 1. With
+    ``rollout_as_old``, ``old_logprobs`` are the engine's.
     """
     critic = policy.value_head is not None
     exact = torch.promote_types(policy.model.dtype, torch.float32)
@@ -47,7 +49,7 @@ def add_logprobs(
             _write(ref_logprobs, microbatch.index, reference.logprobs(microbatch.layout))
     finite.check()
     return rollout.replace(
-        old_logprobs=old_logprobs if old else None,
+        old_logprobs=rollout.rollout_logprobs if rollout_as_old else old_logprobs if old else None,
         values=values if critic else None,
         ref_logprobs=ref_logprobs if reference is not None else None,
         token_extras={**rollout.token_extras, **({SUM_PI_SQUARED: sums} if squares else {})},
