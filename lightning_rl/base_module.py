@@ -17,7 +17,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing import FaultTolerance, restore_module, write_pretrained
 from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, RLCallback
-from lightning_rl.data import PromptDataModule, StepLoader, find_prompt_stream, prompt_stream_of
+from lightning_rl.data import PromptDataModule, StepLoader, data_module_of, find_data_module
 from lightning_rl.distributed import Parallel, parallel_of, process_count
 from lightning_rl.environments import Conversations
 from lightning_rl.environments.run_environments import RowCheck
@@ -42,7 +42,7 @@ from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
-from lightning_rl.utils.inspection import stop_in_inspection
+from lightning_rl.utils.inspection import stop_if_inspected
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, log_folder
 
@@ -100,9 +100,9 @@ class BaseModule(LightningModule):
         return self._parallel
 
     @property
-    def prompt_stream(self) -> PromptDataModule:
+    def data_module(self) -> PromptDataModule:
         """Data module of the trainer."""
-        return prompt_stream_of(self.trainer)
+        return data_module_of(self.trainer)
 
     @property
     def required_policy(self) -> PolicyModel:
@@ -121,7 +121,7 @@ class BaseModule(LightningModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         """Check the Trainer's flags before Lightning does, and add the library's callbacks that it does not have."""
-        stop_in_inspection(self)
+        stop_if_inspected(self)
         setup_checks.check_flags(self.trainer)
         # First, since a checkpoint that another callback saves in on_train_batch_end has to contain what they record.
         for kind in (StopOnZeroGradient, StepMetrics):
@@ -145,7 +145,7 @@ class BaseModule(LightningModule):
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout)
         if stage == "fit":
             self.rewards.check_weights()
-            self.evaluator.limit_validation(self.trainer, self.prompt_stream)
+            self.evaluator.limit_validation(self.trainer, self.data_module)
         self.run.failed_folder = log_folder(self.trainer) / FOLDER
         self.run.configuration = configuration(self, self.trainer)
         for logger in self.trainer.loggers:
@@ -157,7 +157,7 @@ class BaseModule(LightningModule):
         if self.models.without_trainer:
             # generate() started the engine on the policy itself; under this strategy it may need a replica.
             self._end_stage(self.engine.end_stage)
-        data, sharded = find_prompt_stream(self._trainer), self.parallel.sharded
+        data, sharded = find_data_module(self._trainer), self.parallel.sharded
         with torch.device("cpu"):  # Lightning sets the accelerator as default device; the strategy moves the model
             self.policy = self.models.build(
                 self.policy,
@@ -203,7 +203,7 @@ class BaseModule(LightningModule):
     @override
     def on_fit_start(self) -> None:
         """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
-        self.run.begin(self.parallel, self.prompt_stream, self.models.options, self.max_staleness)
+        self.run.begin(self.parallel, self.data_module, self.models.options, self.max_staleness)
 
     @override
     def on_train_start(self) -> None:
@@ -288,22 +288,22 @@ class BaseModule(LightningModule):
     @override
     def val_dataloader(self) -> EvaluationLoader:
         """Return the validation loader; the data module's method of this name calls it."""
-        return self.evaluator.loader(VAL, find_prompt_stream(self._trainer))
+        return self.evaluator.loader(VAL, find_data_module(self._trainer))
 
     @override
     def test_dataloader(self) -> EvaluationLoader:
         """Return the test loader."""
-        return self.evaluator.loader(TEST, find_prompt_stream(self._trainer))
+        return self.evaluator.loader(TEST, find_data_module(self._trainer))
 
     @override
     def predict_dataloader(self) -> EvaluationLoader:
         """Return a loader of the data module's prompts, in order."""
-        return self.evaluator.loader(PREDICT, self.prompt_stream)
+        return self.evaluator.loader(PREDICT, self.data_module)
 
     @override
     def on_validation_epoch_start(self) -> None:
         """Send the weights to the engine; callbacks such as WeightAveraging have already swapped their weights in."""
-        self.evaluator.begin(self.trainer, find_prompt_stream(self._trainer), self.parallel, self.device)
+        self.evaluator.begin(self.trainer, find_data_module(self._trainer), self.parallel, self.device)
         self.sync(max(self.engine.version, 0))
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start

@@ -1,6 +1,7 @@
 """RLLightningModule: training over rollouts, as hooks of a LightningModule."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,7 +23,7 @@ from lightning_rl.generation import Engine, SamplingParams, request_seed
 from lightning_rl.losses import Critic, PolicyLoss
 from lightning_rl.metrics import log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
-from lightning_rl.policy import ModelOptions
+from lightning_rl.policy import ModelOptions, make_plan
 from lightning_rl.policy.build import ModelSource, TokenizerSource
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollout import Rollout
@@ -154,7 +155,7 @@ class RLLightningModule(BaseModule):
         groups = generator.reward(samples)
         self.sleep_engine()  # frees memory for the log-probability passes
         current, stats = self.finish_rollout(groups.rollout, number)
-        stats = {**groups.stats, **stats, **self.prompt_stream.stats()}
+        stats = {**groups.stats, **stats, **self.data_module.stats()}
         self.run.begin_rollout(current, step_index.index, stats, groups.logged)
         log_for_monitors(self, self.run.rollout_figures)
 
@@ -163,9 +164,15 @@ class RLLightningModule(BaseModule):
         run, policy, corrections = self.run, self.required_policy, self.run.corrections
         with run.times.phase("score"), self.trainer.precision_plugin.forward_context():
             rollout, stats = exclude_rows(rollout, corrections)
-            plan = run.plan(rollout, minibatches=self.minibatches_per_rollout)
+            plan_of = partial(
+                make_plan,
+                max_tokens_per_microbatch=run.max_tokens_per_microbatch,
+                packed=run.options.packing,
+                max_over_ranks=run.max_over_ranks,
+            )
+            plan = plan_of(rollout, minibatches=self.minibatches_per_rollout)
             if self.environments:
-                stats |= {"env/logprob": environment_logprob(rollout, policy, run.plan)}
+                stats |= {"env/logprob": environment_logprob(rollout, policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             passes = {"old": run.needs.old_logprobs, "squares": run.needs.sum_pi_squared}
             rollout = add_logprobs(rollout, plan, policy, self.models.reference, corrections, **passes)
@@ -192,15 +199,14 @@ class RLLightningModule(BaseModule):
         self.seed_generators(batch)
         tokens = int(parallel.collectives.sum(torch.tensor(current.plan.tokens(batch.step), device=self.device)))
         if tokens:
-            lr = float(optimizer.param_groups[0]["lr"])
             with run.times.phase("update"):
                 step = self._gradient(batch)
+                step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
                 with recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step):
                     step.norm = parallel.step(self.required_policy, optimizer, self.max_grad_norm, run.accept)
             self.models.stepped = True
             if not run.nonfinite_in_a_row and (scheduler := self.lr_schedulers()) is not None:
                 cast(LRScheduler, scheduler).step()
-            step.lr, step.tokens = lr, tokens
         else:
             run.skipped += 1
             step = StepGradient(trace=begin_trace(run, batch, parallel))

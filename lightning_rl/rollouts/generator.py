@@ -54,7 +54,7 @@ class RolloutGenerator:
             number=number,
             end=end,
             sampler=module.sampler,
-            stream=module.prompt_stream,
+            stream=module.data_module,
             parallel=module.parallel,
             send=module.sync,
             phase=module.run.times.phase,

@@ -21,8 +21,7 @@ from lightning_rl.distributed import Collectives, Parallel
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
-from lightning_rl.policy import ModelOptions, Plan, Scorer, make_plan
-from lightning_rl.rollout import Rollout
+from lightning_rl.policy import ModelOptions, Scorer
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, Failure, MaxOverRanks, Progress
 from lightning_rl.rollouts.zero_gradient import row_counts
@@ -112,16 +111,6 @@ class RunState:
                 stream.take(stream.prompts_per_rollout)
             self.prefetcher.drop(number)
         self.current = None
-
-    def plan(self, rollout: Rollout, *, minibatches: int) -> Plan:
-        """Return the plan of a rollout on the CPU; every rank has to call this."""
-        return make_plan(
-            rollout,
-            minibatches=minibatches,
-            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
-            packed=self.options.packing,
-            max_over_ranks=self.max_over_ranks,
-        )
 
     def begin_rollout(
         self, current: CurrentRollout, index: int, stats: Mapping[str, Stat], logged: Mapping[str, Stat]

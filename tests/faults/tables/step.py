@@ -17,7 +17,6 @@ from transformers import Qwen2ForCausalLM
 from typing_extensions import override
 
 import lightning_rl.module
-import lightning_rl.rollouts.state
 import lightning_rl.update
 from faults.fault import Fault, user
 from faults.patches import accumulating, after
@@ -265,7 +264,7 @@ FAULTS: tuple[Fault, ...] = (
         "the last microbatch never planned",
         "plan",
         options=SMALL,
-        patches=[after(lightning_rl.rollouts.state, "make_plan", without_last_microbatch)],
+        patches=[after(lightning_rl.module, "make_plan", without_last_microbatch)],
     ),
     Fault(
         "a microbatch that never came",
