@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import lightning
 import torch
@@ -27,16 +27,7 @@ SHOWN = (CoreCallback, ModelSummary, ProgressBar)  # do not affect a run
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 
-class Configurable(Protocol):
-    """A module that stores its constructor arguments."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Constructor arguments by name, with names and defaults resolved."""
-        ...
-
-
-def configuration(module: Configurable, trainer: Trainer) -> dict[str, Any]:
+def configuration(module: Any, trainer: Trainer) -> dict[str, Any]:
     """Return the configuration of a run at setup as plain values that load under ``weights_only=True``.
 
     Objects are described by their constructor arguments, functions by their import path. Secrets are omitted.

@@ -1,77 +1,58 @@
-"""RLLightningModule: the training loop over rollouts, as hooks of a LightningModule."""
+"""RLLightningModule: training over rollouts, as hooks of a LightningModule."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl import setup_checks
 from lightning_rl.advantages import Estimator, RowFunction
-from lightning_rl.algorithm import Algorithm
-from lightning_rl.checkpointing import FaultTolerance, restore_module, write_pretrained
-from lightning_rl.configuration import BESIDE, configuration
-from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, find_prompt_stream, prompt_stream_of
-from lightning_rl.distributed import Parallel, parallel_of, process_count, process_maximum
+from lightning_rl.base_module import BaseModule
+from lightning_rl.corrections import LossView, Stat
+from lightning_rl.data import StepIndex
+from lightning_rl.distributed import process_maximum
 from lightning_rl.environments import Conversations
-from lightning_rl.environments.run_environments import EnvironmentSource, RowCheck
+from lightning_rl.environments.run_environments import EnvironmentSource
 from lightning_rl.environments.tools import Tool
 from lightning_rl.evaluation import Evaluation
-from lightning_rl.evaluation.evaluation import evaluations_of
-from lightning_rl.evaluation.evaluator import PREDICT, TEST, VAL, Evaluator
-from lightning_rl.evaluation.generate import generate, sampling_for
-from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
-from lightning_rl.evaluation.questions import with_eos
-from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams, request_seed
-from lightning_rl.generation.weights.weight_sync import WeightSync
-from lightning_rl.losses import Critic, PolicyLoss, ValueLoss
+from lightning_rl.losses import Critic, PolicyLoss
 from lightning_rl.metrics import log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
-from lightning_rl.policy import ModelOptions, PolicyModel, make_plan
-from lightning_rl.policy.build import ModelSource, TokenizerSource, max_prompt_length
-from lightning_rl.policy.run_models import RunModels
-from lightning_rl.processes.timeouts import CLOCK
+from lightning_rl.policy import ModelOptions, make_plan
+from lightning_rl.policy.build import ModelSource, TokenizerSource
 from lightning_rl.rewards import Rewards, RewardSource
-from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.generator import RolloutGenerator
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
-from lightning_rl.rollouts.loop import RolloutLoop, generates_concurrently
 from lightning_rl.rollouts.nonfinite import recording_nonfinite
-from lightning_rl.rollouts.prefetch import remaining_tickets
+from lightning_rl.rollouts.prefetch import remaining_steps
 from lightning_rl.rollouts.progress import CurrentRollout
-from lightning_rl.rollouts.sample import Sampler, staleness
-from lightning_rl.rollouts.state import RunState, trainer_state
-from lightning_rl.rollouts.step_metrics import StepMetrics, begin_trace
-from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
-from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
+from lightning_rl.rollouts.sample import staleness
+from lightning_rl.rollouts.step_metrics import begin_trace
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm
-from lightning_rl.update import MadeStep, StepGradient, accumulate_gradient
+from lightning_rl.update import StepGradient, accumulate_gradient
 from lightning_rl.utils.arguments import refuse_old_names
-from lightning_rl.utils.inspection import stop_in_inspection
 from lightning_rl.utils.renamed import RENAMED
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
-from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, log_folder
 
 
-class RLLightningModule(LightningModule):
+class RLLightningModule(BaseModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
     ``on_train_batch_start`` generates a rollout, which is used for ``steps_per_rollout`` =
     minibatches_per_rollout x epochs_per_rollout optimizer steps. Corrections are callbacks of the Trainer.
+
+    A fit calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``, ``on_fit_start`` and
+    ``on_train_start``, then ``begin_step``, ``on_train_batch_start`` and ``training_step`` for each optimizer step, and
+    ``teardown`` at the end. The hooks of each step are in this class; the others, and those of evaluation and
+    checkpoints, are in its base class :class:`BaseModule`.
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
@@ -132,167 +113,10 @@ class RLLightningModule(LightningModule):
         model: ModelOptions = ModelOptions(),  # noqa: B008  frozen
         seed: int = 0,
     ) -> None:
-        options = dict(locals())  # must come first, so that locals() holds only the arguments
-        super().__init__()
+        super().__init__(locals())  # which holds only the arguments here
         self.automatic_optimization = False
-        given = {name: value for name, value in options.items() if name not in ("self", "__class__")}
-        self.options = options = setup_checks.resolve_options(given)
-        self.rewards: Rewards = options["rewards"]
-        self.critic: Critic | None = options["critic"]
-        self.conversation_options: Conversations | None = options["environment"]
-        self.environments = {} if self.conversation_options is None else self.conversation_options.factories
-        self.environment_workers = None if self.conversation_options is None else self.conversation_options.pool()
-        value_loss = ValueLoss() if self.critic is None else self.critic.loss
-        parts = {name: options[name] for name in ("loss", "advantages", "reduction")}
-        self.algorithm = Algorithm(**parts, value_loss=value_loss)
-        self.group_size, self.minibatches_per_rollout = group_size, minibatches_per_rollout
-        self.epochs_per_rollout, self.max_staleness = epochs_per_rollout, max_staleness
-        self.max_grad_norm, self.sampling, self.seed = max_grad_norm, sampling, seed
-        self.fault_tolerance, self.run = FaultTolerance(), RunState()
-        self.tokenizer: PreTrainedTokenizerBase | None = options["tokenizer"]
-        self.engine: Engine = options["engine"]
-        self.policy: PolicyModel | None = None
-        sources = {"policy": options["policy"], "reference": options["reference"]}
-        sources["critic"] = None if self.critic is None else self.critic.source
-        self.models = RunModels(sources=sources, temperature=sampling.temperature, options=model)
-        self._parallel: Parallel | None = None
-        self.evaluator = Evaluator(evaluations_of(evaluation), seed=seed, environments=bool(self.environments))
 
-    # Parts of a run.
-
-    @property
-    def steps_per_rollout(self) -> int:
-        """Number of optimizer steps per rollout."""
-        return self.minibatches_per_rollout * self.epochs_per_rollout
-
-    @property
-    def parallel(self) -> Parallel:
-        """Parallelism of the trainer's strategy; without a trainer, that of a single device."""
-        if self._trainer is None:
-            return parallel_of(SingleDeviceStrategy(device=self.device))
-        if self._parallel is None or self._parallel.strategy is not self.trainer.strategy:
-            self._parallel = parallel_of(self.trainer.strategy)
-        return self._parallel
-
-    @property
-    def prompt_stream(self) -> PromptDataModule:
-        """Data module of the trainer."""
-        return prompt_stream_of(self.trainer)
-
-    @property
-    def required_policy(self) -> PolicyModel:
-        """Policy; raises RuntimeError if it has not been built."""
-        if self.policy is None:
-            raise RuntimeError("expected a policy, but configure_model has not run: fit or validate first")
-        return self.policy
-
-    @property
-    def sampler(self) -> Sampler:
-        """Sampler that generates and scores samples, with the options of this run."""
-        return Sampler.of(self, None if self._trainer is None else trainer_state(self.trainer))
-
-    # Before a run.
-
-    @override
-    def configure_callbacks(self) -> list[Callback]:
-        """Check the Trainer's flags before Lightning does, and add the library's callbacks that it does not have."""
-        stop_in_inspection(self)
-        setup_checks.check_flags(self.trainer)
-        # First, since a checkpoint that another callback saves in on_train_batch_end has to contain what they record.
-        for kind in (StopOnZeroGradient, StepMetrics):
-            add_first(self.trainer, kind)
-        added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
-        self.fault_tolerance.attach(self.trainer)
-        return [*added]
-
-    @override
-    def setup(self, stage: str) -> None:
-        """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
-        self.parallel.check(self.max_grad_norm)
-        setup_checks.check_changes(self.fault_tolerance.allow_config_changes, (*self.options, *BESIDE))
-        callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
-        corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
-        self.algorithm = self.algorithm.replace(corrections=corrections)
-        needed = needed_extras(corrections, self.sampling).keys()
-        # In evaluations too, although only training reads extras: to change them, vLLM has to be built again.
-        self.engine.select_extras(self.engine.capabilities.extras & needed)
-        check_run(RunSpec.of(self, fits=stage == "fit"))
-        exact = self.models.options.bitwise and not self.max_staleness
-        self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout, rollout_as_old=exact)
-        if stage == "fit":
-            self.rewards.check_weights()
-            self.evaluator.limit_validation(self.trainer, self.prompt_stream)
-        self.run.failed_folder = log_folder(self.trainer) / FOLDER
-        self.run.configuration = configuration(self, self.trainer)
-        for logger in self.trainer.loggers:
-            logger.log_hyperparams(self.run.configuration)
-
-    @override
-    def configure_model(self) -> None:
-        """Build and shard policy and reference once, and check that the prompts fit the policy."""
-        if self.models.alone:
-            # generate() started the engine on the policy itself; under this strategy it may need a replica.
-            self._end_stage(self.engine.end_stage)
-        data, sharded = find_prompt_stream(self._trainer), self.parallel.sharded
-        with torch.device("cpu"):  # Lightning sets the accelerator as default device; the strategy moves the model
-            self.policy = self.models.build(
-                self.policy,
-                self.parallel,
-                self.device_mesh,
-                replica=self.engine.capabilities.shares_policy and (sharded or self.max_staleness > 0),
-                reference=self.run.needs.ref_logprobs,
-                data=None if data is None else data.fingerprint,
-            )
-            self._encode_prompts(self.policy, data)
-            self._build_environments(data)
-
-    def _encode_prompts(self, policy: PolicyModel, data: PromptDataModule | None) -> None:
-        """Encode the prompts of training and evaluation, and check that they fit the policy."""
-        sampling = self.run.sampling = with_eos(self.sampling, policy.model, self.tokenizer)
-        check = RowCheck(tuple(self.environments)) if self.environments else None
-        if data is not None:
-            longest = max_prompt_length(policy.model, sampling.max_new_tokens)
-            data.connect(self.tokenizer, longest, policy.vocabulary, check)
-        options: dict[str, Any] = {"sampling": sampling, "rewards": self.rewards, "check": check}
-        evaluated = self.evaluator.encode(policy.model, self.tokenizer, **options)
-        for one in (sampling, *evaluated):
-            setup_checks.check_eos(frozenset(one.eos_token_ids or ()), policy.vocabulary)
-
-    def _build_environments(self, data: PromptDataModule | None) -> None:
-        """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
-        if self.conversation_options is not None:
-            model, length = self.required_policy.model, self.engine.max_length
-            close = with_eos(self.sampling, model, self.tokenizer).eos_token_ids or ()
-            options: dict[str, Any] = {"data": data, "seed": self.seed, "workers": self.environment_workers}
-            self.run.environments = self.conversation_options.build(
-                model, self.tokenizer, engine_length=length, close=close, **options
-            )
-
-    @override
-    def configure_optimizers(self) -> Any:
-        """Return one optimizer for policy and critic, with one parameter group each, and its scheduler."""
-        groups = self.parallel.optimizer_groups(self.required_policy.parameter_groups())
-        return setup_checks.build_optimizers(self.options["optimizer"], self.options["lr_scheduler"], groups)
-
-    @override
-    def on_fit_start(self) -> None:
-        """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
-        self.run.begin(
-            self.device,
-            stream=self.prompt_stream,
-            options=self.models.options,
-            max_staleness=self.max_staleness,
-            collectives=self.parallel.collectives,
-        )
-
-    @override
-    def on_train_start(self) -> None:
-        """Check that an epoch has whole rollouts, and store the state at the start for checkpoints."""
-        loader = cast(StepLoader, self.trainer.train_dataloader)
-        setup_checks.check_whole_rollouts(len(loader), self.steps_per_rollout)
-        self.run.commit(loader.index, current=self.run.current)
-
-    # A rollout: sync, sample, plan, log-probabilities, signal.
+    # A rollout: sync, generate, reward, plan, log-probabilities, signal.
 
     @refuse_stop_iteration
     def begin_step(self, step_index: StepIndex) -> None:
@@ -303,67 +127,52 @@ class RLLightningModule(LightningModule):
         self.run.begin_step(step_index)
         self.seed_generators(step_index)
 
+    def seed_generators(self, step_index: StepIndex) -> None:
+        """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
+        seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
+
     @override
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
-        """Generate and score the rollout of the step index, unless it is the current one."""
-        current, number = self.run.current, batch.rollout
-        if number in self.fault_tolerance.skip_rollouts:
-            if batch.step == 0:
-                self.rollout_loop.skip(number, generated=current is not None)
-            self.run.current = None
-            return
-        if current is not None and current.number == number:
-            return
-        if batch.step != 0:
-            raise RuntimeError(
-                f"expected step 0 of rollout {number} first, got step {batch.step}: resume from a checkpoint or start "
-                "a new fit"
-            )
-        end = batch.index + remaining_tickets(self.trainer, batch_idx)
-        rollout, sampled, noted = self.rollout_loop.sample(number, end / self.steps_per_rollout)
+        """Make the rollout of the step index, unless it is the current one."""
+        if batch.rollout in self.fault_tolerance.skip_rollouts:
+            self.run.skip_rollout(batch)
+        elif self.run.lacks_rollout(batch):
+            end = (batch.index + remaining_steps(self.trainer, batch_idx)) / self.steps_per_rollout
+            self.make_rollout(batch, end)
+
+    def make_rollout(self, step_index: StepIndex, end: float) -> None:
+        """Sync the weights, generate and reward samples, estimate their signal, and begin the optimizer steps on them.
+
+        Args:
+            step_index: First optimizer step on the rollout.
+            end: Number of the first rollout after the end of the fit; infinity if unknown.
+        """
+        number = step_index.rollout
+        generator = RolloutGenerator.of(self, number, end)
+        ahead = generator.sync()
+        samples = generator.generate(ahead)
+        groups = generator.reward(samples)
         self.sleep_engine()  # frees memory for the log-probability passes
-        current, stats = self._finish(rollout, number)
-        self.run.begin_rollout(current, batch.index, {**sampled, **stats, **self.prompt_stream.stats()}, noted)
+        current, stats = self.finish_rollout(groups.rollout, number)
+        stats = {**groups.stats, **stats, **self.data_module.stats()}
+        self.run.begin_rollout(current, step_index.index, stats, groups.logged)
         log_for_monitors(self, self.run.rollout_figures)
 
-    @property
-    def rollout_loop(self) -> RolloutLoop:
-        """Loop that generates the rollouts, when needed or ahead."""
-        return RolloutLoop.of(self)
-
-    def sync(self, version: int) -> None:
-        """Start the engine if needed, and send it the policy's weights under a version number. A collective.
-
-        Waits for rollouts in progress first, unless the engine can receive weights while it generates.
-        """
-        if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
-            self.run.prefetcher.drain()
-        weight_sync = self.weight_sync
-        if not (self.run.engine_started and self.engine.started):
-            weight_sync.start(self.tokenizer)
-            self.run.engine_started = True
-        weight_sync.send(version)
-
-    @property
-    def weight_sync(self) -> WeightSync:
-        """Connection that sends the policy's weights to the engine."""
-        return WeightSync.of(self)
-
-    def _finish(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
-        """Add plan, log-probabilities and signal to a rollout, and pass it to the observers."""
+    def finish_rollout(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
+        """Add plan, log-probabilities and signal to a rollout, and pass it to the observers; return it with metrics."""
         run, policy, corrections = self.run, self.required_policy, self.run.corrections
         with run.times.phase("score"), self.trainer.precision_plugin.forward_context():
-            rollout, excluded = exclude_rows(rollout, corrections)
+            rollout, stats = exclude_rows(rollout, corrections)
             plan_of = partial(
                 make_plan,
                 max_tokens_per_microbatch=run.max_tokens_per_microbatch,
                 packed=run.options.packing,
-                max_over_ranks=self._max_over_ranks,
+                max_over_ranks=run.max_over_ranks,
             )
             plan = plan_of(rollout, minibatches=self.minibatches_per_rollout)
             if self.environments:
-                excluded |= {"env/logprob": environment_logprob(rollout, policy, plan_of)}
+                stats |= {"env/logprob": environment_logprob(rollout, policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             passes = {"old": run.needs.old_logprobs, "squares": run.needs.sum_pi_squared}
             passes["rollout_as_old"] = run.needs.rollout_as_old
@@ -373,8 +182,7 @@ class RLLightningModule(LightningModule):
             rollout, _, signal = estimate_signal(rollout, estimator, corrections, global_sum)
         current = CurrentRollout.of(number, rollout, plan)
         corrections.observe(rollout)
-        measured = corrections.rollout_metrics(rollout)
-        return current, {**excluded, **signal, **staleness(rollout, number), **measured}
+        return current, {**stats, **signal, **staleness(rollout, number), **corrections.rollout_metrics(rollout)}
 
     # An update: steps_per_rollout optimizer steps.
 
@@ -382,61 +190,51 @@ class RLLightningModule(LightningModule):
     @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Make one optimizer step, or skip it on all ranks if no rank has a token to train on."""
-        run, parallel, current = self.run, self.parallel, self.run.current
+        run, parallel = self.run, self.parallel
         if batch.rollout in self.fault_tolerance.skip_rollouts:
             run.skipped += 1
             run.commit(batch.index + 1, current=None)
             return {}
-        if current is None:
-            raise RuntimeError(f"expected a rollout for step {batch.step} of rollout {batch.rollout}, got none")
+        current, optimizer = cast(CurrentRollout, run.current), cast(LightningOptimizer, self.optimizers())
         current.check_edits()
         self.seed_generators(batch)
-        optimizer = cast(LightningOptimizer, self.optimizers())
         tokens = int(parallel.collectives.sum(torch.tensor(current.plan.tokens(batch.step), device=self.device)))
         if tokens:
-            skipped, rates = run.skipped, [float(group["lr"]) for group in optimizer.param_groups]
             with run.times.phase("update"):
-                gradient, trace = self._gradient(batch)
-                with recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, gradient):
-                    norm = parallel.step(self.required_policy, optimizer, self.max_grad_norm, run.accept)
+                step = self._gradient(batch)
+                step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
+                with recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step):
+                    step.norm = parallel.step(self.required_policy, optimizer, self.max_grad_norm, run.accept)
             self.models.stepped = True
-            if run.skipped == skipped and (scheduler := self.lr_schedulers()) is not None:
+            if not run.nonfinite_in_a_row and (scheduler := self.lr_schedulers()) is not None:
                 cast(LRScheduler, scheduler).step()
-            run.made = MadeStep(trace=trace, gradient=gradient, norm=norm, rates=rates, tokens=tokens)
         else:
             run.skipped += 1
-            run.made = MadeStep(trace=begin_trace(run, batch, parallel))
+            step = StepGradient(trace=begin_trace(run, batch, parallel))
+        run.unlogged_step = step
         # The step is done: a checkpoint resumes after it, even if a call below fails. StepMetrics drops the rollout.
         run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
-        outputs = run.made.outputs()
+        outputs = step.outputs()
         if tokens:
             run.corrections.after_step(outputs)
             parallel.clear(optimizer)
         return outputs
 
-    def seed_generators(self, step_index: StepIndex) -> None:
-        """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
-        seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
+    def _gradient(self, step_index: StepIndex) -> StepGradient:
+        """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
+        states = self.run.corrections.states() if self.parallel.repeats_steps else None
+        gradient = self._accumulate(step_index, notices_exhaustion=states is not None)
+        if states is not None and process_maximum(int(gradient.exhausted)):
+            self.required_policy.zero_grad()
+            self.run.halve(step_index, states)
+            self.seed_generators(step_index)
+            gradient = self._accumulate(step_index)
+        return gradient
 
-    def _gradient(self, step_index: StepIndex) -> tuple[StepGradient, StepTrace | None]:
-        """Return gradient and trace of a step; if memory runs out on any rank, repeat it with half the token budget."""
-        repeats = self.parallel.repeats_steps
-        states = self.run.corrections.states() if repeats else {}
-        gradient, trace = self._accumulate(step_index, notices_exhaustion=repeats)
-        if not repeats or not process_maximum(int(gradient.exhausted)):
-            return gradient, trace
-        self.required_policy.zero_grad()
-        self.run.halve(step_index, states, self._max_over_ranks)
-        self.seed_generators(step_index)
-        return self._accumulate(step_index)
-
-    def _accumulate(
-        self, step_index: StepIndex, *, notices_exhaustion: bool = False
-    ) -> tuple[StepGradient, StepTrace | None]:
+    def _accumulate(self, step_index: StepIndex, *, notices_exhaustion: bool = False) -> StepGradient:
         """Accumulate the gradient of a step over its microbatches."""
         parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.current)
-        trace = begin_trace(self.run, step_index, parallel)
-        gradient = accumulate_gradient(
+        return accumulate_gradient(
             current.rollout,
             current.plan.step(step_index.step),
             lambda microbatch: policy(microbatch.layout),
@@ -444,195 +242,7 @@ class RLLightningModule(LightningModule):
             backward=lambda loss: self.manual_backward(loss * parallel.ranks),  # cancels the mean over ranks
             around=lambda last: parallel.accumulating(policy, last=last),
             collectives=parallel.collectives,
-            trace=trace,
+            trace=begin_trace(self.run, step_index, parallel),
             bitwise=self.run.needs.rollout_as_old and step_index.step == 0,
             notices_exhaustion=notices_exhaustion,
         )
-        return gradient, trace
-
-    def _max_over_ranks(self, counts: Sequence[int]) -> list[int]:
-        return self.parallel.collectives.maximum(counts, self.device)
-
-    @override
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the weights are about to change."""
-        self.run.stepping = True
-
-    # The end of a rollout and of a run.
-
-    def sleep_engine(self) -> None:
-        """Put an engine that shares the trainer's device to sleep until the next sync, to free its memory."""
-        if self.engine.capabilities.sleeps:
-            self.engine.sleep()
-
-    def close_engine(self) -> None:
-        """Shut down the engine and the workers of rewards and environments; the next sync restarts them.
-
-        At the end of a Trainer's stage, in contrast, a :class:`VLLMEngine` only sleeps, because it takes long to build.
-        """
-        self._end_stage(self.engine.close)
-
-    def _end_stage(self, end_engine: Callable[[], None]) -> None:
-        if self.engine.capabilities.concurrent:
-            self.engine.close()  # cancels rollouts that will not be trained on
-        workers = () if self.environment_workers is None else (self.environment_workers,)
-        for part in (self.run.prefetcher, self.evaluator, self.rewards, *workers):
-            part.close()
-        end_engine()
-        self.run.engine_started = False
-
-    @override
-    def teardown(self, stage: str) -> None:
-        """Release the engine, and restore the Trainer's ``limit_val_batches``."""
-        self._end_stage(self.engine.end_stage)
-        self.evaluator.restore_limit(self.trainer)
-
-    # Evaluation: validation, test and prediction.
-
-    @override
-    def val_dataloader(self) -> EvaluationLoader:
-        """Return the validation loader; the data module's method of this name calls it."""
-        return self.evaluator.loader(VAL, find_prompt_stream(self._trainer))
-
-    @override
-    def test_dataloader(self) -> EvaluationLoader:
-        """Return the test loader."""
-        return self.evaluator.loader(TEST, find_prompt_stream(self._trainer))
-
-    @override
-    def predict_dataloader(self) -> EvaluationLoader:
-        """Return a loader of the data module's prompts, in order."""
-        return self.evaluator.loader(PREDICT, self.prompt_stream)
-
-    @override
-    def on_validation_epoch_start(self) -> None:
-        """Send the weights to the engine; callbacks such as WeightAveraging have already swapped their weights in."""
-        self.evaluator.begin(self.trainer, find_prompt_stream(self._trainer), self.parallel, self.device)
-        self.sync(max(self.engine.version, 0))
-
-    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
-
-    @override
-    @refuse_stop_iteration
-    @torch.no_grad()
-    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
-        """Generate and score samples for a batch of prompts."""
-        self.evaluator.answer(batch, self.sampler)
-
-    test_step = validation_step
-
-    @override
-    @refuse_stop_iteration
-    @torch.no_grad()
-    def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
-        """Return a greedy completion of each prompt of the batch, on every rank."""
-        return self.evaluator.predict(batch, self.sampler)
-
-    @override
-    def on_validation_epoch_end(self) -> None:
-        """Log the metrics over all ranks and write the samples; a prediction only writes ``completions.jsonl``."""
-        self.evaluator.end(self.trainer, self.log, self.run.failed_folder)
-        self.sleep_engine()
-
-    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
-
-    # Use without a Trainer, export, checkpoints.
-
-    def generate(
-        self,
-        prompts: Any,
-        *,
-        samples: int | None = None,
-        sampling: SamplingParams | None = None,
-        temperature: float | None = None,
-    ) -> Any:
-        """Generate answers to one or several prompts; works without a Trainer.
-
-        Seeds depend on the run's seed, the index of the prompt and the index of the sample, so equal calls return
-        equal texts.
-
-        Args:
-            prompts: One prompt (a text, chat messages, token ids, or a row with ``"prompt"``), or a sequence of them.
-            samples: Number of answers per prompt; None for one answer that is returned without a list.
-            sampling: Sampling parameters; by default those of training with temperature 0.
-            temperature: Sampling temperature, 0 by default; not together with ``sampling``.
-
-        Returns:
-            Text for one prompt, list of texts for several; with ``samples``, a list of texts per prompt.
-
-        Raises:
-            ValueError: If a prompt is too long for the model, or if ``samples`` > 1 and the temperature is 0.
-        """
-        if self.policy is None and self._trainer is None:
-            self.policy, self.models.alone = self.models.build_policy(), True
-        if self.models.alone and self.run.environments is None:
-            self._build_environments(None)
-        chosen = sampling_for(self.sampling, self.engine, samples=samples, sampling=sampling, temperature=temperature)
-        self.sync(max(self.engine.version, 0))
-        model = self.required_policy.model
-        answers = generate(prompts, samples=samples, sampling=chosen, sampler=self.sampler, model=model)
-        self.sleep_engine()
-        return answers
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write policy and tokenizer to a Hugging Face folder, and a separate critic to ``folder/critic``.
-
-        Must be called on every rank; rank 0 writes. Adapters are merged into the weights. With ``critic="shared"``, the
-        value head is written to ``folder/critic/value_head.safetensors``.
-        """
-        weights = self.parallel.full_parameters(self.required_policy)
-        write_pretrained(Path(folder), weights, self.models.sources, self.tokenizer, writing=self.global_rank == 0)
-        if process_count() > 1:
-            dist.barrier()
-
-    @classmethod
-    @override
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: Any,
-        map_location: Any = "cpu",
-        hparams_file: Any = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        **kwargs: Any,
-    ) -> "RLLightningModule":
-        """Return a module with the weights and options of a checkpoint, for export, evaluation or a new run.
-
-        Args:
-            checkpoint_path: Path of a checkpoint file of any strategy; consolidate a sharded checkpoint first.
-            map_location: Device to load the weights to.
-            hparams_file: Must be None, because the checkpoint contains the options.
-            strict: If False, accept missing or unexpected weights.
-            weights_only: Ignored; the checkpoint is always loaded with ``weights_only=True``.
-            kwargs: Constructor arguments that replace those of the run; required for your own functions and classes.
-
-        Raises:
-            ValueError: If an argument must be passed in ``kwargs``, or the file is not a checkpoint.
-        """
-        del weights_only
-        if hparams_file is not None:
-            raise ValueError(f"expected hparams_file=None, got {hparams_file}: pass options as keyword arguments")
-        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False)
-
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
-        hurried = self.trainer.interrupted or bool(CLOCK.stopped_by)
-        if hurried or not generates_concurrently(self.engine, self.max_staleness):
-            self.run.prefetcher.drain(hurried=hurried)
-        self.run.write_corrections(checkpoint.get("callbacks", {}))
-        checkpoint["lightning_rl"] = self.run.state(self.parallel.collectives, self.models.reference)
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load this rank's state for a fit; other stages use the weights alone."""
-        if self._trainer is None:
-            return
-        state = setup_checks.check_checkpoint(checkpoint)
-        if self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        setup_checks.check_whole_checkpoint(checkpoint)
-        self.models.stepped = True
-        self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
-        if self.trainer.strategy.restore_checkpoint_after_setup:
-            self.on_fit_start()  # this strategy loads a checkpoint after on_fit_start

@@ -84,7 +84,7 @@ class RunSpec:
             minibatches=module.minibatches_per_rollout,
             steps_per_rollout=module.steps_per_rollout,
             max_staleness=module.max_staleness,
-            prompts_per_rollout=module.prompt_stream.prompts_per_rollout if fits else None,
+            prompts_per_rollout=module.data_module.prompts_per_rollout if fits else None,
         )
 
     @property

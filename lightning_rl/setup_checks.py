@@ -277,12 +277,3 @@ def check_checkpoint(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
             "to start from the weights of a model, pass its folder as policy="
         )
     return checkpoint["lightning_rl"]
-
-
-def check_whole_rollouts(step_indices: int, steps_per_rollout: int) -> None:
-    """Raise ValueError if the loader's epochs end within a rollout; limits of the Trainer may."""
-    if step_indices % steps_per_rollout:
-        raise ValueError(
-            f"expected a loader with a multiple of {steps_per_rollout} steps (minibatches_per_rollout x "
-            f"epochs_per_rollout), got {step_indices}"
-        )

@@ -72,12 +72,20 @@ class StepGradient:
         stats: Statistics of each microbatch.
         losses: Loss of each microbatch.
         exhausted: True if this rank ran out of memory and rows are missing.
+        trace: Trace for callbacks that observe the step.
+        norm: Gradient norm before clipping.
+        lr: Learning rate of the policy.
+        tokens: Number of trained tokens of all ranks; 0 for a step that was skipped because there are none.
     """
 
     parts: dict[str, Tensor] = field(default_factory=dict)
     stats: list[dict[str, Stat]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     exhausted: bool = False
+    trace: StepTrace | None = None
+    norm: Tensor = field(default_factory=lambda: torch.zeros(()))
+    lr: float = 0.0
+    tokens: int = 0
 
     def add(self, loss: LossParts) -> None:
         """Add the loss of a microbatch."""
@@ -101,31 +109,12 @@ class StepGradient:
         values["optim/grad_norm"] = float(norm)
         return Stat.numbers(values | {name.replace("__", "/"): number for name, number in numbers.items()})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeStep:
-    """An optimizer step that was made or skipped.
-
-    Args:
-        trace: Trace for callbacks that observe the step.
-        gradient: Its gradient; None if nothing trained.
-        norm: Gradient norm before clipping.
-        rates: Learning rate of each parameter group.
-        tokens: Number of trained tokens of all ranks.
-    """
-
-    trace: StepTrace | None
-    gradient: StepGradient | None = None
-    norm: Tensor = field(default_factory=lambda: torch.zeros(()))
-    rates: Sequence[float] = ()
-    tokens: int = 0
-
     def outputs(self) -> dict[str, Tensor]:
         """Return the outputs of the batch for callbacks."""
-        if self.gradient is None:
+        if not self.tokens:
             return {}
-        entropy = {"policy/entropy": self.gradient.joint("policy/entropy")} if torch.isfinite(self.norm) else {}
-        return {**self.gradient.parts, "optim/grad_norm": self.norm, **entropy}
+        entropy = {"policy/entropy": self.joint("policy/entropy")} if torch.isfinite(self.norm) else {}
+        return {**self.parts, "optim/grad_norm": self.norm, **entropy}
 
 
 def accumulate_gradient(
@@ -165,7 +154,7 @@ def accumulate_gradient(
         torch.OutOfMemoryError: If memory runs out without ``notices_exhaustion``, or while ranks exchange gradients.
     """
     weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
-    gradient = StepGradient()
+    gradient = StepGradient(trace=trace)
     entropy_gradient, prepared, alone = algorithm.trains_entropy, None, collectives.ranks == 1
     finite = FiniteOutputs(rollout.groups.device)
 

@@ -25,6 +25,7 @@ CHECKED = (
     "lightning_rl/advantages",
     "lightning_rl/algorithm.py",
     "lightning_rl/audit",
+    "lightning_rl/base_module.py",
     "lightning_rl/checkpointing",
     "lightning_rl/cli",
     "lightning_rl/run_spec.py",

@@ -49,7 +49,6 @@ from lightning_rl.run_spec import (
     check_sizes,
     needs,
 )
-from lightning_rl.setup_checks import check_whole_rollouts
 
 
 def reads(*callbacks: RLCallback, **given: Any) -> Needs:
@@ -298,14 +297,6 @@ def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches
     message = f"minibatches_per_rollout x ranks, got {prompts} for {minibatches} x {ranks}: prompts_per_rollout=6 or "
     with pytest.raises(ValueError, match=message):
         check(check_sizes, prompts_per_rollout=prompts, minibatches=minibatches, parallel=parallel)
-
-
-def test_a_loader_whose_epochs_end_within_a_rollout_is_refused() -> None:
-    check_whole_rollouts(12, 4)
-    with pytest.raises(
-        ValueError, match=r"a multiple of 4 steps \(minibatches_per_rollout x epochs_per_rollout\), got 13"
-    ):
-        check_whole_rollouts(13, 4)
 
 
 @pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])

@@ -94,7 +94,7 @@ class ReplayWatch:
 
     def _rows_of(self, talks: Sequence[Talk]) -> list[Mapping[str, Any]]:
         """Return rows as the data holds them, or as rewards see them if the data is a stream."""
-        stream = self._module.prompt_stream
+        stream = self._module.data_module
         if stream.pass_length is None:
             return [talk.row for talk in talks]
         prompts = stream.at([talk.group for talk in talks])

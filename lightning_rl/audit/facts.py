@@ -63,7 +63,7 @@ class RunFacts:
             temperature=sampling.temperature,
             tolerance=COARSE if mixed else TOLERANCE.get(module.required_policy.model.dtype, COARSE),
             group_size=module.group_size,
-            groups=module.prompt_stream.prompts_per_rollout // module.parallel.ranks,
+            groups=module.data_module.prompts_per_rollout // module.parallel.ranks,
             minibatches=module.minibatches_per_rollout,
             ranks=module.parallel.ranks,
             max_new_tokens=sampling.max_new_tokens,

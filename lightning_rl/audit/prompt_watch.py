@@ -68,7 +68,7 @@ class PromptWatch:
     """Looks up the prompts of rollouts in data that has a length."""
 
     def __init__(self, module: RLLightningModule) -> None:
-        self._module, self._data, self._talks = module, module.prompt_stream, bool(module.environments)
+        self._module, self._data, self._talks = module, module.data_module, bool(module.environments)
         self._trained, self._places = set[Ids](), set[int]()
 
     def of_stream(self, rollout: Rollout) -> dict[int, Ids]:

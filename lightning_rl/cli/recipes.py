@@ -53,7 +53,7 @@ def load_recipe(script: Path, options: Sequence[str]) -> Recipe:
     finally:
         sys.argv = arguments
     try:
-        return Recipe(trainer, module, module.prompt_stream)
+        return Recipe(trainer, module, module.data_module)
     except TypeError as refused:
         raise SystemExit(str(refused)) from refused
 

@@ -1,6 +1,6 @@
 """Prompts from any source, encoded for the policy in the order of a run, and a step index for each optimizer step."""
 
-from lightning_rl.data.data_module import PromptDataModule, find_prompt_stream, prompt_stream_of
+from lightning_rl.data.data_module import PromptDataModule, data_module_of, find_data_module
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import Encoder
 from lightning_rl.data.prompt import Prompt
@@ -19,6 +19,6 @@ __all__ = [
     "PromptStream",
     "StepIndex",
     "StepLoader",
-    "find_prompt_stream",
-    "prompt_stream_of",
+    "data_module_of",
+    "find_data_module",
 ]

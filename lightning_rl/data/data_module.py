@@ -295,7 +295,7 @@ class PromptDataModule(LightningDataModule):
         return int(_order(length, self.seed, number)[offset]) if self.shuffle else offset
 
 
-def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
+def data_module_of(trainer: Trainer) -> PromptDataModule:
     """Return the PromptDataModule of a Trainer.
 
     Raises:
@@ -311,11 +311,11 @@ def prompt_stream_of(trainer: Trainer) -> PromptDataModule:
     return data
 
 
-def find_prompt_stream(trainer: Trainer | None) -> PromptDataModule | None:
+def find_data_module(trainer: Trainer | None) -> PromptDataModule | None:
     """Return the PromptDataModule of a Trainer; None without a Trainer, or outside of a fit if it has none."""
     if trainer is None or (trainer.state.fn != TrainerFn.FITTING and trainer.datamodule is None):  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    return prompt_stream_of(trainer)
+    return data_module_of(trainer)
 
 
 @lru_cache(maxsize=2)

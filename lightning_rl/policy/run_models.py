@@ -32,7 +32,7 @@ class RunModels:
     Attributes:
         reference: Frozen reference policy; None if none was needed so far.
         replica: Copy of the policy for an engine that cannot decode with it; None if none was needed so far.
-        alone: True if the policy was built without a Trainer, so that it is not sharded.
+        without_trainer: True if the policy was built without a Trainer, so that it is not sharded.
         stepped: True if the policy has changed since it was built.
     """
 
@@ -41,7 +41,7 @@ class RunModels:
     options: ModelOptions
     reference: Scorer | None = None
     replica: PreTrainedModel | None = None
-    alone: bool = False
+    without_trainer: bool = False
     stepped: bool = False
 
     def build(
@@ -69,7 +69,7 @@ class RunModels:
         """
         frozen, root, reference = None, parallel.strategy.root_device, reference and self.reference is None
         with parallel.building():
-            new, self.alone = policy if self.alone else None, False
+            new, self.without_trainer = policy if self.without_trainer else None, False
             if policy is None:
                 policy = new = self.build_policy(split=parallel.splits_first)
             if new is not None and replica:

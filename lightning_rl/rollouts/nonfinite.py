@@ -48,7 +48,8 @@ def record_nonfinite(folder: Path, current: CurrentRollout, step: int, gradient:
     """
     rows, why = _suspects(current, step, gradient)
     samples = current.rollout.sample_ids[torch.tensor(rows, dtype=torch.int64)].tolist()
-    content: dict[str, Any] = {**current.state(), "step": step, "suspects": rows, "losses": _losses(gradient)}
+    losses = [float(loss) for loss in gradient.losses]
+    content: dict[str, Any] = {**current.state(), "step": step, "suspects": rows, "losses": losses}
     path, named = folder / f"rollout-{current.number}-rank-{rank}.pt", ", ".join(map(str, rows[:SHOWN]))
     rest = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
     which = f"of rollout {current.number} rows {named}{rest} (samples {', '.join(map(str, samples[:SHOWN]))}) {why}"
@@ -88,7 +89,3 @@ def _wrong(tensor: Tensor, valid: Tensor) -> Tensor:
     if tensor.shape[:2] == valid.shape:
         wrong &= valid.reshape(*valid.shape, *[1] * (tensor.dim() - 2))
     return wrong.flatten(1).any(1) if tensor.dim() > 1 else wrong
-
-
-def _losses(gradient: StepGradient) -> list[float]:
-    return [float(loss) for loss in gradient.losses]

@@ -168,7 +168,7 @@ def pending_from_state(
     return pending
 
 
-def remaining_tickets(trainer: Trainer, batch_idx: int) -> float:
+def remaining_steps(trainer: Trainer, batch_idx: int) -> float:
     """Return the number of step indices left in a fit, the current one included; skipped optimizer steps add more.
 
     Args:

@@ -86,12 +86,6 @@ class Failure:
     rollout: int
     count: int
 
-    @staticmethod
-    def next(before: "Failure | None", rollout: int) -> "Failure":
-        """Return the failure of a rollout, counted up if ``before`` is of the same rollout."""
-        again = before is not None and before.rollout == rollout
-        return Failure(rollout, before.count + 1 if again and before is not None else 1)
-
     def note(self) -> str:
         """Return advice for a repeated error."""
         again = f"rollout {self.rollout} failed in {self.count} of {self.count} attempts: fix the cause and resume"

@@ -108,12 +108,12 @@ class ScoredGroups(NamedTuple):
     Attributes:
         rollout: Rows of the groups.
         stats: Counts of sampled groups, filtered groups, aborted rows, and rows that rewards failed on.
-        noted: Metrics that reward functions logged; their names may differ between rollouts.
+        logged: Metrics that reward functions logged; their names may differ between rollouts.
     """
 
     rollout: Rollout
     stats: dict[str, Stat]
-    noted: dict[str, Stat]
+    logged: dict[str, Stat]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,14 +223,14 @@ class Sampler:
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
             missing -= kept
-        noted = self._close_rewards(calls, torch.cat(failed), number, rank)
-        noted |= self._close_environments(outcomes, number, rank)
+        logged = self._close_rewards(calls, torch.cat(failed), number, rank)
+        logged |= self._close_environments(outcomes, number, rank)
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
         counts |= {"engine/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
         stats = {name: Stat.single(count).sum() for name, count in counts.items()}
-        return ScoredGroups(concatenate(parts), stats, noted)
+        return ScoredGroups(concatenate(parts), stats, logged)
 
     def _failing_together(self, what: str) -> AbstractContextManager[object]:
         """Return a context in which all ranks fail if one does; no-op where ranks shard layers."""
@@ -248,39 +248,39 @@ class Sampler:
         name = f"rollout-{number}-rank-{rank}.jsonl"
         path = None if self.failed_folder is None else self.failed_folder / name
         cause = report_failures(calls, path)
-        noted: dict[str, list[float]] = {}
+        logged: dict[str, list[float]] = {}
         for call in calls:
             for key, values in call.metrics.items():
-                noted.setdefault(f"reward_metric/{call.name}/{key}", []).extend(values)
+                logged.setdefault(f"reward_metric/{call.name}/{key}", []).extend(values)
         summary = RewardSummary(
             rows=len(failed),
             failed=int(failed.sum()),
             cause=cause,
             path=str(path) if cause and path is not None else "",
             stopped_by=was_cut_short(calls),
-            metrics=tuple(noted),
+            metrics=tuple(logged),
         )
         summaries = self.collectives.objects(self.collectives.share(summary))
         check_failures(summaries, number, self.rewards.max_failure_rate)
-        return self._stats_of(noted, {name for summary in summaries for name in summary.metrics})
+        return self._stats_of(logged, {name for summary in summaries for name in summary.metrics})
 
     def _close_environments(self, outcomes: Sequence[Outcome], number: int, rank: int) -> dict[str, Stat]:
         """Report failed conversations, end the run if there are too many, and return the metrics of all."""
         if self.environments is None:
             return {}
-        noted = self.collectives.share(metrics_of(outcomes))
+        logged = self.collectives.share(metrics_of(outcomes))
         name = f"rollout-{number}-rank-{rank}.jsonl"
         path = None if self.failed_folder is None else self.failed_folder.with_name(FOLDER) / name
         written = report_environments(outcomes, path)
         summary = self.collectives.share(EnvironmentSummary.of(outcomes, written))
-        summaries = self.collectives.objects((summary, tuple(noted)))
+        summaries = self.collectives.objects((summary, tuple(logged)))
         check_environments([summary for summary, _ in summaries], number, self.environments.max_failure_rate)
-        return self._stats_of(noted, {name for _, names in summaries for name in names})
+        return self._stats_of(logged, {name for _, names in summaries for name in names})
 
     @staticmethod
-    def _stats_of(noted: Mapping[str, Sequence[float]], names: Collection[str]) -> dict[str, Stat]:
+    def _stats_of(logged: Mapping[str, Sequence[float]], names: Collection[str]) -> dict[str, Stat]:
         """Return a metric for each name that any rank logged."""
-        return {name: Stat.of(torch.tensor(noted.get(name, []), dtype=torch.float64)) for name in sorted(names)}
+        return {name: Stat.of(torch.tensor(logged.get(name, []), dtype=torch.float64)) for name in sorted(names)}
 
     def sample(
         self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: SamplingParams | None = None

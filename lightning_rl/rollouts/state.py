@@ -3,12 +3,13 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import TrainerState
 
@@ -25,7 +26,7 @@ from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, Failure, MaxOverRanks, Progress
 from lightning_rl.rollouts.zero_gradient import row_counts
 from lightning_rl.run_spec import Needs
-from lightning_rl.update import MadeStep
+from lightning_rl.update import StepGradient
 
 MAX_NONFINITE_IN_A_ROW = 3
 
@@ -43,6 +44,7 @@ class RunState:
         engine_started: True once the engine can load weights.
         stream: Data module of the fit.
         options: Options of the models of the fit.
+        max_over_ranks: Element-wise maximum over the ranks of the fit.
         progress: State after the last optimizer step, which a checkpoint stores.
         current: Rollout in progress.
         prefetcher: Rollouts that are generated ahead.
@@ -57,7 +59,7 @@ class RunState:
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
-        made: Optimizer step that is not measured yet.
+        unlogged_step: Optimizer step whose metrics are not logged yet.
     """
 
     corrections: Corrections = field(default_factory=Corrections)
@@ -68,6 +70,7 @@ class RunState:
     engine_started: bool = False
     stream: PromptDataModule | None = None
     options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
+    max_over_ranks: MaxOverRanks = list
     progress: Progress = field(default_factory=Progress)
     current: CurrentRollout | None = None
     prefetcher: Prefetcher = field(default_factory=Prefetcher)
@@ -82,10 +85,35 @@ class RunState:
     nonfinite_in_a_row: int = 0
     loaded: Mapping[str, Any] | None = None
     name: str = ""
-    made: MadeStep | None = None
+    unlogged_step: StepGradient | None = None
+
+    def lacks_rollout(self, step_index: StepIndex) -> bool:
+        """Return True if the rollout of a step index has to be made.
+
+        Raises:
+            RuntimeError: If the step index is not the first one of that rollout.
+        """
+        if self.current is not None and self.current.number == step_index.rollout:
+            return False
+        if step_index.step != 0:
+            raise RuntimeError(
+                f"expected step 0 of rollout {step_index.rollout} first, got step {step_index.step}: resume from a "
+                "checkpoint or start a new fit"
+            )
+        return True
+
+    def skip_rollout(self, step_index: StepIndex) -> None:
+        """Drop the rollout of a step index, but consume its prompts, so that the other rollouts keep theirs."""
+        number, stream = step_index.rollout, cast(PromptDataModule, self.stream)
+        if step_index.step == 0:
+            rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
+            if self.current is None and number not in self.prefetcher:
+                stream.take(stream.prompts_per_rollout)
+            self.prefetcher.drop(number)
+        self.current = None
 
     def begin_rollout(
-        self, current: CurrentRollout, index: int, stats: Mapping[str, Stat], noted: Mapping[str, Stat]
+        self, current: CurrentRollout, index: int, stats: Mapping[str, Stat], logged: Mapping[str, Stat]
     ) -> None:
         """Commit a finished rollout with its metrics; every rank has to call this.
 
@@ -93,13 +121,13 @@ class RunState:
             current: Finished rollout.
             index: Index of its first optimizer step.
             stats: Metrics of the rollout, without times.
-            noted: Metrics that reward functions and environments logged.
+            logged: Metrics that reward functions and environments logged.
         """
         self.current = current
         self.rollout_stats = {**stats, **self.times.take(), "trainer/idle": self.times.idle()}
-        self.rollout_figures = self.metrics.values_of({**self.rollout_stats, **noted, **row_counts(current.rollout)})
+        self.rollout_figures = self.metrics.values_of({**self.rollout_stats, **logged, **row_counts(current.rollout)})
         self.metrics.add("rollout", self.rollout_stats)
-        self.metrics.add("noted", noted)
+        self.metrics.add("noted", logged)
         self.prefetcher.drop(current.number)
         self.commit(index, current=current, corrections=self.corrections.states())
 
@@ -159,7 +187,9 @@ class RunState:
         if self.begun is not None and not self.made_step:
             number = self.begun.rollout
         if number is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
-            failure = Failure.next(self.progress.failure, number)
+            before = self.progress.failure
+            count = before.count + 1 if before is not None and before.rollout == number else 1
+            failure = Failure(number, count)
             self.progress = replace(self.progress, failure=failure)
             error.add_note(failure.note())
 
@@ -169,20 +199,19 @@ class RunState:
         asked, budget = self.options.max_tokens_per_microbatch, self.progress.budget
         return budget[1] if budget is not None and budget[0] == asked else asked
 
-    def halve(self, step_index: StepIndex, states: Mapping[str, Any], max_over_ranks: MaxOverRanks) -> None:
+    def halve(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
         """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
 
         Args:
             step_index: Step in which memory ran out.
             states: States of the corrections from before the step, which are restored.
-            max_over_ranks: Element-wise maximum over the ranks.
         """
         torch.cuda.empty_cache()
         self.corrections.restore(states)
         budget = max(1, self.max_tokens_per_microbatch // 2)
         self.progress = replace(self.progress, budget=(self.options.max_tokens_per_microbatch, budget))
         current = cast(CurrentRollout, self.current)
-        self.current = current.divide(budget, packed=self.options.packing, max_over_ranks=max_over_ranks)
+        self.current = current.divide(budget, packed=self.options.packing, max_over_ranks=self.max_over_ranks)
         rank_zero_warn(
             f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated with "
             f"max_tokens_per_microbatch={budget}; pass this value to ModelOptions"
@@ -215,34 +244,27 @@ class RunState:
         counters = Stat.numbers({"optim/skipped": self.skipped, "rollout": number})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
-    def begin(
-        self,
-        device: torch.device,
-        *,
-        stream: PromptDataModule,
-        options: ModelOptions,
-        max_staleness: int,
-        collectives: Collectives,
-    ) -> None:
+    def begin(self, parallel: Parallel, stream: PromptDataModule, options: ModelOptions, max_staleness: int) -> None:
         """Start a fit from the loaded checkpoint, or drop the rollout of an earlier fit.
 
         Args:
-            device: Device of the rollout in progress.
+            parallel: Strategy of the run.
             stream: Data module of the fit.
             options: Options of the models of the fit.
             max_staleness: Maximum number of rollouts generated ahead.
-            collectives: Collectives over the ranks.
 
         Raises:
             ValueError: If the checkpoint has more rollouts ahead.
         """
+        device, collectives = parallel.strategy.root_device, parallel.collectives
         loaded, self.loaded = self.loaded, None
         if loaded is None or not self.name:
             self.name = new_run()
         self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
-        self.begun, self.made, self.stepping = None, None, False
+        self.begun, self.unlogged_step, self.stepping = None, None, False
         self.prefetcher.close()
         self.stream, self.options = stream, options
+        self.max_over_ranks = partial(collectives.maximum, device=device)
         self.metrics, self.times = MetricLog(device, collectives), PhaseTimes(device)
         if loaded is not None:
             if (ahead := len(loaded["prefetched"])) > max_staleness:

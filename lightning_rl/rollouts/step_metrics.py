@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_rl.corrections import StepTrace
@@ -12,7 +12,7 @@ from lightning_rl.data import StepIndex
 from lightning_rl.distributed import Parallel
 from lightning_rl.metrics import log_rest, log_row, rows_every
 from lightning_rl.rollouts.state import RunState
-from lightning_rl.update import MadeStep
+from lightning_rl.update import StepGradient
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import CoreCallback, show_phase
 
@@ -25,20 +25,18 @@ class StepMetrics(CoreCallback):
     """
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
-    ) -> None:
-        _run_of(pl_module).times.start(partial(show_phase, trainer, batch.rollout))
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: StepIndex, batch_idx: int) -> None:
+        pl_module.run.times.start(partial(show_phase, trainer, batch.rollout))
 
     @override
     @refuse_stop_iteration
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
-        run = _run_of(pl_module)
+        run: RunState = pl_module.run
         run.times.stop()
         run.count(batch.rollout)
-        step, run.made = run.made, None
+        step, run.unlogged_step = run.unlogged_step, None
         if step is None:  # of a skipped rollout
             return
         measure(run, step, pl_module.parallel.ranks)
@@ -48,20 +46,19 @@ class StepMetrics(CoreCallback):
         log_row(pl_module, run.metrics, batch.index, _rows_every(trainer, pl_module))
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the steps that have not been logged yet."""
-        run = _run_of(pl_module)
         if _rows_every(trainer, pl_module):
-            log_rest(trainer, run.metrics, run.progress.index - 1)
+            log_rest(trainer, pl_module.run.metrics, pl_module.run.progress.index - 1)
 
 
-def measure(run: RunState, step: MadeStep, ranks: int) -> None:
+def measure(run: RunState, step: StepGradient, ranks: int) -> None:
     """Add the statistics of an optimizer step to the metrics, and complete its trace."""
-    if step.gradient is None:
+    if not step.tokens:
         return
     speed = step.tokens / run.times.seconds()
-    stats = step.gradient.metrics(ranks, norm=step.norm, optim__lr=step.rates[0], tokens_per_second=speed)
-    logged = [*(("microbatch", stats) for stats in step.gradient.stats), ("step", stats | run.times.take())]
+    stats = step.metrics(ranks, norm=step.norm, optim__lr=step.lr, tokens_per_second=speed)
+    logged = [*(("microbatch", stats) for stats in step.stats), ("step", stats | run.times.take())]
     for group, stats in logged:
         run.metrics.add(group, stats)
         if step.trace is not None:
@@ -79,10 +76,6 @@ def begin_trace(run: RunState, step_index: StepIndex, parallel: Parallel) -> Ste
     )
     trace.log(run.rollout_stats)
     return trace
-
-
-def _run_of(pl_module: Any) -> RunState:
-    return pl_module.run
 
 
 def _rows_every(trainer: Any, pl_module: Any) -> int:

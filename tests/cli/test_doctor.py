@@ -215,7 +215,7 @@ def test_the_bridges_of_each_family_of_templates_are_told(name: str) -> None:
     close, family = sorted(close_of(name)), FAMILIES[name]
     run = SimpleNamespace(sampling=SimpleNamespace(eos_token_ids=close))
     stream = SimpleNamespace(template_options={})
-    module: Any = SimpleNamespace(tokenizer=tokenizer_of(name), run=run, prompt_stream=stream)
+    module: Any = SimpleNamespace(tokenizer=tokenizer_of(name), run=run, data_module=stream)
     kinds = {"user": family.user, "tool": family.tool, "two tools": family.two_tools}
     findings = list(bridges(module))
     right = ", ".join(kind for kind, wrong in kinds.items() if not wrong) or "none"

@@ -123,7 +123,7 @@ class _Examination(Callback):
         module = cast(RLLightningModule, pl_module)
         for check in (tokenizer, eos, bridges, memory):
             self.add(check(module))
-        samples = draw_samples(module, min(self.prompts, module.prompt_stream.pass_length or self.prompts), self.limit)
+        samples = draw_samples(module, min(self.prompts, module.data_module.pass_length or self.prompts), self.limit)
         for check in (truncation, rewards, engine_logprobs):
             self.add(check(samples))
         raise StopRecipe(module)

@@ -100,7 +100,7 @@ def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> En
 
 def memory(module: RLLightningModule) -> Iterator[Finding]:
     """Check that every phase fits on the device."""
-    plan = memory_plan(module, module.prompt_stream.max_prompt_length())
+    plan = memory_plan(module, module.data_module.max_prompt_length())
     by_part = ", ".join(f"{PARTS[name]} {_size(part)}" for name in PARTS if (part := getattr(plan, name)))
     by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in plan.phases().items())
     yield fact("memory", f"estimated, per device: {by_part}\n{by_phase}")
@@ -129,7 +129,7 @@ def _activations(module: RLLightningModule, max_prompt_length: int) -> Activatio
         module.minibatches_per_rollout * module.parallel.ranks,
         module.models.options.max_tokens_per_microbatch,
     )
-    rows = module.prompt_stream.prompts_per_rollout * module.group_size // parts
+    rows = module.data_module.prompts_per_rollout * module.group_size // parts
     # conversations may begin with more tokens than the prompts of the data
     tokens = max(longest, most if module.environments else min(most, rows * longest))
     text: Any = policy.model.config.get_text_config()
@@ -164,7 +164,7 @@ def _engine_bytes(module: RLLightningModule, max_prompt_length: int) -> float:
         return share * torch.cuda.get_device_properties(module.device).total_memory
     if not engine.capabilities.shares_policy:
         return 0
-    rows = module.prompt_stream.prompts_per_rollout // module.parallel.ranks * module.group_size
+    rows = module.data_module.prompts_per_rollout // module.parallel.ranks * module.group_size
     rows = min(rows, engine.capabilities.max_rows or rows)
     text: Any = module.required_policy.model.config.get_text_config()
     keys_and_values = sum(_bytes_of_numbers(module)) / 2  # rotary embeddings convert keys to float32

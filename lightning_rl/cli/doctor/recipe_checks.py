@@ -120,7 +120,7 @@ def bridges(module: RLLightningModule) -> Iterator[Finding]:
     if tokenizer is None or not tokenizer.chat_template:
         return
     try:
-        bridge = Bridge(tokenizer, module.run.sampling.eos_token_ids or (), module.prompt_stream.template_options)
+        bridge = Bridge(tokenizer, module.run.sampling.eos_token_ids or (), module.data_module.template_options)
     except BridgeError as error:
         yield fact("template", f"no message can follow an answer: {error}")
         return

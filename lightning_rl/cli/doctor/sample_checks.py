@@ -47,7 +47,7 @@ class Samples:
 def draw_samples(module: RLLightningModule, number: int, limit: float) -> Samples:
     """Sync the engine and sample the groups of ``number`` prompts, which advances the prompt stream."""
     module.sync(0)
-    prompts, begin = module.prompt_stream.take(number), time.perf_counter()
+    prompts, begin = module.data_module.take(number), time.perf_counter()
     nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
     sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
     drawn = sampler.generate_together(sampler.requests(prompts, 0, baseline=False))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
-import lightning_rl.rollouts.loop
+import lightning_rl.rollouts.generator
 from faults.fault import Fault, user
 from faults.patches import after
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
@@ -69,7 +69,7 @@ FAULTS: tuple[Fault, ...] = (
         "the same prompts on both ranks",
         "prompt|distribute|draw|data|sampl",
         options=SLOW,
-        patches=[after(lightning_rl.rollouts.loop, "distribute_prompts", same_hand)],
+        patches=[after(lightning_rl.rollouts.generator, "distribute_prompts", same_hand)],
         ranks=2,
     ),
     user("a user's figure that is the mean of two ranks' best", BestOfRank, options=SLOW, ranks=2),

@@ -1,0 +1,412 @@
+"""BaseModule: parts of a run, and the hooks around its training: setup, checkpoints, engine, evaluation, export."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from lightning_rl import setup_checks
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.checkpointing import FaultTolerance, restore_module, write_pretrained
+from lightning_rl.configuration import BESIDE, configuration
+from lightning_rl.corrections import Corrections, RLCallback
+from lightning_rl.data import PromptDataModule, StepLoader, data_module_of, find_data_module
+from lightning_rl.distributed import Parallel, parallel_of, process_count
+from lightning_rl.environments import Conversations
+from lightning_rl.environments.run_environments import RowCheck
+from lightning_rl.evaluation.evaluation import evaluations_of
+from lightning_rl.evaluation.evaluator import PREDICT, TEST, VAL, Evaluator
+from lightning_rl.evaluation.generate import generate, sampling_for
+from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
+from lightning_rl.evaluation.questions import with_eos
+from lightning_rl.evaluation.records import Record
+from lightning_rl.generation import Engine, SamplingParams
+from lightning_rl.generation.weights.weight_sync import WeightSync
+from lightning_rl.losses import Critic, ValueLoss
+from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.build import max_prompt_length
+from lightning_rl.policy.run_models import RunModels
+from lightning_rl.processes.timeouts import CLOCK
+from lightning_rl.rewards import Rewards
+from lightning_rl.rewards.reward_failures import FOLDER
+from lightning_rl.rollouts.generator import generates_concurrently
+from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.state import RunState, trainer_state
+from lightning_rl.rollouts.step_metrics import StepMetrics
+from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
+from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
+from lightning_rl.utils.inspection import stop_if_inspected
+from lightning_rl.utils.stop_iteration import refuse_stop_iteration
+from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, log_folder
+
+
+class BaseModule(LightningModule):
+    """Parts of a run, and every hook except those that generate rollouts and train on them.
+
+    Args:
+        arguments: Arguments of the constructor of :class:`RLLightningModule` by name, and ``self``.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        given = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+        self.options = options = setup_checks.resolve_options(given)
+        self.rewards: Rewards = options["rewards"]
+        self.critic: Critic | None = options["critic"]
+        self.engine: Engine = options["engine"]
+        self.sampling: SamplingParams = options["sampling"]
+        self.tokenizer: PreTrainedTokenizerBase | None = options["tokenizer"]
+        self.group_size: int = options["group_size"]
+        self.minibatches_per_rollout: int = options["minibatches_per_rollout"]
+        self.epochs_per_rollout: int = options["epochs_per_rollout"]
+        self.max_staleness: int = options["max_staleness"]
+        self.max_grad_norm: float | None = options["max_grad_norm"]
+        self.seed: int = options["seed"]
+        self.conversation_options: Conversations | None = options["environment"]
+        self.environments = {} if self.conversation_options is None else self.conversation_options.factories
+        self.environment_workers = None if self.conversation_options is None else self.conversation_options.pool()
+        parts = {name: options[name] for name in ("loss", "advantages", "reduction")}
+        self.algorithm = Algorithm(**parts, value_loss=ValueLoss() if self.critic is None else self.critic.loss)
+        sources = {"policy": options["policy"], "reference": options["reference"]}
+        sources["critic"] = None if self.critic is None else self.critic.source
+        self.models = RunModels(sources=sources, temperature=self.sampling.temperature, options=options["model"])
+        self.policy: PolicyModel | None = None
+        self.fault_tolerance, self.run = FaultTolerance(), RunState()
+        evaluations = evaluations_of(options["evaluation"])
+        self.evaluator = Evaluator(evaluations, seed=self.seed, environments=bool(self.environments))
+        self._parallel: Parallel | None = None
+
+    # Parts of a run.
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Number of optimizer steps per rollout."""
+        return self.minibatches_per_rollout * self.epochs_per_rollout
+
+    @property
+    def parallel(self) -> Parallel:
+        """Parallelism of the trainer's strategy; without a trainer, that of a single device."""
+        if self._trainer is None:
+            return parallel_of(SingleDeviceStrategy(device=self.device))
+        if self._parallel is None or self._parallel.strategy is not self.trainer.strategy:
+            self._parallel = parallel_of(self.trainer.strategy)
+        return self._parallel
+
+    @property
+    def data_module(self) -> PromptDataModule:
+        """Data module of the trainer."""
+        return data_module_of(self.trainer)
+
+    @property
+    def required_policy(self) -> PolicyModel:
+        """Policy; raises RuntimeError if it has not been built."""
+        if self.policy is None:
+            raise RuntimeError("expected a policy, but configure_model has not run: fit or validate first")
+        return self.policy
+
+    @property
+    def sampler(self) -> Sampler:
+        """Sampler that generates and scores samples, with the options of this run."""
+        return Sampler.of(self, None if self._trainer is None else trainer_state(self.trainer))
+
+    # Before a run.
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        """Check the Trainer's flags before Lightning does, and add the library's callbacks that it does not have."""
+        stop_if_inspected(self)
+        setup_checks.check_flags(self.trainer)
+        # First, since a checkpoint that another callback saves in on_train_batch_end has to contain what they record.
+        for kind in (StopOnZeroGradient, StepMetrics):
+            add_first(self.trainer, kind)
+        added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
+        self.fault_tolerance.attach(self.trainer)
+        return [*added]
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
+        self.parallel.check(self.max_grad_norm)
+        setup_checks.check_changes(self.fault_tolerance.allow_config_changes, (*self.options, *BESIDE))
+        callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
+        corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
+        self.algorithm = self.algorithm.replace(corrections=corrections)
+        needed = needed_extras(corrections, self.sampling).keys()
+        # In evaluations too, although only training reads extras: to change them, vLLM has to be built again.
+        self.engine.select_extras(self.engine.capabilities.extras & needed)
+        check_run(RunSpec.of(self, fits=stage == "fit"))
+        bitwise = self.models.options.bitwise and not self.max_staleness
+        self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout, rollout_as_old=bitwise)
+        if stage == "fit":
+            self.rewards.check_weights()
+            self.evaluator.limit_validation(self.trainer, self.data_module)
+        self.run.failed_folder = log_folder(self.trainer) / FOLDER
+        self.run.configuration = configuration(self, self.trainer)
+        for logger in self.trainer.loggers:
+            logger.log_hyperparams(self.run.configuration)
+
+    @override
+    def configure_model(self) -> None:
+        """Build and shard policy and reference once, and check that the prompts fit the policy."""
+        if self.models.without_trainer:
+            # generate() started the engine on the policy itself; under this strategy it may need a replica.
+            self._end_stage(self.engine.end_stage)
+        data, sharded = find_data_module(self._trainer), self.parallel.sharded
+        with torch.device("cpu"):  # Lightning sets the accelerator as default device; the strategy moves the model
+            self.policy = self.models.build(
+                self.policy,
+                self.parallel,
+                self.device_mesh,
+                replica=self.engine.capabilities.shares_policy and (sharded or self.max_staleness > 0),
+                reference=self.run.needs.ref_logprobs,
+                data=None if data is None else data.fingerprint,
+            )
+            self._encode_prompts(self.policy, data)
+            self._build_environments(data)
+
+    def _encode_prompts(self, policy: PolicyModel, data: PromptDataModule | None) -> None:
+        """Encode the prompts of training and evaluation, and check that they fit the policy."""
+        sampling = self.run.sampling = with_eos(self.sampling, policy.model, self.tokenizer)
+        check = RowCheck(tuple(self.environments)) if self.environments else None
+        if data is not None:
+            longest = max_prompt_length(policy.model, sampling.max_new_tokens)
+            data.connect(self.tokenizer, longest, policy.vocabulary, check)
+        options: dict[str, Any] = {"sampling": sampling, "rewards": self.rewards, "check": check}
+        evaluated = self.evaluator.encode(policy.model, self.tokenizer, **options)
+        for one in (sampling, *evaluated):
+            setup_checks.check_eos(frozenset(one.eos_token_ids or ()), policy.vocabulary)
+
+    def _build_environments(self, data: PromptDataModule | None) -> None:
+        """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
+        if self.conversation_options is not None:
+            model, length = self.required_policy.model, self.engine.max_length
+            close = with_eos(self.sampling, model, self.tokenizer).eos_token_ids or ()
+            options: dict[str, Any] = {"data": data, "seed": self.seed, "workers": self.environment_workers}
+            self.run.environments = self.conversation_options.build(
+                model, self.tokenizer, engine_length=length, close=close, **options
+            )
+
+    @override
+    def configure_optimizers(self) -> Any:
+        """Return one optimizer for policy and critic, with one parameter group each, and its scheduler."""
+        groups = self.parallel.optimizer_groups(self.required_policy.parameter_groups())
+        return setup_checks.build_optimizers(self.options["optimizer"], self.options["lr_scheduler"], groups)
+
+    # The state of a fit, which checkpoints store between two optimizer steps.
+
+    @override
+    def on_fit_start(self) -> None:
+        """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
+        self.run.begin(self.parallel, self.data_module, self.models.options, self.max_staleness)
+
+    @override
+    def on_train_start(self) -> None:
+        """Store the state at the start for checkpoints."""
+        self.run.commit(cast(StepLoader, self.trainer.train_dataloader).index, current=self.run.current)
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that the weights are about to change."""
+        self.run.stepping = True
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
+        hurried = self.trainer.interrupted or bool(CLOCK.stopped_by)
+        if hurried or not generates_concurrently(self.engine, self.max_staleness):
+            self.run.prefetcher.drain(hurried=hurried)
+        self.run.write_corrections(checkpoint.get("callbacks", {}))
+        checkpoint["lightning_rl"] = self.run.state(self.parallel.collectives, self.models.reference)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load this rank's state for a fit; other stages use the weights alone."""
+        state = setup_checks.check_checkpoint(checkpoint)
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        setup_checks.check_whole_checkpoint(checkpoint)
+        self.models.stepped = True
+        self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
+        if self.trainer.strategy.restore_checkpoint_after_setup:
+            self.on_fit_start()  # this strategy loads a checkpoint after on_fit_start
+
+    # The engine.
+
+    def sync(self, version: int) -> None:
+        """Start the engine if needed, and send it the policy's weights under a version number. A collective.
+
+        Waits for rollouts in progress first, unless the engine can receive weights while it generates.
+        """
+        if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
+            self.run.prefetcher.drain()
+        weight_sync = self.weight_sync
+        if not (self.run.engine_started and self.engine.started):
+            weight_sync.start(self.tokenizer)
+            self.run.engine_started = True
+        weight_sync.send(version)
+
+    @property
+    def weight_sync(self) -> WeightSync:
+        """Connection that sends the policy's weights to the engine."""
+        return WeightSync.of(self)
+
+    def sleep_engine(self) -> None:
+        """Put an engine that shares the trainer's device to sleep until the next sync, to free its memory."""
+        if self.engine.capabilities.sleeps:
+            self.engine.sleep()
+
+    def close_engine(self) -> None:
+        """Shut down the engine and the workers of rewards and environments; the next sync restarts them.
+
+        At the end of a Trainer's stage, in contrast, a :class:`VLLMEngine` only sleeps, because it takes long to build.
+        """
+        self._end_stage(self.engine.close)
+
+    def _end_stage(self, end_engine: Callable[[], None]) -> None:
+        if self.engine.capabilities.concurrent:
+            self.engine.close()  # cancels rollouts that will not be trained on
+        workers = () if self.environment_workers is None else (self.environment_workers,)
+        for part in (self.run.prefetcher, self.evaluator, self.rewards, *workers):
+            part.close()
+        end_engine()
+        self.run.engine_started = False
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Release the engine, and restore the Trainer's ``limit_val_batches``."""
+        self._end_stage(self.engine.end_stage)
+        self.evaluator.restore_limit(self.trainer)
+
+    # Evaluation: validation, test and prediction.
+
+    @override
+    def val_dataloader(self) -> EvaluationLoader:
+        """Return the validation loader; the data module's method of this name calls it."""
+        return self.evaluator.loader(VAL, find_data_module(self._trainer))
+
+    @override
+    def test_dataloader(self) -> EvaluationLoader:
+        """Return the test loader."""
+        return self.evaluator.loader(TEST, find_data_module(self._trainer))
+
+    @override
+    def predict_dataloader(self) -> EvaluationLoader:
+        """Return a loader of the data module's prompts, in order."""
+        return self.evaluator.loader(PREDICT, self.data_module)
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        """Send the weights to the engine; callbacks such as WeightAveraging have already swapped their weights in."""
+        self.evaluator.begin(self.trainer, find_data_module(self._trainer), self.parallel, self.device)
+        self.sync(max(self.engine.version, 0))
+
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+
+    @override
+    @refuse_stop_iteration
+    @torch.no_grad()
+    def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
+        """Generate and score samples for a batch of prompts."""
+        self.evaluator.answer(batch, self.sampler)
+
+    test_step = validation_step
+
+    @override
+    @refuse_stop_iteration
+    @torch.no_grad()
+    def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
+        """Return a greedy completion of each prompt of the batch, on every rank."""
+        return self.evaluator.predict(batch, self.sampler)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics over all ranks and write the samples; a prediction only writes ``completions.jsonl``."""
+        self.evaluator.end(self.trainer, self.log, self.run.failed_folder)
+        self.sleep_engine()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    # Use without a Trainer, and export.
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        samples: int | None = None,
+        sampling: SamplingParams | None = None,
+        temperature: float | None = None,
+    ) -> Any:
+        """Generate answers to one or several prompts; works without a Trainer.
+
+        Seeds depend on the run's seed, the index of the prompt and the index of the sample, so equal calls return
+        equal texts.
+
+        Args:
+            prompts: One prompt (a text, chat messages, token ids, or a row with ``"prompt"``), or a sequence of them.
+            samples: Number of answers per prompt; None for one answer that is returned without a list.
+            sampling: Sampling parameters; by default those of training with temperature 0.
+            temperature: Sampling temperature, 0 by default; not together with ``sampling``.
+
+        Returns:
+            Text for one prompt, list of texts for several; with ``samples``, a list of texts per prompt.
+
+        Raises:
+            ValueError: If a prompt is too long for the model, or if ``samples`` > 1 and the temperature is 0.
+        """
+        if self.policy is None and self._trainer is None:
+            self.policy, self.models.without_trainer = self.models.build_policy(), True
+        if self.models.without_trainer and self.run.environments is None:
+            self._build_environments(None)
+        chosen = sampling_for(self.sampling, self.engine, samples=samples, sampling=sampling, temperature=temperature)
+        self.sync(max(self.engine.version, 0))
+        model = self.required_policy.model
+        answers = generate(prompts, samples=samples, sampling=chosen, sampler=self.sampler, model=model)
+        self.sleep_engine()
+        return answers
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write policy and tokenizer to a Hugging Face folder, and a separate critic to ``folder/critic``.
+
+        Must be called on every rank; rank 0 writes. Adapters are merged into the weights. With ``critic="shared"``, the
+        value head is written to ``folder/critic/value_head.safetensors``.
+        """
+        weights = self.parallel.full_parameters(self.required_policy)
+        write_pretrained(Path(folder), weights, self.models.sources, self.tokenizer, writing=self.global_rank == 0)
+        if process_count() > 1:
+            dist.barrier()
+
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = "cpu",
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return a module with the weights and options of a checkpoint, for export, evaluation or a new run.
+
+        Args:
+            checkpoint_path: Path of a checkpoint file of any strategy; consolidate a sharded checkpoint first.
+            map_location: Device to load the weights to.
+            hparams_file: Must be None, because the checkpoint contains the options.
+            strict: If False, accept missing or unexpected weights.
+            weights_only: Ignored; the checkpoint is always loaded with ``weights_only=True``.
+            kwargs: Constructor arguments that replace those of the run; required for your own functions and classes.
+
+        Raises:
+            ValueError: If an argument must be passed in ``kwargs``, or the file is not a checkpoint.
+        """
+        del weights_only
+        if hparams_file is not None:
+            raise ValueError(f"expected hparams_file=None, got {hparams_file}: pass options as keyword arguments")
+        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False)

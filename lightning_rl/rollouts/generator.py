@@ -1,0 +1,165 @@
+"""RolloutGenerator: syncs the weights, and generates and rewards one rollout, when needed or ahead of training."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_rl.corrections import Stat
+from lightning_rl.data import Prompt, PromptDataModule
+from lightning_rl.distributed import Parallel
+from lightning_rl.generation import Engine
+from lightning_rl.rollouts.prefetch import Prefetcher
+from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, distribute_prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGenerator:
+    """Sync, generation and rewards of one rollout, with the current weights; every rank has to call each method.
+
+    Args:
+        number: Number of the rollout.
+        end: Number of the first rollout after the end of the fit; infinity if unknown.
+        sampler: Sampler of the run.
+        stream: Source of the prompts.
+        parallel: Strategy of the run.
+        send: Sends the weights to the engine under the number of a rollout.
+        phase: Context that shows and measures a phase.
+        prefetcher: Rollouts that are generated ahead.
+        max_staleness: Maximum number of rollouts generated ahead.
+        skipped: Numbers of rollouts to skip.
+        in_flight: Metrics of the requests in flight before the rollout.
+    """
+
+    number: int
+    end: float
+    sampler: Sampler
+    stream: PromptDataModule
+    parallel: Parallel
+    send: Callable[[int], None]
+    phase: Callable[[str], AbstractContextManager[object]]
+    prefetcher: Prefetcher
+    max_staleness: int
+    skipped: Collection[int]
+    in_flight: Mapping[str, Stat]
+
+    @staticmethod
+    def of(module: Any, number: int, end: float) -> "RolloutGenerator":
+        """Return the generator of a rollout of a module in a fit."""
+        ahead = module.max_staleness > 0
+        return (GeneratorAhead if ahead else RolloutGenerator)(
+            number=number,
+            end=end,
+            sampler=module.sampler,
+            stream=module.data_module,
+            parallel=module.parallel,
+            send=module.sync,
+            phase=module.run.times.phase,
+            prefetcher=module.run.prefetcher,
+            max_staleness=module.max_staleness,
+            skipped=module.fault_tolerance.skip_rollouts,
+            in_flight=_in_flight(module.engine, number) if ahead else {},
+        )
+
+    def sync(self) -> Samples | Sequence[Prompt] | None:
+        """Send the weights to the engine; return what was generated of this rollout, or requested, ahead of it."""
+        with self.phase("sync"):
+            self.send(self.number)
+        return None
+
+    def generate(self, ahead: Samples | Sequence[Prompt] | None) -> Samples:
+        """Return the samples of the first round, generated unless they were ahead."""
+        with self.phase("generate"):
+            if isinstance(ahead, Samples):
+                return ahead
+            requests = self.sampler.requests(ahead or self.next_prompts(), self.number)
+            return self.sampler.generate_together(requests)
+
+    def reward(self, samples: Samples) -> ScoredGroups:
+        """Score the first round, and sample further ones until enough groups are kept."""
+        take, rank, number = self.stream.take, self.parallel.rank, self.number
+        with self.phase("reward"):
+            groups = self.sampler.fill_groups(take, self.groups, number, rank=rank, first=samples)
+        check_staleness(groups.rollout, number, self.max_staleness)
+        return groups._replace(stats={**groups.stats, **self.in_flight})
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of a rollout on this rank."""
+        return self.stream.prompts_per_rollout // self.parallel.ranks
+
+    def next_prompts(self) -> list[Prompt]:
+        """Return this rank's share of the prompts of one rollout."""
+        ranks = self.parallel.ranks
+        return distribute_prompts(self.stream.take(self.groups * ranks), [self.groups] * ranks)[self.parallel.rank]
+
+
+class GeneratorAhead(RolloutGenerator):
+    """Generator that requests up to ``max_staleness`` further rollouts, while the trainer works on earlier ones.
+
+    An engine that is not concurrent generates one rollout at a time, and none during a weight sync.
+    """
+
+    __slots__ = ()
+
+    @override
+    def sync(self) -> Samples | Sequence[Prompt] | None:
+        ahead = None if self.concurrent else self._take()
+        super().sync()
+        if not self.concurrent:
+            return ahead
+        self._submit()  # all rollouts that may be generated with these weights
+        return self._take()
+
+    @override
+    def generate(self, ahead: Samples | Sequence[Prompt] | None) -> Samples:
+        samples = super().generate(ahead)
+        if self.sampler.max_rounds == 1:  # the engine has no more requests for this rollout
+            self._submit()
+        return samples
+
+    @override
+    def reward(self, samples: Samples) -> ScoredGroups:
+        groups = super().reward(samples)
+        self._submit()
+        return groups
+
+    @property
+    def concurrent(self) -> bool:
+        """True if rollouts are generated concurrently and generation continues during weight syncs."""
+        return generates_concurrently(self.sampler.engine, self.max_staleness)
+
+    def _take(self) -> Samples | Sequence[Prompt] | None:
+        """Return the samples or waiting prompts of this rollout if it was submitted; None otherwise."""
+        with self.phase("wait"):
+            if self.sampler.corrections.contributors("keep_groups") and not self.concurrent:
+                self.prefetcher.drain()  # the engine must be free to resample groups that a filter drops
+            return self.prefetcher.take(self.number)
+
+    def _submit(self) -> None:
+        """Submit the next rollouts, up to the end of the fit."""
+        number, concurrent = self.number, self.concurrent
+        at_once = 1 + self.max_staleness if concurrent else 1
+        device = self.parallel.strategy.root_device
+        submit = partial(self.prefetcher.submit, sampler=self.sampler, device=device, at_once=at_once)
+        for ahead in range(number + (not concurrent), number + 1 + self.max_staleness):
+            skipped, held = ahead in self.skipped, self.prefetcher.waiting_prompts(ahead)
+            if held is not None and concurrent and not skipped:
+                submit(ahead, held)
+            elif ahead not in self.prefetcher and ahead < self.end:
+                (self.prefetcher.hold if skipped else submit)(ahead, self.next_prompts())
+
+
+def generates_concurrently(engine: Engine, max_staleness: int) -> bool:
+    """Return True if several rollouts are generated at once, and generation continues during weight syncs."""
+    return max_staleness > 1 and engine.capabilities.concurrent
+
+
+def _in_flight(engine: Engine, number: int) -> dict[str, Stat]:
+    """Return metrics of the requests in flight before a rollout."""
+    oldest = engine.in_flight.oldest()
+    age = Stat.single(0 if oldest is None else number - oldest)
+    return {"in_flight/tokens": Stat.single(engine.in_flight.tokens()), "in_flight/staleness": age.maximum()}
