@@ -1,6 +1,8 @@
 """Updates of a few entries of parameters by known optimizer rules, in float64."""
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,31 @@ class Move(NamedTuple):
 
     by: Tensor
     slack: Tensor
+
+
+def moves_by_rule(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> dict[str, Move]:
+    """Return the update of each parameter with a known rule, computed at once for parameters with equal options."""
+    groups, moves = dict[tuple[object, ...], dict[str, ParameterTrace]](), dict[str, Move]()
+    for name, one in parameters.items():
+        tensors = (one.before, one.after, one.gradient, *one.state.values())
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        key = one.lr, one.dtype, *dtypes, *one.options.items(), *one.state, float(one.state.get("step", 0.0))
+        groups.setdefault(key, {})[name] = one
+    for group in groups.values():
+        if (move := move_by_rule(optimizer, _join(list(group.values())))) is not None:
+            sizes = [len(one.summed) for one in group.values()]
+            moves |= zip(group, map(Move, move.by.split(sizes), move.slack.split(sizes)), strict=True)
+    return {name: moves[name] for name in parameters if name in moves}
+
+
+def _join(alike: Sequence[ParameterTrace]) -> ParameterTrace:
+    first = alike[0]
+    entries = {
+        name: None if getattr(first, name) is None else torch.cat([getattr(one, name) for one in alike])
+        for name in ("before", "after", "gradient")
+    }
+    state = {key: torch.cat([one.state[key] for one in alike]) for key in first.state if key != "step"}
+    return replace(first, **entries, state=state | {key: first.state[key] for key in first.state if key == "step"})
 
 
 def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rl.audit.audit_error import Skip, differences, rounding
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.optimizer_rules import Move, move_by_rule
+from lightning_rl.audit.optimizer_rules import Move, moves_by_rule
 from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.audit.recomputed_metrics import figure_of, is_figure
 from lightning_rl.audit.step_evidence import StepEvidence
@@ -344,7 +344,7 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit=culprit, expected=expected, observed=observed)
     held = {name: one for name, one in step.parameters.items() if one.held}
     rule = stepping.rule or step.optimizer
-    known = {name: move for name, one in held.items() if (move := move_by_rule(rule, one)) is not None}
+    known = moves_by_rule(rule, held)
     if any(one.gradient is not None and name not in known for name, one in held.items()):
         yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is unknown")
     yield from _rule_findings(step, known, culprit)
