@@ -30,6 +30,21 @@ class SignalledRollout(NamedTuple):
 def estimate_signal(
     rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
 ) -> SignalledRollout:
+    """Estimate the advantage of every token, and measure rewards and advantages; see :func:`estimate_advantages`."""
+    rollout, rewards = estimate_advantages(rollout, estimator, corrections, global_sum)
+    stats, valid = reward_metrics(rollout, rewards.scores, rewards.shaped), rollout.valid_tokens
+    if rewards.greedy is not None:
+        stats["reward/greedy"] = Stat.of(rewards.greedy, rollout.rewarded)
+    if corrections.contributors("token_reward"):
+        stats["kl/penalty"] = Stat.of(-rewards.token_rewards, valid)
+    advantage = Stat.of(rollout.require("advantages"), valid)
+    stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
+    return SignalledRollout(rollout, rewards, stats)
+
+
+def estimate_advantages(
+    rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
+) -> tuple[Rollout, RewardSignal]:
     """Estimate the advantage of every token from rewards, bonuses and token rewards.
 
     Args:
@@ -69,14 +84,7 @@ def estimate_signal(
     who = f"the estimator {estimator.name}"
     advantages, returns = corrections.call(who, estimator, rewards, shown=rewards.tensors)
     _check_finite(advantages, rollout)
-    stats = reward_metrics(rollout, scores, shaped)
-    if GREEDY_SCORE in rollout.extras:
-        stats["reward/greedy"] = Stat.of(rollout.extras[GREEDY_SCORE], rollout.rewarded)
-    if token_rewards is not None:
-        stats["kl/penalty"] = Stat.of(-token_rewards, rollout.valid_tokens)
-    advantage = Stat.of(advantages, rollout.valid_tokens)
-    stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
-    return SignalledRollout(rollout.replace(advantages=advantages, returns=returns), rewards, stats)
+    return rollout.replace(advantages=advantages, returns=returns), rewards
 
 
 def exclude_rows(rollout: Rollout, corrections: Corrections) -> tuple[Rollout, dict[str, Stat]]:
