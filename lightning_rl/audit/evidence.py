@@ -270,7 +270,7 @@ class Evidence:
         """Run the update stage on :attr:`rows` or a changed copy without a model, in one or several microbatches."""
         rollout, outputs, totals = self.rows if rows is None else rows, self.drift_outputs(0.3), list[float]()
         cut = [range(len(rollout))] if partition is None else partition
-        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in cut]], packed=self.facts.packing)
+        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in cut]], packed=False)
         microbatches = plan.to(rollout.groups.device).step(0)
         algorithm = self.algorithm.replace(corrections=corrections or self.algorithm.corrections)
 
