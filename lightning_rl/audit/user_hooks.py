@@ -202,7 +202,7 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
         rows = [row for microbatch in plan for row in [-1, *microbatch.index.tolist()]]
         yield "plan", ((), torch.tensor([len(plan), *rows]))
     metrics = {name: group.moments.flatten() for name, group in module.run.metrics.groups.items() if group.keys}
-    yield "metrics", _joined(metrics)
+    yield "metrics", _join(metrics)
 
 
 def _lasting(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
@@ -226,11 +226,11 @@ def local(tensor: Tensor) -> Tensor:
 
 def _few(tensors: Mapping[str, Tensor]) -> Numbers:
     """Return the norm and some entries of each tensor."""
-    (names, norms), (labels, entries) = _norms(tensors), _joined(sample_entries(tensors, ENTRIES))
+    (names, norms), (labels, entries) = _norms(tensors), _join(sample_entries(tensors, ENTRIES))
     return [*names, *labels], torch.cat([norms, entries])
 
 
-def _joined(vectors: Mapping[str, Tensor]) -> Numbers:
+def _join(vectors: Mapping[str, Tensor]) -> Numbers:
     """Return the numbers of vectors."""
     names = [name for name, vector in vectors.items() for _ in range(len(vector))]
     return names, torch.cat([*vectors.values()]).double().cpu() if vectors else torch.zeros(0)
