@@ -40,8 +40,7 @@ def _join(alike: Sequence[ParameterTrace]) -> ParameterTrace:
         name: None if getattr(first, name) is None else torch.cat([getattr(one, name) for one in alike])
         for name in ("before", "after", "gradient")
     }
-    state = {key: torch.cat([one.state[key] for one in alike]) for key in first.state if key != "step"}
-    return replace(first, **entries, state=state | {key: first.state[key] for key in first.state if key == "step"})
+    return replace(first, **entries, state={key: torch.cat([one.state[key] for one in alike]) for key in first.state})
 
 
 def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
@@ -78,7 +77,7 @@ def _adam(parameter: ParameterTrace, gradient: Tensor) -> Move | None:
     if not {"beta1", "beta2", "eps"} <= options.keys() or (state and not {"exp_avg", "exp_avg_sq"} <= state.keys()):
         return None
     beta1, beta2, nothing = options["beta1"], options["beta2"], torch.zeros_like(gradient)
-    step = (float(state["step"]) if state else 0.0) + 1
+    step = (float(state["step"].flatten()[0]) if state else 0.0) + 1
     mean, square = (state[name].double() if state else nothing for name in ("exp_avg", "exp_avg_sq"))
     size = beta1 * mean.abs() + (1 - beta1) * gradient.abs()
     mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient.square()
