@@ -64,12 +64,8 @@ def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
     if move is None:
         return None
     by = move.by - parameter.lr * decay * exact if decoupled else move.by
-    return Move(by, move.slack + rounding_of(before.dtype, exact.abs() + after.double().abs()))
-
-
-def rounding_of(dtype: torch.dtype, size: Tensor) -> Tensor:
-    """Return the rounding error of weights written back in their own precision."""
-    return 2.0 * torch.finfo(dtype).eps * size
+    written = 2.0 * torch.finfo(before.dtype).eps * (exact.abs() + after.double().abs())  # rounding of the weights
+    return Move(by, move.slack + written)
 
 
 def _adam(parameter: ParameterTrace, gradient: Tensor) -> Move | None:

@@ -82,9 +82,8 @@ class StateWatch:
         """Begin a rollout, whose hooks may run before it is requested."""
         frozen = {what: culprit for what, culprit in self.blamed.items() if what == FROZEN}  # freezing persists
         self.active, self._edits, self.blamed = active, [], frozen
-        if not active:
-            self.forget_state()
-        elif self._kept is None:
+        self._kept = self._kept if active else None
+        if active and self._kept is None:
             self.keep_state()
 
     def before_rates(self) -> None:

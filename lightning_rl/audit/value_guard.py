@@ -69,9 +69,6 @@ class Seal:
 
     Args:
         fields: Names and tensors; a tensor with two names is copied once.
-
-    Attributes:
-        versions: Versions of the tensors.
     """
 
     def __init__(self, fields: Fields) -> None:
