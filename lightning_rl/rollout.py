@@ -294,13 +294,11 @@ def rebuild_rollout(kind: type[Rollout], state: Mapping[str, Tensor]) -> Rollout
 
 
 def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
-    """Return a mask of the first token of each context that the environment rewrote, shape [B, T].
+    """Return a mask of the first token of each context that the environment rewrote, shape [B, T]; needs ``TURNS``.
 
     This token and later ones do not attend to the tokens before it. A rewritten context is part of the response; each
     of its tokens has the value -k in ``token_extras["turns"]``, where k is the turn after which it was rewritten.
     """
-    if TURNS not in rollout.token_extras:
-        return torch.zeros_like(rollout.action_mask)
     turns = rollout.token_extras[TURNS]
     return (turns < 0) & (turns != torch.nn.functional.pad(turns, (1, 0))[:, :-1])
 

@@ -272,7 +272,7 @@ class _RunWatch:
         self._scheduled: int | None = None
         self._ticket, self._every = 0, audit.every_n_rollouts
         self._passes: dict[int, Tensor] = {}
-        self.fields.state.begin(active=True)
+        self.fields.state.active = True
         self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
@@ -463,8 +463,6 @@ class _RunWatch:
     def begin_next(self, number: int) -> None:
         """Begin the next rollout early, so that hooks before those of the audit are watched too."""
         self.fields.state.begin(active=number % self._every == 0)
-        if number % self._every == 0:
-            self.fields.state.keep_state()
 
     def release(self) -> None:
         """Remove all instrumentation from the run."""

@@ -64,11 +64,6 @@ class Talk(NamedTuple):
         return answers[-len(self.turns) :] if self.turns else []
 
     @property
-    def is_rewritten(self) -> bool:
-        """True if the context was rewritten, even after the last answer."""
-        return bool(self.rewrites) or any(message.get(REWRITTEN) for message in self.messages)
-
-    @property
     def answers(self) -> list[tuple[Message, Completion]]:
         """Message and completion of each turn; empty if messages are missing."""
         places = self.places

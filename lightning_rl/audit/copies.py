@@ -137,13 +137,10 @@ class _Copier:
             twin.__kwdefaults__, twin.__dict__ = function.__kwdefaults__, dict(function.__dict__)
             twin.__annotations__ = function.__annotations__
             self._functions[id(function)] = twin
-            scope |= self._values({name: scope[name] for name in code.co_names if name in scope})
+            scope |= {name: self._value(scope[name]) for name in code.co_names if name in scope}
             for cell, original in zip(cells, function.__closure__ or (), strict=True):
                 cell.cell_contents = self._value(original.cell_contents)
         return self._functions[id(function)]
-
-    def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self._value(value) for name, value in values.items()}
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, SHARED):

@@ -34,7 +34,7 @@ from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.estimate_signal import estimate_signal
+from lightning_rl.rollouts.estimate_signal import estimate_advantages
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.selection import local_values
 from lightning_rl.update import accumulate_gradient, from_table, loss_view
@@ -195,7 +195,7 @@ class Evidence:
     def signal(self, rollout: Rollout) -> tuple[Rollout, Tensor]:
         """Return a rollout with its signal, computed on this rank only, and its shaped rewards."""
         raw = rollout.replace(advantages=None, returns=None)
-        rollout, rewards, _ = estimate_signal(raw, self.algorithm.advantages, self.algorithm.corrections)
+        rollout, rewards = estimate_advantages(raw, self.algorithm.advantages, self.algorithm.corrections)
         return rollout, rewards.shaped
 
     def advantages_of(self, rollout: Rollout) -> Tensor:
@@ -270,7 +270,7 @@ class Evidence:
         """Run the update stage on :attr:`rows` or a changed copy without a model, in one or several microbatches."""
         rollout, outputs, totals = self.rows if rows is None else rows, self.drift_outputs(0.3), list[float]()
         cut = [range(len(rollout))] if partition is None else partition
-        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in cut]], packed=self.facts.packing)
+        plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in cut]], packed=False)
         microbatches = plan.to(rollout.groups.device).step(0)
         algorithm = self.algorithm.replace(corrections=corrections or self.algorithm.corrections)
 

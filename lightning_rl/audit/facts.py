@@ -28,7 +28,6 @@ class RunFacts:
         max_length: Maximum length of prompt and conversation together.
         max_staleness: Maximum age of a token's weights, in rollouts.
         max_grad_norm: Gradient norm to clip to; infinity for no clipping.
-        packing: True if microbatches have no padding.
         engine: Name of the engine's class.
         reward_weights: Weights of the reward functions, by name.
         seed: Seed of the run; None if unknown.
@@ -47,7 +46,6 @@ class RunFacts:
     max_length: int = 2**31
     max_staleness: int = 0
     max_grad_norm: float = float("inf")
-    packing: bool = True
     engine: str = "none"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
@@ -72,7 +70,6 @@ class RunFacts:
             max_length=2**31 if limits is None else limits.length or 2**31,
             max_staleness=module.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,
-            packing=module.models.options.packing,
             engine=type(module.engine).__name__,
             reward_weights=module.rewards.weights,
             seed=module.seed,

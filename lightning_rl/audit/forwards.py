@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_rl.audit.parameter_tracer import sample_entries
 from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.user_hooks import local
@@ -213,11 +214,9 @@ def reference_weights(module: RLLightningModule) -> Tensor:
     """Return a few local weights of every frozen parameter of the reference, [N] float64."""
     if module.models.reference is None:
         return torch.zeros(0)
-    frozen = [weight.detach() for weight in module.models.reference.model.parameters() if not weight.requires_grad]
-    held = [local(weight) for weight in frozen]
-    strides = [max(weight.numel() // ENTRIES, 1) for weight in held]
-    few = [weight.flatten()[::stride][:ENTRIES].double() for weight, stride in zip(held, strides, strict=True)]
-    return torch.cat(few)
+    weights = module.models.reference.model.named_parameters()
+    held = {name: local(weight.detach()) for name, weight in weights if not weight.requires_grad}
+    return torch.cat([few.double() for few in sample_entries(held, ENTRIES).values()])
 
 
 def forwards_plainly(module: RLLightningModule) -> bool:

@@ -1,6 +1,8 @@
 """Updates of a few entries of parameters by known optimizer rules, in float64."""
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,30 @@ class Move(NamedTuple):
 
     by: Tensor
     slack: Tensor
+
+
+def moves_by_rule(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> dict[str, Move]:
+    """Return the update of each parameter with a known rule, computed at once for parameters with equal options."""
+    groups, moves = dict[tuple[object, ...], dict[str, ParameterTrace]](), dict[str, Move]()
+    for name, one in parameters.items():
+        tensors = (one.before, one.after, one.gradient, *one.state.values())
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        key = one.lr, one.dtype, *dtypes, *one.options.items(), *one.state, float(one.state.get("step", 0.0))
+        groups.setdefault(key, {})[name] = one
+    for group in groups.values():
+        if (move := move_by_rule(optimizer, _join(list(group.values())))) is not None:
+            sizes = [len(one.summed) for one in group.values()]
+            moves |= zip(group, map(Move, move.by.split(sizes), move.slack.split(sizes)), strict=True)
+    return {name: moves[name] for name in parameters if name in moves}
+
+
+def _join(alike: Sequence[ParameterTrace]) -> ParameterTrace:
+    first = alike[0]
+    entries = {
+        name: None if getattr(first, name) is None else torch.cat([getattr(one, name) for one in alike])
+        for name in ("before", "after", "gradient")
+    }
+    return replace(first, **entries, state={key: torch.cat([one.state[key] for one in alike]) for key in first.state})
 
 
 def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
@@ -38,12 +64,8 @@ def move_by_rule(optimizer: str, parameter: ParameterTrace) -> Move | None:
     if move is None:
         return None
     by = move.by - parameter.lr * decay * exact if decoupled else move.by
-    return Move(by, move.slack + rounding_of(before.dtype, exact.abs() + after.double().abs()))
-
-
-def rounding_of(dtype: torch.dtype, size: Tensor) -> Tensor:
-    """Return the rounding error of weights written back in their own precision."""
-    return 2.0 * torch.finfo(dtype).eps * size
+    written = 2.0 * torch.finfo(before.dtype).eps * (exact.abs() + after.double().abs())  # rounding of the weights
+    return Move(by, move.slack + written)
 
 
 def _adam(parameter: ParameterTrace, gradient: Tensor) -> Move | None:
@@ -51,7 +73,7 @@ def _adam(parameter: ParameterTrace, gradient: Tensor) -> Move | None:
     if not {"beta1", "beta2", "eps"} <= options.keys() or (state and not {"exp_avg", "exp_avg_sq"} <= state.keys()):
         return None
     beta1, beta2, nothing = options["beta1"], options["beta2"], torch.zeros_like(gradient)
-    step = (float(state["step"]) if state else 0.0) + 1
+    step = (float(state["step"].flatten()[0]) if state else 0.0) + 1
     mean, square = (state[name].double() if state else nothing for name in ("exp_avg", "exp_avg_sq"))
     size = beta1 * mean.abs() + (1 - beta1) * gradient.abs()
     mean, square = beta1 * mean + (1 - beta1) * gradient, beta2 * square + (1 - beta2) * gradient.square()

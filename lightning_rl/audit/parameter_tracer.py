@@ -63,7 +63,7 @@ class ParameterTracer:
         self._handles: list[RemovableHandle] = []
         self._parts: dict[str, list[Tensor]] = {}
         trained = {name: parameter for name, parameter in self._by_name().items() if parameter.requires_grad}
-        earlier, states = _copies(trained), _states(optimizer, trained)
+        earlier, states = sample_entries(trained), _states(optimizer, trained)
         for name, parameter in trained.items():
             self.parameters[name] = ParameterTrace(
                 summed=torch.zeros_like(earlier[name], dtype=torch.float64), before=earlier[name], state=states[name]
@@ -80,10 +80,10 @@ class ParameterTracer:
         return {name: parameter for parameter, name in names.items()}
 
     def _follow(self, name: str, parameter: nn.Parameter) -> None:
-        parts = self._parts[name] = []
+        parts, few = self._parts.setdefault(name, []), _few_of(parameter.numel(), ENTRIES)
 
         def add(gradient: Tensor) -> None:
-            parts.append(_entries(gradient).clone())
+            parts.append(gradient.detach().flatten()[few].clone())
 
         handle = parameter.register_hook(add)
         hooks: Any = parameter._backward_hooks  # noqa: SLF001  run in this order; ours has to be the first
@@ -108,13 +108,12 @@ class ParameterTracer:
         }
         parameters = self._by_name()
         gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        copies = _copies({name: gradient for name, gradient in gradients.items() if name in self.parameters})
+        copies = sample_entries({name: gradient for name, gradient in gradients.items() if name in self.parameters})
         for name, trace in self.parameters.items():
             held = numbers.get(id(parameters[name]))
             trace.options, trace.held, trace.lr = held or {}, held is not None, (held or {}).get("lr", 0.0)
             trace.gradient = copies[name].double() if name in copies else None
             trace.dtype = copies[name].dtype if name in copies else None
-        self._add_up()
         exact = [part if part.dtype == torch.float64 else part.float() for part in gradients.values()]
         self.norm = float(nn.utils.get_total_norm(exact))
 
@@ -130,7 +129,8 @@ class ParameterTracer:
 
     def after_step(self) -> None:
         """Record the parameters after the optimizer step."""
-        for name, after in _copies(
+        self._add_up()
+        for name, after in sample_entries(
             {name: one for name, one in self._by_name().items() if name in self.parameters}
         ).items():
             self.parameters[name].after = after
@@ -143,11 +143,10 @@ class ParameterTracer:
         self._handles = []
 
 
-def _entries(tensor: Tensor) -> Tensor:
-    """Return entries sampled evenly from a tensor."""
-    number = tensor.numel()
-    stride = max(number // ENTRIES, 1)
-    return tensor.detach().flatten()[: stride * ENTRIES : stride]
+def _few_of(size: int, number: int) -> slice:
+    """Return the places of entries sampled evenly from a tensor of some size."""
+    stride = max(size // number, 1)
+    return slice(0, stride * number, stride)
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
@@ -158,14 +157,20 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
     return numbers | ({} if betas is None else {"beta1": float(betas[0]), "beta2": float(betas[1])})
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy sampled entries of each tensor with few operations, which is fast for many small tensors."""
-    copies, by_kind = dict[str, Tensor](), dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
+def by_kind(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return tensors by name in groups of one dtype and device."""
+    groups = dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
     for name, tensor in tensors.items():  # optimizers may keep step counts on the CPU
-        by_kind.setdefault((tensor.dtype, tensor.device), {})[name] = _entries(tensor)
-    for entries in by_kind.values():
-        whole = torch.cat(list(entries.values()))
-        copies |= dict(zip(entries, whole.split([len(part) for part in entries.values()]), strict=True))
+        groups.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    return list(groups.values())
+
+
+def sample_entries(tensors: Mapping[str, Tensor], number: int = ENTRIES) -> dict[str, Tensor]:
+    """Copy entries sampled from each tensor with few operations, which is fast for many small tensors."""
+    copies = dict[str, Tensor]()
+    for group in by_kind(tensors):
+        entries = [tensor.detach().flatten()[_few_of(tensor.numel(), number)] for tensor in group.values()]
+        copies |= zip(group, torch.cat(entries).split([len(part) for part in entries]), strict=True)
     return copies
 
 
@@ -178,7 +183,7 @@ def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) 
         if isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
     }
     states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-    for label, entries in _copies(tensors).items():
+    for label, entries in sample_entries(tensors).items():
         key, _, name = label.partition(" ")
         states[name][key] = entries
     return states

@@ -1,6 +1,7 @@
 """Changes of gradients, weights, optimizer and metrics by hooks of callbacks and of the module."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_rl.audit.audit_error import bitwise_equal
 from lightning_rl.audit.overrides import STEP_HOOKS, is_own, name_of_callback, overrides
+from lightning_rl.audit.parameter_tracer import by_kind, sample_entries
 from lightning_rl.corrections import RLCallback
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.finding import Finding
@@ -23,8 +25,10 @@ LASTS = ("weights", "optimizer")
 """Parts of the state that stay the same between optimizer steps."""
 RATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end")
 TUNED, FROZEN = "optimizer's numbers", "trained parameters"
-Snapshot = dict[str, Tensor]
-"""Some numbers of each part, such as ``"weights"``, or ``"weights of <name>"`` for tensors."""
+Numbers = tuple[Sequence[str], Tensor]
+"""Names of tensors and a few numbers of them: the name of each number, or no names."""
+Snapshot = dict[str, Numbers]
+"""A few numbers of each part, such as ``"weights"``."""
 
 
 def hooks_by_action(
@@ -78,6 +82,9 @@ class StateWatch:
         """Begin a rollout, whose hooks may run before it is requested."""
         frozen = {what: culprit for what, culprit in self.blamed.items() if what == FROZEN}  # freezing persists
         self.active, self._edits, self.blamed = active, [], frozen
+        self._kept = self._kept if active else None
+        if active and self._kept is None:
+            self.keep_state()
 
     def before_rates(self) -> None:
         """Record the learning rates before code that could set them."""
@@ -160,11 +167,13 @@ class StateWatch:
 
 def _changes(before: Snapshot, after: Snapshot) -> dict[str, str]:
     """Return what differs, with the name of the first difference."""
-    places = dict[str, str]()
-    for key in {**before, **after}:
-        if key not in before or key not in after or not bitwise_equal(before[key], after[key]):
-            what, _, name = key.partition(" of ")
-            places.setdefault(what, name)
+    places, nothing = dict[str, str](), ((), torch.zeros(0))
+    for what in {**before, **after}:
+        (names, ours), (others, theirs) = before.get(what, nothing), after.get(what, nothing)
+        if names != others:
+            places[what] = next(one or other or "" for one, other in zip_longest(names, others) if one != other)
+        elif not bitwise_equal(ours, theirs):
+            places[what] = names[int((ours != theirs).int().argmax())] if names else ""
     return places
 
 
@@ -172,13 +181,13 @@ def _rates(module: RLLightningModule) -> list[float]:
     return [float(group["lr"]) for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
 
 
-def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
+def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
     """Yield a few numbers of each part of the state that a hook could change."""
     yield from _lasting(module)
     parameters = dict(module.required_policy.named_parameters())
     gradients = {name: local(weight.grad) for name, weight in parameters.items() if weight.grad is not None}
-    yield from _few("gradients", gradients)
-    yield FROZEN, torch.tensor([weight.requires_grad for weight in parameters.values()])
+    yield "gradients", _few(gradients)
+    yield FROZEN, ((), torch.tensor([weight.requires_grad for weight in parameters.values()]))
     for optimizer in module.trainer.optimizers:
         numbers = [
             float(value)
@@ -186,31 +195,27 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
             for name, value in sorted(group.items())
             if isinstance(value, int | float) and name != "initial_lr"
         ]
-        yield TUNED, torch.tensor(numbers, dtype=torch.float64)
+        yield TUNED, ((), torch.tensor(numbers, dtype=torch.float64))
     if module.run.current is not None:
         plan = module.run.current.plan.microbatches()
-        yield (
-            "plan",
-            torch.tensor([len(plan), *(row for microbatch in plan for row in [-1, *microbatch.index.tolist()])]),
-        )
-    for name, group in module.run.metrics.groups.items():
-        if group.keys:
-            yield f"metrics of {name}", group.moments.flatten().clone()
+        rows = [row for microbatch in plan for row in [-1, *microbatch.index.tolist()]]
+        yield "plan", ((), torch.tensor([len(plan), *rows]))
+    metrics = {name: group.moments.flatten() for name, group in module.run.metrics.groups.items() if group.keys}
+    yield "metrics", _join(metrics)
 
 
-def _lasting(module: RLLightningModule) -> Iterator[tuple[str, Tensor]]:
+def _lasting(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
     """Yield the parts of ``LASTS``."""
     parameters = dict(module.required_policy.named_parameters())
-    yield from _few("weights", {name: local(weight.detach()) for name, weight in parameters.items()})
+    yield "weights", _few({name: local(weight.detach()) for name, weight in parameters.items()})
     for optimizer in module.trainer.optimizers:
-        kept = [
-            local(value)
-            for weight in parameters.values()
-            for value in optimizer.state.get(weight, {}).values()
+        kept = {
+            f"{key} {name}": local(value)
+            for name, weight in parameters.items()
+            for key, value in optimizer.state.get(weight, {}).items()
             if isinstance(value, Tensor) and value.is_floating_point()
-        ]
-        if kept:
-            yield "optimizer", _norms(kept)
+        }
+        yield "optimizer", ((), _norms(kept)[1])
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -218,20 +223,26 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _few(what: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    if not tensors:
-        return
-    norms = _norms(list(tensors.values()))
-    for name, tensor, norm in zip(tensors, tensors.values(), norms, strict=True):
-        flat = tensor.flatten()
-        entries = flat[:: max(flat.numel() // ENTRIES, 1)][:ENTRIES]
-        yield f"{what} of {name}", torch.cat([entries.double(), norm[None]])
+def _few(tensors: Mapping[str, Tensor]) -> Numbers:
+    """Return the norm and some entries of each tensor."""
+    (names, norms), (labels, entries) = _norms(tensors), _join(sample_entries(tensors, ENTRIES))
+    return [*names, *labels], torch.cat([norms, entries])
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
-    dtypes = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]  # float64 must not be narrowed
-    norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
-    return torch.stack([norm.double().to(tensors[0].device) for norm in norms])  # step counts are on the CPU
+def _join(vectors: Mapping[str, Tensor]) -> Numbers:
+    """Return the numbers of vectors."""
+    names = [name for name, vector in vectors.items() for _ in range(len(vector))]
+    return names, torch.cat([*vectors.values()]).double().cpu() if vectors else torch.zeros(0)
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
+    """Return the norm of each tensor, [N] float64 on the CPU."""
+    names, norms = list[str](), [torch.zeros(0, dtype=torch.float64)]
+    for group in by_kind(tensors):
+        dtype = torch.promote_types(next(iter(group.values())).dtype, torch.float32)  # float64 must not be narrowed
+        measured = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in group.values()]
+        names, norms = [*names, *group], [*norms, torch.stack(measured).double().cpu()]
+    return names, torch.cat(norms)
 
 
 def gradient_hooks(policy: nn.Module) -> list[str]:

@@ -24,6 +24,7 @@ class ValueGuard:
     """
 
     active = True
+    _seal: "Seal | None" = None
     _view: LossView | None = None
     _gradients: "GradientSeal | None" = None
 
@@ -42,7 +43,9 @@ class ValueGuard:
             return
         self.before_call(who, args)
         fields = shown()
-        before, gradients = Seal(fields), GradientSeal(fields)
+        if self._seal is None or self._seal.versions.changes(fields):  # else the call before was shown the same
+            self._seal = Seal(fields)
+        before, gradients = self._seal, GradientSeal(fields)
         if args and isinstance(args[0], LossView) and args[0] is not self._view:
             self._view, self._gradients = args[0], gradients
         yield
@@ -56,7 +59,7 @@ class ValueGuard:
         Raises:
             EditError: If a hook was added to the gradient of its view since the loss was computed.
         """
-        gradients, self._view, self._gradients = self._gradients, None, None
+        gradients, self._view, self._gradients, self._seal = self._gradients, None, None, None
         if gradients is not None:
             gradients.refuse(KEPT, "do not keep a view")
 
@@ -70,12 +73,12 @@ class Seal:
 
     def __init__(self, fields: Fields) -> None:
         copies = {id(tensor): tensor.detach().clone() for tensor in {id(one): one for _, one in fields}.values()}
-        self._versions, self._fields, self._copies = Versions(fields), fields, copies
+        self.versions, self._fields, self._copies = Versions(fields), fields, copies
 
     def changes(self, fields: Fields) -> list[str]:
         """Return the names of fields that were written, replaced, added or removed since."""
         edited = {name for name, tensor in self._fields if not bitwise_equal(self._copies[id(tensor)], tensor.detach())}
-        edited.update(self._versions.changes(fields))
+        edited.update(self.versions.changes(fields))
         return [name for name in dict.fromkeys(name for name, _ in [*self._fields, *fields]) if name in edited]
 
 

@@ -77,9 +77,8 @@ class Answers:
         self._check_extras(request, given)
         if self.logprobs and given.logprobs is None and given.finish is FinishReason.ABORT:
             given = replace(given, logprobs=torch.zeros(len(given.token_ids)))
-        if self.logprobs:
-            self._check_logprobs(request, given.logprobs, len(given.token_ids))
-        if fault := self._fault(request, given):
+        fault = self._check_logprobs(request, given.logprobs, len(given.token_ids)) if self.logprobs else ""
+        if given.finish is not FinishReason.ABORT and (fault := fault or self._contradiction(request, given)):
             self._bad.append((request.sample_id, request.turn, f"got {fault} for {self.where(request)}"))
             scores = None if given.logprobs is None else torch.zeros_like(given.logprobs)
             given = replace(given, finish=FinishReason.ABORT, logprobs=scores)
@@ -133,17 +132,26 @@ class Answers:
             cure = "finish loading in every copy before load_weights returns, and read the version before a request"
             self._refuse(request, expected, f"version {min(versions)}", cure)
 
-    def _check_logprobs(self, request: Request, scores: Tensor | None, number: int) -> None:
+    def _check_logprobs(self, request: Request, scores: Tensor | None, number: int) -> str:
+        """Describe the first log-probability that is not finite, or at which no token is sampled."""
         sound = scores is not None and scores.dtype in (torch.float32, torch.float64) and not scores.requires_grad
         if scores is None or not (sound and scores.shape == (number,)):
             got = "none" if scores is None else _describe(scores)
             cure = f"return float32 of shape [{number}], such as logits.float().log_softmax(-1) under torch.no_grad()"
             self._refuse(request, f"a log-probability for each of {number} tokens", got, cure)
-        if number and not float(scores.max()) <= ROUNDING:
-            positive = scores[scores.isfinite() & (scores > ROUNDING)]
-            if len(positive):
-                cure = "return the log_softmax, neither logits nor probabilities"
-                self._refuse(request, "log-probabilities of at most 0", f"{float(positive.max()):.4g}", cure)
+        if not number:
+            return ""
+        least, most = map(float, scores.aminmax())  # NaN, if there is one
+        if least > IMPOSSIBLE and most <= ROUNDING:
+            return ""
+        finite = scores.isfinite()
+        if len(positive := scores[finite & (scores > ROUNDING)]):
+            cure = "return the log_softmax, neither logits nor probabilities"
+            self._refuse(request, "log-probabilities of at most 0", f"{float(positive.max()):.4g}", cure)
+        position = int((~(finite & (scores > IMPOSSIBLE))).nonzero()[0, 0])
+        value = float(scores[position])
+        why = ", at which no token is sampled" if math.isfinite(value) else ""
+        return f"a log-probability of {value:.6g} at position {position}{why}"
 
     def _check_extras(self, request: Request, given: Completion) -> None:
         """Check that the response has an entry of each extra for every token, and the prompt one of its routes."""
@@ -156,25 +164,6 @@ class Answers:
             if got != str(length):
                 cure = f"put it into {where}, an entry for each token along its first axis"
                 self._refuse(request, f"{name} of each of {length} tokens", got, cure)
-
-    def _fault(self, request: Request, completion: Completion) -> str:
-        """Return the reason for which a sample cannot train, or an empty string."""
-        if completion.finish is FinishReason.ABORT:
-            return ""
-        return self._impossible(completion.logprobs) or self._contradiction(request, completion)
-
-    def _impossible(self, scores: Tensor | None) -> str:
-        """Describe the first log-probability that is not finite, or at which no token is sampled."""
-        if scores is None or not self.logprobs or not len(scores):
-            return ""
-        least, most = scores.aminmax()  # NaN, if there is one
-        if float(least) > IMPOSSIBLE and float(most) < math.inf:
-            return ""
-        drawable = scores.isfinite() & (scores > IMPOSSIBLE)
-        position = int((~drawable).nonzero()[0, 0])
-        value = float(scores[position])
-        why = ", at which no token is sampled" if math.isfinite(value) else ""
-        return f"a log-probability of {value:.6g} at position {position}{why}"
 
     def _contradiction(self, request: Request, completion: Completion) -> str:
         """Describe a finish reason that contradicts the tokens."""

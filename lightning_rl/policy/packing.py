@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
-from lightning_rl.rollout import SAMPLING_MASK, Rollout, context_starts
+from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout, context_starts
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
@@ -177,6 +177,10 @@ class Sequences(NamedTuple):
 
 def sequences_of(rows: Rollout) -> Sequences:
     """Return the sequences of rows, in order."""
+    if TURNS not in rows.token_extras:
+        lengths = rows.prompt_lengths + rows.response_lengths
+        row = torch.arange(len(rows), device=lengths.device)
+        return Sequences(row, torch.zeros_like(row), lengths, torch.zeros_like(rows.action_mask))
     inside = torch.arange(rows.width, device=rows.response_lengths.device) < rows.response_lengths[:, None]
     starts = context_starts(rows) & inside  # padding may have any values
     row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)

@@ -19,7 +19,7 @@ from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import Plan, plan_of_rows
 from lightning_rl.recording.recording import Recording
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import estimate_advantages, exclude_rows
 from lightning_rl.serialization import ARGUMENTS, restore
 from lightning_rl.update import accumulate_gradient, from_table
 
@@ -101,7 +101,7 @@ def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Coll
     )
     sampled = sampled.replace(rewarded=sampled.rewarded & corrections.reward_mask(sampled))
     masked, _ = exclude_rows(sampled, corrections)
-    signalled, rewards, _ = estimate_signal(masked, algorithm.advantages, corrections, collectives.sum)
+    signalled, rewards = estimate_advantages(masked, algorithm.advantages, corrections, collectives.sum)
     return Replayed(signalled, rewards.shaped)
 
 

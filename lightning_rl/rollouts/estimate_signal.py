@@ -1,7 +1,5 @@
 """Estimation of the advantage of every token from rewards and log-probabilities."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,23 +11,24 @@ from lightning_rl.signal.shaped_rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
 
 
-class SignalledRollout(NamedTuple):
-    """A rollout with its advantages.
-
-    Attributes:
-        rollout: Rollout with ``advantages``, and ``returns`` from a token estimator.
-        rewards: Inputs of the estimator, with the shaped reward.
-        stats: Metrics of rewards and advantages.
-    """
-
-    rollout: Rollout
-    rewards: RewardSignal
-    stats: dict[str, Stat]
-
-
 def estimate_signal(
     rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
-) -> SignalledRollout:
+) -> tuple[Rollout, RewardSignal, dict[str, Stat]]:
+    """Return the results of :func:`estimate_advantages`, and metrics of rewards and advantages."""
+    rollout, rewards = estimate_advantages(rollout, estimator, corrections, global_sum)
+    stats, valid = reward_metrics(rollout, rewards.scores, rewards.shaped), rollout.valid_tokens
+    if rewards.greedy is not None:
+        stats["reward/greedy"] = Stat.of(rewards.greedy, rollout.rewarded)
+    if corrections.contributors("token_reward"):
+        stats["kl/penalty"] = Stat.of(-rewards.token_rewards, valid)
+    advantage = Stat.of(rollout.require("advantages"), valid)
+    stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
+    return rollout, rewards, stats
+
+
+def estimate_advantages(
+    rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
+) -> tuple[Rollout, RewardSignal]:
     """Estimate the advantage of every token from rewards, bonuses and token rewards.
 
     Args:
@@ -37,6 +36,9 @@ def estimate_signal(
         estimator: Advantage estimator.
         corrections: Callbacks; used for provided fields, bonuses and token rewards.
         global_sum: Sums tensors over the ranks.
+
+    Returns:
+        Rollout with ``advantages``, and ``returns`` from a token estimator; and the input of the estimator.
 
     Raises:
         ValueError: If a reward or an advantage is not finite; with the id of the sample.
@@ -69,14 +71,7 @@ def estimate_signal(
     who = f"the estimator {estimator.name}"
     advantages, returns = corrections.call(who, estimator, rewards, shown=rewards.tensors)
     _check_finite(advantages, rollout)
-    stats = reward_metrics(rollout, scores, shaped)
-    if GREEDY_SCORE in rollout.extras:
-        stats["reward/greedy"] = Stat.of(rollout.extras[GREEDY_SCORE], rollout.rewarded)
-    if token_rewards is not None:
-        stats["kl/penalty"] = Stat.of(-token_rewards, rollout.valid_tokens)
-    advantage = Stat.of(advantages, rollout.valid_tokens)
-    stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
-    return SignalledRollout(rollout.replace(advantages=advantages, returns=returns), rewards, stats)
+    return rollout.replace(advantages=advantages, returns=returns), rewards
 
 
 def exclude_rows(rollout: Rollout, corrections: Corrections) -> tuple[Rollout, dict[str, Stat]]:

@@ -45,7 +45,7 @@ def test_a_conversation_without_turns_left_was_cut_off_as_well() -> None:
 
 
 def test_the_row_takes_part_in_the_baseline_with_its_new_reward() -> None:
-    found = estimate_signal(samples([1.0, 1.0]), DrGRPO(), Corrections([StopProperly(0.5)])).rollout
+    found = estimate_signal(samples([1.0, 1.0]), DrGRPO(), Corrections([StopProperly(0.5)]))[0]
     assert found.require("advantages").flatten().tolist() == [-0.25, 0.25]
 
 

@@ -115,8 +115,8 @@ def shaped_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
 
 def other_rows(result: Any, *_: Any) -> Any:
     """Return the advantages of the previous row."""
-    rollout = result.rollout
-    return result._replace(rollout=rollout.replace(advantages=rollout.advantages.roll(1, 0)))
+    rollout, rewards = result
+    return rollout.replace(advantages=rollout.advantages.roll(1, 0)), rewards
 
 
 def one_late(rollout: Rollout, *_: Any) -> Rollout:

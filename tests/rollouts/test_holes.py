@@ -78,7 +78,7 @@ def test_advantages_and_returns_stand_at_drawn_tokens_alone() -> None:
 @forms
 def test_the_gradient_is_that_of_drawn_tokens_over_their_number(packed: bool) -> None:
     rollout, plan, policy = scored(with_holes(), packed=packed)
-    rollout = estimate_signal(rollout, GRPO(), Corrections()).rollout
+    rollout = estimate_signal(rollout, GRPO(), Corrections())[0]
     reference = a_policy()
     for step in range(2):
         policy.zero_grad()

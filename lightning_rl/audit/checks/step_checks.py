@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rl.audit.audit_error import Skip, differences, rounding
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.optimizer_rules import Move, move_by_rule
+from lightning_rl.audit.optimizer_rules import Move, moves_by_rule
 from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.audit.recomputed_metrics import figure_of, is_figure
 from lightning_rl.audit.step_evidence import StepEvidence
@@ -219,7 +219,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     followed = {name: one for name, one in step.parameters.items() if one.gradient is not None}
     if not followed:
         return
-    summed, gradient = (_join(followed, name) for name in ("summed", "gradient"))
+    summed, gradient = (torch.cat([getattr(one, name) for one in followed.values()]) for name in ("summed", "gradient"))
     factor = float((summed * gradient).sum() / summed.square().sum().clamp(min=1e-300))
     norms = [float(moments[1]) for moments in step.logged.get("optim/grad_norm", [])[-1:]]
     clipped = min(1.0, limit / norms[0]) if norms and norms[0] > 0 else None
@@ -241,18 +241,8 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 def _edited_within(step: StepEvidence) -> bool:
     """Return True if the optimizer used other gradients than at its call."""
-    for one in step.parameters.values():
-        before, after = one.clipped, one.gradient
-        if before is None or after is None:
-            if before is not after:
-                return True
-        elif not torch.equal(before, after):
-            return True
-    return False
-
-
-def _join(followed: Mapping[str, ParameterTrace], name: str) -> Tensor:
-    return torch.cat([getattr(one, name) for one in followed.values()])
+    pairs = [(one.clipped, one.gradient) for one in step.parameters.values()]
+    return any(one is None or other is None or not torch.equal(one, other) for one, other in pairs if one is not other)
 
 
 def _place_of(misses: Mapping[str, Tensor]) -> str | None:
@@ -302,15 +292,12 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit="scheduler", expected=expected, observed=observed)
 
 
-def _moves(parameter: ParameterTrace) -> bool:
-    before, after = parameter.before, parameter.after
-    return before is not None and after is not None and not torch.equal(before, after)
-
-
 def _is_stuck(parameter: ParameterTrace) -> bool:
     """Return True if a parameter did not move although the update is representable in its precision."""
-    gradient, before = parameter.gradient, parameter.before
-    if gradient is None or before is None or before.dtype not in (torch.float32, torch.float64) or _moves(parameter):
+    gradient, before, after = parameter.gradient, parameter.before, parameter.after
+    if gradient is None or before is None or before.dtype not in (torch.float32, torch.float64):
+        return False
+    if after is not None and not torch.equal(before, after):
         return False
     if not parameter.held:
         return bool((gradient != 0).any())
@@ -344,7 +331,7 @@ def optimizer_rule(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit=culprit, expected=expected, observed=observed)
     held = {name: one for name, one in step.parameters.items() if one.held}
     rule = stepping.rule or step.optimizer
-    known = {name: move for name, one in held.items() if (move := move_by_rule(rule, one)) is not None}
+    known = moves_by_rule(rule, held)
     if any(one.gradient is not None and name not in known for name, one in held.items()):
         yield Skip(f"the rule of {step.optimizer or 'the optimizer'} with these options is unknown")
     yield from _rule_findings(step, known, culprit)

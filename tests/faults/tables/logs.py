@@ -85,7 +85,8 @@ def in_signal(name: str, stat: Callable[[Rollout], Stat]) -> Any:
     """Log something else of the finished signal under a name."""
 
     def changed(result: Any, *_: Any) -> Any:
-        return result._replace(stats={**result.stats, name: stat(result.rollout)})
+        rollout, rewards, stats = result
+        return rollout, rewards, {**stats, name: stat(rollout)}
 
     return after(lightning_rl.module, "estimate_signal", changed)
 

@@ -162,8 +162,8 @@ FAULTS: tuple[Fault, ...] = (
         "estimator",
         check="row_order",
         patches=[
-            after(lightning_rl.audit.evidence, "estimate_signal", patches.other_rows),
-            after(lightning_rl.module, "estimate_signal", patches.other_rows),
+            after(lightning_rl.audit.evidence, "estimate_advantages", patches.other_rows),
+            after(lightning_rl.rollouts.estimate_signal, "estimate_advantages", patches.other_rows),
         ],
     ),
     Fault(
