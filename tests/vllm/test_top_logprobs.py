@@ -1,0 +1,60 @@
+"""The likeliest tokens of vLLM: those of the distribution that it samples from, at its temperature and filters."""
+
+from typing import Any
+
+import pytest
+import torch
+from kit.engine_requests import launch
+from kit.support import fit, tiny_module
+from kit.vllm_models import a_model, prompts_of, requests_for, synced
+
+from lightning_rl import VLLMEngine
+from lightning_rl.callbacks import ScoreCentering
+from lightning_rl.generation.sampling_params import RowFilters
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
+
+
+def an_engine(k: int | None, **options: Any) -> VLLMEngine:
+    small: dict[str, Any] = {"kv_cache_memory_bytes": 2**25, "block_size": 32, "max_num_seqs": 8, "canary": False}
+    engine = VLLMEngine(**{**small, **options})
+    engine.select_extras(frozenset((TOP_IDS, TOP_LOGPROBS)))
+    engine.top_logprobs = k
+    return engine
+
+
+@pytest.mark.parametrize(("k", "filters"), [(3, {}), (None, {"top_k": 5})])
+def test_they_are_those_of_the_sampled_distribution(k: int | None, filters: dict[str, Any]) -> None:
+    model, engine = a_model("qwen2"), an_engine(k)
+    launch(engine, model)
+    engine.expect(model.named_parameters())
+    requests = requests_for(prompts_of(3), temperature=0.7, **filters)
+    for request, completion in zip(requests, synced(engine, model, 0).generate(requests, logprobs=True), strict=True):
+        ids = torch.tensor([[*request.prefix_ids, *completion.token_ids]])
+        with torch.no_grad():
+            scores = (model(input_ids=ids).logits[0, len(request.prefix_ids) - 1 : -1] / 0.7).log_softmax(-1)
+        if filters:
+            kept = RowFilters([request.sampling], scores.device).mask(
+                scores, torch.zeros(len(scores), dtype=torch.int64)
+            )
+            scores = scores.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        number = scores.shape[1] if k is None else k
+        top, asked = completion.token_extras[TOP_LOGPROBS], completion.token_extras[TOP_IDS].long()
+        assert asked.shape == top.shape == (len(completion.token_ids), number)
+        possible = top > -torch.inf
+        torch.testing.assert_close(scores.gather(1, asked)[possible], top[possible], atol=1e-4, rtol=0)
+        torch.testing.assert_close(scores.topk(number).values[possible], top[possible], atol=1e-4, rtol=0)
+        sampled = scores.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(completion.logprobs, sampled, atol=1e-4, rtol=0)
+    engine.close()
+
+
+def test_a_fit_centers_the_scores_of_vllm() -> None:
+    module = tiny_module(policy=a_model, engine=VLLMEngine(kv_cache_memory_bytes=2**25, block_size=32, max_num_seqs=8))
+    trainer = fit(module, callbacks=[ScoreCentering(4)])
+    assert 0 <= float(trainer.callback_metrics["score_centering/drift"]) < 1e-6  # rounding of two float32 forwards
+
+
+def test_a_limit_of_log_probabilities_below_the_asked_number_is_refused() -> None:
+    for k, most, needed in ((8, 5, "at least 8, got 5"), (None, 20, "-1 for the whole vocabulary, got 20")):
+        with pytest.raises(ValueError, match=f"expected max_logprobs of {needed}: remove it"):
+            launch(an_engine(k, max_logprobs=most), a_model("qwen2"))
