@@ -18,16 +18,16 @@ So the gradient of each token is centered:
 
 because :math:`\mathbb{E}_q[\nabla \log p] = -\nabla \operatorname{KL}(q \,\|\, p)`. The term of a token is its KL
 times :math:`c_t`, without gradient: the derivative of the reduced policy loss by the token's log-probability, for any
-loss. It contains the weight of the reduction, advantage, masks and weights of other corrections, and the ratio: :math:`c_t =
--w_t m_t A_t r_t` for PPO's loss, and 0 for a token that is masked, or clipped away. A factor that depends on the token
+loss. It contains the weight of the reduction, advantage, ratio, masks and weights of other corrections, so :math:`c_t =
+-w_t m_t A_t r_t` for PPO's loss, and 0 for a token that is masked or clipped away. A factor that depends on the token
 itself is part of :math:`A` above: the expected update is its covariance with the score.
 
 With an importance weight :math:`p / q` of each token or response the first term is 0 already, and centering would add
 it with the other sign. So this correction replaces :class:`~lightning_rl.callbacks.TruncatedIS` and
 :class:`~lightning_rl.callbacks.OffPolicyIS`, and does not suit losses with such a weight. Masks compose with it.
 
-With k of the vocabulary's tokens, :math:`K`, the rest :math:`1 - Q` of the engine's probability is spread over all other
-tokens in proportion to :math:`p`:
+With k of the vocabulary's tokens, :math:`K`, the rest :math:`1 - Q` of the engine's probability is spread over all
+other tokens in proportion to :math:`p`:
 
 .. math::
     \operatorname{KL} \approx \sum_{v \in K} q_v \log \frac{q_v}{p_v} + (1 - Q) \log \frac{1 - Q}{1 - P}, \qquad

@@ -52,9 +52,3 @@ def test_a_fit_centers_the_scores_of_vllm() -> None:
     module = tiny_module(policy=a_model, engine=VLLMEngine(kv_cache_memory_bytes=2**25, block_size=32, max_num_seqs=8))
     trainer = fit(module, callbacks=[ScoreCentering(4)])
     assert 0 <= float(trainer.callback_metrics["score_centering/drift"]) < 1e-6  # rounding of two float32 forwards
-
-
-def test_a_limit_of_log_probabilities_below_the_asked_number_is_refused() -> None:
-    for k, most, needed in ((8, 5, "at least 8, got 5"), (None, 20, "-1 for the whole vocabulary, got 20")):
-        with pytest.raises(ValueError, match=f"expected max_logprobs of {needed}: remove it"):
-            launch(an_engine(k, max_logprobs=most), a_model("qwen2"))
