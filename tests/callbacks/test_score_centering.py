@@ -203,24 +203,12 @@ class Rounded(TransformersEngine):
 def test_a_fit_centers_the_scores_of_its_engine(filters: Any) -> None:
     """With the policy's weights there is nothing to center."""
     for engine, least, most in ((TransformersEngine(), -1e-6, 1e-6), (Rounded(canary=None), 1e-3, 1.0)):
-        noted = Noted()
+        traces = list[StepTrace]()
+        noted = callback_of("noted", observe_step=traces.append)
         fit(tiny_module(engine=engine, **filters), callbacks=[ScoreCentering(4), noted])
-        assert least <= min(noted.drifts) <= max(noted.drifts) < most
-
-
-class Noted(RLCallback):
-    """Keeps the drift of every optimizer step."""
-
-    name = "noted"
-
-    def __init__(self) -> None:
-        self.drifts: list[float] = []
-
-    @override
-    def observe_step(self, trace: StepTrace) -> None:
-        views = [microbatch.view for microbatch in trace.microbatches]
-        tokens = torch.cat([view.require("rollout_kl")[view.valid_tokens] for view in views])
-        self.drifts.append(float(tokens.mean()))
+        views = [microbatch.view for trace in traces for microbatch in trace.microbatches]
+        drift = float(torch.cat([view.require("rollout_kl")[view.valid_tokens] for view in views]).mean())
+        assert least < drift < most
 
 
 def test_a_recorded_rollout_has_its_gradient_again(tmp_path: Path) -> None:

@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_rl.policy import logprobs as head
-from lightning_rl.policy.logprobs import chunk_elements, exact_logits, sum_of_squares, token_logprobs
+from lightning_rl.policy.logprobs import (
+    chunk_elements,
+    exact_logits,
+    sum_of_squares,
+    token_logprobs,
+    token_logprobs_and_kl,
+)
 from lightning_rl.policy.sampling_mask import to_bits
 
 exactly = torch.testing.assert_close
@@ -482,3 +488,4 @@ def test_the_kl_of_another_distribution_and_all_gradients(k: int, soft_cap: floa
     plain = token_logprobs(hidden, weight, bias, targets, temperature=0.7, soft_cap=soft_cap)
     assert torch.equal(logprobs, plain[0]) and torch.equal(entropy, plain[1])
     assert torch.autograd.gradcheck(scores, leaves)
+    assert torch.autograd.gradcheck(scores, [hidden, weight.detach(), bias.detach()])  # a head under adapters

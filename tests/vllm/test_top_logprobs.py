@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from kit.engine_requests import launch
-from kit.support import fit, tiny_module
+from kit.support import callback_of, fit, tiny_module
 from kit.vllm_models import a_model, prompts_of, requests_for, synced
 
 from lightning_rl import VLLMEngine
 from lightning_rl.callbacks import ScoreCentering
+from lightning_rl.corrections import StepTrace
 from lightning_rl.generation.sampling_params import RowFilters
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 
@@ -49,6 +50,15 @@ def test_they_are_those_of_the_sampled_distribution(k: int | None, filters: dict
 
 
 def test_a_fit_centers_the_scores_of_vllm() -> None:
-    module = tiny_module(policy=a_model, engine=VLLMEngine(kv_cache_memory_bytes=2**25, block_size=32, max_num_seqs=8))
-    trainer = fit(module, callbacks=[ScoreCentering(4)])
-    assert 0 <= float(trainer.callback_metrics["score_centering/drift"]) < 1e-6  # rounding of two float32 forwards
+    """With the policy's weights there is nothing to center but the rounding of two forwards."""
+    drifts, engine = list[float](), VLLMEngine(kv_cache_memory_bytes=2**25, block_size=32, max_num_seqs=8)
+
+    def note(trace: StepTrace) -> None:
+        views = [microbatch.view for microbatch in trace.microbatches]
+        drifts.extend(float(view.require("rollout_kl").abs().max()) for view in views)
+
+    fit(
+        tiny_module(policy=a_model, engine=engine),
+        callbacks=[ScoreCentering(4), callback_of("noted", observe_step=note)],
+    )
+    assert drifts and max(drifts) < 1e-5
