@@ -1,12 +1,12 @@
 """The quickstart with an engine of rounded weights: accuracy and mismatch, with and without a correction.
 
-    python benchmarks/quantized_rollouts.py                                    # every row, five seeds: 40 minutes
+    python benchmarks/quantized_rollouts.py                                    # every row, five seeds: an hour
     python benchmarks/quantized_rollouts.py --engines '["full", "int3"]' --seeds 1
 
 The engine decodes with a copy of the policy whose matrices are rounded at each sync; the trainer updates exact weights.
 Each fit ends with the accuracy of the exact weights on held-out lists, greedy, and with ``kl/rollout``, the mean of the
-first and the last ten rollouts. Fails if a rounding without correction neither costs 0.2 of accuracy nor lets
-``kl/rollout`` grow tenfold within the run, or if no correction ends within 0.03 of the accuracy of exact weights.
+first and the last ten rollouts. Fails if the best correction loses more than 0.03 of the accuracy of exact weights, and
+more than half of what the rounding alone costs.
 """
 
 import copy
@@ -43,7 +43,7 @@ from lightning_rl import (
 from lightning_rl.callbacks import IcePop, NoEOSMask, ScoreCentering, TruncatedIS
 
 ENDS = 10  # rollouts of kl/rollout, first and last
-COST, TIMES, NEAR = 0.2, 10.0, 0.03
+NEAR, SHARE = 0.03, 0.5  # accuracy; share of what the rounding alone costs
 Rounding = Callable[[Tensor], Tensor]
 
 
@@ -148,7 +148,7 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 def main(
     *,
-    engines: Sequence[str] = ("full", "int8", "e4m3", "int4", "int3"),
+    engines: Sequence[str] = ("full", "int8", "e4m3", "int3"),
     corrections: Sequence[str] = tuple(CORRECTIONS),
     seeds: int = 5,
     rollouts: int = 50,
@@ -180,11 +180,11 @@ def main(
     means = {row: [fmean(column) for column in each] for row, each in columns.items()}
     others = [one for one in corrections if one != "none"]
     for engine in [one for one in engines if one != "full"] if others and {("full", "none")} <= means.keys() else ():
-        exact, (accuracy, first, last) = means["full", "none"][0], means[engine, "none"]
-        harm = max((exact - accuracy) / COST, last / first / TIMES)
-        report.floor(f"{engine} alone: accuracy lost / {COST}, or growth of kl/rollout / {TIMES:g}", harm, at_least=1)
-        best = max(means[engine, one][0] for one in others)
-        report.bound(f"{engine}: accuracy that the best correction loses", exact - best, at_most=NEAR)
+        exact, alone = means["full", "none"][0], means[engine, "none"][0]
+        best, most = max(means[engine, one][0] for one in others), max(NEAR, SHARE * (exact - alone))
+        report.bound(
+            f"{engine}: accuracy lost with the best correction, {exact - alone:.3f} alone", exact - best, at_most=most
+        )
     report.finish()
 
 

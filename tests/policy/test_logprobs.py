@@ -475,7 +475,8 @@ def test_the_kl_of_another_distribution_and_all_gradients(k: int, soft_cap: floa
     targets = torch.randint(11, (7,), generator=draw)
 
     def scores(*leaves: Tensor) -> tuple[Tensor, ...]:
-        return token_logprobs_and_kl(*leaves, targets, **given)
+        hidden, weight, bias = leaves
+        return token_logprobs_and_kl(hidden, weight, bias, targets, **given)
 
     hidden, weight, bias = leaves
     logits = hidden @ weight.t() + bias
