@@ -16,6 +16,7 @@ from lightning_rl import (
     CISPO,
     GSPO,
     ClippedSurrogate,
+    LossView,
     PolicyLoss,
     Reinforce,
     RLCallback,
@@ -142,6 +143,18 @@ def test_masked_and_clipped_tokens_get_no_term() -> None:
     of_logprobs, of_kl = torch.autograd.grad(found.total, [view.logprobs, view.require("rollout_kl")])
     assert_close(of_kl, of_logprobs)
     assert_close(of_kl, torch.tensor([[-1.0, 0.0, math.e, 0.0]], dtype=torch.float64) / 4)  # clipped at a ratio of e
+
+
+def test_beside_an_importance_weight_it_would_bring_the_drift_back_with_the_other_sign() -> None:
+    policy, ones = a_policy(), torch.ones(VOCABULARY, dtype=torch.float64)
+
+    def ratio(view: LossView) -> Tensor:
+        return (view.require("old_logprobs") - view.require("rollout_logprobs")).exp()
+
+    weight, drift = callback_of("weight", token_weight=ratio), expected_update(policy, ones, callbacks=())
+    assert float(expected_update(policy, ones, callbacks=(weight,)).abs().max()) < 1e-9
+    both = expected_update(policy, ones, callbacks=(weight, ScoreCentering(None)))
+    assert_close(both, -drift, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("k", [1, 4, VOCABULARY - 1])
