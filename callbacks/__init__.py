@@ -16,6 +16,7 @@ from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.callbacks.reward_normalization import RewardNormalization
 from lightning_rl.callbacks.rollout_kl import RolloutKL
 from lightning_rl.callbacks.router_replay import RouterReplay
+from lightning_rl.callbacks.score_centering import ScoreCentering
 from lightning_rl.callbacks.sequence_ratio_mask import SequenceRatioMask
 from lightning_rl.callbacks.stop_properly import StopProperly
 from lightning_rl.callbacks.teacher_kl import TeacherKL
@@ -39,6 +40,7 @@ __all__ = [
     "RewardNormalization",
     "RolloutKL",
     "RouterReplay",
+    "ScoreCentering",
     "SequenceRatioMask",
     "StopProperly",
     "TeacherKL",

@@ -100,6 +100,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     "RewardNormalization": ("reward_norm", "reward_norm_masked"),
     "RolloutKL": ("rollout_kl_loss",),
     "RouterReplay": (),
+    "ScoreCentering": (),
     "SequenceRatioMask": (
         "geometric_sequence_mask",
         "sequence_geometric_mask",

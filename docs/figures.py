@@ -167,6 +167,12 @@ def short() -> Run:
 
 
 @cache
+def centered() -> Run:
+    """The same with the engine's distributions."""
+    return fit(corrections.ScoreCentering(None))
+
+
+@cache
 def of_experts(*, replay: bool) -> Run:
     """Two rollouts of an untrained mixture of experts in bfloat16, none ahead, and a reward that it gets some of."""
     callbacks = [corrections.RouterReplay()] if replay else []
@@ -418,6 +424,17 @@ def by_entropy(correction: RLCallback) -> Dots:
     return Dots(x, y, None, "entropy of the policy before the token, nats", "bonus")
 
 
+def by_centering() -> Dots:
+    """Draw the term of score centering at each token, against the log-ratio there."""
+    parts = []
+    for view in (view for views in centered().views for view in views):
+        term = view.require("advantages") * view.require("rollout_kl")
+        ratio = view.logprobs - view.require("rollout_logprobs")
+        parts.append([value[taught(view)] for value in (ratio, term, view.require("advantages") > 0)])
+    x, y, good = join(parts)
+    return Dots(x, y, good, "log-ratio of the current policy to the rollout policy", "advantage times KL", SIGNS)
+
+
 def by_imitation(correction: corrections.PositiveNLL) -> Dots:
     """Draw the gradient of the imitation of right answers at each of their tokens."""
     rollout = plain().last
@@ -473,6 +490,7 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
     "OffPolicyIS": partial(by_factor, corrections.OffPolicyIS(0.5, 2.0), "current", "rollout"),
     "TruncatedIS": partial(by_factor, corrections.TruncatedIS()),
     "RouterReplay": by_replay,
+    "ScoreCentering": by_centering,
     "NoEOSMask": partial(
         by_row, corrections.NoEOSMask(), "reward_mask", "enters statistics of the reward", run=short
     ),

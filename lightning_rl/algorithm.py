@@ -78,6 +78,8 @@ class Algorithm:
             if term.masked and factor is not None:
                 per_token = _times(per_token, factor, valid)
             term_weights = weights if term.reduction is None else weights_of(term.reduction)
+            if term.follows_policy_loss:
+                term_weights = _slopes(parts["loss/policy"], view.logprobs)
             parts[f"{name}/loss"] = _reduce(per_token, term_weights, valid)
             total = total + term.coef * parts[f"{name}/loss"]
         if view.current_values is not None and view.values is not None and view.returns is not None:
@@ -129,6 +131,14 @@ def policy_metrics(view: LossView) -> dict[str, Stat]:
 def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
     kept = masked_fill_invalid(factor, valid)
     return torch.where(kept != 0, per_token, 0.0) * kept  # masked tokens may hold inf, and 0 * inf is NaN
+
+
+def _slopes(loss: Tensor, logprobs: Tensor) -> Tensor:
+    """Return the derivative of a loss by each log-probability, and keep the graph for its backward."""
+    if not loss.requires_grad:
+        return torch.zeros_like(logprobs)
+    (slopes,) = torch.autograd.grad(loss, logprobs, retain_graph=True, materialize_grads=True, allow_unused=True)
+    return slopes
 
 
 def _reduce(per_token: Tensor, weights: Tensor, valid: Tensor) -> Tensor:

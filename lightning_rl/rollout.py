@@ -27,6 +27,8 @@ SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabi
 TURNS = "turns"
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
+# In ``token_extras``: the likeliest tokens of the distribution that each token was sampled from, [B, T, k].
+TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 
 
 class FinishReason(IntEnum):

@@ -367,8 +367,9 @@ def check_pipelining(spec: RunSpec) -> Problems:
             "so each sync would wait for all rollouts in flight; use 1, or an engine on a server"
         )
     loss, correcting = spec.algorithm.loss, spec.corrections.contributors(*POLICY_LOSS_FACTORS)
-    reads = [*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))]
-    if "rollout_logprobs" not in reads:
+    reads = {*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))}
+    centers = any("rollout_kl" in callback.reads_at_loss for callback in spec.corrections.callbacks)
+    if "rollout_logprobs" not in reads and not centers:
         cure = "OffPolicyIS" if loss.ratio is None else "TruncatedIS"
         warnings.warn(
             f"max_staleness={staleness} trains on samples of earlier weights, and nothing corrects for it: add "

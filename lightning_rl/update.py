@@ -234,9 +234,10 @@ def from_table(outputs: Outputs) -> Forward:
         index, (rows, width) = microbatch.index, microbatch.layout.shape
         if not len(index):  # padding still takes part in the backward
             zeros = outputs.logprobs.sum() * 0 + outputs.logprobs.new_zeros(rows, width)
-            return Outputs(zeros, zeros.detach(), None if outputs.values is None else zeros)
-        logprobs, entropy = outputs.logprobs[index, :width], outputs.entropy[index, :width]
-        return Outputs(logprobs, entropy, None if outputs.values is None else outputs.values[index, :width])
+            parts = {name: None if output is None else zeros for name, output in outputs._asdict().items()}
+            return outputs._replace(**{**parts, "entropy": zeros.detach()})
+        parts = {name: None if output is None else output[index, :width] for name, output in outputs._asdict().items()}
+        return outputs._replace(**parts)
 
     return forward
 
@@ -247,4 +248,10 @@ def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False
     if rows.old_logprobs is None:
         values["old_logprobs"] = outputs.logprobs.detach()
     entropy = outputs.entropy if entropy_gradient else outputs.entropy.detach()
-    return LossView(**values, logprobs=outputs.logprobs, entropy=entropy, current_values=outputs.values)
+    return LossView(
+        **values,
+        logprobs=outputs.logprobs,
+        entropy=entropy,
+        current_values=outputs.values,
+        rollout_kl=outputs.rollout_kl,
+    )

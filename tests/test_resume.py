@@ -12,7 +12,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl import RLLightningModule, warmup_then_linear
-from lightning_rl.callbacks import OPSM, AdaptiveKL, EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay
+from lightning_rl.callbacks import (
+    OPSM,
+    AdaptiveKL,
+    EntropyBonus,
+    NoEOSMask,
+    ReferenceKL,
+    RolloutKL,
+    RouterReplay,
+    ScoreCentering,
+)
 from lightning_rl.metrics import is_of_the_clock
 
 pytestmark = pytest.mark.filterwarnings(
@@ -42,7 +51,7 @@ def corrections(options: dict[str, Any]) -> list[Callback]:
     if "critic" in options:
         return [NoEOSMask(), ReferenceKL(0.05)]
     if "top_p" in options:
-        return [RouterReplay(), ReferenceKL(0.1, as_loss=True)]
+        return [RouterReplay(), ScoreCentering(4), ReferenceKL(0.1, as_loss=True)]
     if options.get("advantages") == "remax":
         return [AdaptiveKL(0.05, target=0.01, horizon=20), EntropyBonus(0.02, target=2.2, step=0.01)]
     return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]

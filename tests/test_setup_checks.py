@@ -33,6 +33,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    ScoreCentering,
     TeacherKL,
     TruncatedIS,
 )
@@ -358,8 +359,8 @@ def test_samples_of_earlier_weights_without_a_correction_warn_and_name_one(
         pipelining(*callbacks, loss=loss)
 
 
-@pytest.mark.parametrize("correction", [TruncatedIS(), IcePop(), OPSM(against="rollout")])
-def test_a_weight_or_mask_against_the_engine_corrects_for_earlier_weights(correction: RLCallback) -> None:
+@pytest.mark.parametrize("correction", [TruncatedIS(), IcePop(), OPSM(against="rollout"), ScoreCentering()])
+def test_a_weight_mask_or_centering_against_the_engine_corrects_for_earlier_weights(correction: RLCallback) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipelining(correction)

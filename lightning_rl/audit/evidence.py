@@ -238,12 +238,15 @@ class Evidence:
         if self.outputs is not None:
             return self.outputs._replace(logprobs=table)
         values = self.rows.values
-        return Outputs(table, torch.full_like(table, 0.5), None if values is None else values.nan_to_num())
+        values = None if values is None else values.nan_to_num()
+        return Outputs(table, torch.full_like(table, 0.5), values, rollout_kl=torch.full_like(table, 0.1))
 
     def view(self, rows: Rollout | None = None, drift: float = 0.3, *, entropy_gradient: bool = False) -> LossView:
         """Return the view of :attr:`rows`, or of a changed copy, after the policy has moved."""
         outputs = self.drift_outputs(drift)
         outputs = outputs._replace(entropy=outputs.entropy.detach().requires_grad_(entropy_gradient))
+        if outputs.rollout_kl is not None:
+            outputs = outputs._replace(rollout_kl=outputs.rollout_kl.detach().requires_grad_())
         return loss_view(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
 
     def prepare(self, view: LossView) -> LossView:
@@ -302,7 +305,7 @@ def recompute_step(evidence: Evidence, step: StepEvidence) -> RecomputedStep | N
         loss.total + sum(leaf.sum() * 0 for leaf in leaves.values()), list(leaves.values()), materialize_grads=True
     )
     by_name = dict(zip(leaves, gradients, strict=True))
-    names = {"entropy": "entropy", "values": "current_values"}
+    names = {"entropy": "entropy", "values": "current_values", "rollout_kl": "rollout_kl"}
     further = {names[name]: gradient for name, gradient in by_name.items() if name in names}
     return RecomputedStep(by_name["logprobs"], further, loss.parts)
 

@@ -88,12 +88,15 @@ class LossTerm:
         coef: Coefficient of the reduced term.
         reduction: Reduction of the term; None for the module's reduction.
         masked: Apply the masks and weights of the corrections, as to the policy loss.
+        follows_policy_loss: Weigh each token by the derivative of the reduced policy loss by its log-probability,
+            instead of a reduction. The derivative contains advantage, ratio, clip, masks and weights.
     """
 
     per_token: Float[Tensor, "B T"]
     coef: float
     reduction: Reduction | None = None
     masked: bool = False
+    follows_policy_loss: bool = False
 
 
 class RLCallback(Callback):

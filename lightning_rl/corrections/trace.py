@@ -17,7 +17,7 @@ class MicrobatchTrace:
     Attributes:
         view: Rows with the policy's outputs, detached; no rows for a microbatch of padding.
         gradient: Gradient of the scaled loss with respect to ``view.logprobs``, [b, T].
-        further: Gradients with respect to ``entropy`` and ``current_values``, if the view has them.
+        further: Gradients with respect to ``entropy``, ``current_values`` and ``rollout_kl``, if the view has them.
         parts: Shares of this microbatch in the parts of the loss.
     """
 
@@ -51,8 +51,8 @@ class StepTrace:
 
     def follow(self, view: LossView) -> MicrobatchTrace:
         """Add a microbatch, whose gradient is stored during the backward."""
-        outputs = {"logprobs": view.logprobs, "entropy": view.entropy, "current_values": view.current_values}
-        present = {name: output for name, output in outputs.items() if output is not None}
+        outputs = {name: getattr(view, name) for name in ("logprobs", "entropy", "current_values", "rollout_kl")}
+        present: dict[str, Tensor] = {name: output for name, output in outputs.items() if output is not None}
         gradients = {name: torch.zeros_like(output.detach()) for name, output in present.items()}
         trace = MicrobatchTrace(
             view=view.replace(**{name: output.detach().clone() for name, output in present.items()}),

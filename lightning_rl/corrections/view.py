@@ -18,10 +18,13 @@ class LossView(Rollout):
         logprobs: Log-probability of each token under the policy being trained, with gradient, shape [b, T].
         entropy: Entropy before each token, in nats, shape [b, T]; with gradient only if an entropy bonus trains.
         current_values: Predictions of the critic, with gradient, shape [b, T]; None without a critic.
+        rollout_kl: KL of the engine's distribution from the policy's before each token, in nats, with gradient, shape
+            [b, T]; None unless a correction records the engine's likeliest tokens.
         prepared: Output of the loss's ``prepare`` for these tokens, shape [b, T]; None for a loss without it.
     """
 
     logprobs: Float[Tensor, "B T"] = field(metadata=along(TOKEN))
     entropy: Float[Tensor, "B T"] = field(metadata=along(TOKEN))
     current_values: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    rollout_kl: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
     prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))

@@ -1,17 +1,19 @@
-"""Expert routes and sampling masks of the transformers engine."""
+"""Expert routes, sampling masks and likeliest tokens of the transformers engine."""
 
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_rl.policy.sampling_mask import to_bits
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS
 
 
 class DecodeExtras:
-    """Expert routes and sampling masks of one decode, kept on the CPU because they are as large as the rollout.
+    """Expert routes, sampling masks and likeliest tokens of one decode.
+
+    They are kept on the CPU because they are as large as the rollout.
 
     A token is forwarded one step after it was sampled, and the last token of a response never is: its route is 0.
 
@@ -20,11 +22,20 @@ class DecodeExtras:
         max_tokens: Maximum number of tokens of a response.
         take_routes: Function that returns the expert routes of the last forward, [N, R, k]; None to record none.
         with_mask: True to record sampling masks.
+        top_tokens: Number of likeliest tokens to record; None for all.
     """
 
-    def __init__(self, rows: int, max_tokens: int, *, take_routes: Callable[[], Tensor] | None, with_mask: bool):
+    def __init__(
+        self,
+        rows: int,
+        max_tokens: int,
+        *,
+        take_routes: Callable[[], Tensor] | None,
+        with_mask: bool,
+        top_tokens: int | None = 0,
+    ) -> None:
         self.shape = rows, max_tokens
-        self.take_routes, self.with_mask = take_routes, with_mask
+        self.take_routes, self.with_mask, self.top_tokens = take_routes, with_mask, top_tokens
         self.tokens: dict[str, Tensor] = {}
         self.prompts: list[Tensor] = []
 
@@ -44,10 +55,22 @@ class DecodeExtras:
     def add_mask(self, rows: Int[Tensor, " L"], mask: Bool[Tensor, "L V"], step: int) -> None:
         """Record the tokens that each row could sample at a step."""
         if self.with_mask:
-            bits = to_bits(mask).cpu()
-            if SAMPLING_MASK not in self.tokens:
-                self.tokens[SAMPLING_MASK] = torch.zeros(*self.shape, bits.shape[-1], dtype=bits.dtype)
-            self.tokens[SAMPLING_MASK][rows.cpu(), step] = bits
+            self._write(SAMPLING_MASK, rows, to_bits(mask), step)
+
+    def add_top(
+        self, rows: Int[Tensor, " L"], alive: Bool[Tensor, " L"], logprobs: Float[Tensor, "L V"], step: int
+    ) -> None:
+        """Record the likeliest tokens of the distributions of a step, for the rows that are alive."""
+        if self.top_tokens != 0:
+            vocabulary = logprobs.shape[-1]
+            top, ids = logprobs[alive].topk(min(self.top_tokens or vocabulary, vocabulary), -1)
+            self._write(TOP_IDS, rows[alive], ids.to(torch.int32), step)
+            self._write(TOP_LOGPROBS, rows[alive], top, step)
+
+    def _write(self, name: str, rows: Int[Tensor, " L"], values: Tensor, step: int) -> None:
+        if name not in self.tokens:
+            self.tokens[name] = torch.zeros(*self.shape, *values.shape[1:], dtype=values.dtype)
+        self.tokens[name][rows.cpu(), step] = values.cpu()
 
     def of_tokens(self, row: int, length: int) -> dict[str, Tensor]:
         """Return the extras of the response of a row."""

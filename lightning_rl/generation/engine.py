@@ -173,6 +173,7 @@ class Engine(ABC):
         canary: :class:`.Canary` that checks each sync of an engine that holds a copy; None to skip it.
         holds_copy: True if the weights are a copy of the trainer's, so that a sync can fail; set by the first sync.
         extras: Names of the extras in each completion.
+        top_logprobs: Number of likeliest tokens of the extras ``top_ids`` and ``top_logprobs``; None for all.
         dtype: Dtype of its weights once started; None for that of the trainer.
         allows_tf32: True if it may compute float32 products in TF32 by default; set by ``start``.
         max_length: Maximum length of prompt and response together, set by ``start``; None without a limit.
@@ -188,6 +189,7 @@ class Engine(ABC):
     canary: Any = None
     holds_copy: bool = False
     extras: frozenset[str] = frozenset()
+    top_logprobs: int | None = None
     dtype: torch.dtype | None = None
     allows_tf32: bool = False
     max_length: int | None = None

@@ -26,7 +26,7 @@ from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
 from lightning_rl.policy.model import carries_state, logit_divisor, unscaled_logits
 from lightning_rl.policy.text_model import backbone_of, has_towers
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK, FinishReason
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, FinishReason
 from lightning_rl.utils.arguments import check_counts
 
 COMPACT_BELOW = 0.75  # share of live rows below which finished rows are dropped; 0.5 to 0.9 measure the same
@@ -46,7 +46,10 @@ class TransformersEngine(Engine):
     """
 
     capabilities = Capabilities(
-        filters=True, scores=True, extras=frozenset((ROUTES, SAMPLING_MASK)), shares_policy=True
+        filters=True,
+        scores=True,
+        extras=frozenset((ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS)),
+        shares_policy=True,
     )
 
     def __init__(self, *, max_rows: int = 512, canary: Canary | bool | None = True) -> None:
@@ -106,7 +109,11 @@ class TransformersEngine(Engine):
                     batch = [requests[place] for place in chosen]
                     max_tokens = max(request.sampling.max_new_tokens for request in batch)
                     extras = DecodeExtras(
-                        len(batch), max_tokens, take_routes=take_routes, with_mask=SAMPLING_MASK in self.extras
+                        len(batch),
+                        max_tokens,
+                        take_routes=take_routes,
+                        with_mask=SAMPLING_MASK in self.extras,
+                        top_tokens=self.top_logprobs if TOP_IDS in self.extras else 0,
                     )
                     decode = _Decode(model, self._tokenizer, batch, self.version, extras)
                     completions.update(zip(chosen, decode.run(logprobs=logprobs), strict=True))
@@ -304,6 +311,7 @@ class _Decode:
     def _sample(self, live: _Live, step: int) -> Tensor:
         """Sample a token for every row of the cache and store those of live rows."""
         scores, mask = self._filter(self._scores(live), live, step)
+        self.extras.add_top(live.rows, live.alive, scores, step)
         mass = in_units(scores.exp()).cumsum_(-1)  # in place: a vocabulary is large
         target = (self.uniforms[live.rows, step, None] * mass[:, -1:]).to(mass.dtype)
         target = torch.minimum(target, mass[:, -1:] - 1)  # of a product that was rounded up

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -51,7 +51,35 @@ def token_logprobs(
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask)  # pyright: ignore[reportReturnType]
+    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, None, None)[:2]  # pyright: ignore[reportIndexIssue]
+
+
+def token_logprobs_and_kl(
+    hidden: Float[Tensor, "A H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " A"],
+    *,
+    top_ids: Int[Tensor, "A K"],
+    top_logprobs: Float[Tensor, "A K"],
+    temperature: float = 1.0,
+    soft_cap: float | None = None,
+    sampling_mask: UInt8[Tensor, "A V8"] | None = None,
+) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"], Float[Tensor, " A"]]:
+    r"""Return :func:`token_logprobs`, and the KL of another distribution from this one.
+
+    .. math::
+        \operatorname{KL} = \sum_{v \in K} q_v \log \frac{q_v}{p_v} + (1 - Q) \log \frac{1 - Q}{1 - P}, \qquad
+        Q = \sum_{v \in K} q_v, \quad P = \sum_{v \in K} p_v
+
+    over the k likeliest tokens K of q and all others together, so it is at most the KL over the vocabulary, and equal
+    to it if K is the vocabulary. It is differentiable by p.
+
+    Args as for :func:`token_logprobs`, and:
+        top_ids: Likeliest tokens of q, different ones, [A, k].
+        top_logprobs: Their log-probabilities under q; -inf for impossible ones.
+    """
+    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, top_ids, top_logprobs)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -171,10 +199,13 @@ class _Head(torch.autograd.Function):
         temperature: float,
         soft_cap: float | None,
         sampling_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        top_ids: Tensor | None,
+        top_logprobs: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
+        other = None if top_ids is None or top_logprobs is None else _Other.of(top_ids, top_logprobs, logprobs)
         operand, (by_hidden, by_weight, by_bias, *_) = weight.to(_operand_dtype(hidden, weight)), ctx.needs_input_grad
-        frozen = by_hidden and not (by_weight or by_bias)
+        frozen = by_hidden and not (by_weight or by_bias) and other is None
         unit = torch.ones_like(logprobs) if frozen else None  # rates: d logprob / d hidden
         rates = hidden.new_empty(hidden.shape, dtype=operand.dtype) if frozen else None
         with torch.autocast(hidden.device.type, enabled=False):
@@ -187,27 +218,32 @@ class _Head(torch.autograd.Function):
                     shift = total.log()
                     normalizer[block] = largest[:, 0] + shift
                     logprobs[block] = scores.gather(1, targets[block, None])[:, 0] - shift
+                    if other is not None:
+                        other.compare(block, scores, weights, total)
                     entropy[block] = shift - weights.mul_(scores).sum(-1) / total
                     if unit is not None:
                         scores -= shift[:, None]
-                        _logit_gradient(scores, targets[block], unit[block], entropy[block], None, slope)
+                        _logit_gradient(scores, targets[block], unit[block], entropy[block], None)
+                        if slope is not None:
+                            scores *= slope
                 if rates is not None:
                     rates[part] = torch.mm(logits.to(operand.dtype), operand)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates)
+        saved = hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates
+        ctx.save_for_backward(*saved, *((None,) * len(_Other._fields) if other is None else other))
         ctx.temperature, ctx.soft_cap, ctx.operand_dtype = temperature, soft_cap, operand.dtype
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, None if other is None else other.kl
 
     @staticmethod
     @override
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates = ctx.saved_tensors
-        exact = exact_dtype(weight)
-        by_logprob, by_entropy = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)
+        hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates, *saved = ctx.saved_tensors
+        exact, other = exact_dtype(weight), _Other(*saved)
+        by_logprob, by_entropy, by_kl = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)
         slopes = torch.zeros_like(entropy) if by_logprob is None else by_logprob
         if rates is not None and by_entropy is None:
-            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 6
+            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 8
         operand = weight.to(ctx.operand_dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
@@ -218,7 +254,12 @@ class _Head(torch.autograd.Function):
                     slope = None if ctx.soft_cap is None else _cap_slope(scores, ctx.soft_cap / ctx.temperature)
                     scores -= normalizer[block, None]
                     by_spread = None if by_entropy is None else by_entropy[block]
-                    _logit_gradient(scores, targets[block], slopes[block], entropy[block], by_spread, slope)
+                    added = None if by_kl is None else other.logit_gradient(block, scores, by_kl[block])
+                    _logit_gradient(scores, targets[block], slopes[block], entropy[block], by_spread)
+                    if added is not None:
+                        scores += added
+                    if slope is not None:
+                        scores *= slope
                 grad = logits.to(operand.dtype)
                 grad_hidden[part] = _product(grad, operand, exact)
                 if grad_weight is not None:
@@ -229,8 +270,56 @@ class _Head(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 4,
+            *[None] * 6,
         )
+
+
+class _Other(NamedTuple):
+    """Another distribution before each target, and what its KL from the policy needs again in the backward.
+
+    Attributes:
+        ids: Its likeliest tokens, [A, k].
+        probabilities: Their probabilities.
+        kl: KL from the policy, [A].
+        rest: Probability of all other tokens; 0 if the policy has no other token.
+        tail: Probability of all other tokens under the policy, above 0.
+    """
+
+    ids: Tensor
+    probabilities: Tensor
+    kl: Tensor
+    rest: Tensor
+    tail: Tensor
+
+    @staticmethod
+    def of(ids: Tensor, logprobs: Tensor, like: Tensor) -> "_Other":
+        """Return the distribution of some tokens; the tensors of the comparison have the dtype of ``like``."""
+        probabilities = logprobs.to(like.dtype).exp()
+        rest = (1 - probabilities.sum(-1)).clamp(min=0)
+        return _Other(ids.long(), probabilities, torch.zeros_like(like), rest, torch.ones_like(like))
+
+    def compare(self, block: slice, scores: Tensor, weights: Tensor, total: Tensor) -> None:
+        """Compute the KL of some tokens from logits, their exponentials and the sums of these."""
+        ids, probabilities = self.ids[block], self.probabilities[block]
+        tail = weights.scatter(1, ids, 0.0).sum(-1) / total
+        rest = torch.where(tail > 0, self.rest[block], 0.0)
+        tail = torch.where(tail > 0, tail, 1.0)
+        own = scores.gather(1, ids) - total.log()[:, None]
+        of_top = torch.special.xlogy(probabilities, probabilities) - probabilities * own
+        self.rest[block], self.tail[block] = rest, tail
+        self.kl[block] = of_top.sum(-1) + torch.special.xlogy(rest, rest / tail)
+
+    def logit_gradient(self, block: slice, scores: Tensor, by_kl: Tensor) -> Tensor:
+        """Return the gradient of the logits from the policy's log-probabilities of the vocabulary.
+
+        It is the policy minus the other distribution, in which all other tokens share the rest as under the policy.
+        """
+        ids, probabilities, rest = self.ids[block], self.probabilities[block], self.rest[block]
+        mass = probabilities.sum(-1) + rest
+        policy = scores.exp()
+        of_top = policy.gather(1, ids) * mass[:, None] - probabilities
+        policy *= (mass - rest / self.tail[block])[:, None]
+        return policy.scatter_(1, ids, of_top).mul_(by_kl[:, None])
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -288,17 +377,14 @@ def _logit_gradient(
     slopes: Tensor,
     entropy: Tensor,
     by_entropy: Tensor | None,
-    cap_slope: Tensor | None,
 ) -> None:
-    """Overwrite log-probabilities of the vocabulary with the gradient of the logits before the cap."""
+    """Overwrite log-probabilities of the vocabulary with the gradient of the capped logits."""
     if by_entropy is None:
         scores.exp_().mul_(-slopes[:, None])
     else:  # dH/dz = -p (log p + H)
         factor = (scores + entropy[:, None]).mul_(by_entropy[:, None]).add_(slopes[:, None])
         scores.exp_().mul_(factor).neg_()
     scores.scatter_add_(1, targets[:, None], slopes[:, None])
-    if cap_slope is not None:
-        scores *= cap_slope
 
 
 def _cap_slope(scores: Tensor, cap: float) -> Tensor:

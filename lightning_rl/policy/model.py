@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self, cast
 
@@ -15,7 +16,7 @@ from typing_extensions import override
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
 from lightning_rl.policy.expert_routes import modules_behind
-from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs
+from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs, token_logprobs_and_kl
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.text_model import backbone_of
@@ -36,6 +37,7 @@ class Outputs(NamedTuple):
     entropy: Float[Tensor, "b T"]
     values: Float[Tensor, "b T"] | None
     sum_pi_squared: Float[Tensor, "b T"] | None = None
+    rollout_kl: Float[Tensor, "b T"] | None = None
 
 
 class FiniteOutputs:
@@ -125,8 +127,9 @@ class PolicyModel(nn.Module):
         """Score the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
         states = _hidden_states(backbone_of(self.model), layout, self.attention)
         with BatchInvariance() if is_batch_invariant(self.model) else nullcontext():
-            logprobs, entropy = _score(self.model, states, layout, self.temperature)
+            logprobs, entropy, *kl = _score(self.model, states, layout, self.temperature)
         outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
+        outputs = outputs._replace(rollout_kl=layout.scatter(kl[0])) if kl else outputs
         if not squares:
             return outputs
         return outputs._replace(sum_pi_squared=layout.scatter(self._squares(states, layout)))
@@ -241,7 +244,7 @@ class Scorer:
     @torch.no_grad()
     def logprobs(self, layout: Layout) -> Float[Tensor, "b T"]:
         """Return the log-probabilities of the valid tokens, without gradient."""
-        return self.scoring(layout).logprobs
+        return self.scoring(replace(layout, top_ids=None, top_logprobs=None)).logprobs
 
 
 def _head_of(model: PreTrainedModel) -> nn.Linear:
@@ -257,16 +260,14 @@ def _hidden_states(backbone: nn.Module, layout: Layout, attention: str = AUTO) -
     return output.last_hidden_state.flatten(0, 1)
 
 
-def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
+def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: float) -> tuple[Tensor, ...]:
+    """Return log-probabilities, entropies and, where the engine's likeliest tokens are known, its KL."""
     head = _head_of(model)
-    return token_logprobs(
-        states[layout.source],
-        head.weight,
-        head.bias,
-        layout.targets,
-        sampling_mask=layout.sampling_mask,
-        **_logit_options(model, temperature),
-    )
+    inputs = states[layout.source], head.weight, head.bias, layout.targets
+    options = {"sampling_mask": layout.sampling_mask, **_logit_options(model, temperature)}
+    if layout.top_ids is None or layout.top_logprobs is None:
+        return token_logprobs(*inputs, **options)
+    return token_logprobs_and_kl(*inputs, top_ids=layout.top_ids, top_logprobs=layout.top_logprobs, **options)
 
 
 def unscaled_logits(model: PreTrainedModel, hidden: Float[Tensor, "A H"]) -> Float[Tensor, "A V"]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int, Shaped, UInt8
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
-from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout, context_starts
+from lightning_rl.rollout import SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, TURNS, Rollout, context_starts
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
@@ -52,6 +52,8 @@ class Layout:
     shape: tuple[int, int]  # [b, T] of the rows
     shared: Shared | None = None  # None if sequences share no inputs
     sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that passed the filters
+    top_ids: Int[Tensor, "A K"] | None = None  # likeliest tokens of the engine
+    top_logprobs: Float[Tensor, "A K"] | None = None
 
     def to(self, device: torch.device | str) -> "Layout":
         """Move every tensor to ``device``."""
@@ -116,7 +118,11 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
         shape=(len(rows), rows.width),
         shared=shared,
-        sampling_mask=rows.token_extras[SAMPLING_MASK][row, column] if SAMPLING_MASK in rows.token_extras else None,
+        **{
+            name: rows.token_extras[name][row, column]
+            for name in (SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS)
+            if name in rows.token_extras
+        },
     )
 
 

@@ -114,7 +114,14 @@ def _replay_step(
     gradient = accumulate_gradient(
         replayed.rollout,
         plan.step(number),
-        from_table(Outputs(table, entropy, recording.of_step(number, "values"))),
+        from_table(
+            Outputs(
+                table,
+                entropy,
+                recording.of_step(number, "values"),
+                rollout_kl=recording.of_step(number, "rollout_kl"),
+            )
+        ),
         algorithm,
         backward=lambda loss: (loss * scale).backward() if loss.requires_grad else None,
         collectives=collectives,

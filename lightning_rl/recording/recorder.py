@@ -217,6 +217,7 @@ class _Draft:
             view = microbatch.view.sanitize()
             values = {"logprobs": view.logprobs, "entropy": view.entropy, "gradient": microbatch.gradient}
             values |= {} if view.current_values is None else {"values": view.current_values}
+            values |= {} if view.rollout_kl is None else {"rollout_kl": view.rollout_kl}
             rows = (view.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)[view.real]
             for name, tensor in values.items() if len(rows) else ():
                 empty = torch.zeros(self.rollout.response_ids.shape, dtype=tensor.dtype)

@@ -40,6 +40,7 @@ from lightning_rl.callbacks import (
     RewardNormalization,
     RolloutKL,
     RouterReplay,
+    ScoreCentering,
     SequenceRatioMask,
     StopProperly,
     TeacherKL,
@@ -89,6 +90,7 @@ EXAMPLES: list[RLCallback] = [
     EntropyBonus(0.1, target=0.5),
     RewardNormalization("group", "none"),
     RouterReplay(),
+    ScoreCentering(),
 ]
 # decide by finish reason, length, reward and entropy, not by policies
 CHANGES_ON_POLICY = (
@@ -123,7 +125,8 @@ def loss_of(correction: RLCallback) -> PolicyLoss:
 def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> LossView:
     """Return the view of the objective after the policy has moved away from the old one.
 
-    Its entropy is above 0, and carries gradient if one of the callbacks trains it.
+    Its entropy is above 0, and carries gradient if one of the callbacks trains it. The engine's KL is that of two
+    normal distributions with these means.
     """
     position = torch.arange(rollout.width, dtype=torch.float64)
     noise = torch.sin(3.0 * rollout.sample_ids[:, None] + 5.0 * position)  # independent of other rows
@@ -132,7 +135,8 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
     trained = any(callback.trains_entropy for callback in callbacks)
     missing = [one for one in callbacks if one.provides and not _has_fields_of(rollout, one)]
     rollout = Corrections([one for one in missing if "provide" in one.contributes]).provide(rollout)
-    return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach())
+    kl = (moved - rollout.require("rollout_logprobs")).square() / 2
+    return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach(), rollout_kl=kl)
 
 
 def _has_fields_of(rollout: Rollout, callback: RLCallback) -> bool:
@@ -252,7 +256,7 @@ def test_none_waits_for_an_accelerator_between_microbatches() -> None:
     leaf = torch.zeros(rollout.response_ids.shape, device="meta", dtype=torch.float64, requires_grad=True)
 
     def table(microbatch: Microbatch) -> Outputs:
-        return from_table(Outputs(leaf * 1, leaf * 2, None))(microbatch)
+        return from_table(Outputs(leaf * 1, leaf * 2, None, rollout_kl=leaf * 3))(microbatch)
 
     first, rest, _ = reads_within(rollout.sanitize(), table, an_algorithm(corrections, loss=Reinforce()))
     assert first + rest == []

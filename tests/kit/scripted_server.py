@@ -153,7 +153,8 @@ class ScriptedServer:
         ends = [place for place, token in enumerate(tokens) if token in asked.get("stop_token_ids", ())]
         number = ends[0] + 1 if ends else len(tokens)
         tokens = tokens[:number]
-        content = [{"token_id": token, "logprob": -1.0 - token / 100} for token in tokens]
+        top = [{"token_id": token, "logprob": -0.5 - token} for token in range(asked.get("logprobs") or 1)]
+        content = [{"token_id": token, "logprob": -1.0 - token / 100, "top_logprobs": top} for token in tokens]
         return {
             "choices": [
                 {

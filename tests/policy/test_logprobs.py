@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_rl.policy import logprobs as head
-from lightning_rl.policy.logprobs import chunk_elements, exact_logits, sum_of_squares, token_logprobs
+from lightning_rl.policy.logprobs import (
+    chunk_elements,
+    exact_logits,
+    sum_of_squares,
+    token_logprobs,
+    token_logprobs_and_kl,
+)
 from lightning_rl.policy.sampling_mask import to_bits
 
 exactly = torch.testing.assert_close
@@ -454,3 +460,33 @@ def test_on_a_gpu_products_of_half_precision_give_float32() -> None:
         with exact_logits(layer):
             logits = layer(torch.zeros(2, 3, 8, dtype=torch.bfloat16, device="cuda"))
     assert logits.is_cuda and logits.dtype == torch.float32 and logits.shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("k", [1, 4, 10, 11])
+def test_the_kl_of_another_distribution_and_all_gradients(k: int, soft_cap: float | None) -> None:
+    """Over its k likeliest tokens and all others together, so at most that over the vocabulary."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (7, 5), (11, 5), (11,)
+    leaves = [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+    q = torch.randn(7, 11, generator=draw, dtype=torch.float64).log_softmax(-1)
+    top, ids = q.topk(k)
+    given: dict[str, Any] = {"top_ids": ids.int(), "top_logprobs": top, "temperature": 0.7, "soft_cap": soft_cap}
+    targets = torch.randint(11, (7,), generator=draw)
+
+    def scores(*leaves: Tensor) -> tuple[Tensor, ...]:
+        hidden, weight, bias = leaves
+        return token_logprobs_and_kl(hidden, weight, bias, targets, **given)
+
+    hidden, weight, bias = leaves
+    logits = hidden @ weight.t() + bias
+    p = ((logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap) / 0.7).log_softmax(-1)
+    rest, tail = 1 - top.exp().sum(-1), 1 - p.gather(1, ids).exp().sum(-1)
+    expected = (top.exp() * (top - p.gather(1, ids))).sum(-1) + (rest * (rest / tail).log() if k < 11 else 0.0)
+    logprobs, entropy, kl = scores(*leaves)
+    torch.testing.assert_close(kl, expected)
+    assert (kl <= (q.exp() * (q - p)).sum(-1) + 1e-12).all()
+    plain = token_logprobs(hidden, weight, bias, targets, temperature=0.7, soft_cap=soft_cap)
+    assert torch.equal(logprobs, plain[0]) and torch.equal(entropy, plain[1])
+    assert torch.autograd.gradcheck(scores, leaves)
+    assert torch.autograd.gradcheck(scores, [hidden, weight.detach(), bias.detach()])  # a head under adapters

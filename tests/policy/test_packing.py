@@ -89,7 +89,7 @@ def differentiated(policy: PolicyModel, logprobs: Tensor, entropy: Tensor, value
 
 
 def together(policy: PolicyModel, rows: Rollout, *, packed: bool) -> Scored:
-    logprobs, entropy, values, _ = policy(pack(rows, packed=packed))
+    logprobs, entropy, values, *_ = policy(pack(rows, packed=packed))
     return differentiated(policy, logprobs, entropy, values)
 
 
@@ -271,7 +271,7 @@ def test_a_valid_token_in_the_padding_is_refused(packed: bool) -> None:
 @forms
 def test_positions_outside_of_the_valid_tokens_are_zero(packed: bool) -> None:
     rows = rows_with_everything()
-    logprobs, entropy, values, _ = policy_of(tiny_model("qwen2"), packed=packed)(pack(rows, packed=packed))
+    logprobs, entropy, values, *_ = policy_of(tiny_model("qwen2"), packed=packed)(pack(rows, packed=packed))
     for tensor in (logprobs, entropy, values):
         assert not tensor[~rows.valid_tokens].any() and tensor[rows.valid_tokens].all()
 

@@ -84,6 +84,7 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         logprobs=old + noise(0.25),
         entropy=noise().abs(),
         current_values=noise(0.5),
+        rollout_kl=noise(0.1).abs(),
     )
 
 

@@ -19,15 +19,15 @@ from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.selection import GlobalConcat, local_values
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 
-LEAVES = ("logprobs", "entropy", "current_values")
+LEAVES = ("logprobs", "entropy", "current_values", "rollout_kl")
 Cut = Sequence[Sequence[int]]
 
 
 class Found(NamedTuple):
-    """Result of one optimizer step, with gradients of log-probabilities, entropy and values."""
+    """Result of one optimizer step, with gradients of log-probabilities, entropy, values and the engine's KL."""
 
     loss: Tensor
-    gradients: tuple[Tensor, Tensor, Tensor]
+    gradients: tuple[Tensor, ...]
     parts: dict[str, Tensor]
     metrics: dict[str, Tensor]  # moments, merged over the microbatches
 
@@ -81,7 +81,7 @@ def evaluate(
     metrics = {
         name: merge_moments(torch.stack([part.stats[name].moments for part in found])) for name in found[0].stats
     }
-    return Found(total.detach(), (gradients[0], gradients[1], gradients[2]), parts, metrics)
+    return Found(total.detach(), gradients, parts, metrics)
 
 
 def provided(view: LossView, *callbacks: RLCallback) -> LossView:

@@ -107,11 +107,20 @@ def correction_examples() -> list[RLCallback]:
 
 
 CORRECTIONS = correction_examples()
+FOLLOWS = "rollout_kl"
+"""What a term reads that is no distance by itself: it is weighed with the derivative of the policy loss."""
 
 
 def corrections_with(*methods: str) -> list[RLCallback]:
     """The examples that offer one of some contribution methods."""
     return [correction for correction in CORRECTIONS if correction.contributes & set(methods)]
+
+
+def leaf_of(correction: RLCallback) -> str:
+    """The output of the policy through which a loss term trains."""
+    return (
+        "entropy" if correction.trains_entropy else "rollout_kl" if FOLLOWS in correction.reads_at_loss else "logprobs"
+    )
 
 
 def name_of(correction: RLCallback) -> str:

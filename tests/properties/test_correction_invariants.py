@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from kit.support import callback_of
 from torch import Tensor
 
-from lightning_rl import LossTerm, LossView, RLCallback, ValueLoss
+from lightning_rl import ClippedSurrogate, LossTerm, LossView, RLCallback, ValueLoss
 from lightning_rl.callbacks import LinearLengthPenalty
 from lightning_rl.signal.reductions import REDUCTIONS
 from properties.batches import WITNESS, disturbed, few, inserted, joined, shuffled_tokens, some, views, without_columns
 from properties.evaluation import agree, evaluate, provided, same, tensor_versions
-from properties.exports import CORRECTIONS, corrections_with, name_of
+from properties.exports import CORRECTIONS, FOLLOWS, corrections_with, name_of
 
 # With context= or turns=, LinearLengthPenalty counts masked tokens by its definition.
 INSERTABLE = [LinearLengthPenalty(0.25) if isinstance(c, LinearLengthPenalty) else c for c in CORRECTIONS]
@@ -26,11 +26,14 @@ REJECTING = ("sequence_mask", "token_mask")
 each = pytest.mark.parametrize("correction", CORRECTIONS, ids=name_of)
 each_at_loss = pytest.mark.parametrize("correction", corrections_with(*AT_LOSS), ids=name_of)
 each_rejecting = pytest.mark.parametrize("correction", corrections_with(*REJECTING), ids=name_of)
-each_term = pytest.mark.parametrize("correction", corrections_with("loss_term"), ids=name_of)
+FOLLOWING = [term for term in corrections_with("loss_term") if FOLLOWS in term.reads_at_loss]
+each_own_term = pytest.mark.parametrize(
+    "correction", [term for term in corrections_with("loss_term") if term not in FOLLOWING], ids=name_of
+)
 TRUST_REGIONS = [
     term
     for term in corrections_with("loss_term")
-    if not (term.trains_entropy or term.chooses_rows or getattr(term, "unbiased", False))
+    if not (term.trains_entropy or term.chooses_rows or getattr(term, "unbiased", False) or term in FOLLOWING)
 ]
 """Terms that are a distance; one weighed with the current policy has the gradient of the KL itself, which fades."""
 REJECT = callback_of("aaa", sequence_mask=lambda view: view.sample_ids % 2 == 0)
@@ -174,7 +177,7 @@ def test_i_23_rows_without_a_token_add_nothing_and_break_nothing(correction: RLC
     assert found.loss == 0 and not any(gradient.any() for gradient in found.gradients)
 
 
-@each_term
+@each_own_term
 @given(view=views())
 @some
 def test_i_28_the_total_is_linear_in_each_coefficient_with_the_logged_part_as_slope(
@@ -195,12 +198,25 @@ def test_i_28_the_total_is_linear_in_each_coefficient_with_the_logged_part_as_sl
     agree(more - less, parts["loss/value"])
 
 
-@each_term
+@each_own_term
 def test_i_10b_each_term_by_itself_has_a_gradient(correction: RLCallback) -> None:
     mute = WITNESS.replace(advantages=torch.zeros_like(WITNESS.logprobs))
     found = evaluate(mute, callbacks=[correction], entropy_coef=0.0, value_loss=ValueLoss(coef=0.0))
     assert any(gradient[mute.valid_tokens].any() for gradient in found.gradients)
     assert found.parts[f"{correction.name}/loss"] != 0
+
+
+@pytest.mark.parametrize("correction", FOLLOWING, ids=name_of)
+@given(view=views())
+@some
+def test_i_28_a_term_that_follows_the_policy_loss_has_its_slope_at_each_token(
+    correction: RLCallback, view: LossView
+) -> None:
+    """With the masks and weights of the others."""
+    beside = [correction, REJECT, callback_of("bbb", token_weight=lambda view: 0.5 + view.require("values").abs())]
+    found = evaluate(view, loss=ClippedSurrogate(), callbacks=beside, entropy_coef=0.0, value_loss=ValueLoss(coef=0.0))
+    agree(found.gradients[3], found.gradients[0])
+    agree(found.parts[f"{correction.name}/loss"], (found.gradients[0] * view.require("rollout_kl")).sum())
 
 
 @pytest.mark.parametrize("correction", TRUST_REGIONS, ids=name_of)

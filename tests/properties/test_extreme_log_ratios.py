@@ -93,13 +93,13 @@ def factor_of(correction: RLCallback, view: LossView) -> Tensor:
 def test_what_else_corrections_contribute_is_finite(correction: RLCallback, lowered: str) -> None:
     for gap in GAPS[:3]:
         view = provided(rows(lowered, gap, tokens=6), correction)
-        leaves = [view.require(name).detach().requires_grad_() for name in ("logprobs", "entropy")]
-        view = view.replace(logprobs=leaves[0], entropy=leaves[1])
+        leaves = [view.require(name).detach().requires_grad_() for name in ("logprobs", "entropy", "rollout_kl")]
+        view = view.replace(logprobs=leaves[0], entropy=leaves[1], rollout_kl=leaves[2])
         for method in sorted(correction.contributes & {"loss_term", "token_reward", "provide"}):
             given = getattr(correction, method)(view)
             if isinstance(given, LossTerm):
                 slopes = torch.autograd.grad(given.per_token.sum(), leaves, allow_unused=True, materialize_grads=True)
-                given = {"term": given.per_token, "slope": slopes[0], "entropy": slopes[1]}
+                given = {"term": given.per_token, "slope": slopes[0], "entropy": slopes[1], "kl": slopes[2]}
             tensors = [given] if isinstance(given, Tensor) else given.values()
             assert all(tensor.isfinite().all() for tensor in tensors), (method, gap)
 

@@ -17,8 +17,8 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.signal.importance_ratios import sequence_ratio
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from properties.batches import WITNESS
-from properties.evaluation import evaluate, prepared_view, provided
-from properties.exports import CORRECTIONS, LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, name_of
+from properties.evaluation import LEAVES, evaluate, prepared_view, provided
+from properties.exports import CORRECTIONS, LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, leaf_of, name_of
 
 Function = Callable[[Tensor], Tensor]
 STEP, NEAR, ACCURACY = 1e-5, 1e-4, 1e-6
@@ -142,7 +142,7 @@ def test_i_10b_gradient_of_every_loss(name: str) -> None:
 
 @pytest.mark.parametrize("correction", corrections_with("loss_term"), ids=name_of)
 def test_i_10b_gradient_of_every_loss_term(correction: RLCallback) -> None:
-    field, view = "entropy" if correction.trains_entropy else "logprobs", provided(VIEW, correction)
+    field, view = leaf_of(correction), provided(VIEW, correction)
 
     def value(leaf: Tensor) -> Tensor:
         return total(correction.loss_term(view.replace(**{field: leaf})).per_token)
@@ -194,9 +194,10 @@ def test_i_10b_gradient_of_the_value_loss(loss: Callable[..., Tensor]) -> None:
     check(lambda point: slope(value, point), lambda _: value, VIEW.require("current_values"))
 
 
-@pytest.mark.parametrize("field", ["logprobs", "entropy", "current_values"])
+@pytest.mark.parametrize("field", LEAVES)
 def test_i_10b_gradient_of_the_whole_objective(field: str) -> None:
     terms = [one for one in corrections_with("loss_term") if "token_reward" not in one.contributes]
+    terms = [one for one in terms if field == "rollout_kl" or leaf_of(one) != "rollout_kl"]  # its factor is held fixed
     unique = list({correction.name: correction for correction in terms}.values())
 
     def value(leaf: Tensor) -> Tensor:
@@ -205,7 +206,7 @@ def test_i_10b_gradient_of_the_whole_objective(field: str) -> None:
 
     def analytic(point: Tensor) -> Tensor:
         found = evaluate(VIEW.replace(**{field: point}), callbacks=unique, loss=LOSS_EXAMPLES["ppo"])
-        return found.gradients[("logprobs", "entropy", "current_values").index(field)]
+        return found.gradients[LEAVES.index(field)]
 
     start = VIEW.require(field)
     ours, theirs = analytic(start), central(value, start)

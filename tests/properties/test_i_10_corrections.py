@@ -31,6 +31,7 @@ from lightning_rl.callbacks import (
     RewardNormalization,
     RolloutKL,
     RouterReplay,
+    ScoreCentering,
     SequenceRatioMask,
     StopProperly,
     TeacherKL,
@@ -82,6 +83,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
         "unbiased": (True, False), "epsilon": (1e-6, 0.1), "clip": (INF, 0.5),
     },
     RouterReplay: {},
+    ScoreCentering: {"k": (32, None)},
 }  # fmt: skip
 OFF: dict[type, list[RLCallback]] = {
     OPSM: [OPSM(INF), OPSM(INF, against="rollout")],
@@ -103,7 +105,7 @@ OFF: dict[type, list[RLCallback]] = {
     EntropyBonus: [EntropyBonus(0.0)],
     RewardNormalization: [RewardNormalization("none", "none")],
 }
-WITHOUT_OFF_VALUE = {NoEOSMask, DynamicSampling, RouterReplay}  # act, filter and replay always
+WITHOUT_OFF_VALUE = {NoEOSMask, DynamicSampling, RouterReplay, ScoreCentering}  # act, filter, replay, center always
 
 
 def outcome(correction: RLCallback) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def outcome(correction: RLCallback) -> dict[str, Any]:
     return {
         "kept": kept, "advantages": signalled.require("advantages"), "loss": found.loss, "gradient": found.gradients,
         "metrics": {**found.metrics, **stats}, "rounds": correction.max_rounds, "offers": correction.contributes,
-        "parts": found.parts,
+        "parts": found.parts, "asks of the engine": (correction.records, getattr(correction, "k", None)),
     }  # fmt: skip
 
 

@@ -17,13 +17,13 @@ from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 from properties.batches import KINDS, WITNESS, few, rows, shuffled_tokens, some, view_of_rows, views
 from properties.evaluation import agree, evaluate, prepared_view, provided
-from properties.exports import LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, name_of
+from properties.exports import LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, leaf_of, name_of
 
 each = pytest.mark.parametrize("name", LOSS_EXAMPLES)
 DIVERGENCES = [
     correction
     for correction in corrections_with("loss_term")
-    if not (correction.trains_entropy or correction.chooses_rows)
+    if leaf_of(correction) == "logprobs" and not correction.chooses_rows
 ]
 PLACED = ("clip_cov", "clip_cov-some")  # draw tokens by sample and position
 

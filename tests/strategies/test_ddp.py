@@ -26,6 +26,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    ScoreCentering,
     StopProperly,
     TruncatedIS,
 )
@@ -40,12 +41,14 @@ CORRECTIONS: dict[str, Any] = {
     ],
     "tokens of the batch": lambda: [TruncatedIS(cap=1.1, normalized=True), PositiveNLL(0.1), LinearLengthPenalty()],
     "rows of the batch": lambda: [TruncatedIS("sequence", cap=1.2, normalized=True), PositiveNLL(0.1), StopProperly()],
+    "centered": lambda: [NoEOSMask(), ScoreCentering(4)],
 }
 ADVANTAGES = {
     "fixed": "grpo",
     "adaptive": "reinforce_plus_plus",
     "tokens of the batch": "gpg",
     "rows of the batch": "gpg",
+    "centered": "grpo",
 }
 
 

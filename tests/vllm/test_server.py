@@ -29,6 +29,7 @@ from lightning_rl.callbacks import RolloutKL
 from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
 from lightning_rl.generation.vllm.server_client import Label, ServerClient
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 from lightning_rl.utils.http import Cancelled, Client
 
 
@@ -67,6 +68,22 @@ def test_samples_equal_those_of_the_engine_in_process(
         assert worst(model, requests, found) < 1e-4
     row = prompts_of(1, 60)[0]
     assert torch.equal(engine.score([row])[0], here.score([row])[0].float())
+
+
+def test_likeliest_tokens_are_those_of_the_sampled_distribution(engine: VLLMServerEngine) -> None:
+    model = MODEL()
+    engine.select_extras(frozenset((TOP_IDS, TOP_LOGPROBS)))
+    engine.top_logprobs = 4
+    requests = requests_for(prompts_of(4, 20), temperature=0.7)
+    for request, completion in zip(requests, synced(engine, model).generate(requests, logprobs=True), strict=True):
+        ids = torch.tensor([[*request.prefix_ids, *completion.token_ids]])
+        with torch.no_grad():
+            scores = (model(input_ids=ids).logits[0, len(request.prefix_ids) - 1 : -1] / 0.7).log_softmax(-1)
+        top, found = completion.token_extras[TOP_IDS].long(), completion.token_extras[TOP_LOGPROBS]
+        torch.testing.assert_close(scores.gather(1, top), found, atol=1e-4, rtol=0)
+        assert top.shape == (len(completion.token_ids), 4)
+        assert (top.sort(-1).values.diff() > 0).all()  # different ones
+        assert (found.sort(-1, descending=True).values[:, :3] > scores.topk(4).values[:, :3] - 1e-4).all()
 
 
 def test_conversations_equal_those_of_the_engine_in_process(

@@ -24,6 +24,7 @@ NAMES = {
         "ModelConfig.get_vocab_size()",
         "ModelConfig.max_model_len",
         "ModelConfig.logprobs_mode",
+        "ModelConfig.max_logprobs",
         "ModelConfig.generation_config",
         "ModelConfig.skip_tokenizer_init",
         "ModelConfig.return_sampling_mask",
@@ -44,7 +45,9 @@ NAMES = {
     ),
     "entrypoints/llm.py": ("LLM",),
     "entrypoints/openai/api_server.py": (),
+    "entrypoints/scale_out/token_in_token_out/protocol.py": ("GenerateLogProbsContent.top_logprobs",),
     "entrypoints/rl/online/api_router.py": ("pause_generation(mode, clear_cache)",),
+    "logprobs.py": ("FlatLogprobs.token_ids", "FlatLogprobs.logprobs"),
     "lora/request.py": ("LoRARequest.lora_name", "LoRARequest.lora_int_id", "LoRARequest.lora_path"),
     "model_executor/model_loader/reload/layerwise.py": (
         "get_layerwise_info(layer)",

@@ -44,7 +44,7 @@ def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
     if not algorithm.loss.prepares:
         dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, losses, views)] + dead
     for callback in algorithm.corrections.callbacks:
-        if not callback.state_dict():  # adaptive ones may be inactive for a while
+        if not callback.state_dict() and not callback.records:  # may be inactive for a while, or meant for the engine
             names = _dead_knobs(callback, _contributions, [groups, *views])
             dead += [(f"callback {callback.name}", name) for name in names]
     for culprit, name in dead:

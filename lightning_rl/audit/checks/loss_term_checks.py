@@ -26,8 +26,9 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
         return
     for term in evidence.contributions("loss_term"):
         view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitize()
-        leaf = view.entropy if term.callback.trains_entropy else view.logprobs
-        gradient = gradient_of(torch.where(view.valid_tokens, term(view).per_token, 0.0), leaf)
+        per_token, leaves = torch.where(view.valid_tokens, term(view).per_token, 0.0), [view.logprobs, view.rollout_kl]
+        leaves = [view.entropy] if term.callback.trains_entropy else [leaf for leaf in leaves if leaf is not None]
+        gradient = torch.stack([gradient_of(per_token, leaf).abs() for leaf in leaves]).sum(0)
         trained = view.valid_tokens
         if term.callback.chooses_rows:
             trained = trained & (gradient != 0).any(-1, keepdim=True)

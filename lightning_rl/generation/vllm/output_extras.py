@@ -1,7 +1,8 @@
-"""Expert routes and sampling masks of vLLM.
+"""Expert routes, sampling masks and likeliest tokens of vLLM.
 
-vLLM returns both (``enable_return_routed_experts``, ``return_sampling_mask``) with its second model runner, which
-needs Triton and so a GPU. On a CPU, hooks on the routers record routes, and masks are not available.
+vLLM returns the likeliest tokens with the log-probabilities. It returns the others (``enable_return_routed_experts``,
+``return_sampling_mask``) with its second model runner, which needs Triton and so a GPU. On a CPU, hooks on the routers
+record routes, and masks are not available.
 """
 
 from collections.abc import Mapping
@@ -9,39 +10,50 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int16, UInt8
+from jaxtyping import Float, Int16, Int32, UInt8
 from torch import Tensor, nn
 
 from lightning_rl.generation.vllm.internals import outer_name
 from lightning_rl.generation.vllm.vllm_sampling import bounded_parameters
 from lightning_rl.policy.expert_routes import routes_of
 from lightning_rl.policy.sampling_mask import to_bits
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS
 
 
 def available_extras() -> frozenset[str]:
     """Return the names of the extras that are available on this machine."""
-    return frozenset((ROUTES, SAMPLING_MASK) if torch.cuda.is_available() else (ROUTES,))
+    return frozenset((ROUTES, TOP_IDS, TOP_LOGPROBS, *((SAMPLING_MASK,) if torch.cuda.is_available() else ())))
 
 
-def options_for(names: frozenset[str]) -> dict[str, bool]:
-    """Return the options of ``vllm.LLM`` that enable these extras; none on a CPU."""
+def options_for(names: frozenset[str], top_logprobs: int | None = None) -> dict[str, Any]:
+    """Return the options of ``vllm.LLM`` that enable these extras; routes and masks need none on a CPU."""
     options = {ROUTES: "enable_return_routed_experts", SAMPLING_MASK: "return_sampling_mask"}
-    return {options[name]: True for name in sorted(names) if torch.cuda.is_available()}
+    enabled = {options[name]: True for name in sorted(names & options.keys()) if torch.cuda.is_available()}
+    return enabled | ({"max_logprobs": -1 if top_logprobs is None else top_logprobs} if TOP_IDS in names else {})
+
+
+def check_max_logprobs(options: Mapping[str, Any], names: frozenset[str], top_logprobs: int | None) -> None:
+    """Raise a ValueError if a user's ``max_logprobs`` forbids the likeliest tokens."""
+    most = options.get("max_logprobs", -1)
+    if TOP_IDS in names and most != -1 and (top_logprobs is None or most < top_logprobs):
+        needed = "-1 for the whole vocabulary" if top_logprobs is None else f"at least {top_logprobs}"
+        raise ValueError(f"expected max_logprobs of {needed}, got {most}: remove it, or record fewer likeliest tokens")
 
 
 class OutputExtras:
     """Extras of vLLM's outputs. ``llm`` has to be built with :func:`options_for` ``names``."""
 
-    def __init__(self, llm: Any, names: frozenset[str], vocabulary: int) -> None:
+    def __init__(self, llm: Any, names: frozenset[str], vocabulary: int, top_logprobs: int | None = None) -> None:
         self.names, self.vocabulary = names, vocabulary
+        self.top_logprobs = min(top_logprobs or vocabulary, vocabulary)
         listens = ROUTES in names and not torch.cuda.is_available()
         self._listener = RouteListener(llm) if listens else None
 
     @property
-    def sampling(self) -> dict[str, bool]:
+    def sampling(self) -> dict[str, Any]:
         """Additional sampling parameters: tokens from the prefix cache pass no router."""
-        return {} if self._listener is None else {"skip_reading_prefix_cache": True}
+        options: dict[str, Any] = {} if self._listener is None else {"skip_reading_prefix_cache": True}
+        return options | ({"logprobs": self.top_logprobs, "flat_logprobs": True} if TOP_IDS in self.names else {})
 
     def accept(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return sampling parameters in the form that an engine with these extras accepts."""
@@ -61,6 +73,8 @@ class OutputExtras:
             tokens[ROUTES], prompt[ROUTES] = torch.cat([routes[length:], last]), routes[:length].clone()
         if SAMPLING_MASK in self.names:
             tokens[SAMPLING_MASK] = mask_from(output, self.vocabulary)
+        if TOP_IDS in self.names:
+            tokens[TOP_IDS], tokens[TOP_LOGPROBS] = top_from(output, self.top_logprobs)
         return {"token_extras": tokens, "prompt_extras": prompt}
 
 
@@ -136,6 +150,25 @@ def mask_from(output: Any, vocabulary: int) -> UInt8[Tensor, "L V8"]:
     for place, ids in enumerate(sets):
         mask[place, ids] = True
     return to_bits(mask)
+
+
+def top_from(output: Any, number: int) -> tuple[Int32[Tensor, "L K"], Float[Tensor, "L K"]]:
+    """Return the likeliest tokens before each token of the response, and their log-probabilities.
+
+    vLLM returns the sampled token first and then these.
+
+    Raises:
+        RuntimeError: If some are missing.
+    """
+    row = output.outputs[0]
+    flat = row.logprobs
+    if len(flat.token_ids) != len(row.token_ids) * (1 + number):
+        raise RuntimeError(
+            f"expected {number} likeliest tokens of each of {len(row.token_ids)} tokens from vLLM, got "
+            f"{len(flat.token_ids)} in all"
+        )
+    ids, logprobs = (np.array(values).reshape(-1, 1 + number)[:, 1:] for values in (flat.token_ids, flat.logprobs))
+    return torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(logprobs.astype(np.float32))
 
 
 def _forward_length(output: Any) -> int:

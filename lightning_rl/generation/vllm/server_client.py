@@ -15,6 +15,7 @@ from lightning_rl.generation.vllm.vllm_sampling import FINISH
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import Description
 from lightning_rl.generation.weights.weight_stream import Shape
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 from lightning_rl.utils.http import LOOP, Client, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
@@ -64,6 +65,7 @@ class Sample:
     finish_reason: str  # as named by vLLM
     stop_reason: str | int | None  # stop string or id
     labels: tuple[Label, ...]  # of the weights of each token
+    token_extras: Mapping[str, Tensor]  # likeliest tokens; empty if not requested
 
 
 class ServerClient(Client):
@@ -203,11 +205,14 @@ class ServerClient(Client):
         with self._parsing():
             (choice,) = answer["choices"]
             tokens, logprobs, prompt_logprobs = tuple(choice["token_ids"]), None, torch.zeros(0)
+            extras = dict[str, Tensor]()
             if parameters.get("logprobs") is not None:
                 content = choice["logprobs"]["content"]
                 if tuple([entry["token_id"] for entry in content]) != tokens:
                     raise ValueError("log-probabilities of other tokens")
                 logprobs = _logprobs([entry["logprob"] for entry in content])
+                if number := parameters["logprobs"]:
+                    extras = _top_tokens([entry["top_logprobs"] for entry in content], number)
             if parameters.get("prompt_logprobs") is not None:
                 entries = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
                 prompt_logprobs = _logprobs([entry[str(token)]["logprob"] for token, entry in entries])
@@ -220,6 +225,7 @@ class ServerClient(Client):
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
                 labels=_labels(choice, len(tokens)),
+                token_extras=extras,
             )
 
     @contextmanager
@@ -255,6 +261,14 @@ def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:
     if len(labels) != tokens:
         raise ValueError(f"labels of {len(labels)} tokens for {tokens}")
     return tuple(labels)
+
+
+def _top_tokens(lists: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict[str, Tensor]:
+    """Return the likeliest tokens before each token; vLLM replaces the last of them by a sampled one that is rarer."""
+    shape = len(lists), number
+    ids = torch.tensor([entry["token_id"] for entries in lists for entry in entries], dtype=torch.int32)
+    logprobs = torch.tensor([entry["logprob"] for entries in lists for entry in entries], dtype=torch.float32)
+    return {TOP_IDS: ids.view(shape), TOP_LOGPROBS: logprobs.view(shape)}
 
 
 def _logprobs(values: Sequence[float]) -> Tensor:

@@ -34,6 +34,7 @@ from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.text_model import check_text_only
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.http import read_url
 
@@ -70,7 +71,13 @@ class VLLMServerEngine(Engine):
         ValueError: If an argument is out of range, or a server on another machine has no storage to load from.
     """
 
-    capabilities = Capabilities(filters=True, scores=True, syncs_while_generating=True, concurrent=True)
+    capabilities = Capabilities(
+        filters=True,
+        scores=True,
+        extras=frozenset((TOP_IDS, TOP_LOGPROBS)),
+        syncs_while_generating=True,
+        concurrent=True,
+    )
     holds_copy = True
 
     def __init__(
@@ -269,6 +276,9 @@ class VLLMServerEngine(Engine):
     async def _complete(self, request: Request, seat: Seat, oldest: int, *, logprobs: bool) -> Completion:
         """Return the completion of a request, from weights of push ``oldest`` or later."""
         parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
+        if TOP_IDS in self.extras:
+            vocabulary = self._limits().vocabulary
+            parameters["logprobs"] = min(self.top_logprobs or vocabulary, vocabulary)
         sample = await self._running().ask(
             request.prefix_ids, parameters, name=name, oldest=oldest, seat=seat, rank=request.rollout
         )
@@ -279,6 +289,7 @@ class VLLMServerEngine(Engine):
             finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
             version=versions[0],
             versions=None if len(set(versions)) == 1 else versions,
+            token_extras=sample.token_extras,
         )
 
     @override

@@ -32,7 +32,12 @@ from lightning_rl.generation.engine import (
 )
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.lora_adapter import Adapter
-from lightning_rl.generation.vllm.output_extras import OutputExtras, available_extras, options_for
+from lightning_rl.generation.vllm.output_extras import (
+    OutputExtras,
+    available_extras,
+    check_max_logprobs,
+    options_for,
+)
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm
 from lightning_rl.generation.weights import weight_stream
@@ -185,7 +190,7 @@ class VLLMEngine(Engine):
         """
         check_text_only(model, "VLLMEngine")
         check_device(device, self._executor)
-        purpose = weakref.ref(model), tokenizer, device, dtype, self.extras
+        purpose = weakref.ref(model), tokenizer, device, dtype, self.extras, self.top_logprobs
         if self._llm is None or self._purpose != purpose:
             self.close()
             for other in [engine for engine in RUNNING if engine._asleep]:  # noqa: SLF001
@@ -235,7 +240,8 @@ class VLLMEngine(Engine):
         self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
         (self._plan,) = self._llm.apply_model(partial(internals.plan_of, self._llm.llm_engine.vllm_config))
         (self._model,) = self._llm.apply_model(lambda model: model)
-        self._extras = OutputExtras(self._llm, self.extras, vocabulary) if self.extras else None
+        extras = self._llm, self.extras, vocabulary, self.top_logprobs
+        self._extras = OutputExtras(*extras) if self.extras else None
 
     def _llm_options(self, model: PreTrainedModel) -> dict[str, Any]:
         options: dict[str, Any] = {"enable_prefix_caching": True, "disable_log_stats": True, "seed": 0}
@@ -250,7 +256,10 @@ class VLLMEngine(Engine):
             options["enable_prefix_caching"] = not carries_state(model)  # vLLM caches states at block ends only
         if self._executor is not None:
             options["distributed_executor_backend"] = self._executor
-        options |= options_for(self.extras) | (self._adapter.options if self._adapter is not None else {})
+        check_max_logprobs(self.options, self.extras, self.top_logprobs)
+        options |= options_for(self.extras, self.top_logprobs) | (
+            self._adapter.options if self._adapter is not None else {}
+        )
         return {**options, **self.options, **FIXED}
 
     @override
@@ -315,6 +324,8 @@ class VLLMEngine(Engine):
             raise EngineError(f"expected vLLM to answer sample {request.sample_id}, got an answer to another prompt")
         row = output.outputs[0]
         scores = torch.from_numpy(np.array(row.logprobs.logprobs, np.float32)) if logprobs else None
+        if scores is not None and len(row.token_ids):
+            scores = scores[:: len(scores) // len(row.token_ids)]  # the likeliest tokens follow each sampled one
         return Completion(
             token_ids=tuple(row.token_ids),
             logprobs=scores,

@@ -1,5 +1,6 @@
 """Conversion of routes and sampling masks from outputs laid out as vLLM's."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ from kit.engine_requests import request_of
 from lightning_rl.generation.vllm.output_extras import (
     OutputExtras,
     available_extras,
+    check_max_logprobs,
     mask_from,
     options_for,
     routes_from,
 )
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, parameters_of
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS
 
 
 def an_output(routes: Any = None, kept: list[list[int]] | None = None) -> Any:
@@ -79,12 +81,33 @@ def test_kept_tokens_become_bits() -> None:
             mask_from(an_output(kept=given), 10)
 
 
+def test_likeliest_tokens_follow_the_sampled_one() -> None:
+    both = frozenset((TOP_IDS, TOP_LOGPROBS))
+    output = an_output()
+    output.outputs[0].logprobs = SimpleNamespace(
+        token_ids=[4, 7, 4, 5, 5, 6], logprobs=[-1.0, -0.5, -1.0, -0.1, -0.1, -math.inf]
+    )
+    extras = OutputExtras(None, both, 10, 2)
+    found = extras.of(output)["token_extras"]
+    assert found[TOP_IDS].tolist() == [[7, 4], [5, 6]] and found[TOP_IDS].dtype == torch.int32
+    assert found[TOP_LOGPROBS].tolist() == [[-0.5, -1.0], [pytest.approx(-0.1), -math.inf]]
+    assert extras.sampling == {"logprobs": 2, "flat_logprobs": True} and options_for(both, 2) == {"max_logprobs": 2}
+    assert OutputExtras(None, both, 10).sampling["logprobs"] == 10 and options_for(both) == {"max_logprobs": -1}
+    with pytest.raises(RuntimeError, match="expected 3 likeliest tokens of each of 2 tokens from vLLM, got 6 in all"):
+        OutputExtras(None, both, 10, 3).of(output)
+    check_max_logprobs({}, both, None)
+    check_max_logprobs({"max_logprobs": 5}, frozenset(), 8)
+    for top, most, needed in ((8, 5, "at least 8, got 5"), (None, 20, "-1 for the whole vocabulary, got 20")):
+        with pytest.raises(ValueError, match=f"expected max_logprobs of {needed}: remove it"):
+            check_max_logprobs({"max_logprobs": most}, both, top)
+
+
 def test_on_a_gpu_vllm_is_asked_for_what_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = frozenset((ROUTES, SAMPLING_MASK))
+    both, top = frozenset((ROUTES, SAMPLING_MASK)), {TOP_IDS, TOP_LOGPROBS}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_extras() == {ROUTES} and options_for(both) == {}
+    assert available_extras() == {ROUTES, *top} and options_for(both) == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert available_extras() == both
+    assert available_extras() == both | top
     assert options_for(both) == {"enable_return_routed_experts": True, "return_sampling_mask": True}
     extras = OutputExtras(None, both, 10)
     found = extras.of(an_output(np.ones((4, 2, 3), np.uint8), [[4], [5, 6]]))

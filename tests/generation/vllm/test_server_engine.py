@@ -14,6 +14,7 @@ from kit.scripted_server import VOCABULARY, Answer, ScriptedServer, servers
 from lightning_rl import EngineError, FinishReason, VLLMServerEngine
 from lightning_rl.generation import EngineState, Request
 from lightning_rl.generation.vllm.server_client import Label
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 
 
 def requests(number: int, **options: Any) -> list[Request]:
@@ -55,6 +56,18 @@ def test_requests_carry_the_key_and_all_parameters_and_completions_are_in_order(
         "logprobs": 0,
     }
     assert engine.generate([]) == [] and engine.generate(asked[:1])[0].logprobs is None
+    engine.close()
+
+
+@pytest.mark.parametrize(("k", "number"), [(3, 3), (None, VOCABULARY)])
+def test_likeliest_tokens_come_with_each_token(one: ScriptedServer, k: int | None, number: int) -> None:
+    engine = an_engine(one)
+    engine.select_extras(frozenset((TOP_IDS, TOP_LOGPROBS)))
+    engine.top_logprobs = k
+    (completion,) = engine.generate(requests(1), logprobs=True)
+    assert one.requests[0]["sampling_params"]["logprobs"] == number and len(completion.token_ids) == 4
+    assert completion.token_extras[TOP_IDS].tolist() == [list(range(number))] * 4
+    assert torch.equal(completion.token_extras[TOP_LOGPROBS], -0.5 - completion.token_extras[TOP_IDS])
     engine.close()
 
 
