@@ -42,6 +42,7 @@ BENCHMARKS = (
     Benchmark("filters"),
     Benchmark("audit"),
     Benchmark("fixed_costs"),
+    Benchmark("consistency", "--rollouts 6 --rounds 1"),
     Benchmark("weight_sync"),
     Benchmark("weight_streaming", "--vocabulary 512 --width 64 --layers 2 --inner 128"),
     Benchmark("weight_transfer", "--layers 1 --pushes 1", python=VLLM, needs=VLLM),

@@ -42,7 +42,7 @@ from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
-from lightning_rl.utils.inspection import stop_if_inspected
+from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, log_folder
 
@@ -121,7 +121,7 @@ class BaseModule(LightningModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         """Check the Trainer's flags before Lightning does, and add the library's callbacks that it does not have."""
-        stop_if_inspected(self)
+        refuse_inspection(self)
         setup_checks.check_flags(self.trainer)
         # First, since a checkpoint that another callback saves in on_train_batch_end has to contain what they record.
         for kind in (StopOnZeroGradient, StepMetrics):

@@ -96,7 +96,7 @@ def step_of(algorithm: Algorithm, device: torch.device | str) -> Numbers:
     values = leaf.detach() * 0.5
 
     def table(microbatch: Any) -> Outputs:
-        return from_table(Outputs(leaf * 1, leaf.square() + 0.1, values))(microbatch)
+        return from_table(Outputs(leaf * 1, leaf.square() + 0.1, values, rollout_kl=leaf.abs()))(microbatch)
 
     gradient = accumulate_gradient(rollout, plan.step(0), table, algorithm, backward=lambda loss: loss.backward())
     assert leaf.grad is not None

@@ -219,13 +219,13 @@ def _gelu_tanh(values: Tensor) -> Tensor:
 def _over_two_rows(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a reduction that computes a single row beside a copy of it."""
 
-    def reduced(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def reduce_two(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         last = (args[0] if args else kwargs.get("dim")) in (-1, (-1,), [-1])
         if not last or values.dim() < 2 or values.shape[:-1].numel() != 1:
             return reduce(values, *args, **kwargs)
         return reduce(torch.cat([values, values]), *args, **kwargs)[:1]
 
-    return reduced
+    return reduce_two
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
@@ -283,13 +283,13 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings return float32 under autocast
     if packed_sequences is not None:
-        return _packed(query, key, value, packed_sequences, scale, window), None
+        return _attend_packed_rows(query, key, value, packed_sequences, scale, window), None
     if query_positions is not None:
         return blocked_attention(query, key, value, query_positions, scale, window).transpose(1, 2), None
-    return _attend_padded(query, key, value, scale, window).transpose(1, 2), None
+    return _attend_rows(query, key, value, scale, window).transpose(1, 2), None
 
 
-def _packed(
+def _attend_packed_rows(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
     """Compute attention of packed sequences, for sequences of similar length together."""
@@ -300,7 +300,7 @@ def _packed(
     for index, valid in groups:
         place = index.to(query.device)
         q, k, v = (part[0][:, place].transpose(0, 1) for part in (query, key, value))
-        mixed.append(_attend_padded(q, k, v, scale, window).transpose(1, 2)[valid.to(query.device)])
+        mixed.append(_attend_rows(q, k, v, scale, window).transpose(1, 2)[valid.to(query.device)])
     whole = torch.cat(mixed).index_select(0, order.to(query.device))[None]
     return whole if sequences.shared is None else sequences.shared.gather(whole)
 
@@ -319,7 +319,7 @@ def _groups(lengths: tuple[int, ...]) -> tuple[list[tuple[Tensor, Tensor]], Tens
     return groups, torch.cat([index[valid] for index, valid in groups]).argsort()
 
 
-def _attend_padded(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """Compute attention of rows that begin with the first token of a sequence."""
     return _Attention.apply(query, key, value, scale, window)  # pyright: ignore[reportReturnType]
 

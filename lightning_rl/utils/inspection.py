@@ -39,7 +39,7 @@ def inspection() -> Iterator[None]:
             del os.environ[name]
 
 
-def stop_if_inspected(module: LightningModule) -> None:
+def refuse_inspection(module: LightningModule) -> None:
     """Raise :class:`StopRecipe` inside of an :func:`inspection`, before any setup."""
     if INSPECTED in os.environ:
         stop = StopRecipe(module)
