@@ -39,7 +39,7 @@ from lightning_rl.rollout import Rollout
 
 INVARIANT_ATTENTION = "lightning_rl_batch_invariant"
 ROWS = 64  # of a product of a linear layer
-QUERIES, KEYS = 8, 32
+QUERIES, KEYS = 8, 32  # of a product of attention; KEYS is a multiple of the width of a vector
 ACTIVATIONS = (nn.SiLU.__module__, "transformers.activations")
 MASKED = -1e30  # score of a masked key: finite, so that a row without any key is finite
 
