@@ -115,7 +115,7 @@ class TransformersEngine(Engine):
                         with_mask=SAMPLING_MASK in self.extras,
                         top_tokens=self.top_logprobs if TOP_IDS in self.extras else 0,
                     )
-                    decode = _Decode(model, self._tokenizer, batch, self.version, extras)
+                    decode = _decode_of(model)(model, self._tokenizer, batch, self.version, extras)
                     completions.update(zip(chosen, decode.run(logprobs=logprobs), strict=True))
         finally:
             model.train(training)
@@ -130,7 +130,8 @@ class TransformersEngine(Engine):
         sampling = SamplingParams(max_new_tokens=3, temperature=1.0, eos_token_ids=())
         prompts = [(1,), (2, 3, 1, 2), (1,), (3, 1)]
         requests = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
-        decode = _Decode(model, None, requests, 0, DecodeExtras(len(requests), 3, take_routes=None, with_mask=False))
+        extras = DecodeExtras(len(requests), 3, take_routes=None, with_mask=False)
+        decode = _decode_of(model)(model, None, requests, 0, extras)
         with torch.autocast(model.device.type, enabled=False):  # whose rounding hides a wrong state, or looks like one
             drawn = decode.run(logprobs=True)
             scores = self.score([[*ids, *one.token_ids] for ids, one in zip(prompts, drawn, strict=True)])
@@ -223,12 +224,8 @@ class _Decode:
         self.finish = torch.full_like(self.lengths, FinishReason.LENGTH)
         self.limits = torch.tensor([sampling.max_new_tokens for sampling in samplings], device=device)
         temperatures = [sampling.temperature for sampling in samplings]
-        self.invariant, self.longest = is_batch_invariant(model), max(len(request.prefix_ids) for request in requests)
-        divisors = [temperature or 1.0 for temperature in temperatures]
-        if self.invariant:  # whose logits are not scaled yet
-            divisors = [logit_divisor(model, temperature) for temperature in divisors]
-        divided = any(divisor != 1 for divisor in divisors)
-        self.temperatures = torch.tensor(divisors, dtype=exact, device=device) if divided else None
+        divisors = torch.tensor([self._divisor(temperature or 1.0) for temperature in temperatures], dtype=exact)
+        self.divisors = divisors.to(device) if (divisors != 1).any() else None
         greedy = torch.tensor([temperature == 0 for temperature in temperatures], device=device)
         self.greedy = greedy if 0 in temperatures else None
         self.uniforms = torch.stack([_uniforms(request, max_tokens, exact) for request in requests]).to(device)
@@ -262,28 +259,28 @@ class _Decode:
         ]
 
     def _prefill(self) -> _Live:
-        """Run each distinct prompt once, left-padded, and repeat its cache for each of its samples."""
+        """Run each distinct prompt once, and repeat its cache for each of its samples."""
         prompts = list(dict.fromkeys(request.prefix_ids for request in self.requests))
         place = {prompt: number for number, prompt in enumerate(prompts)}
-        width, device = max(map(len, prompts)), self.model.device
+        device = self.model.device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        cache = KVCache(self.model.config, width + self.tokens.shape[1], aligned=self.invariant)
-        if self.invariant:
-            mask, column = None, torch.arange(width, device=device)
-            ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=device)
-            real = (column < lengths[:, None]).long()
-            logits = self._invariant_forward(ids, column.expand(len(ids), -1), cache, width, lengths - 1)
-        else:
-            ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-            real = (torch.arange(width, device=device) >= width - lengths[:, None]).long()
-            mask = None if bool(real.all()) else real
-            logits = self._forward(ids, mask, (real.cumsum(-1) - 1).clamp(min=0), cache)
+        logits, real, cache = self._read_prompts(prompts, lengths)
+        mask = None if bool(real[:, 0].all()) else real.long()  # no padding on the left
         index = torch.tensor([place[request.prefix_ids] for request in self.requests], device=device)
-        self.extras.add_prompts(real.bool(), index)
+        self.extras.add_prompts(real, index)
         cache.take_rows(index)
         rows = torch.arange(len(self.requests), device=device)
         alive = torch.ones_like(rows, dtype=torch.bool)
         return _Live(rows, alive, cache, logits[index], None if mask is None else mask[index], lengths[index])
+
+    def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> tuple[Tensor, Tensor, KVCache]:
+        """Return the logits after each prompt, left-padded, a mask of real tokens, and their cache."""
+        width, device = max(map(len, prompts)), lengths.device
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        real = torch.arange(width, device=device) >= width - lengths[:, None]
+        cache = KVCache(self.model.config, width + self.tokens.shape[1])
+        mask = None if bool(real.all()) else real.long()
+        return self._forward(ids, mask, (real.long().cumsum(-1) - 1).clamp(min=0), cache), real, cache
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
         """Return the logits after the last token; the tokens are added to the cache."""
@@ -297,17 +294,6 @@ class _Decode:
         )
         return output.logits[:, -1]
 
-    def _invariant_forward(
-        self, ids: Tensor, positions: Tensor, cache: KVCache, width: int, last: Tensor | None = None
-    ) -> Tensor:
-        """Return the logits after a token of each row, by default its last one, as training computes them."""
-        cache.place(positions, width)
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "query_positions": positions}
-        states = backbone_of(self.model)(**inputs, use_cache=True, **{self.cache_argument: cache}).last_hidden_state
-        chosen = states[:, -1] if last is None else states[torch.arange(len(last), device=last.device), last]
-        with BatchInvariance():
-            return unscaled_logits(self.model, chosen)
-
     def _sample(self, live: _Live, step: int) -> Tensor:
         """Sample a token for every row of the cache and store those of live rows."""
         scores, mask = self._filter(self._scores(live), live, step)
@@ -320,12 +306,7 @@ class _Decode:
             chosen = torch.where(self.greedy[live.rows, None], live.logits.argmax(-1, keepdim=True), chosen)
         rows = live.rows[live.alive]
         self.tokens[rows, step] = chosen[live.alive, 0]
-        if self.invariant:
-            logits = self._divide(live) if mask is None else self._divide(live).masked_fill(~mask, FILTERED)
-            with BatchInvariance():
-                self.logprobs[rows, step] = logprobs_of(logits, chosen[:, 0])[live.alive]
-        else:
-            self.logprobs[rows, step] = scores.gather(1, chosen)[live.alive, 0]
+        self.logprobs[rows, step] = self._logprobs_of(live, scores, mask, chosen)[live.alive]
         self.lengths[rows] = step + 1
         return chosen[:, 0]
 
@@ -335,7 +316,15 @@ class _Decode:
 
     def _divide(self, live: _Live) -> Tensor:
         exact = live.logits.to(self.logprobs.dtype)
-        return exact if self.temperatures is None else exact / self.temperatures[live.rows, None]
+        return exact if self.divisors is None else exact / self.divisors[live.rows, None]
+
+    def _divisor(self, temperature: float) -> float:
+        """Return the divisor of a request's logits."""
+        return temperature
+
+    def _logprobs_of(self, live: _Live, scores: Tensor, mask: Tensor | None, chosen: Tensor) -> Tensor:  # noqa: ARG002  a subclass reads them
+        """Return the log-probability of the token that each row sampled."""
+        return scores.gather(1, chosen)[:, 0]
 
     def _filter(self, scores: Tensor, live: _Live, step: int) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities renormalized over the tokens that pass the filters, and a mask of these."""
@@ -376,13 +365,54 @@ class _Decode:
             rows, alive, position, chosen = rows[keep], alive[keep], position[keep], chosen[keep]
             mask = None if mask is None else mask[keep]
         mask = None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], -1)
-        if self.invariant:
-            width = self.longest + step + 1
-            logits = self._invariant_forward(chosen[:, None], position[:, None], live.cache, width)
-        else:
-            logits = self._forward(chosen[:, None], mask, position[:, None], live.cache)
+        logits = self._forward(chosen[:, None], mask, position[:, None], live.cache)
         self.extras.add_routes(rows, alive, step)
         return _Live(rows, alive, live.cache, logits, mask, position + 1)
+
+
+class _InvariantDecode(_Decode):
+    """Decode of a batch-invariant model, whose log-probabilities have the bits of those in training."""
+
+    width = 0  # of the cache, in tokens
+
+    @override
+    def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> tuple[Tensor, Tensor, KVCache]:
+        """Pad on the right, so that each token is at its position."""
+        self.width = width = max(map(len, prompts))
+        ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=lengths.device)
+        column = torch.arange(width, device=ids.device)
+        cache = KVCache(self.model.config, width + self.tokens.shape[1], aligned=True)
+        states = self._states(ids, column.expand(len(ids), -1), cache)
+        return self._logits(states[torch.arange(len(ids)), lengths - 1]), column < lengths[:, None], cache
+
+    @override
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
+        self.width += 1
+        return self._logits(self._states(ids, positions, cache)[:, -1])
+
+    def _states(self, ids: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        cache.place(positions, self.width)
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "query_positions": positions}
+        output = backbone_of(self.model)(**inputs, use_cache=True, **{self.cache_argument: cache})
+        return output.last_hidden_state
+
+    def _logits(self, states: Tensor) -> Tensor:
+        with BatchInvariance():
+            return unscaled_logits(self.model, states)
+
+    @override
+    def _divisor(self, temperature: float) -> float:
+        return logit_divisor(self.model, temperature)
+
+    @override
+    def _logprobs_of(self, live: _Live, scores: Tensor, mask: Tensor | None, chosen: Tensor) -> Tensor:
+        logits = self._divide(live) if mask is None else self._divide(live).masked_fill(~mask, FILTERED)
+        with BatchInvariance():
+            return logprobs_of(logits, chosen[:, 0])
+
+
+def _decode_of(model: PreTrainedModel) -> type[_Decode]:
+    return _InvariantDecode if is_batch_invariant(model) else _Decode
 
 
 def _uniforms(request: Request, length: int, dtype: torch.dtype) -> Float[Tensor, " L"]:

@@ -47,8 +47,7 @@ MASKED = -1e30  # score of a masked key: finite, so that a row without any key i
 def make_batch_invariant(model: PreTrainedModel) -> None:
     """Make the forward of a model batch invariant, except for the head, which :class:`PolicyModel` computes."""
     model.set_attn_implementation(INVARIANT_ATTENTION)
-    if any("experts" in type(part).__name__.lower() for part in model.modules()):
-        model.set_experts_implementation("eager")
+    model.set_experts_implementation("eager")  # one by one; does nothing to a model without experts
     head = model.get_output_embeddings()
     for part in model.modules():
         if part is not head and not isinstance(part, _Invariant) and _computes(part):

@@ -173,7 +173,7 @@ def build_policy(
         temperature: Temperature of the policy.
         packed: True to run microbatches without padding.
         attention: Kernel for packed sequences.
-        batch_invariant: True for outputs whose bits do not depend on the batch.
+        batch_invariant: True for log-probabilities whose bits do not depend on the batch.
         checkpointing: True for activation checkpointing.
         split: True to build the policy on the meta device if it comes from a folder and has no separate critic;
             :meth:`PolicyModel.fill` loads and checks it after sharding.

@@ -120,8 +120,8 @@ def head_logits(
 
 def logprobs_of(logits: Float[Tensor, "A V"], targets: Int[Tensor, " A"]) -> Float[Tensor, " A"]:
     """Return log-probabilities of targets with the rounding of :func:`token_logprobs`."""
-    scores = logits - logits.amax(-1, keepdim=True)
-    return scores.gather(1, targets[:, None])[:, 0] - scores.exp().sum(-1).log()
+    _, _, total = _subtract_largest(scores := logits.clone())
+    return scores.gather(1, targets[:, None])[:, 0] - total.log()
 
 
 @contextmanager
@@ -212,9 +212,7 @@ class _Head(torch.autograd.Function):
             for part, logits in _chunks(hidden, operand, bias, temperature, soft_cap, sampling_mask):
                 for block, scores in _blocks(part, logits):
                     slope = None if unit is None or soft_cap is None else _cap_slope(scores, soft_cap / temperature)
-                    scores -= (largest := scores.amax(-1, keepdim=True))
-                    weights = scores.exp()
-                    total = weights.sum(-1)
+                    largest, weights, total = _subtract_largest(scores)
                     shift = total.log()
                     normalizer[block] = largest[:, 0] + shift
                     logprobs[block] = scores.gather(1, targets[block, None])[:, 0] - shift
@@ -320,6 +318,13 @@ class _Other(NamedTuple):
         of_top = policy.gather(1, ids) * mass[:, None] - probabilities
         policy *= (mass - rest / self.tail[block])[:, None]
         return policy.scatter_(1, ids, of_top).mul_(by_kl[:, None])
+
+
+def _subtract_largest(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Subtract the largest logit of each row in place; return it, the exponentials of the row, and their sum."""
+    scores -= (largest := scores.amax(-1, keepdim=True))
+    weights = scores.exp()
+    return largest, weights, weights.sum(-1)
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -92,7 +92,7 @@ class PolicyModel(nn.Module):
         temperature: Divisor of the policy's logits, as in generation; values are not divided.
         packed: True to run microbatches without padding.
         attention: Kernel for packed sequences.
-        batch_invariant: True for outputs whose bits do not depend on the batch.
+        batch_invariant: True for log-probabilities whose bits do not depend on the batch.
         files: Files from which :meth:`fill` loads the policy; None if it is loaded already.
     """
 
@@ -117,11 +117,11 @@ class PolicyModel(nn.Module):
             self.value_head = nn.Linear(width, 1, bias=False, dtype=critic.dtype, device=critic.device)
             nn.init.zeros_(self.value_head.weight)
         self.temperature = temperature
-        for part in {model, critic or model}:
-            if batch_invariant:
-                make_batch_invariant(part)
-            elif packed:
+        if packed:
+            for part in {model, critic or model}:
                 part.set_attn_implementation(PACKED_ATTENTION)
+        if batch_invariant:
+            make_batch_invariant(model)
 
     def forward(self, layout: Layout, *, squares: bool = False) -> Outputs:
         """Score the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
@@ -217,12 +217,12 @@ class Scorer:
         *,
         temperature: float,
         packed: bool,
-        **options: Any,
+        attention: str = AUTO,
+        batch_invariant: bool = False,
+        files: WeightFiles | None = None,
     ) -> None:
-        self.model, self.files = (
-            model.requires_grad_(requires_grad=False),
-            cast(WeightFiles | None, options.get("files")),
-        )
+        self.model, self.files = model.requires_grad_(requires_grad=False), files
+        options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
         self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed, **options).eval()
 
     @cached_property

@@ -22,8 +22,9 @@ class ModelOptions:
         liger: If True, use liger-kernel for norms, rotary embeddings and gated feed-forwards; GPU only.
         activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
         consistency: ``"bitwise"`` to make generation, scoring and update give the same bits for every token in every
-            batch (:mod:`.policy.batch_invariance`). The old log-probabilities are then those of the rollout. Needs the
-            embedded engine. Default: they differ by rounding.
+            batch (:mod:`.policy.batch_invariance`). Without ``max_staleness`` the rollout then gives the old
+            log-probabilities, and each first step on it checks them. Needs the embedded engine. Default: they differ
+            by rounding.
 
     Raises:
         ValueError: If an option is out of range, or two options exclude each other.

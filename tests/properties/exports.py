@@ -108,7 +108,7 @@ def correction_examples() -> list[RLCallback]:
 
 CORRECTIONS = correction_examples()
 FOLLOWS = "rollout_kl"
-"""What a term reads that is no distance by itself: it is weighed with the derivative of the policy loss."""
+"""Field of a term that is no distance by itself: it is weighed by the derivative of the policy loss."""
 
 
 def corrections_with(*methods: str) -> list[RLCallback]:
