@@ -36,7 +36,7 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
     unused |= {"optimizer": fused_adamw, "lr_scheduler": None, "reference": None, "evaluation": (), "environment": None}
     unused["rewards"] = {"none": lambda prompts, *_, **__: [None] * len(prompts)}
     try:
-        sources = {name: _source(part) for name, part in parts.items()}
+        sources = {name: source_of(part) for name, part in parts.items()}
         module = RLLightningModule.load_from_checkpoint(checkpoint, **{**unused, **sources})
     except (ValueError, ImportError, AttributeError, FileNotFoundError) as refused:
         raise SystemExit(str(refused)) from refused
@@ -44,7 +44,8 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
     say(f"{folder}: load it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
-def _source(part: str) -> str | Callable[[], Any]:
+def source_of(part: str) -> str | Callable[[], Any]:
+    """Return a name or path as it is, and the function that ``module:function`` names."""
     module, colon, name = part.partition(":")
     if not colon:
         return part

@@ -8,6 +8,7 @@ from lightning_rl.cli.parser import command_line
 from lightning_rl.cli.scripts import check_script
 
 MODULES = {
+    "consistency": "lightning_rl.cli.consistency",
     "doctor": "lightning_rl.cli.doctor",
     "export": "lightning_rl.cli.export",
     "from-trl": "lightning_rl.cli.from_trl",

@@ -16,6 +16,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the versions of installed packages")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _consistency(commands)
     _doctor(commands)
     _export(commands)
     _from_trl(commands)
@@ -24,6 +25,16 @@ def command_line() -> argparse.ArgumentParser:
     _resume_check(commands)
     _serve(commands)
     return parser
+
+
+def _consistency(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("consistency", help="compare the log-probabilities of engine and trainer")
+    parser.add_argument("model", help="name, folder or module:function of a causal language model")
+    parser.add_argument(
+        "--engine", choices=("transformers", "vllm"), default="transformers", help="(default: %(default)s)"
+    )
+    parser.add_argument("--prompts", type=int, default=8, help="number of random prompts (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=16, help="length of a response (default: %(default)s)")
 
 
 def _doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -4,6 +4,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation.in_flight import InFlight
 from lightning_rl.generation.sampling_params import SamplingParams
+from lightning_rl.policy.module_values import ModuleValues
 from lightning_rl.rollout import FinishReason
 
 Value = TypeVar("Value")
@@ -264,6 +266,16 @@ class Engine(ABC):
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
         """Return the log-probabilities of one row for each copy of the weights in the engine, by a name of the copy."""
         return {"": self.score([ids])[0]}
+
+    def record_modules(self) -> AbstractContextManager[ModuleValues]:
+        """Return a context manager that records the values of the engine's modules while it generates.
+
+        Rows are the requests in the order in which they are generated, without completions that end early.
+
+        Raises:
+            NotImplementedError: If the engine's model is not in this process.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no model in this process")
 
     @abstractmethod
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

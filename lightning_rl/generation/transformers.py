@@ -5,7 +5,7 @@ own generator (inverse CDF), so a sample does not depend on its batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
 from lightning_rl.policy.model import carries_state, logit_divisor, unscaled_logits
+from lightning_rl.policy.module_values import DecodedPlaces, ModuleValues, record_modules
 from lightning_rl.policy.text_model import backbone_of, has_towers
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, FinishReason
 from lightning_rl.utils.arguments import check_counts
@@ -155,6 +156,11 @@ class TransformersEngine(Engine):
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             scores.append(exact.log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu())
         return scores
+
+    @override
+    def record_modules(self) -> AbstractContextManager[ModuleValues]:
+        model = self._model_for("record_modules")
+        return record_modules(model, backbone_of(model), DecodedPlaces())
 
     @override
     def close(self) -> None:

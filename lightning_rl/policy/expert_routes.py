@@ -81,6 +81,26 @@ def record_routes(model: PreTrainedModel) -> Iterator[Callable[[], Int16[Tensor,
             handle.remove()
 
 
+@contextmanager
+def count_experts(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Yield the number of tokens of each expert by router, counted inside; nothing for a dense model."""
+    counts: dict[str, Tensor] = {}
+
+    def count(name: str, output: Any) -> None:
+        logits, _, experts = output
+        counts[name] = counts.get(name, 0) + torch.bincount(experts.flatten(), minlength=logits.shape[-1])
+
+    handles = [
+        router.register_forward_hook(lambda _m, _i, output, name=name: count(name, output))
+        for name, router in modules_behind(model, "router_logits").items()
+    ]
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass(slots=True, eq=False)
 class MicrobatchRoutes:
     """Routes of a microbatch for one forward.

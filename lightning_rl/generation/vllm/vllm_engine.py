@@ -6,7 +6,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
@@ -38,12 +38,14 @@ from lightning_rl.generation.vllm.output_extras import (
     check_max_logprobs,
     options_for,
 )
+from lightning_rl.generation.vllm.recorded_modules import record_vllm_modules
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.memory import GIB, EngineRoom
 from lightning_rl.policy.model import carries_state
+from lightning_rl.policy.module_values import ModuleValues
 from lightning_rl.policy.text_model import check_text_only
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 
@@ -442,6 +444,11 @@ class VLLMEngine(Engine):
             )
             for ids, output in zip(rows, outputs, strict=True)
         ]
+
+    @override
+    def record_modules(self) -> AbstractContextManager[ModuleValues]:
+        """Return the context manager; nothing is recorded unless vLLM runs with ``enforce_eager=True``."""
+        return record_vllm_modules(self._llm)
 
     @override
     def wake(self) -> None:

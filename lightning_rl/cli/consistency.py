@@ -1,0 +1,183 @@
+"""consistency: compares engine and trainer under the options that change how they compute."""
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from lightning_rl.cli.export import source_of
+from lightning_rl.cli.output import say
+from lightning_rl.generation import Engine, TransformersEngine, VLLMEngine
+from lightning_rl.generation.consistency import DISTRIBUTION, Consistency, compare
+from lightning_rl.generation.weights.weight_stream import persistent_buffers
+from lightning_rl.policy import ModelOptions, PolicyModel
+from lightning_rl.policy.build import ModelSource, build_model, build_policy
+from lightning_rl.policy.compilation import compile_layers
+
+LONGEST = 24  # tokens of a prompt
+CHUNK = 32  # tokens of a chunk of a prefill
+HEADER = ("", "largest |Δ|", "mean KL", "largest KL", "first module that differs")
+NOISE = 1e-6  # nats of the KL that float32 computes of equal distributions
+WIDTHS = (28, 12, 10, 11, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Options of engine and trainer that are compared.
+
+    Args:
+        name: Name in the table.
+        model: Options of the trainer.
+        dtype: Dtype of the weights of both.
+        rows: Number of requests that are generated together; None for all.
+        cached: False to compare with the scores of whole sequences.
+        adapter: True to add a LoRA adapter with random weights to all linear layers.
+        engine: Options of the engine.
+    """
+
+    name: str
+    model: ModelOptions = field(default_factory=ModelOptions)
+    dtype: torch.dtype = torch.float32
+    rows: int | None = None
+    cached: bool = True
+    adapter: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+COMMON = (
+    Case("default"),
+    Case("one row at a time", rows=1),
+    Case("no cache", cached=False),
+    Case("packing=False", ModelOptions(packing=False)),
+    Case("compile=True", ModelOptions(compile=True)),
+    Case("LoRA", adapter=True),
+    Case("bfloat16", dtype=torch.bfloat16),
+)
+CASES: dict[str, tuple[Case, ...]] = {
+    "transformers": (
+        *COMMON,
+        Case('consistency="bitwise"', ModelOptions(consistency="bitwise")),
+        Case("bitwise, bfloat16", ModelOptions(consistency="bitwise"), dtype=torch.bfloat16),
+    ),
+    "vllm": (
+        *COMMON,
+        Case("bfloat16 engine", engine={"dtype": torch.bfloat16}),
+        Case(
+            "chunked prefill, no cache",
+            rows=1,
+            cached=False,
+            engine={"enable_chunked_prefill": True, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8},
+        ),
+    ),
+}
+ENGINES: dict[str, Callable[..., Engine]] = {"transformers": TransformersEngine, "vllm": VLLMEngine}
+
+
+def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
+    """Run the command and return the exit code: 1 if a difference is more than rounding."""
+    del options
+    return consistency(source_of(arguments.model), arguments.engine, arguments.prompts, arguments.tokens)
+
+
+def consistency(source: ModelSource, engine: str = "transformers", prompts: int = 8, tokens: int = 16) -> int:
+    """Print a table of the differences of engine and trainer, with a row for each of :data:`CASES`.
+
+    Args:
+        source: Source of the model.
+        engine: Name of the engine.
+        prompts: Number of random prompts, which get two responses each.
+        tokens: Length of a response.
+
+    Returns:
+        Exit code: 1 if a difference is more than rounding, 0 otherwise.
+    """
+    disable_progress_bar()
+    say(_line(HEADER))
+    found: Consistency | None = None
+    failed = False
+    for case in CASES[engine]:
+        try:
+            found = measure(source, case, ENGINES[engine], prompts, tokens)
+        except (ImportError, ValueError) as refused:
+            say(_line((case.name, "-", "-", "-", str(refused).splitlines()[0])))
+            continue
+        say(_line((case.name, *_cells(found))))
+        failed |= found.module is not None and not found.rounded
+    if found is not None:
+        say(f"\n{found.tokens} tokens; differences of their log-probabilities and KL over the vocabulary, in nats")
+        for router, number in found.unvisited.items():
+            say(f"{router}: no token visits {number} of its experts, so they are unproven: increase --prompts")
+    return int(failed)
+
+
+def measure(
+    source: ModelSource, case: Case, new_engine: Callable[..., Engine], prompts: int, tokens: int
+) -> Consistency:
+    """Build engine and trainer as a case says, send the weights, and compare."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = _policy(source, case).to(device)
+    engine = new_engine(canary=None, **case.engine)
+    engine.select_extras(DISTRIBUTION)
+    try:
+        engine.start(policy.model, None, device=device, dtype=policy.model.dtype)
+        engine.expect(_weights(policy.model))
+        engine.load_weights(_weights(policy.model), version=0)
+        rows = _prompts(prompts, policy.vocabulary)
+        return compare(policy, engine, rows, new_tokens=tokens, rows=case.rows, cached=case.cached)
+    finally:
+        engine.close()
+        del policy
+        gc.collect()  # before the next model is loaded
+
+
+def _policy(source: ModelSource, case: Case) -> PolicyModel:
+    options, default = case.model, torch.get_default_dtype()
+    source = partial(_with_adapter, source) if case.adapter else source
+    torch.set_default_dtype(case.dtype)
+    try:
+        policy = build_policy(source, None, temperature=1.0, packed=options.packing, batch_invariant=options.bitwise)
+    finally:
+        torch.set_default_dtype(default)
+    if options.backend is not None:
+        compile_layers(policy, policy.layers(), options.backend)
+    return policy.eval()
+
+
+def _with_adapter(source: ModelSource) -> PreTrainedModel:
+    from peft import LoraConfig, get_peft_model  # an extra
+
+    config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(build_model(source), config)  # pyright: ignore[reportReturnType]
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, weight.detach()) for name, weight in model.named_parameters())
+    yield from persistent_buffers(model)
+
+
+def _prompts(number: int, vocabulary: int) -> list[list[int]]:
+    """Return random prompts of different lengths that repeat no token before all were drawn."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, LONGEST + 1, (number,), generator=generator).tolist()
+    rounds = -(-sum(lengths) // vocabulary)
+    ids = torch.cat([torch.randperm(vocabulary, generator=generator) for _ in range(rounds)])
+    return [part.tolist() for part in ids[: sum(lengths)].split(lengths)]
+
+
+def _cells(found: Consistency) -> tuple[str, ...]:
+    kl = [
+        "-" if one is None else f"{one:.1e}" if one > NOISE else f"<{NOISE:.0e}" for one in (found.kl, found.largest_kl)
+    ]
+    module = found.module or "-"
+    return f"{found.largest:.1e}" if found.largest else "0", *kl, f"{module} (rounding)" if found.rounded else module
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()

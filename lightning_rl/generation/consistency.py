@@ -1,0 +1,168 @@
+"""Comparison of engine and trainer on the same tokens: log-probabilities, distributions and values of modules."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_rl.generation.engine import Completion, Engine, Request
+from lightning_rl.generation.sampling_params import SamplingParams
+from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
+from lightning_rl.policy.compilation import has_compilation
+from lightning_rl.policy.expert_routes import count_experts
+from lightning_rl.policy.model import logit_divisor, unscaled_logits
+from lightning_rl.policy.module_values import (
+    Event,
+    ModuleValues,
+    Place,
+    first_difference,
+    places_of,
+    record_modules,
+    rounding_of,
+)
+from lightning_rl.policy.text_model import backbone_of
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
+
+DISTRIBUTION = frozenset((TOP_IDS, TOP_LOGPROBS))  # extras that the engine has to record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consistency:
+    """Differences of engine and trainer over sampled tokens.
+
+    Attributes:
+        tokens: Number of tokens.
+        largest: Largest difference of log-probabilities of sampled tokens, in nats.
+        kl: Mean KL of the trainer's distribution from the engine's over the vocabulary, in nats; None if unknown.
+        largest_kl: Largest one of a token.
+        module: First module whose outputs differ though its inputs agree; None if there is none, or if the engine's
+            modules cannot be recorded.
+        rounded: True if rounding explains its difference.
+        unvisited: Number of experts that no token visits, by router, without zeros.
+    """
+
+    tokens: int
+    largest: float
+    kl: float | None
+    largest_kl: float | None
+    module: str | None = None
+    rounded: bool = False
+    unvisited: Mapping[str, int] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def compare(
+    policy: PolicyModel,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    new_tokens: int,
+    rows: int | None = None,
+    cached: bool = True,
+) -> Consistency:
+    """Sample from a synced engine, and compare its distributions and the values of its modules with the policy's.
+
+    Args:
+        policy: Policy of the trainer.
+        engine: Engine with the same weights, which records the extras :data:`DISTRIBUTION` of all tokens.
+        prompts: Token ids of the prompts. Two responses are sampled to each.
+        new_tokens: Number of tokens of a response.
+        rows: Number of requests that are generated together; by default all.
+        cached: True to compare with the log-probabilities of generation, False with those of ``engine.score``.
+    """
+    requests = _requests([prompt for prompt in prompts for _ in range(2)], policy.temperature, new_tokens)
+    completions = _generate(engine, requests, rows)
+    rollout = _rollout(requests, completions, samples=2)
+    with count_experts(policy.model) as counts:
+        outputs = policy(pack(rollout, packed=policy.packed).to(policy.model.device))
+    valid = rollout.valid_tokens
+    kl = None if outputs.rollout_kl is None or not cached else outputs.rollout_kl.cpu()[valid]
+    sampled = rollout.require("rollout_logprobs")[valid]
+    if not cached:
+        sampled = torch.cat([row[-new_tokens:] for row in engine.score(_sequences(requests, completions))]).cpu()
+    found = Consistency(
+        tokens=int(valid.sum()),
+        largest=float((outputs.logprobs.cpu()[valid].double() - sampled.double()).abs().max()),
+        kl=None if kl is None else float(kl.mean()),
+        largest_kl=None if kl is None else float(kl.max()),
+        unvisited={router: number for router, count in counts.items() if (number := int((count == 0).sum()))},
+    )
+    return replace(found, **_locate(policy, engine, requests[::2], rows, cached=cached))
+
+
+def _locate(
+    policy: PolicyModel, engine: Engine, requests: list[Request], rows: int | None, *, cached: bool
+) -> dict[str, Any]:
+    """Return the first module that differs, by one sample of each prompt; none for a compiled one, without hooks."""
+    if has_compilation(policy.model):
+        return {}
+    completions = _generate(engine, requests, rows)
+    try:
+        with engine.record_modules() as engine_values:
+            if cached:
+                _generate(engine, requests, rows)
+            else:
+                engine.score(_sequences(requests, completions))
+    except NotImplementedError:
+        return {}
+    layout = pack(_rollout(requests, completions, samples=1), packed=policy.packed).to(policy.model.device)
+    with record_modules(policy.model, backbone_of(policy.model), lambda _: places_of(layout)) as trainer_values:
+        policy(layout)
+    if not engine_values.places:
+        return {}
+    lengths = [len(sequence) - 1 for sequence in _sequences(requests, completions)]
+    dtypes = [policy.model.dtype, engine.dtype or policy.model.dtype]
+    rounding = 0.0 if is_batch_invariant(policy.model) else rounding_of(dtypes)
+    heads = _distributions(policy, trainer_values, requests, completions)
+    found = first_difference(trainer_values, engine_values, lengths, heads=heads, rounding=rounding)
+    return {} if found is None else {"module": found.module, "rounded": found.rounded}
+
+
+def _distributions(
+    policy: PolicyModel, values: ModuleValues, requests: list[Request], completions: list[Completion]
+) -> tuple[str, Tensor, Tensor]:
+    """Return the name of the head, and log-probabilities of trainer and engine for each sampled token, [N, V]."""
+    names = {module: name for name, module in policy.model.named_modules()}
+    places = [
+        Place(row, len(request.prefix_ids) - 1 + number)
+        for row, request in enumerate(requests)
+        for number in range(request.sampling.max_new_tokens)
+    ]
+    states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), places))
+    with BatchInvariance() if is_batch_invariant(policy.model) else nullcontext():
+        logits = unscaled_logits(policy.model, states.to(policy.model.device, policy.model.dtype))
+    trainer = (logits / logit_divisor(policy.model, policy.temperature)).log_softmax(-1).cpu()
+    ids, logprobs = (torch.cat([c.token_extras[name] for c in completions]) for name in (TOP_IDS, TOP_LOGPROBS))
+    engine = torch.full_like(trainer, -torch.inf).scatter(1, ids.long(), logprobs.to(trainer.dtype))
+    return names[policy.model.get_output_embeddings()], trainer, engine
+
+
+def _requests(prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int) -> list[Request]:
+    """Return requests in the order in which an engine generates them: by length, then by tokens."""
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=new_tokens, eos_token_ids=())
+    ordered = sorted(map(tuple, prompts), key=lambda prompt: (len(prompt), prompt))
+    return [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(ordered)]
+
+
+def _generate(engine: Engine, requests: list[Request], rows: int | None) -> list[Completion]:
+    size = rows or len(requests)
+    parts = [requests[start : start + size] for start in range(0, len(requests), size)]
+    return [completion for part in parts for completion in engine.generate(part, logprobs=True)]
+
+
+def _sequences(requests: list[Request], completions: list[Completion]) -> list[list[int]]:
+    return [[*r.prefix_ids, *c.token_ids] for r, c in zip(requests, completions, strict=True)]
+
+
+def _rollout(requests: list[Request], completions: list[Completion], *, samples: int) -> Rollout:
+    prompts, responses = [list(r.prefix_ids) for r in requests], [list(c.token_ids) for c in completions]
+    rollout = Rollout.of_samples(prompts, responses, groups=[row // samples for row in range(len(requests))])
+    extras = {name: torch.stack([c.token_extras[name] for c in completions]) for name in DISTRIBUTION}
+    return rollout.replace(
+        rollout_logprobs=torch.stack([cast(Tensor, c.logprobs) for c in completions]),
+        token_extras=extras,
+    )

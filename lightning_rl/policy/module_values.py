@@ -1,0 +1,253 @@
+"""Inputs and outputs of the modules of a model for each token, recorded on two sides and compared."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_rl.policy.packing import Layout
+
+JUMP = 16.0  # multiple of the largest earlier difference that is more than rounding, whose jumps reach 9
+
+
+class Place(NamedTuple):
+    """Position of a token in the sequence of a row."""
+
+    row: int
+    position: int
+
+
+class Event(NamedTuple):
+    """Values of a call of a module: floating-point inputs or outputs, or integer outputs, such as chosen experts."""
+
+    module: str
+    side: Literal["input", "output", "choice"]
+    call: int = 0  # number of the call within a forward
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleValues:
+    """Values of modules, a tensor [tokens, F] per event and forward, in the order of their first call.
+
+    Attributes:
+        places: Places of the tokens of each forward.
+        shapes: Shape of the input ids of each forward.
+        events: Values of each event by number of the forward.
+        fused: Name of a module that computes several modules of the other side, and their names, such as ``qkv_proj``.
+    """
+
+    places: list[list[Place]] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    events: dict[Event, dict[int, Tensor]] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def begin(self, places: list[Place], shape: tuple[int, ...]) -> None:
+        """Begin a forward."""
+        self.places.append(places)
+        self.shapes.append(shape)
+
+    def add(self, event: Event, values: Any) -> None:
+        """Add the tensors of a module's next call, side by side."""
+        found = list(_of_tokens(values, self.shapes[-1])) if self.shapes else []
+        kind = [tensor for tensor in found if tensor.is_floating_point() == (event.side != "choice")]
+        if kind:
+            exact = torch.promote_types(kind[0].dtype, torch.float32)
+            joined = torch.cat([tensor.to("cpu", exact, copy=True) for tensor in kind], -1)
+            while (number := len(self.shapes) - 1) in self.events.setdefault(event, {}):
+                event = event._replace(call=event.call + 1)
+            self.events[event][number] = joined
+
+    def at(self, event: Event, places: Sequence[Place]) -> Float[Tensor, "N F"] | None:
+        """Return the values of an event at some places; None if a forward lacks it."""
+        forwards = self.events.get(event, {})
+        if len(forwards) != len(self.places):
+            return None
+        number = {place: index for index, place in enumerate(place for forward in self.places for place in forward)}
+        widths = {values.shape[1] for values in forwards.values()}
+        values = torch.cat([forwards[number][:, : min(widths)] for number in range(len(self.places))])
+        return values[[number[place] for place in places]]
+
+
+@contextmanager
+def record_modules(
+    model: nn.Module,
+    backbone: nn.Module,
+    places: Callable[[Mapping[str, Any]], list[Place]],
+    *,
+    inputs: Callable[[nn.Module], bool] = lambda _: True,
+    outputs: Callable[[nn.Module], bool] = lambda _: True,
+    fused: Mapping[str, tuple[str, ...]] | None = None,
+) -> Iterator[ModuleValues]:
+    """Record inputs and outputs of the modules of ``model`` inside.
+
+    Args:
+        model: Model, which names the modules.
+        backbone: Module whose call begins a forward.
+        places: Function that returns the places of a forward's tokens from its keyword arguments.
+        inputs: Function that returns True for a module whose input the other side can be compared with.
+        outputs: The same for its output.
+        fused: See :class:`ModuleValues`.
+    """
+    values = ModuleValues(fused=fused or {})
+
+    def begin(_module: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+        values.begin(places(kwargs), tuple(kwargs["input_ids"].shape))
+
+    def after(_module: nn.Module, _args: Any, output: Any, *, name: str) -> None:
+        values.add(Event(name, "output"), output)
+        values.add(Event(name, "choice"), output)
+
+    handles = [backbone.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)]
+    for name, module in model.named_modules():
+        if inputs(module):
+            before = partial(values.add, Event(name, "input"))
+            hook = partial(lambda before, _, *arguments: before(arguments), before)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if outputs(module):
+            handles.append(module.register_forward_hook(partial(after, name=name)))
+    try:
+        yield values
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_tokens(values: Any, shape: tuple[int, ...]) -> Iterator[Float[Tensor, "N F"]]:
+    """Yield the tensors with a row for each of N tokens, [R, S, ...], [N, ...] or [R, H, S, D]; masks are left out."""
+    if isinstance(values, Tensor):
+        tokens, by_head = math.prod(shape), values.dim() == 4 and (values.shape[0], values.shape[2]) == shape
+        leading = [known for known in (shape, (tokens,)) if values.shape[: len(known)] == known]
+        if any(values.dim() > len(known) for known in leading):
+            yield values.detach().reshape(tokens, -1)
+        elif by_head:
+            yield values.detach().transpose(1, 2).reshape(tokens, -1)
+    elif isinstance(values, Mapping):
+        for name, value in values.items():
+            if not name.endswith("mask"):
+                yield from _of_tokens(value, shape)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _of_tokens(value, shape)
+
+
+def places_of(layout: Layout) -> list[Place]:
+    """Return the places of a layout's inputs; those of shared prompts are not supported."""
+    if layout.lengths:
+        return [Place(row, position) for row, length in enumerate(layout.lengths) for position in range(length)]
+    rows, width = layout.input_ids.shape
+    return [Place(row, position) for row in range(rows) for position in range(width)]
+
+
+class DecodedPlaces:
+    """Places of the tokens of decodes with a cache, from the positions of each forward."""
+
+    def __init__(self) -> None:
+        self.first = self.rows = 0
+
+    def __call__(self, kwargs: Mapping[str, Any]) -> list[Place]:
+        """Return the places; position 0 begins the next batch of rows."""
+        tokens, given = kwargs["input_ids"], kwargs.get("position_ids")
+        inputs = torch.arange(tokens.shape[1]).expand_as(tokens) if given is None else given
+        positions = inputs.tolist()
+        if any(0 in line for line in positions):
+            self.first, self.rows = self.first + self.rows, len(positions)
+        return [Place(self.first + row, position) for row, line in enumerate(positions) for position in line]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleDifference:
+    """First difference of two sides.
+
+    Attributes:
+        module: Module whose output differs, though its inputs are equal.
+        relative: Largest difference, relative to the largest value.
+        rounded: True if rounding explains it.
+    """
+
+    module: str
+    relative: float
+    rounded: bool
+
+
+def first_difference(
+    trainer: ModuleValues,
+    engine: ModuleValues,
+    lengths: Sequence[int],
+    *,
+    heads: tuple[str, Tensor, Tensor],
+    rounding: float,
+) -> ModuleDifference | None:
+    """Return the first module whose outputs differ by more than rounding, in the order of the trainer's forward.
+
+    A difference is more than rounding if it is :data:`JUMP` times as large as all before it, relative to the values.
+    Without one, the first difference of all is returned.
+
+    Args:
+        trainer: Values of the trainer.
+        engine: Values of the engine, with the same tokens.
+        lengths: Number of inputs of each row.
+        heads: Name of the head, and its outputs on both sides, which are compared last.
+        rounding: Relative rounding of a module, from :func:`rounding_of`; 0 if equal bits are expected.
+    """
+    known = [{place for forward in side.places for place in forward} for side in (trainer, engine)]
+    places = sorted(place for place in known[0] & known[1] if place.position < lengths[place.row])
+    first: ModuleDifference | None = None
+    largest = rounding
+    head, *outputs = heads
+    for event, one, other in (*_pairs(trainer, engine, places), (Event(head, "output"), *outputs)):
+        if event.side == "choice" and rounding:
+            continue  # of experts with nearly equal scores
+        relative = _relative_difference(one, other, whole=event.side != "input" and not engine.fused)
+        if relative == 0:
+            continue
+        found = ModuleDifference(module=_owner(event, trainer), relative=relative, rounded=relative <= JUMP * largest)
+        if not found.rounded:
+            return found
+        first, largest = first or found, max(largest, relative)
+    return first
+
+
+def _relative_difference(one: Tensor, other: Tensor, *, whole: bool) -> float:
+    """Return the largest difference over the largest value; infinity for other widths if ``whole``."""
+    if whole and one.shape != other.shape:
+        return math.inf
+    width = min(one.shape[1], other.shape[1])  # vLLM adds values behind those of transformers
+    one, other = one[:, :width], other[:, :width]
+    return float((one - other).abs().max() / one.abs().max().clamp(min=torch.finfo(one.dtype).tiny))
+
+
+def rounding_of(dtypes: Sequence[torch.dtype]) -> float:
+    """Return the relative rounding of a module in the least exact of these dtypes; sums are at most float32."""
+    return max(*(torch.finfo(dtype).eps for dtype in dtypes), 4 * torch.finfo(torch.float32).eps)
+
+
+def _pairs(trainer: ModuleValues, engine: ModuleValues, places: list[Place]) -> Iterator[tuple[Event, Tensor, Tensor]]:
+    """Yield the events of both sides with their values, in the order of the trainer's forward."""
+    for event in trainer.events:
+        parent, dot, name = event.module.rpartition(".")
+        whole = next((one for one, parts in engine.fused.items() if name == parts[-1]), None)
+        fused = engine.at(Event(f"{parent}{dot}{whole}", event.side), places)
+        if whole is not None and fused is not None:
+            names = [f"{parent}{dot}{part}" for part in engine.fused[whole]][: 1 if event.side == "input" else None]
+            parts = [trainer.at(Event(part, event.side), places) for part in names]
+            if all(part is not None for part in parts):
+                yield Event(f"{parent}{dot}{whole}", event.side), torch.cat(cast(list[Tensor], parts), -1), fused
+        one, other = trainer.at(event, places), engine.at(event, places)
+        if one is not None and other is not None:
+            yield event, one, other
+
+
+def _owner(event: Event, values: ModuleValues) -> str:
+    """Return the module that computed a value: for an input, the closest called module around it."""
+    name = event.module
+    while event.side == "input" and name:
+        name = name.rpartition(".")[0]
+        if Event(name, "output") in values.events:
+            break
+    return name

@@ -1,0 +1,101 @@
+"""Comparison of engine and trainer: differences in nats, and the first module that differs."""
+
+import copy
+
+import pytest
+import torch
+from faults.mismatches import MISMATCHES, Mismatch, model_of
+from kit.support import tiny_model
+from transformers import PreTrainedModel
+
+from lightning_rl.generation import TransformersEngine
+from lightning_rl.generation.consistency import DISTRIBUTION, Consistency, compare
+from lightning_rl.policy import PolicyModel
+
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe")
+ELSEWHERE = {  # what the embedded engine computes itself, so that the fault has no effect
+    True: {
+        "head with weights in bfloat16",
+        "logits in bfloat16",
+        "logits divided by 1.001 behind the head",
+        "window narrower by one token",
+    },
+    False: {"head with weights in bfloat16", "logits in bfloat16"},
+}
+MASKS = {"one token looks ahead", "window in a layer that has none"}  # which batch-invariant attention does not read
+CHOICES = {"weights of the chosen experts in reversed order"}  # compared only where bits are
+
+
+def compared(
+    model: PreTrainedModel, fault: Mismatch | None, *, bitwise: bool, cached: bool = True, rows: int | None = None
+) -> Consistency:
+    policy = PolicyModel(model, None, temperature=1.0, packed=True, batch_invariant=bitwise)
+    engine, replica = TransformersEngine(canary=None), copy.deepcopy(model)
+    engine.select_extras(DISTRIBUTION)
+    engine.start(replica, None, device=replica.device, dtype=replica.dtype)
+    engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), version=0)
+    if fault is not None:
+        fault.apply(replica)
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    prompts = [torch.randperm(vocabulary, generator=draw)[:length].tolist() for length in (5, 9, 9, 14, 14)]
+    return compare(policy, engine, prompts, new_tokens=8, cached=cached, rows=rows)
+
+
+def check(fault: Mismatch, *, bitwise: bool) -> None:
+    found = compared(model_of(fault.family), fault, bitwise=bitwise)
+    if fault.name in ELSEWHERE[bitwise]:
+        assert found.largest < 1e-5 and (found.module is None or found.rounded)
+    else:
+        assert (found.module, found.rounded) == (fault.module, False)
+
+
+@pytest.mark.parametrize("fault", MISMATCHES[::9], ids=lambda fault: f"{fault.family}: {fault.name}")
+def test_the_module_of_a_fault_is_found(fault: Mismatch) -> None:
+    check(fault, bitwise=fault.name not in MASKS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bitwise", [True, False], ids=["bitwise", "default"])
+@pytest.mark.parametrize("fault", MISMATCHES, ids=lambda fault: f"{fault.family}: {fault.name}")
+def test_the_modules_of_all_faults_are_found(fault: Mismatch, *, bitwise: bool) -> None:
+    unknown = MASKS if bitwise else CHOICES
+    if fault.name not in unknown:
+        check(fault, bitwise=bitwise)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_fault_every_difference_is_rounding(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype=torch.float32).to(dtype)  # pyright: ignore[reportArgumentType]
+    for options in ({}, {"cached": False}, {"rows": 1}):
+        found = compared(model, None, bitwise=False, **options)
+        assert found.module is None or found.rounded
+        assert found.tokens == 80
+        assert found.largest < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bitwise_consistent_sides_differ_in_no_module(family: str) -> None:
+    found = compared(tiny_model(family, dtype=torch.float32), None, bitwise=True)
+    assert (found.largest, found.module) == (0.0, None)
+    assert found.largest_kl is not None and found.largest_kl < 1e-6
+
+
+def test_a_difference_of_unsampled_tokens_shows_in_the_kl() -> None:
+    def stale_row(model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings().weight
+        with torch.no_grad():
+            head[-1] = head.mean(0) * 0 + 0.5 * torch.arange(head.shape[1]).sin()
+
+    model = model_of("llama")
+    found = compared(model, Mismatch("a stale row of the head", "llama", stale_row, "lm_head"), bitwise=True)
+    assert found.module == "lm_head" and not found.rounded
+    assert found.kl is not None and found.largest_kl is not None and 0 < found.kl < found.largest_kl
+
+
+def test_experts_that_no_token_visits_are_counted() -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=64)
+    found = compared(model, None, bitwise=False)
+    assert found.unvisited.keys() == {"model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}
+    assert all(0 < number < 64 for number in found.unvisited.values())
