@@ -5,9 +5,9 @@ import pytest
 from faults import __main__ as faults
 from faults.clean import CONFIGURATIONS, alarms_of
 from faults.fault import Fault
-from faults.tables import conversations, edits, hooks, logs, rewards, samples, stages, step
+from faults.tables import classes_two, conversations, edits, hooks, logs, rewards, samples, stages, step
 
-TABLES = (stages, step, logs, samples, rewards, edits, hooks, conversations)
+TABLES = (stages, step, logs, samples, rewards, edits, hooks, conversations, classes_two)
 PRECISE = ("weights in float64", "weights in bfloat16", "bf16-true", "only ended responses rewarded")
 
 
@@ -35,6 +35,7 @@ def test_there_are_faults_of_every_class_none_twice_and_what_they_replace_exists
     assert all(len(table.FAULTS) >= 8 for table in TABLES)
     assert all(fault.culprit for table in TABLES for fault in table.FAULTS)
     assert all(patch.get_original()[0] is not None for fault in faults.FAULTS for patch in fault.patches)
+    assert classes_two.MISSED.keys() <= {fault.name for fault in classes_two.ALL}
 
 
 def test_the_runs_of_the_faults_are_clean_without_them() -> None:

@@ -1,7 +1,7 @@
 """Every fault, in one file for each class of them."""
 
 from faults.fault import Fault
-from faults.tables import conversations, edits, hooks, logs, ranks, rewards, run, samples, stages, step
+from faults.tables import classes_two, conversations, edits, hooks, logs, ranks, rewards, run, samples, stages, step
 
 FAULTS: tuple[Fault, ...] = (
     *run.FAULTS,
@@ -14,4 +14,5 @@ FAULTS: tuple[Fault, ...] = (
     *hooks.FAULTS,
     *conversations.FAULTS,
     *ranks.FAULTS,
+    *classes_two.FAULTS,
 )

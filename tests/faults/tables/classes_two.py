@@ -1,0 +1,980 @@
+"""Faults of the algorithm's meaning: references, masks, clips, ratios, denominators, seeds, missing rewards."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from kit.strategy_cases import lora_policy
+from kit.support import callback_of
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.optim import AdamW
+from typing_extensions import override
+
+import lightning_rl.advantages.group_relative
+import lightning_rl.algorithm
+import lightning_rl.losses.policy_loss
+import lightning_rl.module
+import lightning_rl.policy.lora
+import lightning_rl.rollouts.estimate_signal
+import lightning_rl.rollouts.sample
+import lightning_rl.update
+from faults.fault import Fault, engine, user
+from faults.patches import after
+from lightning_rl import (
+    GAE,
+    ClippedSurrogate,
+    LossTerm,
+    LossView,
+    PromptDataModule,
+    RLCallback,
+    Rollout,
+    Stat,
+    TransformersEngine,
+    ValueLoss,
+)
+from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, TruncatedIS
+from lightning_rl.corrections import Corrections
+from lightning_rl.corrections.combine import PolicyFactor
+from lightning_rl.generation import Completion, Request
+from lightning_rl.policy.lora import adapters_of
+from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.signal.importance_ratios import policy_ratio
+from lightning_rl.signal.kl import k2, k3
+from lightning_rl.signal.masked import GlobalSum
+from lightning_rl.update import StepWeights
+
+PPO: dict[str, Any] = {"advantages": GAE(), "critic": "shared"}
+SLOW: dict[str, Any] = {"optimizer": partial(AdamW, lr=1e-3)}  # the policy keeps drawing different samples
+SEVERAL: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}  # the ratio leaves 1
+LORA: dict[str, Any] = {"policy": lambda: lora_policy(torch.float32)}
+LONG = 24  # six rollouts of four steps
+
+
+def reference_in_loss() -> RLCallback:
+    """Return the KL to the reference in the loss."""
+    return ReferenceKL(0.1, as_loss=True)
+
+
+def every_other(view: LossView) -> Tensor:
+    """Keep every second token."""
+    return (torch.arange(view.width, device=view.groups.device) % 2 == 0).expand_as(view.valid_tokens)
+
+
+def not_the_first(view: LossView) -> Tensor:
+    """Keep all tokens but the first."""
+    return (torch.arange(view.width, device=view.groups.device) > 0).expand_as(view.valid_tokens)
+
+
+def halving() -> RLCallback:
+    """Return a correct mask of every second token."""
+    return callback_of("halving", token_mask=every_other)
+
+
+def headless() -> RLCallback:
+    """Return a correct mask of the first token."""
+    return callback_of("headless", token_mask=not_the_first)
+
+
+def ratio_of(view: LossView) -> Tensor:
+    """Return the ratio of the current policy to the old one."""
+    return policy_ratio(view.logprobs, view.require("old_logprobs"))
+
+
+def surrogate(ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return PPO's loss."""
+    return torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+
+
+def library(name: str, culprit: str, patches: Sequence[Any], *makers: Callable[[], Any], **given: Any) -> Fault:
+    """Return a fault in a function of the library, beside correct callbacks."""
+    return Fault(name, culprit, callbacks=lambda: [make() for make in makers], patches=patches, **given)
+
+
+def loss(
+    name: str, function: Any, *makers: Callable[[], Any], options: dict[str, Any] = SEVERAL, **given: Any
+) -> Fault:
+    """Return a fault in a user's loss."""
+    culprit = getattr(function, "__name__", type(function).__name__)
+    callbacks = lambda: [make() for make in makers]  # noqa: E731
+    return Fault(name, culprit, callbacks=callbacks, options={**options, "loss": function}, max_steps=LONG, **given)
+
+
+# A LoRA reference that keeps its adapters.
+
+
+class FoldsAdapters(Callback):
+    """Fold the adapters into the base weights after every step, as ReLoRA does, and so into the reference."""
+
+    @torch.no_grad()
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layers: Any = adapters_of(pl_module.policy.model)
+        for layer in layers:
+            layer.base_layer.weight += layer.get_delta_weight("default")
+            layer.lora_B["default"].weight.zero_()
+
+
+# A KL masked like the policy loss.
+
+
+class KLOfWinners(ReferenceKL):
+    """KL at the tokens that the policy loss trains."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        term = super().loss_term(view)
+        return dataclasses.replace(term, per_token=term.per_token * (view.require("advantages") != 0))
+
+
+class KLBesideClip(ReferenceKL):
+    """KL at the tokens that PPO does not clip."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        term = super().loss_term(view)
+        within = (ratio_of(view).detach() - 1).abs() <= 0.2
+        return dataclasses.replace(term, per_token=torch.where(within, term.per_token, 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOWithKL(ClippedSurrogate):
+    """PPO with the KL inside of the loss that masks multiply."""
+
+    reads = ("old_logprobs", "ref_logprobs")
+
+    @override
+    def __call__(self, view: LossView) -> Tensor:
+        return super().__call__(view) + 0.1 * k3(view.logprobs, view.require("ref_logprobs"))
+
+
+def all_masked(terms: list[tuple[str, LossTerm]], *_: Any) -> list[tuple[str, LossTerm]]:
+    """Mask every loss term."""
+    return [(name, dataclasses.replace(term, masked=True)) for name, term in terms]
+
+
+# Masks that average.
+
+
+class Renormalizes(RLCallback):
+    """Mask of every second token that divides by the share that it keeps in the microbatch."""
+
+    name = "renormalizes"
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        kept = every_other(view) & view.valid_tokens
+        return kept * (view.valid_tokens.sum() / kept.sum().clamp(min=1)).to(view.logprobs.dtype)
+
+
+class RenormalizesRows(RLCallback):
+    """Mask of every second token that divides by the share that it keeps of a response."""
+
+    name = "renormalizes_rows"
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        kept = every_other(view) & view.valid_tokens
+        return kept * (view.valid_tokens.sum(1) / kept.sum(1).clamp(min=1))[:, None].to(view.logprobs.dtype)
+
+
+def averaged_factor(factor: PolicyFactor, corrections: Corrections, view: LossView) -> PolicyFactor:
+    """Average the masks of several callbacks instead of multiplying them."""
+    masks = [callback.token_mask(view).to(view.logprobs.dtype) for callback in corrections.contributors("token_mask")]
+    return factor._replace(factor=torch.stack(masks).mean(0)) if masks else factor
+
+
+def mean_of_row(view: LossView) -> Tensor:
+    """Return the mean loss of a response at each of its tokens, so that masks remove shares of the mean."""
+    valid = view.valid_tokens
+    per_token = torch.where(valid, surrogate(ratio_of(view), view.require("advantages")), 0.0)
+    return (per_token.sum(1) / valid.sum(1).clamp(min=1))[:, None].expand_as(per_token)
+
+
+# Clips.
+
+
+def without_minimum(view: LossView) -> Tensor:
+    """Clip the ratio and forget the unclipped branch."""
+    return -ratio_of(view).clamp(0.8, 1.2) * view.require("advantages")
+
+
+def on_the_wrong_side(view: LossView) -> Tensor:
+    """Bound the ratio from below where the advantage is positive, and from above where it is negative."""
+    ratio, advantages = ratio_of(view), view.require("advantages")
+    return -torch.where(advantages > 0, ratio.clamp(min=0.8), ratio.clamp(max=1.2)) * advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimistic(ClippedSurrogate):
+    """PPO with the smaller of the two losses."""
+
+    @override
+    def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return torch.minimum(-ratio * advantages, -clipped * advantages)
+
+
+def bounds_swapped(self: ClippedSurrogate, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Clip with the lower distance above and the higher one below."""
+    clipped = ratio.clamp(1 - self.clip_high, 1 + self.clip_low)
+    return torch.maximum(-ratio * advantages, -clipped * advantages)
+
+
+def no_unclipped_branch(self: ClippedSurrogate, ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Return the clipped branch alone."""
+    return -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
+
+
+# Gradients through the advantage.
+
+
+def surprised(view: LossView) -> Tensor:
+    """Add the surprise of a token to its advantage, with its gradient."""
+    return surrogate(ratio_of(view), view.require("advantages") - 0.1 * view.logprobs)
+
+
+def actor_critic(view: LossView) -> Tensor:
+    """Compute the advantage from the current values, with their gradient."""
+    values = view.logprobs * 0 if view.current_values is None else view.current_values
+    returns = torch.zeros_like(values) if view.returns is None else view.returns
+    return surrogate(ratio_of(view), returns - values)
+
+
+def attached(view: LossView, *_: Any) -> LossView:
+    """Attach the advantages to the graph of the log-probabilities, with the same values."""
+    return view.replace(advantages=view.require("advantages") * (view.logprobs - view.logprobs.detach() + 1))
+
+
+# Ratios.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioToReference(ClippedSurrogate):
+    """PPO around the reference."""
+
+    reads = ("ref_logprobs", "old_logprobs")
+
+
+def around_reference(view: LossView) -> Tensor:
+    """PPO around the reference, as a function."""
+    return surrogate(policy_ratio(view.logprobs, view.require("ref_logprobs")), view.require("advantages"))
+
+
+def reference_as_old(rollout: Rollout, *_: Any) -> Rollout:
+    """Store the reference's log-probabilities as the old ones."""
+    return rollout.replace(old_logprobs=rollout.require("ref_logprobs"))
+
+
+def ratio_in_bfloat16(logprobs: Tensor, old_logprobs: Tensor, *, bound: float = 20.0) -> Tensor:
+    """Compute the ratio in bfloat16."""
+    ratio = torch.exp((logprobs.bfloat16() - old_logprobs.bfloat16()).clamp(-bound, bound))
+    return ratio.to(logprobs.dtype)
+
+
+def half_precise(view: LossView) -> Tensor:
+    """PPO with a ratio in bfloat16."""
+    return surrogate(ratio_in_bfloat16(view.logprobs, view.require("old_logprobs")), view.require("advantages"))
+
+
+def rounded_ratio(view: LossView) -> Tensor:
+    """PPO with a ratio that is computed in float32 and rounded to bfloat16."""
+    return surrogate(ratio_of(view).bfloat16().to(view.logprobs.dtype), view.require("advantages"))
+
+
+class HalfPreciseIS(TruncatedIS):
+    """Truncated importance weight in bfloat16."""
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return ratio_in_bfloat16(view.require("old_logprobs"), view.require("rollout_logprobs")).clamp(max=self.cap)
+
+
+class WeightToReference(RLCallback):
+    """Importance weight whose denominator is the reference instead of the engine."""
+
+    name = "weight_to_reference"
+    reads_at_loss = ("old_logprobs", "ref_logprobs")
+    ratio = ("old", "rollout")
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return policy_ratio(view.require("old_logprobs"), view.require("ref_logprobs")).clamp(max=2.0)
+
+
+# Value clipping.
+
+
+class UnclippedValues(ValueLoss):
+    """Squared error that ignores the clip."""
+
+    @override
+    def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+        return (values - returns).square() / 2
+
+
+def plain_error(self: ValueLoss, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
+    """Ignore the clip."""
+    return (values - returns).square() / 2
+
+
+def values_of_now(view: LossView, *_: Any) -> LossView:
+    """Clip around the current values."""
+    return view if view.current_values is None else view.replace(values=view.current_values.detach())
+
+
+# Denominators with prompt tokens.
+
+
+def mean_of_whole_sequences(valid_tokens: Tensor, trained: Tensor, groups: Tensor, global_sum: GlobalSum) -> Tensor:
+    """Divide by the tokens of responses and of prompts, which have two tokens."""
+    return valid_tokens.double() / global_sum(valid_tokens.sum().double() + 2 * trained.sum()).clamp(min=1)
+
+
+def with_prompts(weights: Tensor, step: StepWeights, *_: Any) -> Tensor:
+    """Count prompt tokens in the denominator of a step."""
+    rows = torch.cat([microbatch.index for microbatch in step.microbatches])
+    tokens = step.rollout.valid_tokens[rows].sum()
+    return weights * tokens / (tokens + step.rollout.prompt_lengths[rows].sum())
+
+
+def share_of_response(view: LossView) -> Tensor:
+    """Multiply each row by its response's share of the whole sequence."""
+    length = view.valid_tokens.sum(1)
+    share = length / (length + view.prompt_lengths).clamp(min=1)
+    return surrogate(ratio_of(view), view.require("advantages")) * share[:, None]
+
+
+# Entropy bonus.
+
+
+class LowEntropy(RLCallback):
+    """Entropy bonus of a user that adds the entropy to the loss."""
+
+    name = "low_entropy"
+    trains_entropy = True
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=view.entropy, coef=0.05)
+
+
+class EntropyPenalty(EntropyBonus):
+    """Entropy bonus with the wrong sign."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=view.entropy, coef=self.alpha)
+
+
+def negated(terms: list[tuple[str, LossTerm]], *_: Any) -> list[tuple[str, LossTerm]]:
+    """Subtract loss terms."""
+    return [(name, dataclasses.replace(term, coef=-term.coef)) for name, term in terms]
+
+
+# Weights that collapse.
+
+
+class ProbabilityAsWeight(RLCallback):
+    """Weight by the probability of a response instead of a ratio: about 0 everywhere."""
+
+    name = "probability_as_weight"
+    reads_at_loss = ("old_logprobs", "rollout_logprobs")
+    ratio = ("old", "rollout")
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        old = torch.where(view.valid_tokens, view.require("old_logprobs"), 0.0)
+        return old.sum(1, keepdim=True).exp().clamp(max=2.0).expand_as(old)
+
+
+class AlwaysCapped(RLCallback):
+    """Weight by a ratio to log-probabilities of another temperature: at the cap everywhere."""
+
+    name = "always_capped"
+    reads_at_loss = ("old_logprobs", "rollout_logprobs")
+    ratio = ("old", "rollout")
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
+        return (old - 4 * rollout + 0.5).exp().clamp(max=1.5)
+
+
+class VanishingWeight(RLCallback):
+    """Weight that falls with the length of a response, to about 0, and declares no ratio."""
+
+    name = "vanishing_weight"
+    reads_at_loss = ("old_logprobs",)
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        old = torch.where(view.valid_tokens, view.require("old_logprobs"), 0.0)
+        return (4 * old.sum(1, keepdim=True)).exp().expand_as(old)
+
+
+class CumulativeLogprobs(TransformersEngine):
+    """Engine that returns the cumulative log-probability at each token."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super()._draw(requests, logprobs=logprobs)
+        known = [None if each.logprobs is None else each.logprobs.cumsum(0) for each in drawn]
+        return [dataclasses.replace(each, logprobs=one) for each, one in zip(drawn, known, strict=True)]
+
+
+# Shaped rewards as the task's.
+
+
+def short() -> RLCallback:
+    """Return a correct bonus for short responses."""
+    return callback_of("short", reward_bonus=lambda rollout: -0.1 * rollout.sampled_lengths.to(rollout.rewards.dtype))
+
+
+REWARD_METRICS = lightning_rl.rollouts.estimate_signal.reward_metrics
+
+
+def metrics_of_shaped(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str, Stat]:
+    """Log the shaped reward under the task's name."""
+    return REWARD_METRICS(rollout.replace(rewards=shaped.sum(-1)), scores, shaped)
+
+
+def scores_as_rewards(result: Any, *_: Any) -> Any:
+    """Overwrite the task's reward with the score, bonuses included."""
+    rollout, signal = result
+    return rollout.replace(rewards=signal.scores), signal
+
+
+class RenamesForDashboard(Callback):
+    """Replace the task's reward by the shaped one on its way into the logger, for a dashboard of one curve."""
+
+    @override
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        write = trainer.logger.log_metrics
+
+        def renamed(metrics: dict[str, float], step: int | None = None) -> None:
+            changes = {"reward/task": metrics["reward/shaped"]} if "reward/shaped" in metrics else {}
+            write({**metrics, **changes}, step=step)
+
+        trainer.logger.log_metrics = renamed
+
+
+class WritesShaped(RLCallback):
+    """Write the shaped reward under the task's name into the logger, beside the library."""
+
+    name = "writes_shaped"
+
+    def __init__(self) -> None:
+        self.shaped = 0.0
+
+    @override
+    def observe(self, rollout: Rollout) -> None:
+        self.shaped = float((rollout.rewards - 0.1 * rollout.sampled_lengths).mean())
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.logger.log_metrics({"reward/task": self.shaped}, step=trainer.global_step - 1)
+
+
+# k2 logged, k3 trained.
+
+
+class LogsK2(ReferenceKL):
+    """KL that trains k3 and logs k2."""
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        raw = k2(view.logprobs.detach(), view.require("ref_logprobs"))
+        return Stat.many({"reference_kl/estimate": raw, "reference_kl/positive": raw > 0}, view.valid_tokens)
+
+
+class NearReference(RLCallback):
+    """KL of a user that trains k3 and logs k2."""
+
+    name = "near_reference"
+    reads_at_loss = ("ref_logprobs",)
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return LossTerm(per_token=k3(view.logprobs, view.require("ref_logprobs")), coef=0.1)
+
+    @override
+    def metrics(self, view: LossView) -> dict[str, Stat]:
+        raw = k2(view.logprobs.detach(), view.require("ref_logprobs"))
+        return {"near_reference/kl": Stat.of(raw, view.valid_tokens)}
+
+
+def estimate_of_k2(stats: dict[str, Stat], callback: ReferenceKL, view: LossView) -> dict[str, Stat]:
+    """Log k2 in place of the callback's estimator."""
+    raw = k2(view.logprobs.detach(), view.require("ref_logprobs"))
+    return {**stats, "reference_kl/estimate": Stat.of(raw, view.valid_tokens)}
+
+
+# Completions in order of finishing, without log-probabilities.
+
+
+def unknown(completion: Completion) -> Completion:
+    """Return a completion without what says which request it answers."""
+    return dataclasses.replace(completion, logprobs=None, sample_id=None)
+
+
+class Finishing(TransformersEngine):
+    """Engine without log-probabilities that returns short completions first."""
+
+    capabilities = dataclasses.replace(TransformersEngine.capabilities, returns_logprobs=False)
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = [unknown(each) for each in super()._draw(requests, logprobs=False)]
+        return sorted(drawn, key=lambda each: len(each.token_ids))
+
+
+class FinishingInPairs(TransformersEngine):
+    """Engine without log-probabilities that returns the shorter of two neighbouring batches' completions first."""
+
+    capabilities = dataclasses.replace(TransformersEngine.capabilities, returns_logprobs=False)
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = [unknown(each) for each in super()._draw(requests, logprobs=False)]
+        batches = [drawn[start : start + 8] for start in range(0, len(drawn), 8)]
+        return [each for batch in batches for each in sorted(batch, key=lambda one: len(one.token_ids))]
+
+
+class Quiet(TransformersEngine):
+    """Correct engine without log-probabilities."""
+
+    capabilities = dataclasses.replace(TransformersEngine.capabilities, returns_logprobs=False)
+
+
+def by_length(completions: list[Completion], *_: Any) -> list[Completion]:
+    """Sort checked completions."""
+    return sorted(completions, key=lambda each: len(each.token_ids))
+
+
+# Seeds.
+
+
+class SeedsByPlace(TransformersEngine):
+    """Engine that seeds each place of a batch alike in every rollout."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        return super()._draw(
+            [dataclasses.replace(request, seed=place) for place, request in enumerate(requests)], logprobs=logprobs
+        )
+
+
+class FewSeeds(TransformersEngine):
+    """Engine that keeps the last three bits of a seed."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        return super()._draw(
+            [dataclasses.replace(request, seed=request.seed % 8) for request in requests], logprobs=logprobs
+        )
+
+
+REQUEST_SEED = lightning_rl.rollouts.sample.request_seed
+
+
+def seed_of_place(run_seed: int, rollout: int, sample_id: int) -> int:
+    """Return the seed of a sample's place in its rollout."""
+    return REQUEST_SEED(run_seed, 0, sample_id % 16)
+
+
+# Missing rewards.
+
+
+def sometimes(prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, **_: Any) -> list[Any]:
+    """Score responses that begin with an even id by the parity of their length, and no others."""
+    return [float(len(ids) % 2) if ids and ids[0] % 2 == 0 else None for ids in completion_ids]
+
+
+def swallows_errors(
+    prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, **_: Any
+) -> list[float]:
+    """Return 0 where the scorer fails."""
+    scores: list[float] = []
+    for ids in completion_ids:
+        try:
+            scores.append(float([0, 1][len(ids) % 2]) / (ids[0] % 3 > 0))
+        except ZeroDivisionError:
+            scores.append(0.0)
+    return scores
+
+
+def all_scored(scores: Any, *_: Any) -> Any:
+    """Treat a missing reward as a reward of 0."""
+    return scores._replace(scored=torch.ones_like(scores.scored))
+
+
+GROUP_STATISTICS = lightning_rl.advantages.group_relative.group_statistics
+
+
+def statistics_of_all(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Any:
+    """Count rows without a reward as zeros in the statistics of their group."""
+    filled = torch.where(rewarded, scores, 0.0)
+    known = GROUP_STATISTICS(filled, groups, torch.ones_like(rewarded))
+    return known._replace(spread=known.spread & rewarded)
+
+
+def zeros_in_the_mean(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Subtract the mean of all samples of a prompt, with 0 for those without a reward."""
+    same = groups[:, None] == groups
+    return torch.where(
+        rewarded, scores - torch.where(rewarded, scores, 0.0).expand_as(same).mul(same).sum(1) / same.sum(1), 0.0
+    )
+
+
+def zeros_are_rewards(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Treat rows without a reward as rewarded with 0."""
+    same = groups[:, None] == groups
+    filled = torch.where(rewarded, scores, 0.0)
+    return filled - filled.expand_as(same).mul(same).sum(1) / same.sum(1)
+
+
+# Answers of other rows.
+
+
+def with_answers() -> PromptDataModule:
+    """Return prompts with an answer each."""
+    rows = [{"prompt": [2 + place % 13, 3 + place % 7, 4][: 1 + place % 3], "answer": place} for place in range(16)]
+    return PromptDataModule(rows, 4)
+
+
+def agrees(ids: Sequence[int], answer: int) -> float:
+    """Return 1 if a response fits an answer."""
+    return float((sum(ids) + answer) % 3 == 0)
+
+
+def by_answer(prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, answer: Any) -> list[float]:
+    """Score each response by its answer."""
+    return [agrees(ids, one) for ids, one in zip(completion_ids, answer, strict=True)]
+
+
+def by_next_answer(
+    prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, answer: Any
+) -> list[float]:
+    """Score each response by the answer of the next row."""
+    return [agrees(ids, one) for ids, one in zip(completion_ids, [*answer[1:], *answer[:1]], strict=True)]
+
+
+class LateServer:
+    """Score each response by the answer that came with the one before, across calls."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def __call__(self, *_: Any, completion_ids: Any, answer: Any, **__: Any) -> list[float]:
+        """Return the scores."""
+        late, self.last = [self.last, *answer[:-1]], answer[-1]
+        return [agrees(ids, one) for ids, one in zip(completion_ids, late, strict=True)]
+
+
+def shifted_columns(arguments: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """Pass each row the columns of the row before."""
+    columns = {name: [*values[-1:], *values[:-1]] for name, values in arguments["columns"].items()}
+    return {**arguments, "columns": columns}
+
+
+def shifted_completions(arguments: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """Pass each row the response of the row before."""
+    moved = {name: [*arguments[name][-1:], *arguments[name][:-1]] for name in ("completions", "completion_ids")}
+    return {**arguments, **moved}
+
+
+def shifted_once(prompts: Sequence[Any], rows: int) -> list[Any]:
+    """Repeat prompts for their rows, one row late."""
+    repeated = [prompt for prompt in prompts for _ in range(rows // len(prompts))]
+    return [*repeated[-1:], *repeated[:-1]]
+
+
+ALL: tuple[Fault, ...] = (
+    # a LoRA reference that keeps its adapters on
+    library(
+        "LoRA reference with its adapters on",
+        "stage score, the reference",
+        [patch.object(lightning_rl.policy.lora, "adapters_off", lambda _: nullcontext())],
+        reference_in_loss,
+        options=LORA,
+    ),
+    library(
+        "LoRA reference with half of its adapters on",
+        "reference",
+        [after(lightning_rl.policy.lora, "adapters_of", lambda layers, *_: layers[::2])],
+        reference_in_loss,
+        options=LORA,
+    ),
+    user("adapters folded into the weights of the reference", FoldsAdapters, reference_in_loss, options=LORA),
+    # a KL masked like the policy loss
+    user("KL only where the policy loss trains", lambda: KLOfWinners(0.1, as_loss=True), NoEOSMask),
+    user("KL only where nothing is clipped", lambda: KLBesideClip(0.1, as_loss=True), options=SEVERAL, max_steps=LONG),
+    loss("KL inside of the masked policy loss", PPOWithKL(), halving),
+    library(
+        "every loss term masked",
+        "loss|reference_kl",
+        [after(Corrections, "loss_terms", all_masked)],
+        reference_in_loss,
+        halving,
+    ),
+    # token masks that average
+    user("mask that divides by what it keeps of a microbatch", Renormalizes, options={"max_tokens_per_microbatch": 24}),
+    user("mask that divides by what it keeps of a response", RenormalizesRows),
+    library(
+        "masks of two callbacks averaged",
+        "loss|halving|headless|corrections",
+        [after(Corrections, "policy_factor", averaged_factor)],
+        halving,
+        headless,
+    ),
+    loss("loss averaged over the response before the mask", mean_of_row, halving),
+    # clips
+    loss("clip without the minimum", without_minimum),
+    loss("clip on the wrong side", on_the_wrong_side),
+    loss("maximum of the objectives instead of the minimum", Optimistic()),
+    library(
+        "bounds of the clip swapped",
+        "ClippedSurrogate",
+        [patch.object(ClippedSurrogate, "surrogate", bounds_swapped)],
+        options={**SEVERAL, "loss": ClippedSurrogate(clip_low=0.1, clip_high=0.4)},
+        max_steps=LONG,
+    ),
+    library(
+        "clip of the library without the minimum",
+        "ClippedSurrogate",
+        [patch.object(ClippedSurrogate, "surrogate", no_unclipped_branch)],
+        options=SEVERAL,
+        max_steps=LONG,
+    ),
+    # gradients through the advantage
+    loss("surprise in the advantage with its gradient", surprised),
+    loss("advantage from current values with their gradient", actor_critic, options={**SEVERAL, **PPO}),
+    library(
+        "advantages attached to the log-probabilities",
+        "stage update",
+        [after(lightning_rl.update, "loss_view", attached)],
+        options=SEVERAL,
+        max_steps=LONG,
+    ),
+    # a ratio to the reference
+    loss("loss whose ratio is to the reference", RatioToReference(), reference_in_loss),
+    loss("function whose ratio is to the reference", around_reference, reference_in_loss),
+    library(
+        "log-probabilities of the reference stored as old ones",
+        "the policy before the update",
+        [after(lightning_rl.module, "add_logprobs", reference_as_old)],
+        reference_in_loss,
+        options=SEVERAL,
+        max_steps=LONG,
+    ),
+    user("importance weight to the reference", WeightToReference, reference_in_loss),
+    # a ratio in bfloat16
+    loss("ratio of log-probabilities in bfloat16", half_precise),
+    loss("ratio rounded to bfloat16", rounded_ratio),
+    library(
+        "ratio of the library in bfloat16",
+        "ClippedSurrogate|loss",
+        [patch.object(lightning_rl.losses.policy_loss, "policy_ratio", ratio_in_bfloat16)],
+        options=SEVERAL,
+        max_steps=LONG,
+    ),
+    user("importance weight in bfloat16", HalfPreciseIS, options={"max_staleness": 1}),
+    # value clipping ignored
+    Fault(
+        "value loss of a user without the clip",
+        "UnclippedValues",
+        options={**SEVERAL, **PPO, "value_loss": UnclippedValues()},
+        max_steps=LONG,
+    ),
+    library(
+        "value loss of the library without the clip",
+        "ValueLoss|value",
+        [patch.object(ValueLoss, "__call__", plain_error)],
+        options={**SEVERAL, **PPO},
+        max_steps=LONG,
+    ),
+    library(
+        "values clipped around the current ones",
+        "ValueLoss|value|view",
+        [after(lightning_rl.update, "loss_view", values_of_now)],
+        options={**SEVERAL, **PPO},
+        max_steps=LONG,
+    ),
+    # prompt tokens in a denominator
+    Fault(
+        "reduction that counts prompt tokens", "mean_of_whole_sequences", options={"reduction": mean_of_whole_sequences}
+    ),
+    library(
+        "prompt tokens in the denominator of a step",
+        "stage update",
+        [after(StepWeights, "of", with_prompts)],
+    ),
+    loss("loss scaled by the response's share of the sequence", share_of_response),
+    # an entropy bonus with the wrong sign
+    user("entropy added to the loss", LowEntropy),
+    user("entropy bonus with the wrong sign", lambda: EntropyPenalty(0.05)),
+    library(
+        "entropy bonus subtracted by the library",
+        "entropy_bonus|objective",
+        [after(Corrections, "loss_terms", negated)],
+        lambda: EntropyBonus(0.05),
+    ),
+    # weights that collapse
+    user("weights of about 0", ProbabilityAsWeight),
+    user("weights at their cap", AlwaysCapped),
+    user("weights of about 0 without a declared ratio", VanishingWeight),
+    engine("cumulative log-probabilities", CumulativeLogprobs, callbacks=lambda: [TruncatedIS()]),
+    # a shaped reward logged as the task's
+    library(
+        "shaped reward in the metric of the task",
+        "metric reward/task",
+        [patch.object(lightning_rl.rollouts.estimate_signal, "reward_metrics", metrics_of_shaped)],
+        short,
+    ),
+    library(
+        "score stored as the task's reward",
+        "stage signal|metric reward/task",
+        [after(lightning_rl.rollouts.estimate_signal, "estimate_advantages", scores_as_rewards)],
+        short,
+    ),
+    user("shaped reward on its way into the logger", RenamesForDashboard, short),
+    user("shaped reward written into the logger", WritesShaped, short),
+    # k2 logged and k3 trained
+    user("k2 logged by a subclass that trains k3", lambda: LogsK2(0.1, as_loss=True)),
+    user("k2 logged by a user's KL that trains k3", NearReference),
+    library(
+        "KL of the reference logged as k2",
+        "metric kl/ref",
+        [patch.object(lightning_rl.algorithm, "k1", k2)],
+        reference_in_loss,
+    ),
+    library(
+        "estimate of the library logged as k2",
+        "reference_kl",
+        [after(ReferenceKL, "metrics", estimate_of_k2)],
+        reference_in_loss,
+    ),
+    # completions in order of finishing without log-probabilities
+    engine("short completions first", Finishing, options=SLOW, max_steps=12),
+    engine("short completions of eight first", FinishingInPairs, options=SLOW, max_steps=12),
+    library(
+        "checked completions sorted by length",
+        "stage draw",
+        [after(Sampler, "draw", by_length)],
+        fresh={"engine": Quiet},
+    ),
+    # equal seeds in every rollout
+    engine("seeds of places in a batch", SeedsByPlace, options=SLOW, max_steps=12),
+    engine("seeds of three bits", FewSeeds, options=SLOW, max_steps=12),
+    library(
+        "requests with the same seeds in every rollout",
+        "stage draw, the seeds",
+        [patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_place)],
+    ),
+    # a missing reward counted as zero
+    library(
+        "missing rewards scored as zero",
+        "reward",
+        [after(Rewards, "_combine", all_scored)],
+        options={"rewards": sometimes},
+    ),
+    library(
+        "missing rewards in the statistics of a group",
+        "estimator GRPO",
+        [patch.object(lightning_rl.advantages.group_relative, "group_statistics", statistics_of_all)],
+        options={"rewards": sometimes},
+    ),
+    Fault(
+        "estimator whose mean counts missing rewards",
+        "zeros_in_the_mean",
+        options={"rewards": sometimes, "advantages": zeros_in_the_mean},
+    ),
+    Fault(
+        "estimator that trains on missing rewards",
+        "zeros_are_rewards",
+        options={"rewards": sometimes, "advantages": zeros_are_rewards},
+    ),
+    Fault("reward that returns 0 for its own errors", "swallows_errors", options={"rewards": swallows_errors}),
+    # answers shifted by a row
+    Fault(
+        "reward that reads the next answer", "by_next_answer", options={"rewards": by_next_answer}, data=with_answers
+    ),
+    Fault("reward server one answer late", "LateServer", fresh={"rewards": LateServer}, data=with_answers),
+    library(
+        "columns of the previous row",
+        "stage draw",
+        [after(Sampler, "reward_arguments", shifted_columns)],
+        options={"rewards": by_answer},
+        data=with_answers,
+    ),
+    library(
+        "responses of the previous row",
+        "stage draw",
+        [after(Sampler, "reward_arguments", shifted_completions)],
+        options={"rewards": by_answer},
+        data=with_answers,
+    ),
+    library(
+        "prompts repeated one row late",
+        "stage draw",
+        [patch.object(lightning_rl.rollouts.sample, "_repeat", shifted_once)],
+        options={"rewards": by_answer},
+        data=with_answers,
+    ),
+)
+SHARED = "the audit calls the same function of the library: "
+FORMULA = "no check knows the formula of a loss that a user writes: "
+MISSED: dict[str, str] = {
+    "LoRA reference with half of its adapters on": SHARED + "compare ref_logprobs with peft's disable_adapter()",
+    "KL only where nothing is clipped": "compare the term's gradient at ratios within and beyond the clip",
+    "KL inside of the masked policy loss": "differentiate the loss by ref_logprobs: one that reads them is a KL",
+    "every loss term masked": SHARED + "compare a term's logged loss with term.per_token times the weights, unmasked",
+    "mask that divides by what it keeps of a response": "compare a token's weight while others of its row change",
+    "masks of two callbacks averaged": SHARED + "compare the gradient at tokens that any mask rejects with 0",
+    "loss averaged over the response before the mask": "names halving; a token's loss has a gradient at others",
+    "clip without the minimum": FORMULA + "compare the gradient beyond the clip where the update went the wrong way",
+    "clip on the wrong side": FORMULA + "a positive advantage must lose its gradient above a ratio, not below it",
+    "maximum of the objectives instead of the minimum": FORMULA + "compare a subclass with its base class, for ratios "
+    "around 1 and both signs",
+    "bounds of the clip swapped": SHARED + "compare losses of the library with formulas of the audit, as metrics are",
+    "clip of the library without the minimum": SHARED + "compare losses of the library with formulas of the audit",
+    "surprise in the advantage with its gradient": FORMULA + "with advantages 0 the gradient must be 0",
+    "loss whose ratio is to the reference": "declared_ratio for losses: differentiate by the field of each policy",
+    "function whose ratio is to the reference": FORMULA + "a loss that moves with ref_logprobs, not with old_logprobs",
+    "ratio of log-probabilities in bfloat16": "repeat the loss in float64 and compare gradients within rounding",
+    "ratio rounded to bfloat16": "repeat the loss in float64 and compare gradients within rounding",
+    "ratio of the library in bfloat16": "repeat the loss in float64 and compare gradients within rounding",
+    "importance weight in bfloat16": "repeat the weight in float64 and compare within rounding",
+    "value loss of a user without the clip": "knob_liveness of the value loss, its default clip included",
+    "value loss of the library without the clip": SHARED + "knob_liveness of the value loss, its default clip included",
+    "reduction that counts prompt tokens": "the definition of a user's reduction is unknown: its weights sum to "
+    "neither 1 nor the number of rows over a constant",
+    "loss scaled by the response's share of the sequence": "repeat the loss with longer prompts",
+    "entropy added to the loss": "distances_pull_back leaves out terms with entropy: the slope by entropy must not be "
+    "positive, unless it is declared",
+    "entropy bonus with the wrong sign": "compare a subclass of EntropyBonus with its base class: the slope by entropy",
+    "score stored as the task's reward": "names the draw; compare rewards before and after the signal",
+    "shaped reward on its way into the logger": "compare the row in the logger's file",
+    "shaped reward written into the logger": "compare every call of log_metrics, also those outside of Lightning's",
+    "k2 logged by a subclass that trains k3": "compare the metric of a KL with the term's per_token",
+    "k2 logged by a user's KL that trains k3": "compare the metric of a KL with the term's per_token",
+    "estimate of the library logged as k2": SHARED + "compare the metric of a KL with the term's per_token",
+    "checked completions sorted by length": "names the engine: compare completions as the engine returned them with "
+    "those of the rows",
+    "seeds of places in a batch": "recompute uniforms from the seeds of requests, or correlate the quantiles of tokens "
+    "at equal places of two rollouts",
+    "seeds of three bits": "recompute uniforms from the seeds of requests, or correlate the quantiles of tokens",
+    "reward that returns 0 for its own errors": "nothing in the values says so: only a trace of exceptions in rewards",
+    "columns of the previous row": "compare columns of a call with those of the prompt of each sample, as prompts are",
+}
+"""Faults that the audit does not report, or with another culprit, and the comparison that would show each."""
+
+ALL = tuple(dataclasses.replace(one, trainer={"max_epochs": 6}) for one in ALL)
+FAULTS = tuple(one for one in ALL if one.name not in MISSED)
