@@ -97,7 +97,7 @@ def check_bitwise(logprobs: Float[Tensor, "b T"], rows: Rollout) -> None:
         'expected engine and trainer to agree bit for bit, as consistency="bitwise" demands, got log-probability '
         f"{float(sampled[row, position])!r} from the engine and {float(logprobs[row, position])!r} from the trainer at "
         f"row {row} (sample {int(rows.sample_ids[row])}), response position {position}: the model has an operation "
-        "that depends on the batch, so remove consistency="
+        "that depends on the batch (lightning-rl consistency MODEL names it), so remove consistency="
     )
 
 

@@ -38,7 +38,7 @@ def test_no_command_is_an_error_that_lists_them(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 2
-    assert "expected a command out of doctor, export" in capsys.readouterr().err
+    assert "expected a command out of consistency, doctor, export" in capsys.readouterr().err
 
 
 def test_the_versions_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ from lightning_rl.generation.vllm.output_extras import (
 )
 from lightning_rl.generation.vllm.recorded_modules import record_vllm_modules
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
-from lightning_rl.generation.vllm.vllm_version import load_vllm
+from lightning_rl.generation.vllm.vllm_version import load_vllm, set_batch_invariance
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.memory import GIB, EngineRoom
@@ -75,6 +75,8 @@ class VLLMEngine(Engine):
         max_model_len: Maximum length of prompt and response together; by default from the policy's configuration.
         lora: ``"merged"`` sends all weights with the adapter merged at each sync; ``"adapter"`` sends the base once
             and then only the adapter, for policies that train nothing else.
+        batch_invariant: True for vLLM's batch-invariant mode, in which the log-probabilities of a request do not
+            depend on its batch; slower, and NVIDIA GPUs of compute capability 9.0 or later only.
         sleeps: True to release memory after each rollout; by default on a GPU. A CPU build only pauses.
         canary: Check of each sync; None to skip it.
         options: Options of ``vllm.LLM``, such as ``gpu_memory_utilization`` (default 0.4), ``block_size``,
@@ -92,6 +94,7 @@ class VLLMEngine(Engine):
         dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         lora: Literal["merged", "adapter"] = "merged",
+        batch_invariant: bool = False,
         sleeps: bool | None = None,
         canary: Canary | bool | None = True,
         **options: Any,
@@ -108,11 +111,13 @@ class VLLMEngine(Engine):
             raise ValueError(f"expected dtype to be a floating dtype of torch, such as torch.bfloat16, got {dtype!r}")
         check_numbers(above=0, at_most=1, gpu_memory_utilization=options.get("gpu_memory_utilization", GPU_SHARE))
         check_counts(1, optional=True, max_model_len=max_model_len)
+        check_bools(batch_invariant=batch_invariant)
         if sleeps is not None:
             check_bools(sleeps=sleeps)
         self.options = options
         self.max_model_len = max_model_len
         self.dtype = self._dtype = dtype
+        self.batch_invariant = batch_invariant
         self.sleeps = sleeps
         self.canary = canary_of(canary)
         self._vllm: Any = None
@@ -188,9 +193,12 @@ class VLLMEngine(Engine):
 
         Raises:
             ImportError: If vLLM is missing or its version is not supported.
-            ValueError: If vLLM would use another GPU than the trainer, or the model is multimodal.
+            ValueError: If vLLM would use another GPU than the trainer, the model is multimodal, or
+                ``batch_invariant`` is not supported.
         """
         check_text_only(model, "VLLMEngine")
+        if self.batch_invariant:
+            set_batch_invariance()
         check_device(device, self._executor)
         purpose = weakref.ref(model), tokenizer, device, dtype, self.extras, self.top_logprobs
         if self._llm is None or self._purpose != purpose:
