@@ -54,8 +54,9 @@ def main(folder: Path, strategy: str, name: str, *servers: str) -> None:
     found: dict[str, Any] = {}
     try:
         fit(
-            tiny_module(engine=engine, policy=policy), callbacks=[recorder(seen)("seen"), keep], data=tiny_prompts(12, 4),
-            default_root_dir=folder, ckpt_path=resume if resume.exists() else None, **trainer,
+            tiny_module(engine=engine, policy=policy), data=tiny_prompts(12, 4),
+            callbacks=[recorder(seen)("seen"), keep], default_root_dir=folder,
+            ckpt_path=resume if resume.exists() else None, **trainer,
         )  # fmt: skip
         found["weights"] = keep.weights
     except EngineError as error:

@@ -134,7 +134,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Ser
     assert one.stop() == two.stop() == (0, [])
 
 
-@pytest.mark.parametrize("versions", [7, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("versions", [4, pytest.param(100, marks=pytest.mark.nightly)])
 def test_a_request_keeps_the_adapter_of_its_start_over_three_syncs(
     both: tuple[Served, Served], versions: int, tmp_path: Path
 ) -> None:
@@ -142,16 +142,18 @@ def test_a_request_keeps_the_adapter_of_its_start_over_three_syncs(
     engine = served_runs.an_engine(*both, lora="adapter", canary=False, storage=tmp_path)
     launch(engine, model)
     engine.expect(model.named_parameters())
-    states, drawn, crossed = list[dict[str, Tensor]](), list[Drawn](), list[bool]()
-    drawing = list[threading.Thread]()
+    first = {name: weight.clone() for name, weight in model.state_dict().items() if "lora_" in name}
+    states, drawn = list[dict[str, Tensor]](), list[Drawn]()
+    drawing, crossed = list[threading.Thread](), list[bool]()
 
     def draw(version: int, tokens: int) -> None:
         requests = requests_for(prompts_of(2, 40, seed=version), max_new_tokens=tokens)
         drawn.append((version, requests, engine.generate(requests, logprobs=True)))
 
     for version in range(versions):
+        model.load_state_dict(first, strict=False)
         moved_adapter(model, version)
-        states.append({name: weight.clone() for name, weight in model.state_dict().items() if "lora_" in name})
+        states.append({name: model.state_dict()[name].clone() for name in first})
         synced(engine, model, version)
         row = prompts_of(1, 60, seed=version)[0]
         scores = engine.score_copies(row)
@@ -162,10 +164,10 @@ def test_a_request_keeps_the_adapter_of_its_start_over_three_syncs(
             for thread in drawing[-1:]:
                 crossed.append(thread.is_alive())
                 thread.join()
-            drawing.append(threading.Thread(target=draw, args=(version, 600)))
-            drawing[-1].start()
-    drawing[-1].join()
-    assert len(drawn) == versions + len(crossed) + 1 and sum(crossed) > len(crossed) / 2, crossed
+            if version + 3 < versions:
+                drawing.append(threading.Thread(target=draw, args=(version, 400)))
+                drawing[-1].start()
+    assert len(drawn) == versions + versions // 3 and 2 * sum(crossed) >= len(crossed), crossed
     for version, requests, completions in drawn:
         assert {(completion.version, completion.versions) for completion in completions} == {(version, None)}
         model.load_state_dict(states[version], strict=False)
@@ -202,7 +204,7 @@ def test_a_run_on_servers_sends_adapters_to_one_that_joins_too(
                     assert time.monotonic() < end, "the list was not followed"
 
     watch = Join()
-    module = served_runs.a_run(policy=partial(with_adapter, "qwen2-tied"), engine=engine)
+    module = served_runs.a_run(both[0], policy=partial(with_adapter, "qwen2-tied"), engine=engine)
     fit(module, callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
     served_runs.check_run(watch, 4)
     assert len(watch.rows) == 8 and all(abs(row["kl/rollout"]) < 1e-5 for row in watch.rows[::2])
