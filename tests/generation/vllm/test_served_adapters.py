@@ -143,9 +143,10 @@ def test_tokens_of_other_weights_lose_the_server(change: dict[str, str]) -> None
 
 
 def test_a_server_without_adapters_and_a_policy_that_trains_more_are_refused(one: ScriptedServer) -> None:
-    with pytest.raises(ValueError, match=r"adapters of rank 8, got at most 0: .* -- --enable-lora --max-lora-rank 8"):
-        an_engine(one)
     engine = VLLMServerEngine(one.url, api_key=KEY, lora="adapter")
+    with pytest.raises(ValueError, match=r"adapters of rank 8, got at most 0: .* -- --enable-lora --max-lora-rank 8"):
+        launch(engine, with_adapter())
+    engine.close()
     with pytest.raises(ValueError, match=r'none in LlamaForCausalLM: use lora="merged"'):
         launch(engine, the_model())
     with pytest.raises(ValueError, match='expected lora="merged" or "adapter", got \'both\''):
