@@ -145,7 +145,7 @@ def serve(
     guard = ["--middleware", GUARD]  # last, because the last middleware handles a call first
     command = [*command_line(model, address, dtype=dtype, on_cpu=is_cpu_build()), *options, *guard]
     environment = {**ENVIRONMENT, **os.environ, HOST: address.host}
-    if "--enable-lora" in options:
+    if "--enable-lora" in [option.replace("_", "-") for option in options]:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # adds the call that loads an adapter
     if storage is not None:
         environment[STORAGE] = str(storage.resolve())

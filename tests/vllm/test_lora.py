@@ -155,7 +155,7 @@ def test_a_request_keeps_the_adapter_of_its_start_over_three_syncs(
         moved_adapter(model, version)
         states.append({name: model.state_dict()[name].clone() for name in first})
         synced(engine, model, version)
-        row = prompts_of(1, 60, seed=version)[0]
+        row = [5, *prompts_of(1, 60, seed=version)[0]]
         scores = engine.score_copies(row)
         assert scores.keys() == {server.url for server in both}
         assert all(float((found - logprobs_of(model, row)).abs().max()) < 1e-4 for found in scores.values())
