@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
 }
+VERSIONS = 4  # adapters of requests in flight
 OWN = "pass it before --"
 SEVERAL = (
     "only the first engine confirms a load of weights, so another one could serve old weights under the new label: "
@@ -144,6 +145,8 @@ def serve(
     guard = ["--middleware", GUARD]  # last, because the last middleware handles a call first
     command = [*command_line(model, address, dtype=dtype, on_cpu=is_cpu_build()), *options, *guard]
     environment = {**ENVIRONMENT, **os.environ, HOST: address.host}
+    if "--enable-lora" in [option.replace("_", "-") for option in options]:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # adds the call that loads an adapter
     if storage is not None:
         environment[STORAGE] = str(storage.resolve())
     return run_command(command, environment)
@@ -172,6 +175,7 @@ def command_line(model: str, address: Address, *, dtype: str | None, on_cpu: boo
         dtype = str(AutoConfig.from_pretrained(model, trust_remote_code=False).dtype or "auto").removeprefix("torch.")
     flags = {"model": model, **address.flags, "dtype": dtype, "worker-extension-cls": LOADER}
     flags["hf-overrides"] = json.dumps({"head_dtype": HEAD_DTYPE})
+    flags["max-loras"] = str(VERSIONS)  # used with --enable-lora
     flags |= {name.replace("_", "-"): str(value) for name, value in FIXED.items()}
     switches = ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):

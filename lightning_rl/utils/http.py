@@ -7,7 +7,7 @@ import asyncio
 import json
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -66,18 +66,23 @@ class Client:
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls in flight
         self._closed = False
 
-    def call(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
+    def call(
+        self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = json.loads
+    ) -> Any:
         """Call :meth:`request` and wait for its result."""
-        return LOOP.run(self.request(method, path, body, timeout=timeout))
+        return LOOP.run(self.request(method, path, body, timeout=timeout, parse=parse))
 
-    async def request(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
-        """Return the parsed JSON of an answer; None for an empty one.
+    async def request(
+        self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = json.loads
+    ) -> Any:
+        """Return the parsed answer; None for an empty one.
 
         Args:
             method: HTTP method.
             path: Path after the URL.
             body: Value sent as JSON, or None.
             timeout: Seconds from the connection to the last byte.
+            parse: Function of the answer's bytes.
 
         Raises:
             Unanswered: If there is no answer in time, it is not JSON, or its status is below 200, 3xx, 408, 429, or 500
@@ -103,7 +108,7 @@ class Client:
             raise Unanswered(f"no answer from {self.url}{path}: {what}") from error
         finally:
             self._deadlines.discard(deadline)
-        return self._parse(path, status, text)
+        return self._parse(path, status, text, parse)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -112,7 +117,7 @@ class Client:
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self._session
 
-    def _parse(self, path: str, status: int, text: bytes) -> Any:
+    def _parse(self, path: str, status: int, text: bytes, parse: Callable[[bytes], Any]) -> Any:
         quoted = quote(text[: 4 * MAX_QUOTE].decode(errors="replace"))
         if 400 <= status < 500 and status not in BUSY:
             hint = f": {self._hints[status]}" if status in self._hints else ""
@@ -123,7 +128,7 @@ class Client:
         if not 200 <= status < 300:
             raise Unanswered(f"expected an answer from {self.url}{path}, got status {status}: {quoted}")
         try:
-            return json.loads(text) if text else None
+            return parse(text) if text else None
         except ValueError as error:
             raise Unanswered(f"expected JSON from {self.url}{path}, got {quoted}") from error
 

@@ -47,6 +47,7 @@ def test_the_command_line_serves_weights_that_come_from_the_trainer_alone(folder
     assert given["--worker-extension-cls"] == "lightning_rl.generation.vllm.worker_extension.WeightLoader"
     assert {"--enable-scale-out", "--enable-prompt-tokens-details", "--enforce-eager"} <= given.keys()
     assert given["--kv-cache-memory-bytes"] == str(2**30) and "--skip-tokenizer-init" in given
+    assert given["--max-loras"] == "4"
     assert "--api-key" not in given, "every user of the machine can read a command line"
 
 
@@ -112,11 +113,13 @@ def test_the_key_goes_to_the_server_in_its_environment_alone(
     printed = capsys.readouterr()
     assert environment["VLLM_API_KEY"] == "mine-0815" and environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "mine-0815" not in printed.out + printed.err + " ".join(command)
-    assert command[-4:-2] == ["--max-num-seqs", "7"]
+    assert command[-4:-2] == ["--max-num-seqs", "7"] and "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment
+    run_serve(str(folder), "--", "--enable-lora")
+    assert ran[1][1]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(SystemExit, match="expected a key in VLLM_API_KEY, got none: export VLLM_API_KEY="):
         main.main(["serve", str(folder)])
-    assert len(ran) == 1
+    assert len(ran) == 2
 
 
 def test_of_a_model_with_towers_the_language_model_is_served(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,7 +24,7 @@ from lightning_rl.generation.vllm.worker_extension import WeightLoader
 from lightning_rl.generation.weights.weight_folder import read_weights
 from lightning_rl.generation.weights.weight_stream import Stream
 
-KEY, VOCABULARY = "secret", 16
+KEY, VOCABULARY, MODEL = "secret", 16, "/a/model"
 Answer = dict[str, Any] | bytes | int
 HOLDS: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
@@ -34,6 +35,7 @@ HOLDS: dict[str, Any] = {
     "has_tokenizer": False,
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
+    "max_lora_rank": 0,
 }
 
 
@@ -52,6 +54,7 @@ class ScriptedServer:
         label: of the weights.
         weights: that were loaded last.
         loads: folders that were loaded, in order.
+        adapters: tensors of each LoRA adapter that was loaded, by its name.
         receptions: groups that weights were received in, in order.
         on_tensor: called with the name of each tensor that is received; what it raises is what the load raises.
         requests: bodies of the requests that were answered or are being answered.
@@ -77,6 +80,7 @@ class ScriptedServer:
         self.key, self.connections = KEY, 0
         self.weights: dict[str, Tensor] = {}
         self.loads: list[str] = []
+        self.adapters: dict[str, dict[str, Tensor]] = {}
         self.receptions: list[str] = []
         self.on_tensor: Callable[[str], None] = lambda _: None
         self.worker = _Worker(self)
@@ -128,7 +132,14 @@ class ScriptedServer:
             self.label = body["new_version"]
         if path == "/collective_rpc":
             return {"results": [self._rpc(body["method"], body["args"])]}
+        if path == "/v1/load_lora_adapter":
+            if body["lora_name"] in self.adapters:
+                return 400
+            self.adapters[body["lora_name"]] = load_file(Path(body["lora_path"]) / "adapter_model.safetensors")
+            return b"Success: it has no JSON"
         if path == "/inference/v1/generate":
+            if body.get("model", MODEL) not in (MODEL, *self.adapters):
+                return 404
             with self.asked:
                 self.requests.append(body)
                 self.asked.notify_all()
@@ -156,6 +167,7 @@ class ScriptedServer:
         top = [{"token_id": token, "logprob": -0.5 - token} for token in range(asked.get("logprobs") or 1)]
         content = [{"token_id": token, "logprob": -1.0 - token / 100, "top_logprobs": top} for token in tokens]
         return {
+            "model": body.get("model", MODEL),
             "choices": [
                 {
                     "token_ids": tokens,

@@ -29,14 +29,17 @@ class Served:
     Args:
         model: whose configuration is served; its weights are not.
         folder: an empty one.
+        options: for vLLM.
         unchecked: options for vLLM that the command would refuse.
     """
 
-    def __init__(self, model: PreTrainedModel, folder: Path, *, unchecked: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, folder: Path, *, options: Sequence[str] = (), unchecked: Sequence[str] = ()
+    ) -> None:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
-        self.folder, self.unchecked = folder, unchecked
+        self.folder, self.options, self.unchecked = folder, options, unchecked
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -47,7 +50,7 @@ class Served:
         """Starts it; engines wait until it is ready."""
         command = [sys.executable, "-m", "lightning_rl", "serve", str(self.folder), "--port", str(self.port)]
         command += ["--dtype", "float32", "--", "--block-size", "32", "--max-num-seqs", "64"]
-        command += ["--kv-cache-memory-bytes", str(2**26)]
+        command += ["--kv-cache-memory-bytes", str(2**26), *self.options]
         if self.unchecked:
             command[1:3] = ["-c", UNCHECKED]
             command += self.unchecked

@@ -10,9 +10,10 @@ import pytest
 import torch
 from kit.ranks import STRATEGIES, run_ranks
 from kit.scripted_server import KEY, Answer, ScriptedServer, servers
-from kit.support import fit, recorder, tiny_module, tiny_prompts
+from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Trainer
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_rl import EngineError, RLCallback, Rollout, VLLMServerEngine
@@ -33,21 +34,29 @@ class Keep(RLCallback):
         }
 
 
+def with_adapter() -> nn.Module:
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    return get_peft_model(tiny_policy(), config)  # pyright: ignore[reportArgumentType]
+
+
 def main(folder: Path, strategy: str, name: str, *servers: str) -> None:
     """Three rollouts, from a checkpoint if there is one; saves the weights, or that the engine failed.
 
-    Servers are URLs, or the path of a file that lists them.
+    Servers are URLs, or the path of a file that lists them. A name with ``adapter`` trains an adapter.
     """
     torch.set_num_threads(1)
     seen, keep, resume = list[Rollout](), Keep(), folder / INTERRUPTED
     listing = servers if "://" in servers[0] else Path(servers[0])
-    engine = VLLMServerEngine(listing, api_key=KEY, canary=False, patience=1.0, at_once=2)
+    policy, lora = (with_adapter, "adapter") if "adapter" in name else (tiny_policy, "merged")
+    engine = VLLMServerEngine(listing, api_key=KEY, canary=False, patience=1.0, at_once=2, lora=lora)
     trainer: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy]()} if strategy != "alone" else {}
     found: dict[str, Any] = {}
     try:
         fit(
-            tiny_module(engine=engine), callbacks=[recorder(seen)("seen"), keep], data=tiny_prompts(12, 4),
-            default_root_dir=folder, ckpt_path=resume if resume.exists() else None, **trainer,
+            tiny_module(engine=engine, policy=policy), data=tiny_prompts(12, 4),
+            callbacks=[recorder(seen)("seen"), keep], default_root_dir=folder,
+            ckpt_path=resume if resume.exists() else None, **trainer,
         )  # fmt: skip
         found["weights"] = keep.weights
     except EngineError as error:
@@ -115,6 +124,19 @@ def test_every_rank_goes_to_the_servers_that_rank_0_finds_listed(tmp_path: Path)
         main(tmp_path, "alone", "alone", other.url)
     assert ranks_of(one) == {"0", "1"} and other.loads
     check(tmp_path, "moved", range(3), torch.load(tmp_path / "alone-0.pt"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_every_rank_names_the_adapter_that_rank_0_writes(strategy: str, tmp_path: Path) -> None:
+    server = ScriptedServer(**HOLDS, max_lora_rank=8)
+    with servers(server):
+        run_ranks(__file__, 2, tmp_path, strategy, "adapter", server.url)
+        named = {(body["request_id"].split("-")[3], body["model"].rpartition("/")[2]) for body in server.requests}
+        assert named == {(rank, version) for rank in "01" for version in "012"}
+        assert (len(server.loads), len(server.adapters)) == (1, 3)
+        main(tmp_path, "alone", "adapter-alone", server.url)
+    check(tmp_path, "adapter", range(3), torch.load(tmp_path / "adapter-alone-0.pt"))
 
 
 if __name__ == "__main__":

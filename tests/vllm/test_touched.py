@@ -17,8 +17,14 @@ from kit import fake_vllm
 
 ROOT = Path(__file__).parents[2] / "lightning_rl"
 NAMES = {
-    "config/vllm.py": ("set_current_vllm_config(vllm_config)", "VllmConfig.model_config", "VllmConfig.device_config"),
+    "config/vllm.py": (
+        "set_current_vllm_config(vllm_config)",
+        "VllmConfig.model_config",
+        "VllmConfig.device_config",
+        "VllmConfig.lora_config",
+    ),
     "config/device.py": ("DeviceConfig.device_type",),
+    "config/lora.py": ("LoRAConfig.max_lora_rank",),
     "config/model.py": (
         "ModelConfig.architecture",
         "ModelConfig.get_vocab_size()",
@@ -45,8 +51,16 @@ NAMES = {
     ),
     "entrypoints/llm.py": ("LLM",),
     "entrypoints/openai/api_server.py": (),
-    "entrypoints/scale_out/token_in_token_out/protocol.py": ("GenerateLogProbsContent.top_logprobs",),
+    "entrypoints/scale_out/token_in_token_out/protocol.py": (
+        "GenerateLogProbsContent.top_logprobs",
+        "GenerateRequest.model",
+        "GenerateResponseBase.model",
+    ),
     "entrypoints/rl/online/api_router.py": ("pause_generation(mode, clear_cache)",),
+    "entrypoints/serve/lora/protocol.py": (
+        "LoadLoRAAdapterRequest.lora_name",
+        "LoadLoRAAdapterRequest.lora_path",
+    ),
     "logprobs.py": ("FlatLogprobs.token_ids", "FlatLogprobs.logprobs"),
     "lora/request.py": ("LoRARequest.lora_name", "LoRARequest.lora_int_id", "LoRARequest.lora_path"),
     "model_executor/model_loader/reload/layerwise.py": (
@@ -99,6 +113,7 @@ ROUTES = {
     "/reset_prefix_cache": "entrypoints/serve/dev/cache/api_router.py",
     "/resume": "entrypoints/rl/online/api_router.py",
     "/update_weight_version": "entrypoints/rl/online/api_router.py",
+    "/v1/load_lora_adapter": "entrypoints/serve/lora/api_router.py",
     "/version": "entrypoints/serve/instrumentator/basic.py",
     "/weight_info": "entrypoints/rl/online/api_router.py",
 }

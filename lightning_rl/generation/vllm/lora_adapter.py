@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,21 +20,22 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that v
 class Adapter:
     """Transfer of the policy's LoRA adapter to vLLM.
 
-    vLLM stores an adapter by id, and blocks of the prefix cache by its name and path. Each version has a new id, name
-    and path in a private folder, and the previous one is removed.
+    vLLM stores an adapter by id, and blocks of the prefix cache by its name and path, so each version has a new id,
+    name and path.
 
     Raises:
         ValueError: If there is no adapter, or other parameters train too.
     """
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        self.scales, self.folder = adapter_scales(model), folder
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.scales = adapter_scales(model)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         others = sorted(name for name in trained if part_of(name)[1] not in ("A", "B"))
         if others or not self.scales:
             got = f"{others[0]} that trains as well" if self.scales else f"none in {type(model).__name__}"
             raise ValueError(f'expected adapters and a frozen base, got {got}: use lora="merged"')
         self.rank = max(len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A")
+        self.max_rank = next(rank for rank in RANKS if rank >= self.rank)
         self.number = 0
         self.request: Any = None
         self._parts: dict[str, Tensor] = {}
@@ -41,10 +43,10 @@ class Adapter:
     @property
     def options(self) -> dict[str, Any]:
         """Options of ``vllm.LLM``."""
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank)}
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.max_rank}
 
     def split(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base weights under plain names; the adapter's are stored for :meth:`load`."""
+        """Yield the base weights under plain names; the adapter's are stored for :meth:`save`."""
         self._parts = {}
         for name, weight in stream:
             layer, part = part_of(name)
@@ -56,23 +58,34 @@ class Adapter:
             else:
                 yield f"{layer}.{part}", weight
 
-    def load(self, llm: Any) -> None:
+    def save(self, path: Path, dtype: torch.dtype | None) -> None:
+        """Write the adapter of the last stream to a new folder.
+
+        Raises:
+            RuntimeError: If A or B of a layer is missing.
+        """
+        if len(self._parts) != 2 * len(self.scales):
+            raise RuntimeError(f"expected A and B of {len(self.scales)} layers, got {len(self._parts)} tensors")
+        path.mkdir()
+        save_file(
+            {name: part.to(dtype=dtype) for name, part in self._parts.items()}, path / "adapter_model.safetensors"
+        )
+        targets = sorted({layer.rpartition(".")[-1] for layer in self.scales})
+        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.rank, "target_modules": targets}
+        (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))  # scaling is in B
+        self._parts = {}
+
+    def load(self, llm: Any, folder: Path, dtype: torch.dtype | None) -> None:
         """Load the adapter of the last stream under a new id, and remove the previous version.
 
         Raises:
             RuntimeError: If A or B of a layer is missing, or vLLM rejects the adapter.
         """
-        if len(self._parts) != 2 * len(self.scales):
-            raise RuntimeError(f"expected A and B of {len(self.scales)} layers, got {len(self._parts)} tensors")
         before, self.number = self.request, self.number + 1
-        path = self.folder / f"adapter-{self.number}"
-        path.mkdir()
-        save_file(self._parts, path / "adapter_model.safetensors")
-        targets = sorted({layer.rpartition(".")[-1] for layer in self.scales})
-        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.rank, "target_modules": targets}
-        (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))  # scaling is in B
+        path = folder / f"adapter-{self.number}"
+        self.save(path, dtype)
         kind: Any = import_module("vllm.lora.request").LoRARequest
-        self.request, self._parts = kind(f"policy-{self.number}", self.number, str(path)), {}
+        self.request = kind(f"policy-{self.number}", self.number, str(path))
         if before is not None:
             llm.llm_engine.remove_lora(before.lora_int_id)
             shutil.rmtree(before.lora_path)

@@ -16,7 +16,7 @@ from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import Description
 from lightning_rl.generation.weights.weight_stream import Shape
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
-from lightning_rl.utils.http import LOOP, Client, Unanswered, quote
+from lightning_rl.utils.http import LOOP, Client, Refused, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
 LEAVING = 5.0  # seconds for a call to a server that is not used any more
@@ -72,11 +72,15 @@ class ServerClient(Client):
     """Client of one vLLM server; ``timeout`` is in seconds, for one response or load.
 
     Every call may raise :class:`Unanswered` (also for invalid answers) or :class:`Refused`.
+
+    Attributes:
+        adapter: Label of the LoRA adapter that requests name; None to sample from the weights alone.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float) -> None:
         super().__init__(url, key, HINTS)
         self.timeout = timeout
+        self.adapter: Label | None = None
 
     def check_health(self) -> None:
         """Return if the server accepts requests."""
@@ -134,6 +138,19 @@ class ServerClient(Client):
         """
         with self._replacing_weights(label):
             self._check_load(self._on_workers("lightning_rl_load", str(folder)))
+
+    def load_adapter(self, folder: Path, label: Label) -> None:
+        """Load the LoRA adapter of a folder, named by its label. Requests in flight keep the adapter that they name.
+
+        vLLM drops the least recently used one of more than ``max_loras``, and reads it again for a request in flight.
+        """
+        body = {"lora_name": str(label), "lora_path": str(folder)}
+        try:
+            self.call("POST", "/v1/load_lora_adapter", body, timeout=self.timeout, parse=bytes.decode)
+        except Refused as error:
+            if not error.of_request:  # else it has one of this name, whose load was not confirmed
+                raise
+        self._post("/update_weight_version", {"new_version": str(label)})
 
     def receive(self, group: str, label: Label) -> None:
         """Load weights that are broadcast in a group, otherwise as :meth:`load`.
@@ -200,7 +217,9 @@ class ServerClient(Client):
 
     async def draw(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
         """Return the response to a request with a new name, under vLLM's sampling parameters."""
-        body = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}
+        body, adapter = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}, self.adapter
+        if adapter is not None:
+            body["model"] = str(adapter)
         answer = await self.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
         with self._parsing():
             (choice,) = answer["choices"]
@@ -218,13 +237,18 @@ class ServerClient(Client):
                 prompt_logprobs = _logprobs([entry[str(token)]["logprob"] for token, entry in entries])
             if choice["finish_reason"] not in FINISH:
                 raise ValueError(f"the finish reason {choice['finish_reason']!r}, none of {', '.join(FINISH)}")
+            labels = _labels(choice, len(tokens))
+            if adapter is not None:
+                if answer["model"] != str(adapter) or {label.run for label in labels} - {adapter.run}:
+                    raise ValueError(f"tokens of {answer['model']} with labels {set(labels)} for adapter {adapter}")
+                labels = (adapter,) * len(tokens)
             return Sample(
                 token_ids=tokens,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=choice["finish_reason"],
                 stop_reason=choice["stop_reason"],
-                labels=_labels(choice, len(tokens)),
+                labels=labels,
                 token_extras=extras,
             )
 

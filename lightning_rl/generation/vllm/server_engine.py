@@ -3,11 +3,11 @@
 import asyncio
 import gc
 import os
-import shutil
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Literal
@@ -25,6 +25,7 @@ from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
 from lightning_rl.generation.vllm.group import Specification
+from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
@@ -60,6 +61,9 @@ class VLLMServerEngine(Engine):
         transfer: Path of weights to the servers. ``"file"``: through ``storage``. ``"broadcast"``: in a process group
             of rank 0 and the servers' workers (NCCL between GPUs, otherwise gloo); rank 0 keeps a copy in main memory,
             which servers that were not reached or return later load from ``storage``.
+        lora: ``"merged"`` sends all weights with the adapter merged at each sync; ``"adapter"`` sends the base once
+            and then only the adapter through ``storage``, for policies that train nothing else. Requests in flight
+            continue with the adapter of their start.
         storage: Folder shared by trainer and servers, with the same path; by default one for temporary files, which
             suffices on one machine.
         timeout: Seconds for one complete response, or for one load of the weights.
@@ -86,6 +90,7 @@ class VLLMServerEngine(Engine):
         *,
         api_key: str | None = None,
         transfer: Literal["file", "broadcast"] = "file",
+        lora: Literal["merged", "adapter"] = "merged",
         storage: str | Path | None = None,
         timeout: float = 1800.0,
         patience: float = 600.0,
@@ -98,13 +103,16 @@ class VLLMServerEngine(Engine):
         check_counts(1, at_once=at_once)
         if transfer not in TRANSFERS:
             raise ValueError(f"expected transfer out of {', '.join(TRANSFERS)}, got {transfer!r}")
-        self.transfer = transfer
+        if lora not in ("merged", "adapter"):
+            raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
+        self.transfer, self.lora = transfer, lora
         self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
         self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
         self._broadcast: Broadcast | None = None
+        self._adapter: Adapter | None = None
 
     def _check_url(self, url: str) -> None:
         if read_url(url).hostname not in LOOPBACK and self.storage is None:
@@ -126,12 +134,13 @@ class VLLMServerEngine(Engine):
 
         Raises:
             EngineError: If none is ready, or listed, within the patience.
-            ValueError: If the model is multimodal, or a server does not suit the run; if the list may change, only if
-                all are unsuitable.
+            ValueError: If the model is multimodal or trains more than an adapter that is to be sent alone, or a server
+                does not suit the run; if the list may change, only if all are unsuitable.
         """
         if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
         check_text_only(model, "VLLMServerEngine")
+        self._adapter = Adapter(model) if self.lora == "adapter" else None
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
             urls = self._list.wait(self.patience)
@@ -146,6 +155,7 @@ class VLLMServerEngine(Engine):
             tokenizer=tokenizer,
             canary=self.canary,
             private=self.storage is None,
+            lora_rank=0 if self._adapter is None else self._adapter.max_rank,
         )
         pool = self._pool = ServerPool(
             [self._client_of(url) for url in urls],
@@ -181,7 +191,9 @@ class VLLMServerEngine(Engine):
             self._broadcast = Broadcast(pool, tensors, device)
 
     def _outgoing(self, weights: weight_stream.Stream) -> weight_stream.Stream:
-        return weight_stream.add_aliases(weight_stream.merge_stream(weights, self._scales), self._aliases)
+        adapter = self._adapter
+        whole = weight_stream.merge_stream(weights, self._scales) if adapter is None else adapter.split(weights)
+        return weight_stream.add_aliases(whole, self._aliases)
 
     def _running(self) -> ServerPool:
         if self._pool is None:
@@ -194,30 +206,43 @@ class VLLMServerEngine(Engine):
         """Push the weights from rank 0 to the servers; the other ranks read the stream and wait for the servers.
 
         The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
-        flight continue with the new weights.
+        flight continue with the new weights, or with the adapter that they name.
         """
-        pool, rest, before = self._running(), iter(weights), None
+        pool, rest = self._running(), iter(weights)
         push = pool.push
         with failing_together("a push of the weights", EngineError):
             try:
                 if push.writes:
-                    before = self._bring(weight_stream.verify(self._outgoing(rest), dict(push.sent)), version)
+                    self._bring(weight_stream.verify(self._outgoing(rest), dict(push.sent)), version)
                     pool.update()
             finally:
                 deque(rest, maxlen=0)
         if not push.writes:
             push.advance(push.next_label(version))
             pool.update()
-        if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+        oldest = version
+        if self._adapter is not None:  # vLLM may read the adapter of a request in flight again
+            oldest = min(
+                (used for used in process_objects(self.in_flight.oldest()) if used is not None), default=version
+            )
+        if push.writes:
+            push.delete_earlier(oldest)
         pool.oldest = push.label.number
 
-    def _bring(self, weights: weight_stream.Stream, version: int) -> Path | None:
-        """Send or write weights; return the folder of the previous ones."""
-        push, broadcast = self._running().push, self._broadcast
-        if broadcast is not None:
-            return push.send(lambda label: broadcast.send(weights, label), version)
-        return push.write(weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._exact), version)
+    def _bring(self, weights: weight_stream.Stream, version: int) -> None:
+        """Send or write weights, all of them or the adapter, which become the current ones."""
+        push, broadcast, adapter = self._running().push, self._broadcast, self._adapter
+        label = push.next_label(version)
+        if adapter is not None and push.current is not None:
+            deque(weights, maxlen=0)
+        elif broadcast is not None:
+            push.send(partial(broadcast.send, weights), push.base or label)
+        else:
+            copies = weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._exact)
+            push.write(copies, push.base or label)
+        if adapter is not None:
+            push.write_adapter(lambda path: adapter.save(path, self.dtype), label)
+        push.advance(label)
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:

@@ -227,7 +227,7 @@ class VLLMEngine(Engine):
         config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        self._adapter = Adapter(model, folder) if self.lora == "adapter" else None
+        self._adapter = Adapter(model) if self.lora == "adapter" else None
         options = self._llm_options(model)
         with internals.preserving_process(device):
             self._vllm = load_vllm()
@@ -299,8 +299,8 @@ class VLLMEngine(Engine):
             if not self._base_loaded:
                 self._llm.apply_model(partial(internals.recover, self._llm.llm_engine.vllm_config))
             raise
-        if self._adapter is not None:
-            self._adapter.load(self._llm)
+        if self._adapter is not None and self._folder is not None:
+            self._adapter.load(self._llm, Path(self._folder.name), self.dtype)
             self._base_loaded = True
         self._wake("kv_cache")
         internals.reset_prefix_cache(self._llm)

@@ -1,5 +1,6 @@
 """Push of the trainer's weights to servers: files, labels, and the check of each server."""
 
+import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_rl.generation.vllm.worker_extension import Description
 from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.weight_folder import write_weights
 from lightning_rl.generation.weights.weight_stream import Shape, Stream
+from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.utils.http import Unanswered, quote
 
 DECODED = 500  # token ids that are decoded to compare two tokenizers
@@ -41,8 +43,10 @@ class WeightPush:
         tokenizer: Tokenizer of the trainer.
         canary: Canary that compares a server with the others; None to skip it.
         private: True if only servers of this user may read the weights.
+        lora_rank: ``max_lora_rank`` of servers that get the base once and then LoRA adapters; otherwise 0.
 
     Attributes:
+        base: Label of the base weights of adapters, push 0; None if each push is of all weights.
         has_tokenizer: True if every server has the trainer's tokenizer and can find stop strings.
         sent: Names and shapes of the synced tensors, once known.
         current: Label of the current weights.
@@ -59,13 +63,15 @@ class WeightPush:
         tokenizer: PreTrainedTokenizerBase | None,
         canary: Canary | None,
         private: bool = False,
+        lora_rank: int = 0,
     ) -> None:
         self.run, self.folder, self.writes = run, RunFolder(storage, run, private=private), writes
+        self.base = Label(run, 0, 0) if lora_rank else None
         self.sent: list[tuple[str, Shape]] = []
         self.current: Label | None = None
         self.proof: Proof | None = None
         self.has_tokenizer = tokenizer is not None
-        self._tokenizer, self._canary = tokenizer, canary
+        self._tokenizer, self._canary, self._lora_rank = tokenizer, canary, lora_rank
         self._architecture = (model.config.architectures or [type(model).__name__])[0]
         self._vocabulary = model.config.get_text_config().vocab_size
         self._description: Description | None = None
@@ -91,7 +97,8 @@ class WeightPush:
 
     def next_label(self, version: int) -> Label:
         """Return the label of the next weights."""
-        return Label(self.run, 0 if self.current is None else self.current.number + 1, version)
+        before = self.current or self.base
+        return Label(self.run, 0 if before is None else before.number + 1, version)
 
     def advance(self, label: Label) -> None:
         """Make the weights of a label the current ones."""
@@ -103,36 +110,32 @@ class WeightPush:
         ahead = self.current is not None and label.number == self.current.number + 1
         return label.run == self.run and (label.version == self._versions.get(label.number) or ahead)
 
-    def write(self, stream: Stream, version: int) -> Path | None:
-        """Write weights, which become the current ones.
-
-        Returns:
-            The folder of the previous weights, which can be deleted once no server loads it.
-        """
-        label = self.next_label(version)
+    def write(self, stream: Stream, label: Label) -> None:
+        """Write weights."""
         write_weights(stream, self._folder_of(label))
-        return self._move_to(label)
 
-    def send(self, send: Callable[[Label], Stream], version: int) -> Path | None:
-        """Send weights to servers, and make them the current ones; they are written only if a server needs a file.
+    def write_adapter(self, save: Callable[[Path], object], label: Label) -> None:
+        """Write an adapter by a function that gets its folder."""
+        write_atomically(self._folder_of(label), save)
+
+    def send(self, send: Callable[[Label], Stream], label: Label) -> None:
+        """Send weights to servers; they are written only if a server needs a file.
 
         During the transfer a returning server finds no weights, as two copies would take twice the memory.
-
-        Returns:
-            The folder of the previous weights, as :meth:`write`.
         """
-        label = self.next_label(version)
         with self._writing:
             self._spare = None
         spare = send(label)
         with self._writing:
             self._spare = label, spare
-        return self._move_to(label)
 
-    def _move_to(self, label: Label) -> Path | None:
-        before = self.current
-        self.advance(label)
-        return None if before is None else self._folder_of(before)
+    def delete_earlier(self, oldest: int) -> None:
+        """Delete earlier weights, once no server loads them. The base stays, and so do adapters from a version on."""
+        for folder in [path for path in self.folder.path.iterdir() if path.name.isdecimal()]:
+            number, adapters = int(folder.name), self.base is not None
+            needed = adapters and (number == 0 or self._versions[number] >= oldest)
+            if number < self.label.number and not needed:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _folder_with(self, label: Label) -> Path:
         """Return the folder with the weights of a label, which is written now if they were only sent."""
@@ -185,13 +188,21 @@ class WeightPush:
                 if not self.writes:
                     waits = "waits for rank 0 to push the weights of version"
                     raise Unanswered(f"{client.url} {waits} {current.version}")
-                client.load(self._folder_with(current), current)
+                self._load(client, label, current)
                 self._loaded.add(client.url)
+            client.adapter = None if self.base is None else current
             try:
                 self._prove(client, current)
             except CanaryError:
                 client.clear_label()
                 raise
+
+    def _load(self, client: ServerClient, held: Label | None, current: Label) -> None:
+        whole = self.base or current
+        if self.base is None or held is None or held.run != self.run:
+            client.load(self._folder_with(whole), whole)
+        if self.base is not None:
+            client.load_adapter(self._folder_of(current), current)
 
     def _check(self, client: ServerClient, label: Label | None) -> None:
         if label is not None and label.run != self.run and client.url in self._loaded:
@@ -199,6 +210,12 @@ class WeightPush:
         description = client.describe()
         policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
         _compare(client.url, description, policy, "the policy has")
+        if description.max_lora_rank < self._lora_rank:
+            raise ValueError(
+                f"expected {client.url} to take adapters of rank {self._lora_rank}, got at most "
+                f"{description.max_lora_rank}: start it by lightning-rl serve ... -- --enable-lora --max-lora-rank "
+                f"{self._lora_rank}"
+            )
         with self._lock:
             self._description = self._description or description
         _compare(client.url, description, self._description._asdict(), "the other servers have")

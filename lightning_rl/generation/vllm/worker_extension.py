@@ -35,6 +35,7 @@ class Description(NamedTuple):
     has_tokenizer: bool
     logprobs_mode: str  # distribution of its log-probabilities
     generation_config: str  # source of its sampling defaults
+    max_lora_rank: int  # of adapters; 0 if it takes none
 
 
 class WeightLoader:
@@ -49,7 +50,7 @@ class WeightLoader:
 
     def lightning_rl_describe(self) -> dict[str, Any]:
         """Return the fields of :class:`Description`."""
-        model = self.vllm_config.model_config
+        model, lora = self.vllm_config.model_config, self.vllm_config.lora_config
         return Description(
             architecture=str(model.architecture),
             vocabulary=int(model.get_vocab_size()),
@@ -59,6 +60,7 @@ class WeightLoader:
             has_tokenizer=not model.skip_tokenizer_init,
             logprobs_mode=str(model.logprobs_mode),
             generation_config=str(model.generation_config),
+            max_lora_rank=0 if lora is None else int(lora.max_lora_rank),
         )._asdict()
 
     def lightning_rl_compare(self, sent: Sequence[Sequence[Any]]) -> dict[str, str]:
