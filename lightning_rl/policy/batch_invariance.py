@@ -204,7 +204,7 @@ def _sigmoid(values: Tensor) -> Tensor:
 
 
 def _silu(values: Tensor) -> Tensor:
-    return values / (1 + (-values).exp())
+    return values / (-values).exp_().add_(1)
 
 
 def _gelu(values: Tensor) -> Tensor:
@@ -292,30 +292,38 @@ def _attend_packed_rows(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
     """Compute attention of packed sequences, for sequences of similar length together."""
-    if sequences.shared is not None:
-        query, key, value = map(sequences.shared.spread, (query, key, value))
-    groups, order = _groups(sequences.lengths)
+    shared, (groups, places) = sequences.shared, _groups(sequences.lengths)
     mixed = []
-    for index, valid in groups:
-        place = index.to(query.device)
-        q, k, v = (part[0][:, place].transpose(0, 1) for part in (query, key, value))
-        mixed.append(_attend_rows(q, k, v, scale, window).transpose(1, 2)[valid.to(query.device)])
-    whole = torch.cat(mixed).index_select(0, order.to(query.device))[None]
-    return whole if sequences.shared is None else sequences.shared.gather(whole)
+    for index in groups:
+        inputs = index.to(query.device) if shared is None else shared.inputs[index.to(query.device)]
+        q, k, v = (
+            part[0].index_select(1, inputs.flatten()).unflatten(1, inputs.shape).transpose(0, 1)
+            for part in (query, key, value)
+        )
+        mixed.append(_attend_rows(q, k, v, scale, window).transpose(1, 2).flatten(0, 1))
+    places = places.to(query.device) if shared is None else places.to(query.device)[shared.positions]
+    return torch.cat(mixed).index_select(0, places)[None]
 
 
 @lru_cache(maxsize=256)
-def _groups(lengths: tuple[int, ...]) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return, for sequences of similar length, the index of each token and a mask; and the places of all tokens."""
-    starts, groups = [0, *torch.tensor(lengths).cumsum(0).tolist()], list[tuple[Tensor, Tensor]]()
+def _groups(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+    """Return, for sequences of similar length, the index of each token; and the place of each token in all indices.
+
+    The last token of a sequence is repeated up to the length of the longest one of its group.
+    """
+    starts, groups = [0, *torch.tensor(lengths).cumsum(0).tolist()], list[Tensor]()
+    places, filled = torch.empty(starts[-1], dtype=torch.int64), 0
     widths = [-(-length // KEYS) * KEYS for length in lengths]
     for width in sorted(set(widths)):
         chosen = [number for number, other in enumerate(widths) if other == width]
         size = torch.tensor([lengths[number] for number in chosen])[:, None]
         column = torch.arange(int(size.max()))
         index = torch.tensor([starts[number] for number in chosen])[:, None] + torch.minimum(column, size - 1)
-        groups.append((index, column < size))
-    return groups, torch.cat([index[valid] for index, valid in groups]).argsort()
+        real = column < size
+        places[index[real]] = filled + real.flatten().nonzero()[:, 0]
+        groups.append(index)
+        filled += index.numel()
+    return groups, places
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -361,29 +369,36 @@ def blocked_attention(
         scale: Scale of the scores.
         window: Number of tokens that a token attends to; None for all before it.
     """
-    exact, (rows, heads, queries, _) = torch.promote_types(query.dtype, torch.float32), query.shape
-    kinds, keys = key.shape[1:3]
-    lines, parts = heads // kinds * queries, [slice(start, start + KEYS) for start in range(0, keys, KEYS)]
-    missing = -lines % QUERIES
-    blocks = (lines + missing) // QUERIES
+    exact, (rows, heads, queries, _), kinds = torch.promote_types(query.dtype, torch.float32), query.shape, key.shape[1]
+    group, keys = heads // kinds, key.shape[2]
+    key, value_type, value = key.to(exact).flatten(0, 1), value.dtype, value.to(exact).flatten(0, 1)
+    lines = (
+        (query.to(exact) * scale).unflatten(1, (kinds, group)).transpose(2, 3).reshape(rows * kinds, -1, query.shape[3])
+    )
+    asked, column = position.repeat_interleave(group, 1)[:, None, :, None], torch.arange(keys, device=key.device)
+    mixed = []
+    for start in range(0, queries * group, QUERIES):
+        block, at = lines[:, start : start + QUERIES], asked[:, :, start : start + QUERIES]
+        last = min(start + QUERIES - 1, queries * group - 1) // group + keys - queries  # latest possible position
+        parts = [slice(first, first + KEYS) for first in range(0, last + 1, KEYS)]
+        scores = torch.cat([_block_product(block, key[:, part].transpose(1, 2)) for part in parts], -1)
+        seen = column[: scores.shape[2]]
+        hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
+        weights = (scores.unflatten(0, (rows, kinds)) + hidden * MASKED).softmax(-1).flatten(0, 1)
+        total = _block_product(weights[..., parts[0]], value[:, parts[0]])
+        for part in parts[1:]:
+            total = total + _block_product(weights[..., part], value[:, part])
+        mixed.append(total)
+    whole = torch.cat(mixed, 1).view(rows, kinds, queries, group, -1)
+    return whole.transpose(2, 3).reshape(rows, heads, queries, -1).to(value_type)
 
-    def block(tensor: Tensor, part: slice) -> Tensor:
-        chosen = tensor[:, :, part].to(exact).flatten(0, 1)
-        return chosen if blocks == 1 else chosen.repeat_interleave(blocks, 0)
 
-    queried = functional.pad(query.to(exact).reshape(rows * kinds, lines, -1), (0, 0, 0, missing))
-    queried = queried.view(rows * kinds * blocks, QUERIES, -1)
-    products = [torch.bmm(queried, block(key, part).transpose(1, 2)) for part in parts]
-    scores = (products[0] if len(parts) == 1 else torch.cat(products, -1)).view(rows, kinds, lines + missing, keys)
-    asked = functional.pad(position.repeat(1, heads // kinds), (0, missing))[:, None, :, None]
-    column = torch.arange(keys, device=key.device)
-    hidden = column > asked if window is None else (column > asked) | (column <= asked - window)
-    weights = scores.mul_(scale).masked_fill_(hidden, MASKED).softmax(-1).view(-1, QUERIES, keys)
-    mixed = torch.bmm(weights[..., parts[0]], block(value, parts[0]))
-    for part in parts[1:]:
-        mixed += torch.bmm(weights[..., part], block(value, part))
-    mixed = mixed.view(rows, kinds, lines + missing, -1)[:, :, :lines]
-    return mixed.reshape(rows, heads, queries, -1).to(value.dtype)
+def _block_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return a batched product of at most :data:`QUERIES` rows, computed with as many."""
+    missing = QUERIES - left.shape[1]
+    if not missing:
+        return torch.bmm(left, right)
+    return torch.bmm(functional.pad(left, (0, 0, 0, missing)), right)[:, :-missing]
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
