@@ -230,7 +230,8 @@ class _Decode:
         self.finish = torch.full_like(self.lengths, FinishReason.LENGTH)
         self.limits = torch.tensor([sampling.max_new_tokens for sampling in samplings], device=device)
         temperatures = [sampling.temperature for sampling in samplings]
-        divisors = torch.tensor([self._divisor(temperature or 1.0) for temperature in temperatures], dtype=exact)
+        divisor = {temperature: self._divisor(temperature or 1.0) for temperature in set(temperatures)}
+        divisors = torch.tensor([divisor[temperature] for temperature in temperatures], dtype=exact)
         self.divisors = divisors.to(device) if (divisors != 1).any() else None
         greedy = torch.tensor([temperature == 0 for temperature in temperatures], device=device)
         self.greedy = greedy if 0 in temperatures else None

@@ -6,7 +6,8 @@ bits when it is decoded in a batch of one than when it is scored in a packed bat
 * **Linear layers** multiply blocks of :data:`ROWS` rows, the last one padded with zeros, so that every product of a
   layer has the same shape.
 * **Attention** multiplies blocks of :data:`QUERIES` queries and :data:`KEYS` keys, which are counted from the first
-  token of the sequence, and adds the blocks in order. A masked key adds an exact 0.
+  token of the sequence, and adds the blocks in order. A masked key adds an exact 0, so blocks of later keys
+  are left out.
 * **SiLU, GELU and the sigmoid** are composed of functions that torch computes alike for every element; torch's own use
   another formula for the last elements of a vector.
 * **Sums over one long row** are computed over two rows, since torch splits a single one over threads.
@@ -41,7 +42,7 @@ INVARIANT_ATTENTION = "lightning_rl_batch_invariant"
 ROWS = 64  # of a product of a linear layer
 QUERIES, KEYS = 8, 32  # of a product of attention; KEYS is a multiple of the width of a vector
 ACTIVATIONS = (nn.SiLU.__module__, "transformers.activations")
-MASKED = -1e30  # score of a masked key: finite, so that a row without any key is finite
+MASKED = -1e30  # added to the score of a masked key: finite, so that a row without any key is finite
 
 
 def make_batch_invariant(model: PreTrainedModel) -> None:
@@ -121,8 +122,9 @@ def linear(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         rows, weight, bias = rows.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    flat: Any = _Linear.apply(rows.reshape(-1, rows.shape[-1]), weight)
-    return (flat if bias is None else flat + bias).unflatten(0, rows.shape[:-1])
+    flat: Any = rows.reshape(-1, rows.shape[-1])
+    flat = _Linear.apply(flat, weight) if torch.is_grad_enabled() else matrix_product(flat, weight.t())
+    return (flat if bias is None else flat + bias).view(*rows.shape[:-1], weight.shape[0])
 
 
 def matrix_product(
@@ -134,13 +136,15 @@ def matrix_product(
 ) -> Float[Tensor, "M N"]:
     """Return a matrix product, computed in blocks of rows of ``left``; without gradient."""
     options: dict[str, Any] = {} if out_dtype is None else {"out_dtype": out_dtype}
-    out = left.new_empty(len(left), right.shape[1], dtype=out_dtype) if out is None else out
-    whole = len(left) - len(left) % ROWS
-    for start in range(0, whole, ROWS):
-        torch.mm(left[start : start + ROWS], right, **options, out=out[start : start + ROWS])
-    if whole < len(left):
-        padded = functional.pad(left[whole:], (0, 0, 0, whole + ROWS - len(left)))
-        out[whole:] = torch.mm(padded, right, **options)[: len(left) - whole]
+    rows = left.shape[0]
+    out = left.new_empty(rows, right.shape[1], dtype=out_dtype) if out is None else out
+    whole = rows - rows % ROWS
+    if whole:
+        for block, product in zip(left[:whole].split(ROWS), out[:whole].split(ROWS), strict=True):
+            torch.mm(block, right, **options, out=product)
+    if whole < rows:
+        padded = functional.pad(left[whole:], (0, 0, 0, whole + ROWS - rows))
+        out[whole:] = torch.mm(padded, right, **options)[: rows - whole]
     return out
 
 
@@ -369,12 +373,12 @@ def blocked_attention(
         scale: Scale of the scores.
         window: Number of tokens that a token attends to; None for all before it.
     """
-    exact, (rows, heads, queries, _), kinds = torch.promote_types(query.dtype, torch.float32), query.shape, key.shape[1]
-    group, keys = heads // kinds, key.shape[2]
-    key, value_type, value = key.to(exact).flatten(0, 1), value.dtype, value.to(exact).flatten(0, 1)
-    lines = (
-        (query.to(exact) * scale).unflatten(1, (kinds, group)).transpose(2, 3).reshape(rows * kinds, -1, query.shape[3])
-    )
+    exact, (rows, heads, queries, size) = torch.promote_types(query.dtype, torch.float32), query.shape
+    kinds, keys = key.shape[1:3]
+    group = heads // kinds
+    key, value = (part.to(exact).flatten(0, 1) for part in (key, value))
+    lines = (query.to(exact) * scale).view(rows, kinds, group, queries, size).transpose(2, 3)
+    lines = lines.reshape(rows * kinds, queries * group, size)  # the queries of a position follow each other
     asked, column = position.repeat_interleave(group, 1)[:, None, :, None], torch.arange(keys, device=key.device)
     mixed = []
     for start in range(0, queries * group, QUERIES):
@@ -390,7 +394,7 @@ def blocked_attention(
             total = total + _block_product(weights[..., part], value[:, part])
         mixed.append(total)
     whole = torch.cat(mixed, 1).view(rows, kinds, queries, group, -1)
-    return whole.transpose(2, 3).reshape(rows, heads, queries, -1).to(value_type)
+    return whole.transpose(2, 3).reshape(rows, heads, queries, -1).to(query.dtype)
 
 
 def _block_product(left: Tensor, right: Tensor) -> Tensor:
