@@ -6,7 +6,7 @@ the expert's index + 1, or 0 where nothing was recorded, as in padding. They con
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,6 +99,11 @@ def count_experts(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def unvisited(counts: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the number of experts without a token, by router, without zeros."""
+    return {router: number for router, count in counts.items() if (number := int((count == 0).sum()))}
 
 
 @dataclass(slots=True, eq=False)

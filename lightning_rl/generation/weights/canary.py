@@ -8,19 +8,21 @@ by comparing its own values bit for bit.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_rl.generation.engine import Engine, Request
 from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.policy import PolicyModel, pack
-from lightning_rl.rollout import Rollout
+from lightning_rl.policy.expert_routes import count_experts, unvisited
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
+from lightning_rl.utils.arguments import check_counts
 
-TOKENS = 64  # fixed tokens that are scored
 SEED = 0  # seed of the fixed tokens
 DRAWN_ROWS, DRAWN_TOKENS = 4, 4
 NOISE = 2e-5  # rounding moves a float32 log-probability by up to 1.1e-5 between engines
@@ -54,10 +56,16 @@ class Rounding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Log-probabilities of one side, float64 on the CPU: fixed tokens [N], if they are scored, and drawn ones [M]."""
+    """Log-probabilities of one side, float64 on the CPU: fixed tokens [N], if they are scored, and drawn ones [M].
+
+    Those of the trainer have the KL of the engine's likeliest tokens and the rest [M], if the engine records them, and
+    the number of experts that no token visits, by router.
+    """
 
     fixed: Tensor
     drawn: Tensor
+    kl: Tensor | None = None
+    unvisited: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,7 @@ class Measurement:
     fixed: list[Row]
     drawn: list[Row]
     version: int
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # likeliest tokens before each drawn one, [rows, L, k]
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -91,20 +100,23 @@ class Canary:
     """Compare engine and trainer after a sync, and the engine with itself at earlier syncs.
 
     The engine scores 64 tokens and samples 4 x 4, and the trainer runs two forwards over them; logged as
-    ``time/canary``.
+    ``time/canary``. Where the engine records its likeliest tokens, their distributions are compared, too. Experts that
+    no token visits are a warning at the first sync.
 
     Args:
+        tokens: Number of tokens that are scored, at most the context window.
         threshold: Largest difference of a log-probability if both sides compute in float32; otherwise a mean
             difference that is never an error.
 
     Raises:
-        ValueError: If ``threshold`` is not positive.
+        ValueError: If ``threshold`` or ``tokens`` is not positive.
     """
 
-    def __init__(self, *, threshold: float = 1e-4) -> None:
+    def __init__(self, *, tokens: int = 64, threshold: float = 1e-4) -> None:
+        check_counts(1, tokens=tokens)
         if not threshold > 0:
             raise ValueError(f"expected threshold > 0, got {threshold}")
-        self.threshold = threshold
+        self.tokens, self.threshold = tokens, threshold
         self.forget()
 
     def forget(self) -> None:
@@ -114,7 +126,7 @@ class Canary:
 
     def measure(self, engine: Engine, *, vocabulary: int, temperature: float, max_length: int) -> Measurement:
         """Return the values of an engine that was just synced, at the run's temperature."""
-        ids = torch.randint(vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(SEED)).tolist()
+        ids = torch.randint(vocabulary, (self.tokens,), generator=torch.Generator().manual_seed(SEED)).tolist()
         row = tuple(ids[: max_length - 1])
         sampling = SamplingParams(temperature=temperature, max_new_tokens=DRAWN_TOKENS, eos_token_ids=())
         requests = [
@@ -130,6 +142,10 @@ class Canary:
             [(row[:1], row[1:])] if scores else [],
             [(r.prefix_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)],
             engine.version,
+            {
+                name: torch.stack([completion.token_extras[name] for completion in completions])
+                for name in sorted({TOP_IDS, TOP_LOGPROBS} & engine.extras)
+            },
         )
 
     def judge(
@@ -155,6 +171,8 @@ class Canary:
             CanaryError: If rounding does not explain a difference; describes the fault of the engine.
         """
         gaps: list[Tensor] = []
+        if not self._past and trainer.unvisited:
+            warn_of_unvisited(trainer.unvisited, self.tokens)
         for url, engine in measurement.values.items():
             gap = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
             name = f"the engine at {url}" if url else "the engine"
@@ -163,6 +181,11 @@ class Canary:
             self._check_movement(now, past, alone=len(measurement.values) == 1)
             if not self.within(gap, rounding):
                 raise CanaryError(self._diagnosis(now, past, gap, rounding))
+            if trainer.kl is not None and not self.within(trainer.kl, rounding):
+                raise CanaryError(
+                    f"expected {now.name} to sample from the policy's distribution, and the log-probabilities of "
+                    f"sampled tokens agree, but the KL over its likeliest tokens is up to {float(trainer.kl.max()):.2g}"
+                )
             past.append(now)
             gaps.append(gap)
         gap = torch.cat(gaps)
@@ -218,6 +241,15 @@ class Canary:
         return f"{expected}its log-probabilities are not the trainer's: {size}, where rounding explains {limit}"
 
 
+def warn_of_unvisited(experts: Mapping[str, int], tokens: int) -> None:
+    """Warn of the experts that no token of the canary visits, given by router."""
+    router, number = max(experts.items(), key=lambda item: item[1])
+    rank_zero_warn(
+        f"no token of the canary visits {sum(experts.values())} of the experts, {number} of them at {router}: their "
+        f"weights in the engine stay unproven; Canary(tokens={4 * tokens}) visits more"
+    )
+
+
 def canary_of(canary: Canary | bool | None) -> Canary | None:  # noqa: FBT001  an option of every engine
     """Return a new canary for True, None for False or None, and a given canary as it is."""
     if isinstance(canary, Canary):
@@ -231,20 +263,23 @@ def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool)
     inner = policy_in(policy)
     temperature = inner.temperature
 
-    def logprobs(rows: Sequence[Row]) -> Tensor:
+    def scores(rows: Sequence[Row], extras: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         if not rows:
-            return torch.zeros(0, dtype=torch.float64)
+            return torch.zeros(0, dtype=torch.float64), None
         prompts, responses = zip(*rows, strict=True)
-        rollout = Rollout.of_samples(prompts, responses, groups=range(len(rows)))
-        scores = policy(pack(rollout, packed=packed).to(inner.model.device)).logprobs
-        return scores.double().cpu()[rollout.valid_tokens]
+        rollout = Rollout.of_samples(prompts, responses, groups=range(len(rows))).replace(token_extras=extras)
+        outputs = policy(pack(rollout, packed=packed).to(inner.model.device))
+        valid, kl = rollout.valid_tokens, outputs.rollout_kl
+        return outputs.logprobs.double().cpu()[valid], None if kl is None else kl.double().cpu()[valid]
 
-    try:
-        inner.temperature = 1.0
-        fixed = logprobs(measurement.fixed)
-    finally:
-        inner.temperature = temperature
-    return Values(fixed, logprobs(measurement.drawn))
+    with count_experts(inner.model) as counts:
+        try:
+            inner.temperature = 1.0
+            fixed, _ = scores(measurement.fixed, {})
+        finally:
+            inner.temperature = temperature
+        drawn, kl = scores(measurement.drawn, measurement.extras)
+    return Values(fixed, drawn, kl, unvisited(counts))
 
 
 def policy_in(module: nn.Module) -> PolicyModel:

@@ -329,3 +329,54 @@ def test_a_fault_ends_the_run() -> None:
         fit(module, data=tiny_prompts(16, 4))
     rows: Engine = module.engine
     assert rows.state is EngineState.ASLEEP and module.global_step == 2
+
+
+def test_the_distribution_is_compared_where_the_engine_records_it() -> None:
+    model = tiny_model("llama", dtype=torch.float32, vocab_size=400)
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").mul_(5)
+    run = Watched(model)
+    run.sync()
+    measured = Canary().measure(run.engine, vocabulary=400, temperature=1.0, max_length=256)
+    used = {token for row in (*measured.fixed, *measured.drawn) for part in row for token in part}
+    first = next(token for token in range(200, 399) if not used & {token, token + 1})
+
+    def swapped(stream: Stream) -> Stream:
+        for name, weight in stream:
+            other = weight.clone()
+            if name == "lm_head.weight":  # the logits of two neighbors that are neither scored nor sampled
+                other[[first, first + 1]] = weight[[first + 1, first]]
+            yield name, other
+
+    for records in (False, True):
+        run = Watched(model)
+        if records:
+            run.engine.close()
+            run.engine.select_extras(frozenset(("top_ids", "top_logprobs")))
+            launch(run.engine, copy.deepcopy(model))
+        assert run.sync() is not None
+        if records:
+            with pytest.raises(
+                CanaryError, match="sampled tokens agree, but the KL over its likeliest tokens is up to"
+            ):
+                run.sync(swapped)
+        else:
+            assert run.sync(swapped) is not None
+
+
+def unvisited_by(model: PreTrainedModel, canary: Canary) -> dict[str, int]:
+    run = Watched(model)
+    run.engine.load_weights(model.named_parameters(), 0)
+    measured = canary.measure(run.engine, vocabulary=model.config.vocab_size, temperature=1.0, max_length=256)
+    return dict(canaries.trainer_values(run.policy, measured, packed=True).unvisited)
+
+
+def test_experts_that_no_token_visits_are_a_warning_at_the_first_sync() -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=64)
+    run = Watched(model)
+    with pytest.warns(UserWarning, match=r"visits \d+ of the experts, \d+ of them at model.layers.\d.mlp.gate: .*"):
+        run.sync()
+    run.step()
+    run.sync()  # a warning is an error here
+    few, many = (unvisited_by(model, Canary(tokens=number)) for number in (8, 250))
+    assert 0 < sum(many.values()) < sum(few.values())
