@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from lightning_rl.cli.export import source_of
 from lightning_rl.cli.output import say
 from lightning_rl.generation import Engine, TransformersEngine, VLLMEngine
-from lightning_rl.generation.consistency import DISTRIBUTION, Consistency, compare
+from lightning_rl.generation.engine_comparison import DISTRIBUTION, Consistency, compare
 from lightning_rl.generation.weights.weight_stream import persistent_buffers
 from lightning_rl.policy import ModelOptions, PolicyModel
 from lightning_rl.policy.build import ModelSource, build_model, build_policy
@@ -104,7 +104,7 @@ def consistency(source: ModelSource, engine: str = "transformers", prompts: int 
     failed = False
     for case in CASES[engine]:
         try:
-            found = measure(source, case, ENGINES[engine], prompts, tokens)
+            found = measure(source, case, engine, prompts, tokens)
         except (ImportError, ValueError) as refused:
             say(_line((case.name, "-", "-", "-", str(refused).splitlines()[0])))
             continue
@@ -117,13 +117,12 @@ def consistency(source: ModelSource, engine: str = "transformers", prompts: int 
     return int(failed)
 
 
-def measure(
-    source: ModelSource, case: Case, new_engine: Callable[..., Engine], prompts: int, tokens: int
-) -> Consistency:
+def measure(source: ModelSource, case: Case, engine_name: str, prompts: int, tokens: int) -> Consistency:
     """Build engine and trainer as a case says, send the weights, and compare."""
+    limit = {"max_model_len": LONGEST + tokens} if engine_name == "vllm" else {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = _policy(source, case).to(device)
-    engine = new_engine(canary=None, **case.engine)
+    engine = ENGINES[engine_name](canary=None, **limit, **case.engine)
     engine.select_extras(DISTRIBUTION)
     try:
         engine.start(policy.model, None, device=device, dtype=policy.model.dtype)

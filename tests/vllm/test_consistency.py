@@ -9,7 +9,7 @@ import torch
 from kit.vllm_models import FAMILIES, a_model, prompts_of, weights_of
 
 from lightning_rl.generation import VLLMEngine
-from lightning_rl.generation.consistency import DISTRIBUTION, Consistency, compare
+from lightning_rl.generation.engine_comparison import DISTRIBUTION, Consistency, compare
 from lightning_rl.policy import PolicyModel
 
 FAULTS = {  # stale tensor: module

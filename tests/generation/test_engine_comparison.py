@@ -9,7 +9,7 @@ from kit.support import tiny_model
 from transformers import PreTrainedModel
 
 from lightning_rl.generation import TransformersEngine
-from lightning_rl.generation.consistency import DISTRIBUTION, Consistency, compare
+from lightning_rl.generation.engine_comparison import DISTRIBUTION, Consistency, compare
 from lightning_rl.policy import PolicyModel
 
 FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe")
