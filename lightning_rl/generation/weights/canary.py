@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_rl.generation.engine import Engine, Request
 from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.policy import PolicyModel, pack
-from lightning_rl.policy.expert_routes import count_experts, unvisited
+from lightning_rl.policy.expert_routes import count_experts, count_unvisited
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
 from lightning_rl.utils.arguments import check_counts
 
@@ -279,7 +279,7 @@ def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool)
         finally:
             inner.temperature = temperature
         drawn, kl = scores(measurement.drawn, measurement.extras)
-    return Values(fixed, drawn, kl, unvisited(counts))
+    return Values(fixed, drawn, kl, count_unvisited(counts))
 
 
 def policy_in(module: nn.Module) -> PolicyModel:
