@@ -13,7 +13,7 @@ from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
 from lightning_rl.policy.compilation import has_compilation
-from lightning_rl.policy.expert_routes import count_experts, count_unvisited
+from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
 from lightning_rl.policy.model import logit_divisor, unscaled_logits
 from lightning_rl.policy.module_values import (
     Event,
@@ -89,7 +89,7 @@ def compare(
         largest=float((outputs.logprobs.cpu()[valid].double() - sampled.double()).abs().max()),
         kl=None if kl is None else float(kl.mean()),
         largest_kl=None if kl is None else float(kl.max()),
-        unvisited=count_unvisited(counts),
+        unvisited=count_unvisited_experts(counts),
     )
     return replace(found, **_locate(policy, engine, requests[::2], rows, cached=cached))
 

@@ -101,7 +101,7 @@ def count_experts(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
             handle.remove()
 
 
-def count_unvisited(counts: Mapping[str, Tensor]) -> dict[str, int]:
+def count_unvisited_experts(counts: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the number of experts without a token, by router, without zeros."""
     return {router: number for router, count in counts.items() if (number := int((count == 0).sum()))}
 

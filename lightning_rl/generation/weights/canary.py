@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_rl.generation.engine import Engine, Request
 from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.policy import PolicyModel, pack
-from lightning_rl.policy.expert_routes import count_experts, count_unvisited
+from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
 from lightning_rl.utils.arguments import check_counts
 
@@ -172,7 +172,7 @@ class Canary:
         """
         gaps: list[Tensor] = []
         if not self._past and trainer.unvisited:
-            warn_of_unvisited(trainer.unvisited, self.tokens)
+            warn_of_unvisited_experts(trainer.unvisited, self.tokens)
         for url, engine in measurement.values.items():
             gap = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
             name = f"the engine at {url}" if url else "the engine"
@@ -241,7 +241,7 @@ class Canary:
         return f"{expected}its log-probabilities are not the trainer's: {size}, where rounding explains {limit}"
 
 
-def warn_of_unvisited(experts: Mapping[str, int], tokens: int) -> None:
+def warn_of_unvisited_experts(experts: Mapping[str, int], tokens: int) -> None:
     """Warn of the experts that no token of the canary visits, given by router."""
     router, number = max(experts.items(), key=lambda item: item[1])
     rank_zero_warn(
@@ -279,7 +279,7 @@ def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool)
         finally:
             inner.temperature = temperature
         drawn, kl = scores(measurement.drawn, measurement.extras)
-    return Values(fixed, drawn, kl, count_unvisited(counts))
+    return Values(fixed, drawn, kl, count_unvisited_experts(counts))
 
 
 def policy_in(module: nn.Module) -> PolicyModel:
