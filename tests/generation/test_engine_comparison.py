@@ -64,7 +64,7 @@ def test_the_modules_of_all_faults_are_found(fault: Mismatch, *, bitwise: bool) 
         check(fault, bitwise=bitwise)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_fault_every_difference_is_rounding(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, dtype=torch.float32).to(dtype)  # pyright: ignore[reportArgumentType]
