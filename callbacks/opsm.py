@@ -5,9 +5,9 @@ r"""Off-policy sequence masking: mask responses of negative advantage that have 
     \delta
 
 Here :math:`\pi` is the current policy and :math:`\mu` is the policy before the first optimizer step on the rollout
-(``old_logprobs``), or, with ``against="rollout"``, the engine that sampled (``rollout_logprobs``). The mean of the
-log-ratio over valid tokens is the drift of a response: it is positive if the response became less likely. Rejected
-responses still count in the denominator of the loss.
+(``old_logprobs``), or, with ``against="rollout"``, the engine that sampled (``rollout_logprobs``). :math:`\bar A_b` is
+the mean advantage of response b. The mean of the log-ratio over its :math:`|o_b|` valid tokens is its drift, which is
+positive if the response became less likely. Rejected responses still count in the denominator of the loss.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -28,7 +28,8 @@ Anchor = Literal["old", "rollout"]
 class OPSM(RLCallback):
     """Excludes responses of negative advantage from the policy loss if their drift exceeds a threshold.
 
-    Logs over the trained responses: ``opsm/rejected``, the fraction that is masked, and ``opsm/drift``, the mean drift.
+    Logs over the trained responses ``opsm/drift``, the mean drift; the core logs ``opsm/rejected``, the fraction that
+    is masked.
 
     Args:
         delta: Threshold of the drift, in nats per token.

@@ -174,6 +174,12 @@ def check_ratios(spec: RunSpec) -> Problems:
     """Yield a problem if the importance ratios of loss and weights count one policy twice."""
     loss, weights = spec.algorithm.loss, spec.corrections.contributors("token_weight")
     factors = [(_script_name("loss", loss, LOSSES), loss.ratio, None)]
+    centering = [callback for callback in spec.corrections.callbacks if "rollout_kl" in callback.reads_at_loss]
+    if centering and loss.ratio is not None and loss.ratio[1] == "rollout":
+        yield (
+            f"expected a loss without a ratio to the rollout policy beside {type(centering[0]).__name__}, got "
+            f"{factors[0][0]}, which would count it twice: remove one of them"
+        )
     factors += [(type(weight).__name__, weight.ratio, weight.alternative) for weight in weights]
     for number, (name, ratio, alternative) in enumerate(factors):
         for other, other_ratio, _ in factors[:number]:

@@ -79,9 +79,8 @@ class _AlignedLayer(DynamicLayer):
             size = -(-max(needed, min(self.max_tokens, int(needed * GROWTH))) // KEYS) * KEYS
             grown = (functional.pad(part, (0, 0, 0, size - part.shape[2])) for part in (self.keys, self.values))
             self.keys, self.values = grown
-        index = self.positions[:, None, :, None].expand(key_states.shape)
-        self.keys.scatter_(2, index, key_states)
-        self.values.scatter_(2, index, value_states)
+        for stored, states in ((self.keys, key_states), (self.values, value_states)):
+            stored.scatter_(2, self.positions[:, None, :, None].expand(states.shape), states)
         return self.keys[:, :, :needed], self.values[:, :, :needed]
 
     @override

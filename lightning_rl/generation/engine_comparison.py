@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.generation.engine import Completion, Engine, Request
 from lightning_rl.generation.sampling_params import SamplingParams
@@ -16,6 +16,7 @@ from lightning_rl.policy.compilation import has_compilation
 from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
 from lightning_rl.policy.model import logit_divisor, unscaled_logits
 from lightning_rl.policy.module_values import (
+    Compared,
     Event,
     ModuleValues,
     Place,
@@ -37,12 +38,12 @@ class Consistency:
     Attributes:
         tokens: Number of tokens.
         largest: Largest difference of log-probabilities of sampled tokens, in nats.
-        kl: Mean KL of the trainer's distribution from the engine's over the vocabulary, in nats; None if unknown.
-        largest_kl: Largest one of a token.
+        kl: Mean KL(engine || trainer) over the vocabulary, in nats; None if unknown.
+        largest_kl: Largest KL of a token.
         module: First module whose outputs differ though its inputs agree; None if there is none, or if the engine's
             modules cannot be recorded.
         rounded: True if rounding explains its difference.
-        unvisited: Number of experts that no token visits, by router, without zeros.
+        unvisited: Number of experts that no token visits, by router, where there are any.
     """
 
     tokens: int
@@ -72,7 +73,8 @@ def compare(
         prompts: Token ids of the prompts. Two responses are sampled to each.
         new_tokens: Number of tokens of a response.
         rows: Number of requests that are generated together; by default all.
-        cached: True to compare with the log-probabilities of generation, False with those of ``engine.score``.
+        cached: True to compare with the log-probabilities of generation, False with those of ``engine.score`` (at
+            temperature 1).
     """
     requests = _requests([prompt for prompt in prompts for _ in range(2)], policy.temperature, new_tokens)
     completions = _generate(engine, requests, rows)
@@ -91,7 +93,8 @@ def compare(
         largest_kl=None if kl is None else float(kl.max()),
         unvisited=count_unvisited_experts(counts),
     )
-    return replace(found, **_locate(policy, engine, requests[::2], rows, cached=cached))
+    distinct = list({request.prefix_ids: request for request in requests}.values())
+    return replace(found, **_locate(policy, engine, distinct, rows, cached=cached))
 
 
 def _locate(
@@ -100,15 +103,16 @@ def _locate(
     """Return the first module that differs, by one sample of each prompt; none for a compiled one, without hooks."""
     if has_compilation(policy.model):
         return {}
-    completions = _generate(engine, requests, rows)
     try:
-        with engine.record_modules() as engine_values:
-            if cached:
-                _generate(engine, requests, rows)
-            else:
-                engine.score(_sequences(requests, completions))
+        recording = engine.record_modules()
     except NotImplementedError:
         return {}
+    completions = [] if cached else _generate(engine, requests, rows)
+    with recording as engine_values:
+        if cached:
+            completions = _generate(engine, requests, rows)
+        else:
+            engine.score(_sequences(requests, completions))
     layout = pack(_rollout(requests, completions, samples=1), packed=policy.packed).to(policy.model.device)
     with record_modules(policy.model, backbone_of(policy.model), lambda _: places_of(layout)) as trainer_values:
         policy(layout)
@@ -117,28 +121,29 @@ def _locate(
     lengths = [len(sequence) - 1 for sequence in _sequences(requests, completions)]
     dtypes = [policy.model.dtype, engine.dtype or policy.model.dtype]
     rounding = 0.0 if is_batch_invariant(policy.model) else rounding_of(dtypes)
-    heads = _distributions(policy, trainer_values, requests, completions)
-    found = first_difference(trainer_values, engine_values, lengths, heads=heads, rounding=rounding)
+    head = _distributions(policy, trainer_values, requests, completions)
+    found = first_difference(trainer_values, engine_values, lengths, head=head, rounding=rounding)
     return {} if found is None else {"module": found.module, "rounded": found.rounded}
 
 
 def _distributions(
     policy: PolicyModel, values: ModuleValues, requests: list[Request], completions: list[Completion]
-) -> tuple[str, Tensor, Tensor]:
-    """Return the name of the head, and log-probabilities of trainer and engine for each sampled token, [N, V]."""
+) -> Compared:
+    """Return the log-probabilities of both sides before each sampled token, [N, V], as outputs of the head."""
     names = {module: name for name, module in policy.model.named_modules()}
     places = [
         Place(row, len(request.prefix_ids) - 1 + number)
         for row, request in enumerate(requests)
         for number in range(request.sampling.max_new_tokens)
     ]
-    states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), places))
+    head = cast(nn.Linear, policy.model.get_output_embeddings())
+    states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), places))[:, : head.in_features]
     with BatchInvariance() if is_batch_invariant(policy.model) else nullcontext():
         logits = unscaled_logits(policy.model, states.to(policy.model.device, policy.model.dtype))
     trainer = (logits / logit_divisor(policy.model, policy.temperature)).log_softmax(-1).cpu()
     ids, logprobs = (torch.cat([c.token_extras[name] for c in completions]) for name in (TOP_IDS, TOP_LOGPROBS))
     engine = torch.full_like(trainer, -torch.inf).scatter(1, ids.long(), logprobs.to(trainer.dtype))
-    return names[policy.model.get_output_embeddings()], trainer, engine
+    return Event(names[head], "output"), places, trainer, engine
 
 
 def _requests(prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int) -> list[Request]:

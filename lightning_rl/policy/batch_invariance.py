@@ -36,6 +36,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from typing_extensions import override
 
 from lightning_rl.policy.attention import PackedSequences, causal_attention
+from lightning_rl.policy.text_model import modules_behind
 from lightning_rl.rollout import Rollout
 
 INVARIANT_ATTENTION = "lightning_rl_batch_invariant"
@@ -50,8 +51,10 @@ def make_batch_invariant(model: PreTrainedModel) -> None:
     model.set_attn_implementation(INVARIANT_ATTENTION)
     model.set_experts_implementation("eager")  # one by one; does nothing to a model without experts
     head = model.get_output_embeddings()
+    routers = modules_behind(model, "router_logits")
+    mixtures = {model.get_submodule(name.rpartition(".")[0]) for name in routers}  # which may gate a shared expert
     for part in model.modules():
-        if part is not head and not isinstance(part, _Invariant) and _computes(part):
+        if part is not head and not isinstance(part, _Invariant) and (_computes(part) or part in mixtures):
             part.__class__ = _invariant_class(type(part))
 
 
@@ -280,7 +283,7 @@ def attention_forward(
     unsupported = [name for name in ("softcap", "s_aux") if arguments.get(name) is not None]
     if unsupported:
         raise ValueError(
-            f'consistency="bitwise" does not support {unsupported[0]} of {type(module).__name__}: remove it'
+            f'expected attention without {unsupported[0]}, got {type(module).__name__}: remove consistency="bitwise"'
         )
     window = sliding_window if attention_mask is None else int(attention_mask)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

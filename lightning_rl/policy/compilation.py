@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from lightning_rl.policy.expert_routes import modules_behind
 from lightning_rl.policy.packing import PACKED_ATTENTION, packed_attention_forward
+from lightning_rl.policy.text_model import modules_behind
 
 BACKENDS = ("inductor", "aot_eager", "eager")  # the last two help to locate an error, without any speedup
 RECOMPILE_LIMIT = 64  # shared by all parts of policy, critic and reference, with and without gradient

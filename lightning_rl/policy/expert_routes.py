@@ -18,20 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_rl.policy.packing import common_prompts, join_sequences, sequences_of
-from lightning_rl.policy.text_model import backbone_of
+from lightning_rl.policy.text_model import backbone_of, modules_behind
 from lightning_rl.rollout import ROUTES, Rollout
 
 CARRIER = "expert_routes"  # keyword argument that passes routes through the model
 CLOSE = 0.01  # tolerance between a router's weights, at most 1, and ours, in any dtype
-
-
-def modules_behind(model: PreTrainedModel, output: str) -> dict[str, nn.Module]:
-    """Return the modules that produce an optional output of a model, such as ``attentions``, in order."""
-    base: Any = backbone_of(model)
-    spec = (base._can_record_outputs or {}).get(output, ())  # noqa: SLF001  no public name
-    specs = spec if isinstance(spec, list | tuple) else [spec]
-    kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in specs)
-    return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
 def routers_of(model: PreTrainedModel) -> dict[str, nn.Module]:

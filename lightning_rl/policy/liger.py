@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightning_rl.policy.expert_routes import modules_behind
+from lightning_rl.policy.text_model import modules_behind
 
 LIGER = "liger_kernel"
 REPLACED = ("rope", "rms_norm", "swiglu", "geglu")  # options of liger-kernel's functions, one function per family

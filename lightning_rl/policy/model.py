@@ -15,11 +15,10 @@ from typing_extensions import override
 
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
-from lightning_rl.policy.expert_routes import modules_behind
 from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs, token_logprobs_and_kl
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
 from lightning_rl.policy.tensor_hash import fingerprint
-from lightning_rl.policy.text_model import backbone_of
+from lightning_rl.policy.text_model import backbone_of, modules_behind
 from lightning_rl.policy.weight_files import WeightFiles
 from lightning_rl.rollout import Rollout
 
@@ -381,8 +380,11 @@ def check_dropout(model: PreTrainedModel) -> None:
     """Check that a model has no dropout, under which the importance ratio of an unchanged policy would not be 1.
 
     Raises:
-        ValueError: If it has; names the config attribute.
+        ValueError: If it has; names the config attribute, or the module of an adapter.
     """
+    for name, part in model.named_modules():
+        if "lora_dropout" in name and getattr(part, "p", 0) > 0:
+            raise ValueError(f"expected a policy without dropout, got {name}: set lora_dropout=0")
     for name, value in {**model.config.to_dict(), **model.config.get_text_config().to_dict()}.items():
         active = isinstance(value, float | int) and not isinstance(value, bool) and value > 0
         if active and ("dropout" in name or "pdrop" in name) and not name.startswith(("classifier", "summary")):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_rl.policy.packing import Layout
 
-JUMP = 16.0  # multiple of the largest earlier difference that is more than rounding, whose jumps reach 9
+JUMP = 16.0  # a difference above this multiple of all earlier ones is a fault; rounding alone reached 9
 
 
 class Place(NamedTuple):
@@ -31,7 +31,7 @@ class Event(NamedTuple):
     call: int = 0  # number of the call within a forward
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModuleValues:
     """Values of modules, a tensor [tokens, F] per event and forward, in the order of their first call.
 
@@ -39,7 +39,7 @@ class ModuleValues:
         places: Places of the tokens of each forward.
         shapes: Shape of the input ids of each forward.
         events: Values of each event by number of the forward.
-        fused: Name of a module that computes several modules of the other side, and their names, such as ``qkv_proj``.
+        fused: Names of the modules of the other side that a fused module of this side replaces, such as ``qkv_proj``.
     """
 
     places: list[list[Place]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class ModuleValues:
         self.shapes.append(shape)
 
     def add(self, event: Event, values: Any) -> None:
-        """Add the tensors of a module's next call, side by side."""
+        """Concatenate the tensors of a call along their features and store them."""
         found = list(_of_tokens(values, self.shapes[-1])) if self.shapes else []
         kind = [tensor for tensor in found if tensor.is_floating_point() == (event.side != "choice")]
         if kind:
@@ -63,15 +63,19 @@ class ModuleValues:
                 event = event._replace(call=event.call + 1)
             self.events[event][number] = joined
 
+    @cached_property
+    def index_of(self) -> dict[Place, int]:
+        """Number of the token at each place in all forwards; the last one, because padding comes before it."""
+        return {place: index for index, place in enumerate(place for forward in self.places for place in forward)}
+
     def at(self, event: Event, places: Sequence[Place]) -> Float[Tensor, "N F"] | None:
         """Return the values of an event at some places; None if a forward lacks it."""
         forwards = self.events.get(event, {})
         if len(forwards) != len(self.places):
             return None
-        number = {place: index for index, place in enumerate(place for forward in self.places for place in forward)}
-        widths = {values.shape[1] for values in forwards.values()}
-        values = torch.cat([forwards[number][:, : min(widths)] for number in range(len(self.places))])
-        return values[[number[place] for place in places]]
+        width = min(values.shape[1] for values in forwards.values())  # that of a mask or cache varies
+        values = torch.cat([forwards[number][:, :width] for number in range(len(self.places))])
+        return values[[self.index_of[place] for place in places]]
 
 
 @contextmanager
@@ -89,15 +93,16 @@ def record_modules(
     Args:
         model: Model, which names the modules.
         backbone: Module whose call begins a forward.
-        places: Function that returns the places of a forward's tokens from its keyword arguments.
+        places: Function that returns the places of a forward's tokens from its arguments by name.
         inputs: Function that returns True for a module whose input the other side can be compared with.
         outputs: The same for its output.
         fused: See :class:`ModuleValues`.
     """
     values = ModuleValues(fused=fused or {})
 
-    def begin(_module: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-        values.begin(places(kwargs), tuple(kwargs["input_ids"].shape))
+    def begin(_module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        inputs = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
+        values.begin(places({**kwargs, "input_ids": inputs}), tuple(inputs.shape[:2]))
 
     def after(_module: nn.Module, _args: Any, output: Any, *, name: str) -> None:
         values.add(Event(name, "output"), output)
@@ -119,13 +124,17 @@ def record_modules(
 
 
 def _of_tokens(values: Any, shape: tuple[int, ...]) -> Iterator[Float[Tensor, "N F"]]:
-    """Yield the tensors with a row for each of N tokens, [R, S, ...], [N, ...] or [R, H, S, D]; masks are left out."""
+    """Yield the tensors with a row for each of N tokens, [R, S, ...], [N, ...] or [R, H, S, D]; masks are left out.
+
+    With as many heads as tokens it is unknown which axis is which, so the tensor is left out, too.
+    """
     if isinstance(values, Tensor):
         tokens, by_head = math.prod(shape), values.dim() == 4 and (values.shape[0], values.shape[2]) == shape
         leading = [known for known in (shape, (tokens,)) if values.shape[: len(known)] == known]
-        if any(values.dim() > len(known) for known in leading):
+        by_token = any(values.dim() > len(known) for known in leading)
+        if by_token and not (by_head and values.shape[2] > 1):
             yield values.detach().reshape(tokens, -1)
-        elif by_head:
+        elif by_head and not by_token:
             yield values.detach().transpose(1, 2).reshape(tokens, -1)
     elif isinstance(values, Mapping):
         for name, value in values.items():
@@ -145,13 +154,16 @@ def places_of(layout: Layout) -> list[Place]:
 
 
 class DecodedPlaces:
-    """Places of the tokens of decodes with a cache, from the positions of each forward."""
+    """Places of the tokens of decodes with a cache, from the positions of each forward.
+
+    Position 0 begins a batch. The rows of a batch keep their order, so prompts have to be different.
+    """
 
     def __init__(self) -> None:
         self.first = self.rows = 0
 
     def __call__(self, kwargs: Mapping[str, Any]) -> list[Place]:
-        """Return the places; position 0 begins the next batch of rows."""
+        """Return the places of the tokens of a forward."""
         tokens, given = kwargs["input_ids"], kwargs.get("position_ids")
         inputs = torch.arange(tokens.shape[1]).expand_as(tokens) if given is None else given
         positions = inputs.tolist()
@@ -166,7 +178,7 @@ class ModuleDifference:
 
     Attributes:
         module: Module whose output differs, though its inputs are equal.
-        relative: Largest difference, relative to the largest value.
+        relative: Largest absolute difference over the largest absolute value of the trainer.
         rounded: True if rounding explains it.
     """
 
@@ -175,35 +187,45 @@ class ModuleDifference:
     rounded: bool
 
 
+Compared = tuple[Event, list[Place], Tensor, Tensor]  # an event, and the values of trainer and engine at some places
+
+
 def first_difference(
     trainer: ModuleValues,
     engine: ModuleValues,
     lengths: Sequence[int],
     *,
-    heads: tuple[str, Tensor, Tensor],
+    head: Compared,
     rounding: float,
 ) -> ModuleDifference | None:
     """Return the first module whose outputs differ by more than rounding, in the order of the trainer's forward.
 
-    A difference is more than rounding if it is :data:`JUMP` times as large as all before it, relative to the values.
-    Without one, the first difference of all is returned.
+    A difference is more than rounding if it is :data:`JUMP` times as large as ``rounding`` and all before it, relative
+    to the largest value. Without one, the first difference of all is returned. Rounding may change the experts of a
+    few tokens, so their rows are left out from there on.
 
     Args:
         trainer: Values of the trainer.
         engine: Values of the engine, with the same tokens.
         lengths: Number of inputs of each row.
-        heads: Name of the head, and its outputs on both sides, which are compared last.
+        head: Outputs of the head, which are compared last.
         rounding: Relative rounding of a module, from :func:`rounding_of`; 0 if equal bits are expected.
     """
     known = [{place for forward in side.places for place in forward} for side in (trainer, engine)]
     places = sorted(place for place in known[0] & known[1] if place.position < lengths[place.row])
     first: ModuleDifference | None = None
     largest = rounding
-    head, *outputs = heads
-    for event, one, other in (*_pairs(trainer, engine, places), (Event(head, "output"), *outputs)):
+    ends: dict[int, int] = {}  # first token of a row that other experts computed
+    for event, at, one, other in (*_pairs(trainer, engine, places), head):
         if event.side == "choice" and rounding:
-            continue  # of experts with nearly equal scores
-        relative = _relative_difference(one, other, whole=event.side != "input" and not engine.fused)
+            differs = (one != other).any(-1)
+            if 2 * int(differs.sum()) > len(differs):
+                return ModuleDifference(module=event.module, relative=math.inf, rounded=False)
+            for place in [at[number] for number in differs.nonzero()[:, 0].tolist()]:
+                ends[place.row] = min(place.position, ends[place.row] if place.row in ends else place.position)
+            continue
+        kept = torch.tensor([place.position < ends.get(place.row, math.inf) for place in at])
+        relative = _relative_difference(one[kept], other[kept], whole=event.side != "input" and not engine.fused)
         if relative == 0:
             continue
         found = ModuleDifference(module=_owner(event, trainer), relative=relative, rounded=relative <= JUMP * largest)
@@ -215,6 +237,8 @@ def first_difference(
 
 def _relative_difference(one: Tensor, other: Tensor, *, whole: bool) -> float:
     """Return the largest difference over the largest value; infinity for other widths if ``whole``."""
+    if not len(one):
+        return 0.0
     if whole and one.shape != other.shape:
         return math.inf
     width = min(one.shape[1], other.shape[1])  # vLLM adds values behind those of transformers
@@ -227,20 +251,34 @@ def rounding_of(dtypes: Sequence[torch.dtype]) -> float:
     return max(*(torch.finfo(dtype).eps for dtype in dtypes), 4 * torch.finfo(torch.float32).eps)
 
 
-def _pairs(trainer: ModuleValues, engine: ModuleValues, places: list[Place]) -> Iterator[tuple[Event, Tensor, Tensor]]:
-    """Yield the events of both sides with their values, in the order of the trainer's forward."""
+def _pairs(trainer: ModuleValues, engine: ModuleValues, places: list[Place]) -> Iterator[Compared]:
+    """Yield the events of both sides with places and values, in the order of the trainer's forward."""
+    fused = {parts[-1]: (whole, parts) for whole, parts in engine.fused.items()}
     for event in trainer.events:
         parent, dot, name = event.module.rpartition(".")
-        whole = next((one for one, parts in engine.fused.items() if name == parts[-1]), None)
-        fused = engine.at(Event(f"{parent}{dot}{whole}", event.side), places)
-        if whole is not None and fused is not None:
-            names = [f"{parent}{dot}{part}" for part in engine.fused[whole]][: 1 if event.side == "input" else None]
-            parts = [trainer.at(Event(part, event.side), places) for part in names]
-            if all(part is not None for part in parts):
-                yield Event(f"{parent}{dot}{whole}", event.side), torch.cat(cast(list[Tensor], parts), -1), fused
-        one, other = trainer.at(event, places), engine.at(event, places)
-        if one is not None and other is not None:
-            yield event, one, other
+        whole, parts = fused.get(name, (name, (name,)))
+        found = event._replace(module=f"{parent}{dot}{whole}")
+        names = parts[:1] if event.side == "input" else parts
+        ones = [trainer.at(event._replace(module=f"{parent}{dot}{part}"), places) for part in names]
+        other = engine.at(found, places)
+        if event.side == "choice" and other is None:
+            ones, other = _choices(trainer, engine, event, places)
+        if other is not None and all(one is not None for one in ones):
+            yield found, places, torch.cat(cast(list[Tensor], ones), -1), other
+
+
+def _choices(
+    trainer: ModuleValues, engine: ModuleValues, event: Event, places: list[Place]
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Return the experts with the largest logits on both sides, for an engine whose routers return only logits."""
+    chosen, one, other = (
+        trainer.at(event, places),
+        *(side.at(event._replace(side="output"), places) for side in (trainer, engine)),
+    )
+    if chosen is None or one is None or other is None:
+        return [None], None
+    experts = [logits[:, : other.shape[1]].topk(chosen.shape[1]).indices.sort().values for logits in (one, other)]
+    return [experts[0]], experts[1]
 
 
 def _owner(event: Event, values: ModuleValues) -> str:

@@ -7,6 +7,7 @@ Otherwise the whole model is built, with everything but its language model froze
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
@@ -66,6 +67,15 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     if inner is model:  # Llama4ForCausalLM and MllamaForCausalLM name a base model that they do not have
         return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
     return inner if inner.get_output_embeddings() is None else backbone_of(inner)
+
+
+def modules_behind(model: PreTrainedModel, output: str) -> dict[str, nn.Module]:
+    """Return the modules that produce an optional output of a model, such as ``attentions``, in order."""
+    base: Any = backbone_of(model)
+    spec = (base._can_record_outputs or {}).get(output, ())  # noqa: SLF001  no public name
+    specs = spec if isinstance(spec, list | tuple) else [spec]
+    kinds = tuple(getattr(recorder, "target_class", recorder) for recorder in specs)
+    return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
 def freeze_towers(model: PreTrainedModel) -> None:

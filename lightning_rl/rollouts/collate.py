@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 
 import torch
 from jaxtyping import Float, Int
@@ -118,7 +118,7 @@ def _token_extra(talk: ConversationRow, name: str) -> Tensor | None:
     So does the last token of a completion, which is an input only in the next turn, unless the context is rewritten.
     """
     parts: list[Tensor] = []
-    for turn, following in zip(talk.turns, [*talk.turns[1:], None], strict=True):
+    for turn, following in zip_longest(talk.turns, talk.turns[1:]):
         drawn = _extra(turn.completion.token_extras, name, len(turn.completion.token_ids))
         reply = drawn.new_zeros(len(turn.reply), *drawn.shape[1:])
         if following is not None and name in following.completion.prompt_extras:

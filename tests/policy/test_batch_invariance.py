@@ -19,7 +19,7 @@ from lightning_rl.policy.batch_invariance import KEYS, BatchInvariance, blocked_
 from lightning_rl.policy.packing import pack
 from lightning_rl.rollout import Rollout
 
-FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe")
+FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen2_moe")
 BATCHES = [
     (1, 1, 8),
     (1, 70, 30),
