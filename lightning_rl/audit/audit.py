@@ -329,6 +329,7 @@ class _RunWatch:
             draws=draws,
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),
+            strange_columns=self._prompts.strange_columns(self.calls, samples),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self.calls, samples),
             held_out=self._prompts.held_out(rollout, self.calls, samples),

@@ -55,6 +55,7 @@ class Earlier(NamedTuple):
         responses: Sampled tokens of these samples.
         moments: Result of :func:`moments_of` its draws.
         likelier: Result of :func:`likelihood_ratios` of its draws.
+        seeds: Seeds of its requests.
     """
 
     number: int
@@ -62,6 +63,7 @@ class Earlier(NamedTuple):
     responses: Sequence[tuple[int, ...]]
     moments: tuple[float, ...]
     likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
+    seeds: Sequence[int] = ()
 
 
 def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
@@ -98,6 +100,7 @@ def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[D
         [response_of(turns) for turns in samples.values()],
         moments_of(draws),
         likelihood_ratios(draws),
+        [request.seed for request, _ in pairs],
     )
 
 
