@@ -5,20 +5,18 @@ Each check bounds the probability of its observation under a correct engine, and
 """
 
 import math
-from bisect import bisect
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-
-import torch
+from collections.abc import Iterator, Mapping
 
 from lightning_rl.audit.audit_error import MIXED_UP, Skip
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import (
     LEAST_TOKENS,
+    SHARES,
     likelihood_ratios,
     moments_of,
-    response_of,
+    repeat_ratios,
+    repeats_of,
     trained_pairs,
     turns_of,
 )
@@ -35,59 +33,27 @@ NOTHING = "the engine returned no completions for this rollout"
 
 @check(culprit="engine {engine}", cure="give every request its own random stream, and cache no completion")
 def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """No sample repeats another one of its prompt or of an earlier rollout, unless a repeat is likely.
+    """No sample repeats another one of its prompt or of an earlier rollout, or its beginning, unless that is likely.
 
-    Neither does its beginning, nor the seed of its request.
+    No request repeats the seed of another one. Likelihood ratios are multiplied over samples and a few rollouts.
     """
     if again := _repeated_seeds(evidence):
         culprit, expected = "stage draw, the seeds of the requests", "another seed for every request of a run"
         yield Finding(culprit=culprit, expected=expected, observed=f"{len(again)} again", samples=again[:4])
         return
-    rows = [
-        (turns[0][0].prefix_ids, sample, response_of(turns), torch.cat(scores))
-        for sample, turns in turns_of([trained_pairs(evidence.batches)]).items()
-        if len(scores := [each.logprobs for _, each in turns if each.logprobs is not None]) == len(turns)
-    ]
-    if not rows:
+    repeats = repeats_of(evidence.batches, evidence.earlier)
+    if not any(sample.known for sample in repeats):
         yield Skip("the engine returns no log-probabilities" if evidence.batches else NOTHING)
         return
-    candidates = sorted(tokens for rollout in evidence.earlier for tokens in rollout.responses)
-    others = [dict(zip(rollout.samples, rollout.responses, strict=True)) for rollout in evidence.earlier]
-    begin, places = min(sample for _, sample, _, _ in rows), [list[tuple[float, int]]() for _ in others]
-    known = defaultdict[tuple[int, ...], Counter[tuple[int, ...]]](Counter)
-    within, across = list[tuple[float, int]](), list[tuple[float, int]]()
-    for prompt, sample, tokens, logprobs in rows:
-        drawn = known[prompt]
-        if tokens in drawn:
-            within.append((-float(logprobs.double().sum()) - math.log(drawn.total()), sample))
-        drawn[tokens] += 1
-        surprises = [0.0, *(-logprobs.double().cumsum(0)).tolist()]
-        if candidates:
-            place = bisect(candidates, tokens)
-            shared = max(_shared(tokens, other) for other in candidates[max(place - 1, 0) : place + 1])
-            across.append((surprises[shared] - math.log(len(candidates)), sample))
-        for rollout, repeats in zip(others, places, strict=True):
-            other = rollout.get(sample - begin + min(rollout, default=0), ())
-            repeats.append((surprises[_shared(tokens, other)], sample))
-    kinds = [("of the same prompt", within, False), ("of an earlier rollout", across, True)]
-    kinds += [("at the same place of an earlier rollout", repeats, True) for repeats in places]
-    for kind, repeats, beginnings in kinds:
-        surprising = surprising_repeats(repeats, len(rows), beginnings=beginnings)
-        if surprising:
+    for place, kind in enumerate(("of the same prompt", "of an earlier rollout")):
+        recent = [*(rollout.repeated[place] for rollout in evidence.earlier), repeat_ratios(repeats)[place]]
+        if max(sum(parts) for parts in zip(*recent, strict=True)) > NATS + math.log(len(SHARES)):
+            found = sorted((sample for sample in repeats if sample.nats[place] > 0), key=lambda one: -one.nats[place])
             yield Finding(
                 expected=f"independent samples: by chance this happens once in {1 / CHANCE:.0e} rollouts",
-                observed=f"{len(surprising)} of {len(rows)} that repeat one {kind}, token by token",
-                samples=surprising[:4],
+                observed=f"{len(found)} of {len(repeats)} that repeat one {kind}, token by token",
+                samples=[sample.sample for sample in found[:4]],
             )
-            return
-
-
-def _shared(tokens: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Return the number of equal tokens at the beginning of two responses."""
-    return next(
-        (at for at, (one, two) in enumerate(zip(tokens, other, strict=False)) if one != two),
-        min(len(tokens), len(other)),
-    )
 
 
 def _repeated_seeds(evidence: Evidence) -> list[int]:
@@ -99,25 +65,7 @@ def _repeated_seeds(evidence: Evidence) -> list[int]:
             again.append(request.sample_id)
         known.add(request.seed)
     expected = len(pairs) * max(len(known), 1) / 2.0**31
-    return again if len(again) * (math.log(len(again) or 1) - math.log(expected) - 1) > NATS else []
-
-
-def surprising_repeats(repeats: Sequence[tuple[float, int]], rows: int, *, beginnings: bool = False) -> list[int]:
-    """Return the repeated samples if the probability of the repeats is below :data:`CHANCE`.
-
-    A row repeats one of m candidates, each no likelier than itself, with a probability of at most m p. The probability
-    that k given rows repeat is at most the product, that any k of n rows repeat at most binomial(n, k) times as much,
-    and for any k at most n times as much again. The surprise of a repeated beginning of any length exceeds x with a
-    probability of at most exp(-x), so the sum of k is at most that of a gamma distribution (Chernoff).
-    """
-    nats, best = 0.0, 0
-    for count, (surprise, _) in enumerate(sorted(repeats, reverse=True), start=1):
-        nats += surprise
-        chosen = math.lgamma(rows + 1) - math.lgamma(count + 1) - math.lgamma(rows - count + 1)
-        varying = count + count * math.log(nats / count) if beginnings and nats > count else nats * beginnings
-        if nats - varying - chosen - math.log(rows) > NATS:
-            best = count
-    return [sample for _, sample in sorted(repeats, reverse=True)[:best]]
+    return again if again and len(again) * (math.log(len(again) / expected) - 1) > NATS else []
 
 
 @check(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of, rounding
+from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence, pattern_of
 from lightning_rl.corrections import LossView
@@ -200,35 +200,40 @@ def loss_needs_advantages(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    expected="the numbers of a computation in float64, within the rounding of float32",
-    cure="compute ratios and weights in float32: log-probabilities of bfloat16 have three digits",
+    expected="another number after a change of every log-probability by 1e-5 nats",
+    observed="the same, as after rounding to bfloat16",
+    cure="compute ratios and weights in float32: a log-probability in bfloat16 has two digits",
 )
 def single_precision(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Losses, terms and weights in float32 are those in float64, within rounding."""
+    """Losses, terms and weights follow a small change of a log-probability wherever they follow a larger one."""
     if not evidence.rows.valid_tokens.any():
         yield Skip(NO_ROWS)
         return
-    coarse, fine = (uniform_view(evidence, spread=1.0, dtype=dtype) for dtype in (torch.float32, torch.float64))
-    loss = evidence.algorithm.loss
-    if loss.prepares:
-        coarse = coarse.replace(prepared=fine.prepared)
-    parts: dict[str, Callable[[LossView], Tensor]] = {f"loss {evidence.names['loss']}": loss}
+    view = uniform_view(evidence, spread=1.0)
+    parts: dict[str, Callable[[LossView], Tensor]] = {f"loss {evidence.names['loss']}": evidence.algorithm.loss}
     parts |= {str(one): one for one in evidence.contributions("token_weight")}
     parts |= {str(one): lambda view, one=one: one(view).per_token for one in evidence.contributions("loss_term")}
     for culprit, function in parts.items():
-        try:
-            results = [torch.where(view.valid_tokens, function(view), 0.0) for view in (coarse, fine)]
-        except (RuntimeError, TypeError, ValueError) as error:
-            yield Skip(f"{culprit} takes no float64: {error}")
-            continue
-        ours, exact = (result.detach().double() for result in results)
-        away = float((ours - exact).abs().max())
-        if away > rounding(torch.float32, max(1.0, float(exact.abs().max())), 256):
-            yield Finding(culprit=culprit, observed=f"numbers that differ by up to {away:.2g}")
+        for name in POLICIES:
+            if getattr(view, name) is not None and _is_rounded(function, view, name):
+                yield Finding(culprit=culprit)
+                break
+
+
+def _is_rounded(function: Callable[[LossView], Tensor], view: LossView, policy: str) -> bool:
+    """Return True if most results follow steps of 0.05 nats of a policy, but none of 1e-5 nats."""
+
+    def at(step: float) -> Tensor:
+        moved = (getattr(view, policy).detach() + step * view.valid_tokens).requires_grad_(policy == "logprobs")
+        return torch.where(view.valid_tokens, function(view.replace(**{policy: moved})), 0.0).detach()
+
+    plain = at(0.0)
+    follows = (at(0.05) != plain) & (at(-0.05) != plain)
+    same = (at(1e-5) == plain) & follows
+    return bool(follows.any()) and int(same.sum()) > 0.5 * int(follows.sum())
 
 
 @check(
-    culprit="the value loss",
     cure="take the larger of the plain and the clipped error, with values clipped around those before the update",
 )
 def value_loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
@@ -246,6 +251,7 @@ def value_loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
         if bool(((ours - wanted).abs() > CLOSE * reach).any()):
             expected, observed = (" ".join(f"{number:.3g}" for number in part[0].tolist()) for part in (wanted, ours))
             yield Finding(
+                culprit=f"the value loss {type(loss).__name__}",
                 expected=f"the gradients {expected} for values that moved by {' '.join(f'{m:.3g}' for m in moves[0])} "
                 f"and a return of {target:.3g}",
                 observed=observed,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip, differences
+from lightning_rl.audit.audit_error import NO_ROWS, Skip, differences, gradient_of
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
@@ -14,12 +14,18 @@ from lightning_rl.audit.evidence import Contribution, Evidence, TableStep, callb
 from lightning_rl.corrections import LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.corrections.rl_callback import CONTRIBUTIONS, POLICY_LOSS_FACTORS
-from lightning_rl.losses import FunctionLoss
+from lightning_rl.losses import LOSSES, FunctionLoss, PolicyLoss
 from lightning_rl.rollout import PROMPT
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 from lightning_rl.utils.finding import Finding
 
+LOSS_TYPES = frozenset(map(type, LOSSES.values()))
+MADE_UP = (
+    lambda view: view.valid_tokens & (pattern_of(view) > -0.5),
+    lambda view: view.valid_tokens & (pattern_of(view) < 0.5),
+)
+"""Masks that reject some tokens each."""
 MASKS = tuple(name for name in POLICY_LOSS_FACTORS if CONTRIBUTIONS[name].combined_by == "and")
 
 
@@ -106,29 +112,50 @@ def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
     else:
         weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)
         yield from differences(weights, expected, rows.sample_ids)
+    loss, names = evidence.algorithm.loss, evidence.names
     counting = FunctionLoss(lambda view: view.logprobs)  # its gradient is the weight of each token
     evidence, view = replace(evidence, algorithm=evidence.algorithm.replace(loss=counting)), evidence.view().sanitize()
     plain = evidence.table_step(corrections=ReplayCorrections()).gradient
 
-    def wrong(culprit: str, mask: Callable[[LossView], Tensor]) -> Iterator[Finding]:
-        kept, method = mask(view), "sequence_mask" if mask(view).dim() == 1 else "token_mask"
-        only = callback_of_one_method(method, mask)
-        alone = evidence.table_step(corrections=ReplayCorrections([only])).gradient
-        kept = kept[:, None] if kept.dim() == 1 else kept
-        yield from differences(
-            alone, torch.where(kept & view.valid_tokens, plain, 0.0), view.sample_ids, culprit=culprit
-        )
+    def wrong(culprit: str, *masks: Callable[[LossView], Tensor]) -> Iterator[Finding]:
+        kept = [mask(view) for mask in masks]
+        methods = ["sequence_mask" if one.dim() == 1 else "token_mask" for one in kept]
+        only = [
+            callback_of_one_method(method, mask, f"mask_{place}")
+            for place, (method, mask) in enumerate(zip(methods, masks, strict=True))
+        ]
+        alone = evidence.table_step(corrections=ReplayCorrections(only)).gradient
+        rejected = [~(one[:, None] if one.dim() == 1 else one) for one in kept]
+        wanted = torch.where(torch.stack(torch.broadcast_tensors(*rejected, ~view.valid_tokens)).any(0), 0.0, plain)
+        yield from differences(alone, wanted, view.sample_ids, culprit=culprit)
 
-    findings = list(wrong("stage update, masks and weights", lambda view: view.valid_tokens & (pattern_of(view) > 0)))
+    findings = list(wrong("stage update, the combined masks of corrections", *MADE_UP))
     yield from findings
     for contribution in evidence.contributions(*MASKS) if not findings else ():
         yield from wrong(str(contribution), contribution)
+    if not findings and evidence.contributions("token_mask") and _spreads(loss, uniform_view(evidence)):
+        expected, observed = (
+            "a loss of each token that has no gradient at other tokens, which masks do not reach",
+            "one",
+        )
+        yield Finding(culprit=f"loss {names['loss']}", expected=expected, observed=observed)
     strong = uniform_view(evidence, spread=4.0)
     for contribution in evidence.contributions("token_weight"):
         weights = torch.where(strong.valid_tokens, contribution(strong).double(), 0.0)
         if _renormalizes(weights, strong.valid_tokens):
             observed = "weights of kept tokens that make up for those of 0"
             yield Finding(culprit=str(contribution), observed=observed)
+
+
+def _spreads(loss: PolicyLoss, view: LossView) -> bool:
+    """Return True if the loss of a token has a gradient at others; losses of the library document it."""
+    if type(loss) in LOSS_TYPES or loss.prepares:
+        return False
+    for row in (view.valid_tokens.sum(-1) > 1).nonzero()[:2, 0].tolist():
+        first, *others = view.valid_tokens[row].nonzero()[:, 0].tolist()
+        if gradient_of(loss(view)[row, first], view.logprobs)[row, others].any():
+            return True
+    return False
 
 
 def _renormalizes(weights: Tensor, valid: Tensor) -> bool:
