@@ -350,7 +350,8 @@ class _RunWatch:
         self._talk_figures = (
             {} if module.algorithm.advantages.needs_greedy else talk_figures(talks, module.environments)
         )
-        self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws, self._earlier)][-KEPT_ROLLOUTS:]
+        latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats)
+        self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
         return self._evidence
 
     def _traces_step(self) -> bool:

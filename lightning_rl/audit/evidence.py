@@ -15,7 +15,7 @@ from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.reward_repeats import RewardReply
-from lightning_rl.audit.sampling_statistics import Draw, Earlier
+from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, repeats_of
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
@@ -190,6 +190,11 @@ class Evidence:
         drawn, rewards = self.drawn_rewards, self.rollout.rewards
         pairs = zip(self.rollout.sample_ids.tolist(), rewards.tolist(), strict=True)
         return self.rollout.replace(rewards=rewards.new_tensor([drawn.get(sample, reward) for sample, reward in pairs]))
+
+    @cached_property
+    def sample_repeats(self) -> list[Repeat]:
+        """Repeated beginnings of the samples."""
+        return repeats_of(self.batches, self.earlier)
 
     @cached_property
     def mixed_up(self) -> list[int]:

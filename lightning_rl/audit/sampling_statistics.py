@@ -150,7 +150,7 @@ def repeat_ratios(repeats: Sequence[Repeat]) -> tuple[tuple[float, ...], ...]:
 
 
 def earlier_of(
-    number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw], earlier: Sequence[Earlier] = ()
+    number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw], repeats: Sequence[Repeat] = ()
 ) -> Earlier:
     """Return the summary of a rollout."""
     pairs = trained_pairs(batches)[:KEPT_ROWS]
@@ -161,7 +161,7 @@ def earlier_of(
         [response_of(turns) for turns in samples.values()],
         moments_of(draws),
         likelihood_ratios(draws),
-        repeat_ratios(repeats_of(batches, earlier)),
+        repeat_ratios(repeats),
         [request.seed for request, _ in pairs],
     )
 

@@ -14,15 +14,8 @@ REPEATED = (
 """Checks that repeat a stage of the run on changed copies, so the same code in every rollout."""
 
 FORMULAS = (
-    *(
-        "loss_formula",
-        "loss_needs_advantages",
-        "value_loss_formula",
-        "single_precision",
-        "declared_ratio",
-        "joint_ratio",
-    ),
-    *("distances_pull_back", "terms_keep_tokens", "term_figures", "knob_liveness"),
+    *("loss_formula", "loss_needs_advantages", "value_loss_formula", "single_precision", "declared_ratio"),
+    *("joint_ratio", "distances_pull_back", "terms_keep_tokens", "term_figures", "knob_liveness"),
 )
 """Checks whose results depend on the algorithm alone."""
 
@@ -30,24 +23,24 @@ ROTATION = 3
 
 
 def is_full(number: int) -> bool:
-    """Return True if an audit, counted from 1, runs every check: at 1, 2, 4, 8, ..."""
+    """Return True if an audit, counted from 1, repeats every stage: at 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0
 
 
 def takes_turn(check: Check, number: int) -> bool:
     """Return True if a check runs at an audit, counted from 1.
 
-    Checks of formulas run at the audits 1, 2, 4, 8, ... Checks that repeat stages run there too, and at every third one
-    in rotation. Checks of what happened in this rollout always run.
+    Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat stages run at the audits 1, 2, 4, 8, ...
+    and at every third one in rotation. Checks of what happened in this rollout always run.
 
     Example:
         >>> from lightning_rl.audit.checks import CHECKS
         >>> [number for number in range(1, 12) if takes_turn(CHECKS["partition"], number)]
         [1, 2, 4, 7, 8, 10]
     """
-    if is_full(number) or check.name not in (*REPEATED, *FORMULAS):
-        return True
-    return check.name in REPEATED and REPEATED.index(check.name) % ROTATION == number % ROTATION
+    if check.name in FORMULAS:
+        return number == 1 or (is_full(number) and number.bit_length() % 3 == 2)
+    return is_full(number) or check.name not in REPEATED or REPEATED.index(check.name) % ROTATION == number % ROTATION
 
 
 def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:

@@ -10,7 +10,7 @@ def test_every_check_looks_at_the_first_audits_and_three_times_in_six() -> None:
     assert len(in_turn(list(CHECKS.values()), 1, of_step=False)) == sum(not one.of_step for one in CHECKS.values())
     for check in CHECKS.values():
         turns = [number for number in range(1, 7) if takes_turn(check, number)]
-        assert turns[:2] == [1, 2] and len(turns) >= 3, check.name
+        assert turns[:2] == [1, 2] and (len(turns) >= 3 or check.name in FORMULAS), check.name
         rests = check.name in FORMULAS
         assert rests or all(any(takes_turn(check, at + more) for more in range(3)) for at in range(1, 200)), check.name
 

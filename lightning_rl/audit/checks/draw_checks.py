@@ -16,7 +16,6 @@ from lightning_rl.audit.sampling_statistics import (
     likelihood_ratios,
     moments_of,
     repeat_ratios,
-    repeats_of,
     trained_pairs,
     turns_of,
 )
@@ -41,7 +40,7 @@ def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
         culprit, expected = "stage draw, the seeds of the requests", "another seed for every request of a run"
         yield Finding(culprit=culprit, expected=expected, observed=f"{len(again)} again", samples=again[:4])
         return
-    repeats = repeats_of(evidence.batches, evidence.earlier)
+    repeats = evidence.sample_repeats
     if not any(sample.known for sample in repeats):
         yield Skip("the engine returns no log-probabilities" if evidence.batches else NOTHING)
         return
