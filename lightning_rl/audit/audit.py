@@ -329,6 +329,7 @@ class _RunWatch:
             draws=draws,
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),
+            strange_columns=self._prompts.strange_columns(self.calls, samples),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self.calls, samples),
             held_out=self._prompts.held_out(rollout, self.calls, samples),
@@ -349,7 +350,8 @@ class _RunWatch:
         self._talk_figures = (
             {} if module.algorithm.advantages.needs_greedy else talk_figures(talks, module.environments)
         )
-        self._earlier = [*self._earlier, earlier_of(self._number, self.batches, draws)][-KEPT_ROLLOUTS:]
+        latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats)
+        self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
         return self._evidence
 
     def _traces_step(self) -> bool:

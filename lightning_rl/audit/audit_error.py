@@ -11,6 +11,7 @@ from lightning_rl.utils.finding import Finding
 
 ScaleT = TypeVar("ScaleT", float, Tensor)
 NO_ROWS = "no checked row trains"
+MIXED_UP = "completions do not belong to their requests, see trained_tokens"
 
 
 class AuditError(RuntimeError):

@@ -15,7 +15,7 @@ from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.reward_repeats import RewardReply
-from lightning_rl.audit.sampling_statistics import Draw, Earlier
+from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, repeats_of
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
@@ -129,6 +129,7 @@ class Evidence:
         draws: A few sampled completions, scored by the policy.
         earlier: Summaries of earlier audited rollouts.
         stream_prompts: Prompts of the training data at the places of a few samples, by sample id.
+        strange_columns: Names of reward functions that got columns of another row, with the samples.
         reward_prompts: Token ids of prompts that the rewards got, by sample id.
         repeats: Counts of repeated rows of the training data; None if repeats are intended.
         held_out: Held-out prompts that were trained; None without a held-out set.
@@ -161,6 +162,7 @@ class Evidence:
     draws: Sequence[Draw] = ()
     earlier: Sequence[Earlier] = ()
     stream_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    strange_columns: Mapping[str, Sequence[int]] = field(default_factory=dict)
     reward_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     repeats: Repeats | None = None
     held_out: HeldOut | None = None
@@ -175,6 +177,34 @@ class Evidence:
     step: StepEvidence | None = None
     numbers: Sequence[Mapping[str, Mapping[str, float]]] = ()
     edits: Sequence[Finding] = ()
+
+    @property
+    def drawn_rewards(self) -> dict[int, float]:
+        """Reward of each sample when it was scored, before the signal stage."""
+        pairs = [zip(part.sample_ids.tolist(), part.rewards.tolist(), strict=True) for part in self.rounds]
+        return {sample: reward for part in pairs for sample, reward in part}
+
+    @property
+    def as_drawn(self) -> Rollout:
+        """The rollout with the rewards of its samples when they were scored."""
+        drawn, rewards = self.drawn_rewards, self.rollout.rewards
+        pairs = zip(self.rollout.sample_ids.tolist(), rewards.tolist(), strict=True)
+        return self.rollout.replace(rewards=rewards.new_tensor([drawn.get(sample, reward) for sample, reward in pairs]))
+
+    @cached_property
+    def sample_repeats(self) -> list[Repeat]:
+        """Repeated beginnings of the samples."""
+        return repeats_of(self.batches, self.earlier)
+
+    @cached_property
+    def mixed_up(self) -> list[int]:
+        """Samples whose request has the completion of another one, by the engine's own account."""
+        return [
+            request.sample_id
+            for batch in self.batches
+            for request, completion in batch
+            if completion.sample_id not in (None, request.sample_id)
+        ]
 
     @property
     def names(self) -> dict[str, str]:
@@ -308,6 +338,11 @@ def recompute_step(evidence: Evidence, step: StepEvidence) -> RecomputedStep | N
     names = {"entropy": "entropy", "values": "current_values", "rollout_kl": "rollout_kl"}
     further = {names[name]: gradient for name, gradient in by_name.items() if name in names}
     return RecomputedStep(by_name["logprobs"], further, loss.parts)
+
+
+def callback_of_one_method(method: str, function: Callable[[Any], Any], name: str = "zz_audit") -> RLCallback:
+    """Return a correction with one contribution."""
+    return type("Only", (RLCallback,), {"name": name, method: lambda _self, shown: function(shown)})()
 
 
 def pattern_of(rows: Rollout) -> Tensor:

@@ -80,6 +80,22 @@ class PromptWatch:
         rows = zip(rollout.sample_ids.tolist(), rollout.groups.tolist(), strict=True)
         return {sample: prompts[group].token_ids for sample, group in rows if group in prompts}
 
+    def strange_columns(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+        """Return the samples of a few groups for which a reward got columns of another row, by name of the reward."""
+        if self._data.pass_length is None:
+            return {}
+        size, wrong = self._module.group_size, dict[str, list[int]]()
+        groups = sorted({sample // size for ids in samples for sample in ids})[:MAX_GROUPS]
+        rows = dict(zip(groups, self._data.at(groups), strict=True))
+        for call, ids in zip(calls, samples, strict=True):
+            for place, sample in enumerate(ids):
+                columns = rows[sample // size].columns if sample // size in rows else {}
+                if any(
+                    name in call.columns and repr(call.columns[name][place]) != repr(columns[name]) for name in columns
+                ):
+                    wrong.setdefault(call.name, []).append(sample)
+        return wrong
+
     def of_rewards(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
         """Return the token ids of the prompts that rewards get for a few samples, by sample id."""
         contents = dict[int, Any]()

@@ -4,6 +4,8 @@ They are chosen by id only, before any filter, since a choice by length or rewar
 """
 
 import math
+from bisect import bisect, insort
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ SMALL_BUDGET = 64  # sampled tokens in audits that do not run every check
 CUT = 2.0  # nats above the entropy at which the surprise is cut
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
 GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
+SHARES = (0.5, 0.1, 0.01, 0.001)  # of samples that are copies
 LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # possible values of min_tokens
 
 
@@ -55,6 +58,8 @@ class Earlier(NamedTuple):
         responses: Sampled tokens of these samples.
         moments: Result of :func:`moments_of` its draws.
         likelier: Result of :func:`likelihood_ratios` of its draws.
+        repeated: Result of :func:`repeat_ratios`.
+        seeds: Seeds of its requests.
     """
 
     number: int
@@ -62,6 +67,22 @@ class Earlier(NamedTuple):
     responses: Sequence[tuple[int, ...]]
     moments: tuple[float, ...]
     likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
+    repeated: tuple[tuple[float, ...], ...] = ((0.0,) * len(SHARES),) * 2
+    seeds: Sequence[int] = ()
+
+
+class Repeat(NamedTuple):
+    """Repeated beginning of a sample.
+
+    Attributes:
+        sample: Id of the sample.
+        nats: Log-likelihood ratios of a copy of a response of the same prompt, and of an earlier rollout.
+        known: True if the log-probabilities of its tokens are known.
+    """
+
+    sample: int
+    nats: tuple[float, float] = (-math.inf, -math.inf)
+    known: bool = True
 
 
 def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
@@ -88,7 +109,49 @@ def response_of(turns: Sequence[Pair]) -> tuple[int, ...]:
     return tuple(token for _, completion in turns for token in completion.token_ids)
 
 
-def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw]) -> Earlier:
+def repeats_of(batches: Sequence[Sequence[Pair]], earlier: Sequence[Earlier]) -> list[Repeat]:
+    r"""Return how surprising it is that samples begin like others of their prompt, or of earlier rollouts.
+
+    A sample begins with the first l tokens of a given one with the probability p of these tokens, so
+    :math:`[\text{begins alike}] / p` has mean 1, and so has its average over m others and over l, with half of the
+    weight at the whole response. That average is at least 1 / (2 p m) for a copy and 1 / (2 p m L) for a common
+    beginning, where L is the number of tokens of the other sample.
+    """
+    before = sorted(tokens for rollout in earlier for tokens in rollout.responses)
+    drawn, repeats = defaultdict[tuple[int, ...], list[tuple[int, ...]]](list), list[Repeat]()
+    for sample, turns in turns_of([trained_pairs(batches)]).items():
+        tokens, scores = response_of(turns), [each.logprobs for _, each in turns if each.logprobs is not None]
+        own = drawn[turns[0][0].prefix_ids]
+        if len(scores) == len(turns):
+            surprises = [0.0, *(-torch.cat(scores).double().cumsum(0)).tolist()]
+            repeats.append(Repeat(sample, (_alike(tokens, own, surprises), _alike(tokens, before, surprises))))
+        else:
+            repeats.append(Repeat(sample, known=False))
+        insort(own, tokens)
+    return repeats
+
+
+def _alike(tokens: tuple[int, ...], others: Sequence[tuple[int, ...]], surprises: Sequence[float]) -> float:
+    """Return the log-likelihood ratio of a copy of the most similar of some sorted responses."""
+    place, ratio = bisect(others, tokens), -math.inf
+    for other in others[max(place - 1, 0) : place + 1]:
+        shared = next((at for at, pair in enumerate(zip(tokens, other, strict=False)) if pair[0] != pair[1]), None)
+        shared = min(len(tokens), len(other)) if shared is None else shared
+        parts = 1 if shared == len(other) else len(other)
+        ratio = max(ratio, surprises[shared] - math.log(2 * len(others) * parts) if shared else -math.inf)
+    return ratio
+
+
+def repeat_ratios(repeats: Sequence[Repeat]) -> tuple[tuple[float, ...], ...]:
+    """Return the log-likelihood ratios of engines of which each of :data:`SHARES` are copies, by kind."""
+    nats = torch.tensor([sample.nats for sample in repeats], dtype=torch.float64).reshape(-1, 2)
+    ratios = [torch.logaddexp(nats + math.log(share), torch.tensor(math.log1p(-share))).sum(0) for share in SHARES]
+    return tuple(map(tuple, torch.stack(ratios, 1).tolist()))
+
+
+def earlier_of(
+    number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw], repeats: Sequence[Repeat] = ()
+) -> Earlier:
     """Return the summary of a rollout."""
     pairs = trained_pairs(batches)[:KEPT_ROWS]
     samples = turns_of([pairs])
@@ -98,6 +161,8 @@ def earlier_of(number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[D
         [response_of(turns) for turns in samples.values()],
         moments_of(draws),
         likelihood_ratios(draws),
+        repeat_ratios(repeats),
+        [request.seed for request, _ in pairs],
     )
 
 

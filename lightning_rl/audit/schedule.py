@@ -8,31 +8,38 @@ REPEATED = (
     *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
     *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields"),
     *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
-    *("gradient_liveness", "loss_direction", "terms_add_up", "distances_pull_back"),
-    *("declared_ratio", "joint_ratio", "contributions_fit", "loss_fits", "knob_liveness", "metric_populations"),
+    *("gradient_liveness", "loss_direction", "terms_add_up", "contributions_fit", "loss_fits", "metric_populations"),
     *("reward_conservation", "token_returns", "token_gradients", "silent_environments"),
 )
 """Checks that repeat a stage of the run on changed copies, so the same code in every rollout."""
+
+FORMULAS = (
+    *("loss_formula", "loss_needs_advantages", "value_loss_formula", "single_precision", "declared_ratio"),
+    *("joint_ratio", "distances_pull_back", "terms_keep_tokens", "term_figures", "knob_liveness"),
+)
+"""Checks whose results depend on the algorithm alone."""
 
 ROTATION = 3
 
 
 def is_full(number: int) -> bool:
-    """Return True if an audit, counted from 1, runs every check: at 1, 2, 4, 8, ..."""
+    """Return True if an audit, counted from 1, repeats every stage: at 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0
 
 
 def takes_turn(check: Check, number: int) -> bool:
     """Return True if a check runs at an audit, counted from 1.
 
-    Checks that repeat stages run at the audits 1, 2, 4, 8, ... and at every third one in rotation. Checks of what
-    happened in this rollout always run.
+    Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat stages run at the audits 1, 2, 4, 8, ...
+    and at every third one in rotation. Checks of what happened in this rollout always run.
 
     Example:
         >>> from lightning_rl.audit.checks import CHECKS
         >>> [number for number in range(1, 12) if takes_turn(CHECKS["partition"], number)]
         [1, 2, 4, 7, 8, 10]
     """
+    if check.name in FORMULAS:
+        return number == 1 or (is_full(number) and number.bit_length() % 3 == 2)
     return is_full(number) or check.name not in REPEATED or REPEATED.index(check.name) % ROTATION == number % ROTATION
 
 

@@ -1,5 +1,6 @@
 """Statistical checks of samples report what chance cannot explain, and only that."""
 
+import itertools
 import math
 import random
 import warnings
@@ -20,11 +21,11 @@ from typing_extensions import override
 
 from lightning_rl import Evaluation, FinishReason, PromptDataModule, SamplingParams
 from lightning_rl.audit import CHECKS, SignalAudit
-from lightning_rl.audit.checks.draw_checks import surprising_repeats
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.sampling_statistics import (
     BUDGET,
+    SHARES,
     SMALL_BUDGET,
     Draw,
     Earlier,
@@ -32,6 +33,8 @@ from lightning_rl.audit.sampling_statistics import (
     _greedy_ratio,
     affordable_draws,
     moments_of,
+    repeat_ratios,
+    repeats_of,
 )
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request
@@ -65,7 +68,7 @@ def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, 
 )
 def test_a_repeated_sample_counts_by_its_probability(nats: float, copies: int, others: int, found: bool) -> None:
     rows = [pair(row, [5] * 4, nats) for row in range(copies)]
-    rows += [pair(copies + row, [6, row], nats) for row in range(others)]
+    rows += [pair(copies + row, [6 + row, 6], nats) for row in range(others)]
     assert bool(culprits("repeated_samples", with_batch(*rows))) is found
 
 
@@ -256,12 +259,32 @@ def test_an_evaluation_that_trains_is_found(name: str, held_out: list[list[int]]
     assert said_of_data(PromptDataModule(PAIRS, 4), [Evaluation(name, held_out)], rollouts=1) == said
 
 
-def test_the_bound_of_repeats_is_that_of_its_docstring() -> None:
-    """Two of four rows, each like one of three before: 2 (s - log 3) nats against binomial(4, 2) and 4."""
-    needed = (-math.log(1e-9) + math.log(6) + math.log(4)) / 2 + math.log(3)
-    for nats, found in ((needed + 0.01, 2), (needed - 0.01, 0)):
-        repeats = [(nats - math.log(3), sample) for sample in range(2)]
-        assert len(surprising_repeats(repeats, 4)) == found
+def test_a_likelihood_ratio_of_repeats_has_a_mean_of_at_most_one() -> None:
+    """Every response of three tokens of two kinds, each beside three earlier ones."""
+    chances, others = (0.7, 0.3), [(0, 0, 1), (0, 1), (1, 1, 1)]
+    earlier = [Earlier(0, [0, 1, 2], others, moments_of([]))]
+    total, means = 0.0, torch.zeros(len(SHARES), dtype=torch.float64)
+    for tokens in itertools.product(range(2), repeat=3):
+        request, completion = pair(9, tokens, 1.0)
+        logprobs = torch.tensor([chances[token] for token in tokens]).log()
+        repeats = repeats_of([[(request, replace(completion, logprobs=logprobs))]], earlier)
+        chance = math.prod(chances[token] for token in tokens)
+        total, means = total + chance, means + chance * torch.tensor(repeat_ratios(repeats)[1]).exp()
+    assert total == pytest.approx(1.0) and bool((means <= 1.0).all()) and bool((means > 0.5).all())
+
+
+def test_repeats_that_are_likely_in_each_rollout_are_found_over_several() -> None:
+    rows = [pair(row, [5, 6], 6.0, seed=row) for row in range(3)]
+    one = repeat_ratios(repeats_of([rows], []))
+    earlier = [Earlier(number, [], [], moments_of([]), repeated=one) for number in range(3)]
+    assert culprits("repeated_samples", with_batch(*rows)) == []
+    assert culprits("repeated_samples", with_batch(*rows, earlier=earlier)) == ["engine none"]
+
+
+def test_seeds_that_repeat_those_of_an_earlier_rollout_are_found() -> None:
+    earlier = [Earlier(0, [], [], moments_of([]), seeds=list(range(1010, 1014)))]
+    rows = [pair(10 + row, [5 + row], 1.0) for row in range(4)]
+    assert culprits("repeated_samples", with_batch(*rows, earlier=earlier)) == ["stage draw, the seeds of the requests"]
 
 
 def leveled_policy() -> nn.Module:

@@ -5,19 +5,17 @@ Each check bounds the probability of its observation under a correct engine, and
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-import torch
-
-from lightning_rl.audit.audit_error import Skip
+from lightning_rl.audit.audit_error import MIXED_UP, Skip
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import (
     LEAST_TOKENS,
+    SHARES,
     likelihood_ratios,
     moments_of,
-    response_of,
+    repeat_ratios,
     trained_pairs,
     turns_of,
 )
@@ -34,50 +32,39 @@ NOTHING = "the engine returned no completions for this rollout"
 
 @check(culprit="engine {engine}", cure="give every request its own random stream, and cache no completion")
 def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """No sample repeats another one of its prompt or of an earlier rollout, unless a repeat is likely."""
-    rows = [
-        (turns[0][0].prefix_ids, sample, response_of(turns), torch.cat(scores))
-        for sample, turns in turns_of([trained_pairs(evidence.batches)]).items()
-        if len(scores := [each.logprobs for _, each in turns if each.logprobs is not None]) == len(turns)
-    ]
-    if not rows:
+    """No sample repeats another one of its prompt or of an earlier rollout, or its beginning, unless that is likely.
+
+    No request repeats the seed of another one. Likelihood ratios are multiplied over samples and a few rollouts.
+    """
+    if again := _repeated_seeds(evidence):
+        culprit, expected = "stage draw, the seeds of the requests", "another seed for every request of a run"
+        yield Finding(culprit=culprit, expected=expected, observed=f"{len(again)} again", samples=again[:4])
+        return
+    repeats = evidence.sample_repeats
+    if not any(sample.known for sample in repeats):
         yield Skip("the engine returns no log-probabilities" if evidence.batches else NOTHING)
         return
-    candidates = {tokens for rollout in evidence.earlier for tokens in rollout.responses}
-    number = sum(len(rollout.responses) for rollout in evidence.earlier)
-    known = defaultdict[tuple[int, ...], Counter[tuple[int, ...]]](Counter)
-    within, across = list[tuple[float, int]](), list[tuple[float, int]]()
-    for prompt, sample, tokens, logprobs in rows:
-        drawn = known[prompt]
-        if tokens in drawn:
-            within.append((-float(logprobs.double().sum()) - math.log(drawn.total()), sample))
-        drawn[tokens] += 1
-        if tokens in candidates:
-            across.append((-float(logprobs.double().sum()) - math.log(number), sample))
-    for kind, repeats in (("of the same prompt", within), ("of an earlier rollout", across)):
-        surprising = surprising_repeats(repeats, len(rows))
-        if surprising:
+    for place, kind in enumerate(("of the same prompt", "of an earlier rollout")):
+        recent = [*(rollout.repeated[place] for rollout in evidence.earlier), repeat_ratios(repeats)[place]]
+        if max(sum(parts) for parts in zip(*recent, strict=True)) > NATS + math.log(len(SHARES)):
+            found = sorted((sample for sample in repeats if sample.nats[place] > 0), key=lambda one: -one.nats[place])
             yield Finding(
                 expected=f"independent samples: by chance this happens once in {1 / CHANCE:.0e} rollouts",
-                observed=f"{len(surprising)} of {len(rows)} that repeat one {kind}, token by token",
-                samples=surprising[:4],
+                observed=f"{len(found)} of {len(repeats)} that repeat one {kind}, token by token",
+                samples=[sample.sample for sample in found[:4]],
             )
 
 
-def surprising_repeats(repeats: Sequence[tuple[float, int]], rows: int) -> list[int]:
-    """Return the repeated samples if the probability of the repeats is below :data:`CHANCE`.
-
-    A row repeats one of m candidates, each no likelier than itself, with a probability of at most m p. The probability
-    that k given rows repeat is at most the product, that any k of n rows repeat at most binomial(n, k) times as much,
-    and for any k at most n times as much again.
-    """
-    nats, best = 0.0, 0
-    for count, (surprise, _) in enumerate(sorted(repeats, reverse=True), start=1):
-        nats += surprise
-        chosen = math.lgamma(rows + 1) - math.lgamma(count + 1) - math.lgamma(rows - count + 1)
-        if nats - chosen - math.log(rows) > NATS:
-            best = count
-    return [sample for _, sample in sorted(repeats, reverse=True)[:best]]
+def _repeated_seeds(evidence: Evidence) -> list[int]:
+    """Return the samples whose seeds repeat that of another request, if seeds of 31 bits would not by chance."""
+    known, again = {seed for rollout in evidence.earlier for seed in rollout.seeds}, list[int]()
+    pairs = trained_pairs(evidence.batches)
+    for request, _ in pairs:
+        if request.seed in known:
+            again.append(request.sample_id)
+        known.add(request.seed)
+    expected = len(pairs) * max(len(known), 1) / 2.0**31
+    return again if again and len(again) * (math.log(len(again) / expected) - 1) > NATS else []
 
 
 @check(
@@ -90,8 +77,8 @@ def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
 
     A hidden filter or a lower temperature makes tokens likelier; a higher one or another prompt makes them less likely.
     """
-    if not evidence.draws:
-        yield Skip("no fresh sample could be scored by the policy's plain forward")
+    if not evidence.draws or evidence.mixed_up:
+        yield Skip(MIXED_UP if evidence.mixed_up else "no fresh sample could be scored by the policy's plain forward")
         return
     recent = [*(rollout.moments for rollout in evidence.earlier), moments_of(evidence.draws)]
     tokens, surprise, variance = (sum(part[place] for part in recent) for place in range(3))
@@ -116,8 +103,8 @@ def sample_process(evidence: Evidence) -> Iterator[Finding | Skip]:
 
     A likelihood ratio exceeds a bound with a probability of at most its reciprocal (Ville 1939).
     """
-    if not evidence.draws:
-        yield Skip("no fresh sample could be scored by the policy's plain forward")
+    if not evidence.draws or evidence.mixed_up:
+        yield Skip(MIXED_UP if evidence.mixed_up else "no fresh sample could be scored by the policy's plain forward")
         return
     recent = [*(rollout.likelier for rollout in evidence.earlier), likelihood_ratios(evidence.draws)]
     greedy, *unended = (sum(parts) for parts in zip(*recent, strict=True))

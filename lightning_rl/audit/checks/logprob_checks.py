@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip
+from lightning_rl.audit.audit_error import MIXED_UP, NO_ROWS, Skip
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.utils.finding import Finding
@@ -87,6 +87,9 @@ def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
 def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The engine's log-probabilities are those of the policy's weights at the draw and at the same temperature."""
     rows, tolerance = evidence.rows, evidence.facts.tolerance
+    if evidence.mixed_up:
+        yield Skip(MIXED_UP)
+        return
     if rows.rollout_logprobs is None or evidence.outputs is None:
         yield Skip("the engine returns no log-probabilities" if evidence.outputs is not None else "there is no policy")
         return

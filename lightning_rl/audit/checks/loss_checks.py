@@ -1,21 +1,31 @@
 """Checks of the loss: the update stage repeated on a few rows, with a table of log-probabilities as policy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip, differences
+from lightning_rl.audit.audit_error import NO_ROWS, Skip, differences, gradient_of
 from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
-from lightning_rl.audit.evidence import Contribution, Evidence, TableStep
-from lightning_rl.corrections import LossView, RLCallback
+from lightning_rl.audit.evidence import Contribution, Evidence, TableStep, callback_of_one_method, pattern_of
+from lightning_rl.corrections import LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.corrections.rl_callback import CONTRIBUTIONS, POLICY_LOSS_FACTORS
+from lightning_rl.losses import LOSSES, FunctionLoss, PolicyLoss
+from lightning_rl.rollout import PROMPT
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 from lightning_rl.utils.finding import Finding
 
+LOSS_TYPES = frozenset(map(type, LOSSES.values()))
+MADE_UP = (
+    lambda view: view.valid_tokens & (pattern_of(view) > -0.5),
+    lambda view: view.valid_tokens & (pattern_of(view) < 0.5),
+)
+"""Masks that reject some tokens each."""
 MASKS = tuple(name for name in POLICY_LOSS_FACTORS if CONTRIBUTIONS[name].combined_by == "and")
 
 
@@ -65,21 +75,30 @@ def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    expected="the same loss and gradient with three more positions of padding",
-    cure="count `valid_tokens`, never columns",
+    expected="the same loss and gradient with three more positions of padding, and with longer prompts",
+    cure="count `valid_tokens`, never columns or tokens of the prompt",
 )
 def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Additional padding after the responses does not change loss and gradient."""
+    """Additional padding after the responses does not change loss and gradient, nor do longer prompts without it."""
     if not len(evidence.rows):
         yield Skip(NO_ROWS)
     wider = evidence.rows.fit_width(evidence.rows.width + 3)
-    yield from step_changes(evidence, evidence.table_step(wider))
+    findings = list(step_changes(evidence, evidence.table_step(wider)))
+    yield from findings
+
+    def longer(tensor: Tensor, axes: str, _pad: float) -> Tensor:
+        return torch.cat([tensor[:, :1], tensor], 1) if axes == PROMPT else tensor
+
+    rows = evidence.rows.map(longer)
+    bare = replace(evidence, algorithm=evidence.algorithm.replace(corrections=ReplayCorrections()))
+    if not findings:
+        yield from step_changes(bare, bare.table_step(rows.replace(prompt_lengths=rows.prompt_lengths + 1)))
 
 
 @check(
     culprit="reduction {reduction}",
-    expected="rejected tokens in the denominator",
-    observed="weights of kept tokens that depend on rejected ones",
+    expected="rejected tokens in the denominator, with a weight of 0",
+    observed="weights of kept tokens that depend on rejected ones, or rejected tokens with a weight",
     cure="masks multiply the loss; only `exclude` and `keep_groups` change a denominator",
 )
 def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
@@ -93,19 +112,60 @@ def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
     else:
         weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)
         yield from differences(weights, expected, rows.sample_ids)
-    view, plain = evidence.view().sanitize(), evidence.table_step(corrections=ReplayCorrections())
-    for contribution in evidence.contributions(*MASKS):
-        mask = contribution(view)
-        kept = (mask[:, None] if mask.dim() == 1 else mask) & view.valid_tokens
-        methods = {contribution.method: lambda _self, view, only=contribution: only(view)}
-        only = type("Only", (RLCallback,), {"name": contribution.callback.name, **methods})()
-        alone = evidence.table_step(corrections=ReplayCorrections([only]))
-        yield from differences(
-            torch.where(kept, plain.gradient, 0.0),
-            torch.where(kept, alone.gradient, 0.0),
-            view.sample_ids,
-            culprit=str(contribution),
+    loss, names = evidence.algorithm.loss, evidence.names
+    counting = FunctionLoss(lambda view: view.logprobs)  # its gradient is the weight of each token
+    evidence, view = replace(evidence, algorithm=evidence.algorithm.replace(loss=counting)), evidence.view().sanitize()
+    plain = evidence.table_step(corrections=ReplayCorrections()).gradient
+
+    def wrong(culprit: str, *masks: Callable[[LossView], Tensor]) -> Iterator[Finding]:
+        kept = [mask(view) for mask in masks]
+        methods = ["sequence_mask" if one.dim() == 1 else "token_mask" for one in kept]
+        only = [
+            callback_of_one_method(method, mask, f"mask_{place}")
+            for place, (method, mask) in enumerate(zip(methods, masks, strict=True))
+        ]
+        alone = evidence.table_step(corrections=ReplayCorrections(only)).gradient
+        rejected = [~(one[:, None] if one.dim() == 1 else one) for one in kept]
+        wanted = torch.where(torch.stack(torch.broadcast_tensors(*rejected, ~view.valid_tokens)).any(0), 0.0, plain)
+        yield from differences(alone, wanted, view.sample_ids, culprit=culprit)
+
+    findings = list(wrong("stage update, the combined masks of corrections", *MADE_UP))
+    yield from findings
+    for contribution in evidence.contributions(*MASKS) if not findings else ():
+        yield from wrong(str(contribution), contribution)
+    if not findings and evidence.contributions("token_mask") and _spreads(loss, uniform_view(evidence)):
+        expected, observed = (
+            "a loss of each token that has no gradient at other tokens, which masks do not reach",
+            "one",
         )
+        yield Finding(culprit=f"loss {names['loss']}", expected=expected, observed=observed)
+    strong = uniform_view(evidence, spread=4.0)
+    for contribution in evidence.contributions("token_weight"):
+        weights = torch.where(strong.valid_tokens, contribution(strong).double(), 0.0)
+        if _renormalizes(weights, strong.valid_tokens):
+            observed = "weights of kept tokens that make up for those of 0"
+            yield Finding(culprit=str(contribution), observed=observed)
+
+
+def _spreads(loss: PolicyLoss, view: LossView) -> bool:
+    """Return True if the loss of a token has a gradient at others; losses of the library document it."""
+    if type(loss) in LOSS_TYPES or loss.prepares:
+        return False
+    for row in (view.valid_tokens.sum(-1) > 1).nonzero()[:2, 0].tolist():
+        first, *others = view.valid_tokens[row].nonzero()[:, 0].tolist()
+        if gradient_of(loss(view)[row, first], view.logprobs)[row, others].any():
+            return True
+    return False
+
+
+def _renormalizes(weights: Tensor, valid: Tensor) -> bool:
+    """Return True if some weights are 0 and all have a mean of 1, in each row or over all of them."""
+    for ours, where in ((weights, valid), (weights.flatten()[None], valid.flatten()[None])):
+        some = ((ours == 0) & where).any(-1) & (ours != 0).any(-1)
+        means = ours.sum(-1) / where.sum(-1).clamp(min=1)
+        if some.any() and bool(torch.isclose(means[some], torch.ones_like(means[some]), rtol=1e-4).all()):
+            return True
+    return False
 
 
 def _weights_by_definition(evidence: Evidence, reduction: Reduction) -> Tensor | None:

@@ -1,17 +1,22 @@
 """Checks of the gradients of a loss: present, in the right direction, with every term and every ratio once."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import Contribution, Evidence
+from lightning_rl.audit.checks.formula_checks import uniform_view
+from lightning_rl.audit.evidence import Contribution, Evidence, callback_of_one_method
 from lightning_rl.corrections import TOKEN_REWARDS, LossView
+from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.utils.finding import Finding
 
+LIBRARY = "lightning_rl.callbacks"
 DEAD, MANY = 0.1, 4  # maximum share of other tokens without a gradient; tokens of a kind for it to apply
 
 
@@ -136,10 +141,15 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
 def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
     """A distance, which is 0 if all policies agree, pulls the current policy back.
 
-    As a loss its slope rises with the log-probability; as a reward it penalizes tokens that got likelier.
+    As a loss its slope rises with the log-probability; as a reward it penalizes tokens that got likelier. A term of the
+    entropy does not lower an entropy that is almost 0.
     """
     for contribution in evidence.contributions("loss_term", *TOKEN_REWARDS):
         if contribution.callback.trains_entropy:
+            if contribution.method == "loss_term" and _lowers_entropy(evidence, contribution):
+                expected, observed = "a slope that raises the entropy where it is almost 0", "one that lowers it"
+                cure = "subtract a positive coefficient times the entropy from the loss"
+                yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
             continue
         force = _slope if contribution.method == "loss_term" else _reward
         at_rest, likelier, less_likely = (force(evidence, contribution, drift) for drift in (0.0, 0.5, -0.5))
@@ -147,6 +157,105 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
             continue
         if likelier - less_likely < -1e-6 if force is _slope else likelier > 1e-6:
             yield Finding(culprit=str(contribution))
+
+
+def _lowers_entropy(evidence: Evidence, loss_term: Contribution) -> bool:
+    view = uniform_view(evidence)
+    leaf = torch.where(view.valid_tokens, 0.01, 0.0).to(view.logprobs.dtype).requires_grad_()
+    term = loss_term(view.replace(entropy=leaf))
+    return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), leaf).sum()) * term.coef > 0
+
+
+@check(cure="compute the term at every valid token, from log-probabilities alone; masks are for the policy loss")
+def terms_keep_tokens(evidence: Evidence) -> Iterator[Finding]:
+    """Loss terms train all valid tokens: also those without an advantage, and those that are clipped or masked.
+
+    A term may choose rows if it declares ``chooses_rows``, and takes masks if it sets ``masked``.
+    """
+    if not evidence.rows.valid_tokens.any():
+        return
+    plain = uniform_view(evidence)
+    apart = plain.replace(
+        **{
+            name: getattr(plain, name) - 0.3 * plain.valid_tokens
+            for name in ("rollout_logprobs", "ref_logprobs")
+            if getattr(plain, name) is not None
+        }
+    )
+    old = plain.require("old_logprobs")
+    others = {
+        "without an advantage": apart.replace(advantages=0 * old),
+        "clipped at a ratio of 1.65": apart.replace(old_logprobs=old - 0.5 * plain.valid_tokens),
+        "clipped at a ratio of 0.61": apart.replace(
+            old_logprobs=old + 0.5 * plain.valid_tokens, advantages=-apart.require("advantages")
+        ),
+    }
+    for term in evidence.contributions("loss_term"):
+        alive = _trained_by(term, apart)
+        for where, view in others.items() if not term.callback.chooses_rows else ():
+            if alive.any() and not (_trained_by(term, view) & alive).any():
+                yield Finding(culprit=str(term), expected="a term with a gradient", observed=f"none at tokens {where}")
+                break
+    mask = callback_of_one_method("token_mask", lambda view: torch.zeros_like(view.valid_tokens))
+    masked = evidence.table_step(corrections=ReplayCorrections([*evidence.algorithm.corrections.callbacks, mask]))
+    for term in evidence.contributions("loss_term"):
+        name, result = f"{term.callback.name}/loss", term(evidence.view().sanitize())
+        ours, whole = masked.parts.get(name), evidence.whole_step.parts.get(name)
+        takes_masks = result.masked or result.follows_policy_loss
+        of_library = any(kind.__module__.startswith(LIBRARY) for kind in type(term.callback).__mro__[:-1])
+        if result.masked and of_library:
+            expected, observed = "a term over all valid tokens, as its class documents", "one that takes masks"
+            yield Finding(culprit=str(term), expected=expected, observed=observed)
+        elif not takes_masks and ours is not None and whole is not None and not torch.isclose(ours, whole, rtol=1e-4):
+            expected, observed = f"{name} = {float(whole):.4g} if a mask rejects every token", f"{float(ours):.4g}"
+            yield Finding(culprit="stage update, the masks of loss terms", expected=expected, observed=observed)
+
+
+def _trained_by(loss_term: Contribution, view: LossView) -> Tensor:
+    """Return the tokens at which a term has a gradient, [b, T] bool."""
+    view = view.replace(
+        entropy=torch.where(view.valid_tokens, view.entropy.detach(), 0.0).requires_grad_(),
+        rollout_kl=None if view.rollout_kl is None else view.rollout_kl.detach().requires_grad_(),
+    )
+    per_token = torch.where(view.valid_tokens, loss_term(view).per_token, 0.0)
+    leaves = [leaf for leaf in (view.logprobs, view.entropy, view.rollout_kl) if leaf is not None]
+    return torch.stack([gradient_of(per_token, leaf).abs() for leaf in leaves]).sum(0) != 0
+
+
+@check(cure="log the values that the term trains, or name the estimator in the metric, such as kl_k2")
+def term_figures(evidence: Evidence) -> Iterator[Finding]:
+    """A correction that logs an estimate of a KL logs that of its loss term, unless the name says which."""
+    if not evidence.rows.valid_tokens.any():
+        return
+    view = uniform_view(evidence, spread=1.0)
+    now, valid = view.logprobs.detach(), view.valid_tokens
+    view = view.replace(logprobs=now, old_logprobs=now)
+    pairs = [view.rollout_logprobs, view.ref_logprobs]
+    pairs += [one for one in view.token_extras.values() if one.is_floating_point() and one.shape == valid.shape]
+    for term in evidence.contributions("loss_term"):
+        if "metrics" not in term.callback.contributes:
+            continue
+        trained = float(term(view).per_token[valid].mean())
+        estimates = {
+            name: [float(kl(now, other)[valid].mean()) for other in pairs if other is not None]
+            for name, kl in KL_ESTIMATORS.items()
+        }
+        logged = {name: stat.value() for name, stat in term.callback.metrics(view).items()}
+        if _is_one_of(trained, logged.values()) or not any(_is_one_of(trained, ones) for ones in estimates.values()):
+            continue
+        for name, figure in logged.items():
+            kinds = [kind for kind, ones in estimates.items() if _is_one_of(figure, ones)]
+            if kinds and not any(kind in name for kind in kinds):
+                yield Finding(
+                    culprit=f"callback {term.callback.name}.metrics",
+                    expected=f"{name} = {trained:.4g}, the mean of its loss term",
+                    observed=f"{figure:.4g}, that of {kinds[0]}",
+                )
+                return
+
+
+def _is_one_of(figure: float, others: Iterable[float]) -> bool:
+    return any(math.isclose(figure, other, rel_tol=1e-5) for other in others)
 
 
 def _agreement(evidence: Evidence) -> Rollout:

@@ -111,17 +111,24 @@ def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView)
 
 
 @check(
-    expected=f"weights >= 0 with an effective share of samples above {MIN_ESS}",
     cure="bound the weights, or find out why engine and trainer differ",
 )
 def weights_keep_samples(evidence: Evidence) -> Iterator[Finding]:
-    """Importance weights are not negative and leave a sufficient effective share of tokens."""
+    """Weights are not negative and leave a sufficient effective share of tokens; importance weights do not collapse."""
     view = evidence.view(drift=0.0).sanitize()
     for contribution in evidence.contributions("token_weight"):
         weight = contribution(view)[view.valid_tokens].double()
         if not len(weight):
             continue
         share = float(weight.sum() ** 2 / (len(weight) * weight.square().sum()).clamp(min=1e-300))
-        alone = len(weight) >= FEW_TOKENS and share * len(weight) < ALONE
-        if share < MIN_ESS or alone or bool((weight < 0).any()):
-            yield Finding(culprit=str(contribution), observed=f"a share of {share:.3g}")
+        least = max(MIN_ESS, ALONE / len(weight)) if len(weight) >= FEW_TOKENS else MIN_ESS
+        mean, ratio = float(weight.mean()), contribution.callback.ratio is not None
+        problems = {
+            ("weights >= 0", f"{float(weight.min()):.3g}"): bool((weight < 0).any()),
+            (f"a mean weight above {MIN_ESS}", f"{mean:.3g}"): ratio and mean < MIN_ESS,
+            (f"an effective share of {len(weight)} tokens above {least:.3g}", f"{share:.3g}"): share < least,
+        }
+        for (expected, observed), violated in problems.items():
+            if violated:
+                yield Finding(culprit=str(contribution), expected=expected, observed=observed)
+                break

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
 from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.corrections import LossView
 from lightning_rl.utils.finding import Finding
 
-FIELDS = {"current": "logprobs", "old": "old_logprobs", "rollout": "rollout_logprobs"}
+FIELDS = {"current": "logprobs", "old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs"}
 STEP = 0.01  # nats
 SMALL_STEP = 1e-4  # keeps the ratio of a response within the narrowest clip range, 3e-4 of GSPO
 NONE, ONE = 0.25, 0.75  # exponents below which a policy does not count, and above which it does
@@ -21,14 +22,16 @@ Powers = dict[str, float]
 
 
 @check(
-    cure="declare the ratio that the weight computes, as ratio = (numerator, denominator), so that no policy counts "
-    "twice with another weight or the loss"
+    cure="declare the ratio that the weight or loss computes, as ratio = (numerator, denominator), so that no policy "
+    "counts twice; a loss takes it to the policy that it reads first"
 )
 def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     """A weight rises with the numerator of its declared ratio and falls with the denominator.
 
-    A weight without a declared ratio contains none.
+    A weight without a declared ratio contains none. The gradient of a loss depends on the denominator of its declared
+    ratio, and falls with the probability under no other policy; without a declared ratio, not with the reference's.
     """
+    yield from _wrong_ratio_of_loss(evidence)
     view = _agreeing(evidence)
     if view is None:
         yield Skip(NO_ROWS)
@@ -70,6 +73,32 @@ def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit=culprit, observed=f"a power of {total:.2f}, {own:.2f} of it in the loss")
 
 
+def _wrong_ratio_of_loss(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding if the gradient of the policy loss depends on another policy than the declared one."""
+    loss = evidence.algorithm.loss
+
+    def gradient(view: LossView) -> Tensor:
+        leaf = view.logprobs.detach().requires_grad_()
+        return gradient_of(torch.where(view.valid_tokens, loss(view.replace(logprobs=leaf)), 0.0), leaf)
+
+    views = [uniform_view(evidence, advantage=sign) for sign in (1.0, -1.0)] if evidence.rows.valid_tokens.any() else []
+    signed = [powers_of(gradient, view, SMALL_STEP) for view in views]
+    powers = {policy: max(both[policy] for both in signed) for policy in (signed or [{}])[0]}
+    declared = loss.ratio or ("current", "old", "rollout")
+    others = [policy for policy, power in powers.items() if policy not in declared and power < -ONE]
+    idle = loss.ratio is not None and loss.ratio[1] in powers
+    for view in views if idle else []:
+        moved = _move(view, FIELDS[declared[1]], 0.3 * view.valid_tokens)
+        idle = idle and bool(torch.allclose(gradient(view), gradient(moved), rtol=1e-4, atol=0.0))
+    if others or idle:
+        yield Finding(
+            culprit=f"loss {evidence.names['loss']}",
+            expected="a ratio to "
+            + (f"the policy {declared[1]}, as it declares" if loss.ratio else "a policy that sampled"),
+            observed=f"one to {', '.join(others)}" if others else "a gradient that does not depend on it",
+        )
+
+
 def _agreeing(evidence: Evidence) -> LossView | None:
     """Return the view of a step in which all policies agree."""
     view = evidence.view(evidence.on_policy, drift=0.0).sanitize()
@@ -77,13 +106,13 @@ def _agreeing(evidence: Evidence) -> LossView | None:
     return view if counts.any() else None
 
 
-def powers_of(weight: Callable[[LossView], Tensor], view: LossView) -> Powers:
+def powers_of(weight: Callable[[LossView], Tensor], view: LossView, step: float = STEP) -> Powers:
     """Return the exponent of each policy's probability in a weight: its log growth per nat."""
     valid, powers = view.valid_tokens, Powers()
     for policy, field in FIELDS.items():
         if getattr(view, field) is not None:
-            up, down = (_move(view, field, step * valid) for step in (STEP, -STEP))
-            powers[policy] = _growth(weight(down), weight(up), valid, 2 * STEP)
+            up, down = (_move(view, field, move * valid) for move in (step, -step))
+            powers[policy] = _growth(weight(down), weight(up), valid, 2 * step)
     return powers
 
 

@@ -37,20 +37,31 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
             observed=f"something else in {len(samples)} rows",
             samples=samples[:4],
         )
+    for name, samples in evidence.strange_columns.items():
+        yield Finding(
+            culprit=f"stage draw, the columns of reward {name}",
+            expected="the columns of the row of the data that each completion answers",
+            observed=f"others for {len(samples)} completions",
+            samples=samples[:4],
+        )
     rollout, sums = evidence.rollout, _weighted_sums(evidence)
     rows = zip(*(part.tolist() for part in (rollout.sample_ids, rollout.rewards, rollout.rewarded)), strict=True)
-    wrong = [
-        sample
-        for sample, reward, rewarded in rows
-        if rewarded and sample in sums and not isclose(reward, sums[sample], rel_tol=1e-3, abs_tol=1e-5)  # NaN too
-    ]
+    wrong, drawn = [], evidence.drawn_rewards
+    for sample, reward, rewarded in rows:
+        if rewarded and sample in sums and not _is_sum(reward, sums[sample]):
+            wrong.append(sample)
     if wrong and not mixed_up:
+        later = all(_is_sum(drawn.get(sample, nan), sums[sample]) for sample in wrong)
         yield Finding(
-            culprit="stage draw, the rewards of its rows",
+            culprit="stage signal, a score stored as the reward" if later else "stage draw, the rewards of its rows",
             expected="the weighted sum of the functions' values, and no reward without one",
             observed=f"something else in {len(wrong)} rows",
             samples=wrong[:4],
         )
+
+
+def _is_sum(reward: float, total: float) -> bool:
+    return isclose(reward, total, rel_tol=1e-3, abs_tol=1e-5)  # False for NaN
 
 
 def _weighted_sums(evidence: Evidence) -> dict[int, float]:

@@ -27,6 +27,7 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     """
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
     samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
+    wrong["completion of each request"] += evidence.mixed_up
     silent = torch.ones_like(rollout.action_mask) if rollout.rollout_logprobs is None else rollout.rollout_logprobs == 0
     tokens, alone = _Tokens.of(rollout), (~(rollout.action_mask | silent).all(-1)).tolist()
     versions, actions, finishes = rollout.policy_version.numpy(), rollout.action_mask.numpy(), rollout.finish.tolist()
@@ -50,7 +51,7 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
         unequal = rollout.valid_tokens[rows][places] & ~torch.isclose(ours, theirs, rtol=1e-6, atol=1e-6)
         ids = rollout.sample_ids[rows][places.nonzero()[unequal, 0].unique()]
         wrong |= {"log-probabilities": ids.tolist()} if len(ids) else {}
-    for what, ids in wrong.items():
+    for what, ids in ((what, ids) for what, ids in wrong.items() if ids):
         yield Finding(
             expected=f"the {what} that the engine returned",
             observed=f"others in {len(ids)} rows",

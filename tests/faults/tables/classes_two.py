@@ -930,49 +930,15 @@ ALL: tuple[Fault, ...] = (
     ),
 )
 SHARED = "the audit calls the same function of the library: "
-FORMULA = "no check knows the formula of a loss that a user writes: "
 MISSED: dict[str, str] = {
     "LoRA reference with half of its adapters on": SHARED + "compare ref_logprobs with peft's disable_adapter()",
-    "KL only where nothing is clipped": "compare the term's gradient at ratios within and beyond the clip",
-    "KL inside of the masked policy loss": "differentiate the loss by ref_logprobs: one that reads them is a KL",
-    "every loss term masked": SHARED + "compare a term's logged loss with term.per_token times the weights, unmasked",
-    "mask that divides by what it keeps of a response": "compare a token's weight while others of its row change",
-    "masks of two callbacks averaged": SHARED + "compare the gradient at tokens that any mask rejects with 0",
-    "loss averaged over the response before the mask": "names halving; a token's loss has a gradient at others",
-    "clip without the minimum": FORMULA + "compare the gradient beyond the clip where the update went the wrong way",
-    "clip on the wrong side": FORMULA + "a positive advantage must lose its gradient above a ratio, not below it",
-    "maximum of the objectives instead of the minimum": FORMULA + "compare a subclass with its base class, for ratios "
-    "around 1 and both signs",
-    "bounds of the clip swapped": SHARED + "compare losses of the library with formulas of the audit, as metrics are",
-    "clip of the library without the minimum": SHARED + "compare losses of the library with formulas of the audit",
-    "surprise in the advantage with its gradient": FORMULA + "with advantages 0 the gradient must be 0",
-    "loss whose ratio is to the reference": "declared_ratio for losses: differentiate by the field of each policy",
-    "function whose ratio is to the reference": FORMULA + "a loss that moves with ref_logprobs, not with old_logprobs",
-    "ratio of log-probabilities in bfloat16": "repeat the loss in float64 and compare gradients within rounding",
-    "ratio rounded to bfloat16": "repeat the loss in float64 and compare gradients within rounding",
-    "ratio of the library in bfloat16": "repeat the loss in float64 and compare gradients within rounding",
-    "importance weight in bfloat16": "repeat the weight in float64 and compare within rounding",
-    "value loss of a user without the clip": "knob_liveness of the value loss, its default clip included",
-    "value loss of the library without the clip": SHARED + "knob_liveness of the value loss, its default clip included",
     "reduction that counts prompt tokens": "the definition of a user's reduction is unknown: its weights sum to "
     "neither 1 nor the number of rows over a constant",
-    "loss scaled by the response's share of the sequence": "repeat the loss with longer prompts",
-    "entropy added to the loss": "distances_pull_back leaves out terms with entropy: the slope by entropy must not be "
-    "positive, unless it is declared",
-    "entropy bonus with the wrong sign": "compare a subclass of EntropyBonus with its base class: the slope by entropy",
-    "score stored as the task's reward": "names the draw; compare rewards before and after the signal",
     "shaped reward on its way into the logger": "compare the row in the logger's file",
     "shaped reward written into the logger": "compare every call of log_metrics, also those outside of Lightning's",
-    "k2 logged by a subclass that trains k3": "compare the metric of a KL with the term's per_token",
-    "k2 logged by a user's KL that trains k3": "compare the metric of a KL with the term's per_token",
-    "estimate of the library logged as k2": SHARED + "compare the metric of a KL with the term's per_token",
-    "checked completions sorted by length": "names the engine: compare completions as the engine returned them with "
-    "those of the rows",
     "seeds of places in a batch": "recompute uniforms from the seeds of requests, or correlate the quantiles of tokens "
     "at equal places of two rollouts",
-    "seeds of three bits": "recompute uniforms from the seeds of requests, or correlate the quantiles of tokens",
     "reward that returns 0 for its own errors": "nothing in the values says so: only a trace of exceptions in rewards",
-    "columns of the previous row": "compare columns of a call with those of the prompt of each sample, as prompts are",
 }
 """Faults that the audit does not report, or with another culprit, and the comparison that would show each."""
 

@@ -192,6 +192,7 @@ FAULTS: tuple[Fault, ...] = (
     user(
         "denominator after rejection",
         parts.PostRejection,
+        culprit="stage update",
         check="denominators",
         options=STEPS,
         patches=[after(lightning_rl.algorithm, "_times", patches.renormalized)],
