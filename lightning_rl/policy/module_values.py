@@ -222,7 +222,7 @@ def first_difference(
             if 2 * int(differs.sum()) > len(differs):
                 return ModuleDifference(module=event.module, relative=math.inf, rounded=False)
             for place in [at[number] for number in differs.nonzero()[:, 0].tolist()]:
-                ends[place.row] = min(place.position, ends[place.row] if place.row in ends else place.position)
+                ends[place.row] = min(place.position, ends.setdefault(place.row, place.position))
             continue
         kept = torch.tensor([place.position < ends.get(place.row, math.inf) for place in at])
         relative = _relative_difference(one[kept], other[kept], whole=event.side != "input" and not engine.fused)

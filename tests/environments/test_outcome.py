@@ -13,7 +13,7 @@ from kit.support import fit, recorder, tiny_module
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
-from lightning_rl import FinishReason, PromptDataModule, Rollout
+from lightning_rl import FinishReason, PromptDataModule, Rollout, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
 from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, check_environments
@@ -158,3 +158,31 @@ def test_the_reward_for_nothing_needs_an_answer(nothing: float | None) -> None:
         ["?"] * 4, [""] * 4, completion_ids=[[5], [6], [], []], environment_reward=[1.0, None, None, 2.0]
     )
     assert rewards == [1.0, nothing, None, 2.0]
+
+
+def test_a_reset_that_fails_has_no_extras(tmp_path: Path) -> None:
+    class Partner(TokenEnvironment):
+        """The conversations of one prompt never begin."""
+
+        @override
+        def reset(self, row: Any, seed: int) -> Sequence[int]:
+            if row["place"] == 1:
+                raise ConnectionError("no answer")
+            return ()
+
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            return TokenStep(done=True, reward=1.0)
+
+        @override
+        def close(self) -> None:
+            """Holds nothing."""
+
+    seen = list[Rollout]()
+    data = PromptDataModule([{"prompt": [2, 3], "place": place} for place in range(4)], 4, shuffle=False)
+    module = tiny_module(environment=Partner, sampling=SamplingParams(max_new_tokens=4, top_p=0.9))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(module, data=data, callbacks=[recorder(seen)("seen")], default_root_dir=tmp_path)
+    failed = seen[0].finish == FinishReason.FAILED
+    assert int(failed.sum()) == 4 and not seen[0].valid_tokens[failed].any()

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
+from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import FiniteOutputs, check_dropout, check_scoring
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 
@@ -259,6 +260,13 @@ def test_check_dropout_names_what_switches_it_on(name: str) -> None:
     setattr(model.config, name, 0.1)
     with pytest.raises(ValueError, match=rf"config\.{name}=0\.1: set it to 0"):
         check_dropout(model)
+
+
+def test_check_dropout_names_that_of_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
+    with pytest.raises(ValueError, match=r"got .*q_proj.lora_dropout.default: set lora_dropout=0"):
+        check_dropout(base_model_of(peft.get_peft_model(tiny_policy(), config)))
 
 
 def test_a_critic_of_its_own_is_checked_as_well() -> None:
