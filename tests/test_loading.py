@@ -25,6 +25,7 @@ KNOWN = {
     "lightning_rl/cli/recipes.py": "runpy.run_path(",
     "lightning_rl/distributed/zero.py": "import_module(",
     "lightning_rl/environments/workers.py": "pickle.loads(",
+    "lightning_rl/generation/vllm/recorded_modules.py": "import_module(",  # of layers of vLLM, by fixed names
     "lightning_rl/generation/vllm/vllm_engine.py": "import_module(",
     "lightning_rl/generation/vllm/internals.py": "import_module(",
     "lightning_rl/generation/vllm/vllm_version.py": "import_module(",

@@ -185,7 +185,7 @@ class Evidence:
         return {sample: reward for part in pairs for sample, reward in part}
 
     @property
-    def as_drawn(self) -> Rollout:
+    def scored_rollout(self) -> Rollout:
         """The rollout with the rewards of its samples when they were scored."""
         drawn, rewards = self.drawn_rewards, self.rollout.rewards
         pairs = zip(self.rollout.sample_ids.tolist(), rewards.tolist(), strict=True)
@@ -197,7 +197,7 @@ class Evidence:
         return repeats_of(self.batches, self.earlier)
 
     @cached_property
-    def mixed_up(self) -> list[int]:
+    def swapped_samples(self) -> list[int]:
         """Samples whose request has the completion of another one, by the engine's own account."""
         return [
             request.sample_id

@@ -69,7 +69,7 @@ class RowWatch:
         self._handed |= {name for name, parts in trace.logged.items() if _has_figure(parts[-1])}
         if trace.step == 0 or not self._rollout:
             self._rollouts += trace.step == 0
-            self._rollout = rollout_figures(evidence.as_drawn, evidence.number, algorithm)
+            self._rollout = rollout_figures(evidence.scored_rollout, evidence.number, algorithm)
             self._rollout |= measured
             self._rollout["rollout"] = population(torch.tensor([float(evidence.number)]), "max")
         parts = {} if step.recomputed is None or step.norm is None else step.recomputed.parts

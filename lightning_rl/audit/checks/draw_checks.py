@@ -77,8 +77,10 @@ def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
 
     A hidden filter or a lower temperature makes tokens likelier; a higher one or another prompt makes them less likely.
     """
-    if not evidence.draws or evidence.mixed_up:
-        yield Skip(MIXED_UP if evidence.mixed_up else "no fresh sample could be scored by the policy's plain forward")
+    if not evidence.draws or evidence.swapped_samples:
+        yield Skip(
+            MIXED_UP if evidence.swapped_samples else "no fresh sample could be scored by the policy's plain forward"
+        )
         return
     recent = [*(rollout.moments for rollout in evidence.earlier), moments_of(evidence.draws)]
     tokens, surprise, variance = (sum(part[place] for part in recent) for place in range(3))
@@ -103,8 +105,10 @@ def sample_process(evidence: Evidence) -> Iterator[Finding | Skip]:
 
     A likelihood ratio exceeds a bound with a probability of at most its reciprocal (Ville 1939).
     """
-    if not evidence.draws or evidence.mixed_up:
-        yield Skip(MIXED_UP if evidence.mixed_up else "no fresh sample could be scored by the policy's plain forward")
+    if not evidence.draws or evidence.swapped_samples:
+        yield Skip(
+            MIXED_UP if evidence.swapped_samples else "no fresh sample could be scored by the policy's plain forward"
+        )
         return
     recent = [*(rollout.likelier for rollout in evidence.earlier), likelihood_ratios(evidence.draws)]
     greedy, *unended = (sum(parts) for parts in zip(*recent, strict=True))

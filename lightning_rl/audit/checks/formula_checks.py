@@ -79,7 +79,7 @@ def _gradient(loss: PolicyLoss, view: LossView) -> Tensor:
     return gradient_of(torch.where(view.valid_tokens, loss(view), 0.0), view.logprobs)
 
 
-def _clipped(loss: Any, gap: float, sign: float, _view: LossView) -> float:
+def _clipped_slope(loss: Any, gap: float, sign: float, _view: LossView) -> float:
     ratio, dual = math.exp(gap), math.inf if loss.dual_clip is None else loss.dual_clip
     live = ratio <= 1 + loss.clip_high if sign > 0 else 1 - loss.clip_low <= ratio <= dual
     return -ratio * sign * live
@@ -116,7 +116,7 @@ def _vespo(loss: Any, gap: float, sign: float, view: LossView) -> Tensor:
 
 
 SLOPES: Mapping[type, Callable[[Any, float, float, LossView], Tensor | float]] = {
-    **dict.fromkeys((ClippedSurrogate, GSPO, ClipCov, M2PO), _clipped),
+    **dict.fromkeys((ClippedSurrogate, GSPO, ClipCov, M2PO), _clipped_slope),
     CISPO: _cispo,
     DPPO: _dppo,
     DRO: lambda loss, gap, sign, _view: loss.beta * gap - sign,
@@ -215,12 +215,12 @@ def single_precision(evidence: Evidence) -> Iterator[Finding | Skip]:
     parts |= {str(one): lambda view, one=one: one(view).per_token for one in evidence.contributions("loss_term")}
     for culprit, function in parts.items():
         for name in POLICIES:
-            if getattr(view, name) is not None and _is_rounded(function, view, name):
+            if getattr(view, name) is not None and _rounds_to_half(function, view, name):
                 yield Finding(culprit=culprit)
                 break
 
 
-def _is_rounded(function: Callable[[LossView], Tensor], view: LossView, policy: str) -> bool:
+def _rounds_to_half(function: Callable[[LossView], Tensor], view: LossView, policy: str) -> bool:
     """Return True if most results follow steps of 0.05 nats of a policy, but none of 1e-5 nats."""
 
     def at(step: float) -> Tensor:

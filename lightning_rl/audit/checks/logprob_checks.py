@@ -87,7 +87,7 @@ def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
 def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The engine's log-probabilities are those of the policy's weights at the draw and at the same temperature."""
     rows, tolerance = evidence.rows, evidence.facts.tolerance
-    if evidence.mixed_up:
+    if evidence.swapped_samples:
         yield Skip(MIXED_UP)
         return
     if rows.rollout_logprobs is None or evidence.outputs is None:

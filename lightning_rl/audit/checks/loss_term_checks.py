@@ -191,9 +191,9 @@ def terms_keep_tokens(evidence: Evidence) -> Iterator[Finding]:
         ),
     }
     for term in evidence.contributions("loss_term"):
-        alive = _trained_by(term, apart)
+        alive = _trained_tokens(term, apart)
         for where, view in others.items() if not term.callback.chooses_rows else ():
-            if alive.any() and not (_trained_by(term, view) & alive).any():
+            if alive.any() and not (_trained_tokens(term, view) & alive).any():
                 yield Finding(culprit=str(term), expected="a term with a gradient", observed=f"none at tokens {where}")
                 break
     mask = callback_of_one_method("token_mask", lambda view: torch.zeros_like(view.valid_tokens))
@@ -211,7 +211,7 @@ def terms_keep_tokens(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(culprit="stage update, the masks of loss terms", expected=expected, observed=observed)
 
 
-def _trained_by(loss_term: Contribution, view: LossView) -> Tensor:
+def _trained_tokens(loss_term: Contribution, view: LossView) -> Tensor:
     """Return the tokens at which a term has a gradient, [b, T] bool."""
     view = view.replace(
         entropy=torch.where(view.valid_tokens, view.entropy.detach(), 0.0).requires_grad_(),

@@ -27,7 +27,7 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     """
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
     samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
-    wrong["completion of each request"] += evidence.mixed_up
+    wrong["completion of each request"] += evidence.swapped_samples
     silent = torch.ones_like(rollout.action_mask) if rollout.rollout_logprobs is None else rollout.rollout_logprobs == 0
     tokens, alone = _Tokens.of(rollout), (~(rollout.action_mask | silent).all(-1)).tolist()
     versions, actions, finishes = rollout.policy_version.numpy(), rollout.action_mask.numpy(), rollout.finish.tolist()
