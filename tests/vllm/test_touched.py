@@ -24,6 +24,8 @@ NAMES = {
         "VllmConfig.lora_config",
     ),
     "config/device.py": ("DeviceConfig.device_type",),
+    "model_executor/layers/linear.py": ("LinearBase",),
+    "model_executor/layers/vocab_parallel_embedding.py": ("VocabParallelEmbedding",),
     "config/lora.py": ("LoRAConfig.max_lora_rank",),
     "config/model.py": (
         "ModelConfig.architecture",

@@ -18,9 +18,8 @@ def record_vllm_modules(llm: Any) -> AbstractContextManager[ModuleValues]:
     """
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
     model: Any = runner.model
-    layers = import_module("vllm.model_executor.layers")
-    linear = import_module(f"{layers.__name__}.linear").LinearBase
-    embedding = import_module(f"{layers.__name__}.vocab_parallel_embedding").VocabParallelEmbedding
+    linear = import_module("vllm.model_executor.layers.linear").LinearBase
+    embedding = import_module("vllm.model_executor.layers.vocab_parallel_embedding").VocabParallelEmbedding
     scaled = any(name.endswith("normalizer") for name, _ in model.named_buffers())  # Gemma scales outside of it
     requests = list[int]()  # numbers, which vLLM counts up
     reset_prefix_cache(llm)  # tokens in it pass no module
