@@ -124,14 +124,14 @@ def record_modules(
 
 
 def _of_tokens(values: Any, shape: tuple[int, ...]) -> Iterator[Float[Tensor, "N F"]]:
-    """Yield the tensors with a row for each of N tokens, [R, S, ...], [N, ...] or [R, H, S, D]; masks are left out.
+    """Yield the tensors with a row for each of N tokens, [R, S, ...], [N, F] or [R, H, S, D]; masks are left out.
 
     With as many heads as tokens it is unknown which axis is which, so the tensor is left out, too.
     """
     if isinstance(values, Tensor):
         tokens, by_head = math.prod(shape), values.dim() == 4 and (values.shape[0], values.shape[2]) == shape
-        leading = [known for known in (shape, (tokens,)) if values.shape[: len(known)] == known]
-        by_token = any(values.dim() > len(known) for known in leading)
+        flat = values.dim() == 2 and values.shape[0] == tokens  # a longer one may be a cache of N rows
+        by_token = flat or (values.shape[: len(shape)] == shape and values.dim() > len(shape))
         if by_token and not (by_head and values.shape[2] > 1):
             yield values.detach().reshape(tokens, -1)
         elif by_head and not by_token:
