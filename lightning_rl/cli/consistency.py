@@ -3,7 +3,7 @@
 import argparse
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -109,27 +109,46 @@ def consistency(source: ModelSource, engine: str = "transformers", prompts: int 
     if min(prompts, tokens) < 1:
         raise SystemExit(f"expected --prompts and --tokens of at least 1, got {prompts} and {tokens}")
     disable_progress_bar()
+    try:
+        packing = _packs(source)
+    except ValueError as refused:
+        raise SystemExit(str(refused)) from refused
     say(_line(HEADER))
-    found: Consistency | None = None
-    failed, unvisited = False, dict[str, int]()
-    for case in CASES[engine]:
+    failed, unvisited, number = False, dict[str, int](), 0
+    for case in CASES[engine] if packing else map(_without_packing, CASES[engine]):
         try:
             found = measure(source, case, engine, prompts, tokens)
         except (ImportError, ValueError) as refused:
-            reason = next(iter(str(refused).splitlines()), type(refused).__name__)
-            if found is None:  # the first case has no options that could be at fault
-                raise SystemExit(reason) from refused
-            say(_line((case.name, "-", "-", "-", reason)))
+            say(_line((case.name, "-", "-", "-", next(iter(str(refused).splitlines()), type(refused).__name__))))
             continue
         say(_line((case.name, *_cells(found))))
         unlocated = case.dtype == torch.float32 and not case.engine and not found.largest <= UNLOCATED
         failed |= unlocated if found.module is None else not found.rounded
-        unvisited = unvisited or dict(found.unvisited)
-    if found is not None:
-        say(f"\n{found.tokens} tokens; differences of their log-probabilities and KL over the vocabulary, in nats")
-    for router, number in unvisited.items():
-        say(f"{router}: no token visits {number} of its experts, which are not compared: increase --prompts")
+        unvisited, number = unvisited or dict(found.unvisited), found.tokens
+    if not number:
+        raise SystemExit("expected at least one row that can be compared, got none: see the reasons above")
+    say(f"\n{number} tokens; differences of their log-probabilities and KL over the vocabulary, in nats")
+    for router, experts in unvisited.items():
+        say(f"{router}: no token visits {experts} of its experts, which are not compared: increase --prompts")
     return int(failed)
+
+
+def _packs(source: ModelSource) -> bool:
+    """Return False for a model that trains only without packing.
+
+    Raises:
+        ValueError: If it is refused without packing, too.
+    """
+    try:
+        build_policy(source, None, temperature=1.0, packed=True)
+    except ValueError:
+        build_policy(source, None, temperature=1.0, packed=False)
+        return False
+    return True
+
+
+def _without_packing(case: Case) -> Case:
+    return replace(case, model=replace(case.model, packing=False))
 
 
 def measure(source: ModelSource, case: Case, engine_name: str, prompts: int, tokens: int) -> Consistency:

@@ -35,6 +35,7 @@ def _consistency(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--prompts", type=int, default=8, help="number of random prompts (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=16, help="length of a response (default: %(default)s)")
+    parser.epilog = "The exit code is 1 if a module differs by more than rounding."
 
 
 def _doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -74,12 +74,16 @@ def record_routes(model: PreTrainedModel) -> Iterator[Callable[[], Int16[Tensor,
 
 @contextmanager
 def count_experts(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Yield the number of tokens of each expert by router, counted inside; nothing for a dense model."""
+    """Yield the number of tokens of each expert by router, counted inside.
+
+    Empty for a dense model, and for one whose routers do not return logits, weights and experts.
+    """
     counts: dict[str, Tensor] = {}
 
     def count(name: str, output: Any) -> None:
-        logits, _, experts = output
-        counts[name] = counts.get(name, 0) + torch.bincount(experts.flatten(), minlength=logits.shape[-1])
+        if isinstance(output, tuple) and len(output) == 3 and not output[2].is_floating_point():
+            added = torch.bincount(output[2].flatten(), minlength=output[0].shape[-1])
+            counts[name] = counts[name] + added if name in counts else added
 
     handles = [
         router.register_forward_hook(lambda _m, _i, output, name=name: count(name, output))

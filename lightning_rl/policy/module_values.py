@@ -1,6 +1,7 @@
 """Inputs and outputs of the modules of a model for each token, recorded on two sides and compared."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +60,8 @@ class ModuleValues:
         if kind:
             exact = torch.promote_types(kind[0].dtype, torch.float32)
             joined = torch.cat([tensor.to("cpu", exact, copy=True) for tensor in kind], -1)
-            while (number := len(self.shapes) - 1) in self.events.setdefault(event, {}):
+            number = len(self.shapes) - 1
+            while number in self.events.setdefault(event, {}):
                 event = event._replace(call=event.call + 1)
             self.events[event][number] = joined
 
@@ -69,12 +71,11 @@ class ModuleValues:
         return {place: index for index, place in enumerate(place for forward in self.places for place in forward)}
 
     def at(self, event: Event, places: Sequence[Place]) -> Float[Tensor, "N F"] | None:
-        """Return the values of an event at some places; None if a forward lacks it."""
+        """Return the values of an event at some places; None if a forward lacks it or has another width."""
         forwards = self.events.get(event, {})
-        if len(forwards) != len(self.places):
+        if len(forwards) != len(self.places) or len({values.shape[1] for values in forwards.values()}) > 1:
             return None
-        width = min(values.shape[1] for values in forwards.values())  # that of a mask or cache varies
-        values = torch.cat([forwards[number][:, :width] for number in range(len(self.places))])
+        values = torch.cat([forwards[number] for number in range(len(self.places))])
         return values[[self.index_of[place] for place in places]]
 
 
@@ -215,16 +216,16 @@ def first_difference(
     places = sorted(place for place in known[0] & known[1] if place.position < lengths[place.row])
     first: ModuleDifference | None = None
     largest = rounding
-    ends: dict[int, int] = {}  # first token of a row that other experts computed
+    ends: dict[int, float] = defaultdict(lambda: math.inf)  # first token of a row that other experts computed
     for event, at, one, other in (*_pairs(trainer, engine, places), head):
         if event.side == "choice" and rounding:
             differs = (one != other).any(-1)
             if 2 * int(differs.sum()) > len(differs):
                 return ModuleDifference(module=event.module, relative=math.inf, rounded=False)
             for place in [at[number] for number in differs.nonzero()[:, 0].tolist()]:
-                ends[place.row] = min(place.position, ends.setdefault(place.row, place.position))
+                ends[place.row] = min(place.position, ends[place.row])
             continue
-        kept = torch.tensor([place.position < ends.get(place.row, math.inf) for place in at])
+        kept = torch.tensor([place.position < ends[place.row] for place in at])
         relative = _relative_difference(one[kept], other[kept], whole=event.side != "input" and not engine.fused)
         if relative == 0:
             continue

@@ -57,7 +57,7 @@ def advantages(view: LossView) -> Tensor:
     return view.require("advantages")
 
 
-def averaged(view: LossView) -> Tensor:
+def average_over_row(view: LossView) -> Tensor:
     """Return the mean of a response at each of its tokens."""
     return (-ratio(view) * advantages(view)).mean(-1, keepdim=True) + 0 * view.logprobs
 
@@ -157,7 +157,7 @@ class Masked(ReferenceKL):
         return dataclasses.replace(super().loss_term(view), masked=True)
 
 
-def unclipped(view: LossView) -> Tensor:
+def surrogate_without_clip(view: LossView) -> Tensor:
     return torch.where((ratio(view) - 1).abs() < 0.2, kl(view), 0.0)
 
 
@@ -170,7 +170,7 @@ def unclipped(view: LossView) -> Tensor:
         ("terms_keep_tokens", EntropyBonus(), False),
         ("terms_keep_tokens", Masked(as_loss=True), True),
         ("terms_keep_tokens", term("own", kl, masked=True), False),
-        ("terms_keep_tokens", term("own", unclipped), True),
+        ("terms_keep_tokens", term("own", surrogate_without_clip), True),
         ("terms_keep_tokens", term("own", lambda view: kl(view) * (advantages(view) != 0)), True),
         ("term_figures", ReferenceKL(as_loss=True, estimator="k2"), False),
         ("term_figures", term("own", kl, kl), False),
@@ -198,12 +198,12 @@ def test_a_term_that_lowers_an_entropy_of_almost_0_is_named() -> None:
 
 
 def test_weights_that_make_up_for_masked_ones_are_named() -> None:
-    def renormalized(view: LossView) -> Tensor:
+    def renormalize(view: LossView) -> Tensor:
         kept = (view.require("rollout_logprobs") > -1.5) & view.valid_tokens
         return kept.to(view.logprobs.dtype) * (view.valid_tokens.sum(-1) / kept.sum(-1).clamp(min=1))[:, None]
 
-    wrong = callback_of("renormalized", token_weight=renormalized)
-    assert culprits("denominators", evidence(None, wrong)) == ["callback renormalized.token_weight"]
+    wrong = callback_of("renormalize", token_weight=renormalize)
+    assert culprits("denominators", evidence(None, wrong)) == ["callback renormalize.token_weight"]
     assert culprits("denominators", evidence(None, TruncatedIS())) == []
 
 

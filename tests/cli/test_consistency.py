@@ -69,6 +69,23 @@ def test_an_engine_with_a_stale_tensor_fails_with_its_module(
     assert [line.split()[-1] for line in lines[1:3]] == ["model.layers.1.mlp.down_proj"] * 2
 
 
+def test_a_model_that_cannot_be_packed_is_compared_without_packing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "transformers", CASES["transformers"][:1])
+    code, lines = table_of(folder_of(tmp_path, "lfm2"), capsys)
+    assert code == 0
+    assert lines[1].endswith("(rounding)")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["missing/folder/of"], ["nosuch:function"], ["json:nosuch"], ["x", "--prompts", "0"]]
+)
+def test_a_wrong_argument_ends_with_one_sentence(arguments: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^expected .*, got "):
+        main(["consistency", *arguments])
+
+
 def test_a_case_that_a_model_refuses_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,7 +123,7 @@ def additive(mask: Tensor | None, queries: int, keys: int, like: Tensor) -> Tens
     return mask.to(like.dtype)
 
 
-def attended(scores: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+def attend(scores: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
     """Return the heads' outputs in the form that transformers takes them."""
     scores = scores + additive(mask, scores.shape[-2], scores.shape[-1], scores)
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
@@ -135,7 +135,7 @@ def tiled_heads(
     """Repeat key and value heads one behind the other (0, 1, 0, 1) instead of each in a run (0, 0, 1, 1)."""
     repeats = module.num_key_value_groups
     key, value = key.repeat(1, repeats, 1, 1), value.repeat(1, repeats, 1, 1)
-    return attended(scores_of(query, key, scaling), value, attention_mask)
+    return attend(scores_of(query, key, scaling), value, attention_mask)
 
 
 def capped_scores(
@@ -144,7 +144,7 @@ def capped_scores(
     """Cap scores at 5, as Gemma 2 does at 50."""
     repeats = module.num_key_value_groups
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return attended(scores_of(query, key, scaling, cap=5.0), value, attention_mask)
+    return attend(scores_of(query, key, scaling, cap=5.0), value, attention_mask)
 
 
 def rounded_probabilities(
@@ -155,7 +155,7 @@ def rounded_probabilities(
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = scores_of(query, key, scaling)
     scores = scores + additive(attention_mask, scores.shape[-2], scores.shape[-1], scores)
-    return (rounded(scores.softmax(-1)) @ value).transpose(1, 2).contiguous(), None
+    return (round_to_bfloat16(scores.softmax(-1)) @ value).transpose(1, 2).contiguous(), None
 
 
 # What a layer's attention is given.
@@ -181,7 +181,7 @@ def looking_ahead(mask: Tensor) -> Tensor:
     return mask
 
 
-def windowed(mask: Tensor, window: int) -> Tensor:
+def narrow_to_window(mask: Tensor, window: int) -> Tensor:
     """Hide what lies ``window`` tokens back or further."""
     far = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(-window)
     return mask.masked_fill(far, -math.inf)
@@ -189,7 +189,7 @@ def windowed(mask: Tensor, window: int) -> Tensor:
 
 def narrower_window(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Attend to one token less than the layer's window holds."""
-    return with_mask(partial(windowed, window=self.sliding_window - 1))(self, *args, **kwargs)
+    return with_mask(partial(narrow_to_window, window=self.sliding_window - 1))(self, *args, **kwargs)
 
 
 def with_rotations(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Any]:
@@ -222,7 +222,7 @@ def with_base(base: float) -> Callable[[Tensor], Tensor]:
     return lambda known: base ** -(torch.arange(len(known), device=known.device) / len(known))
 
 
-def stretched(known: Tensor) -> Tensor:
+def stretch(known: Tensor) -> Tensor:
     """Divide low frequencies by 8 as llama3's rope scaling does."""
     return torch.where(known < known.max() / 4, known / 8, known)
 
@@ -242,7 +242,7 @@ def one_token_late(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwa
 # Precision.
 
 
-def rounded(x: Tensor) -> Tensor:
+def round_to_bfloat16(x: Tensor) -> Tensor:
     """Round to bfloat16 and back."""
     return x.bfloat16().to(x.dtype)
 
@@ -259,14 +259,14 @@ def as_tf32(x: Tensor) -> Tensor:
     return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
 
 
-def outputs_rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+def round_outputs(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the outputs in bfloat16."""
-    return rounded(type(self).forward(self, *args, **kwargs))
+    return round_to_bfloat16(type(self).forward(self, *args, **kwargs))
 
 
-def inputs_rounded(self: Any, x: Tensor) -> Any:
+def round_inputs(self: Any, x: Tensor) -> Any:
     """Cast inputs to bfloat16 first."""
-    return type(self).forward(self, rounded(x))
+    return type(self).forward(self, round_to_bfloat16(x))
 
 
 def linear_in(rounding: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -276,7 +276,7 @@ def linear_in(rounding: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def with_rounded_weight(self: Any, x: Tensor) -> Tensor:
     """Multiply by the weight in bfloat16."""
-    return linear(x, rounded(self.weight))
+    return linear(x, round_to_bfloat16(self.weight))
 
 
 def silu_of_bfloat16(_self: Any, x: Tensor) -> Tensor:
@@ -284,10 +284,10 @@ def silu_of_bfloat16(_self: Any, x: Tensor) -> Tensor:
     return silu(x.bfloat16()).to(x.dtype)
 
 
-def hidden_rounded(self: Any, *args: Any, **kwargs: Any) -> Any:
+def round_hidden_states(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Round the last hidden states after the final norm."""
     outputs = type(self).forward(self, *args, **kwargs)
-    outputs.last_hidden_state = rounded(outputs.last_hidden_state)
+    outputs.last_hidden_state = round_to_bfloat16(outputs.last_hidden_state)
     return outputs
 
 
@@ -428,7 +428,7 @@ def swapped_experts(model: PreTrainedModel) -> None:
 
 def scores_of_bfloat16(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the router's logits in bfloat16."""
-    return type(self).forward(self, rounded(hidden_states))
+    return type(self).forward(self, round_to_bfloat16(hidden_states))
 
 
 def reversed_choice(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -454,7 +454,7 @@ def weighed_before(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_
 def rounded_for_router(self: Any, hidden_states: Tensor) -> Tensor:
     """Cast hidden states to bfloat16 between the norm and the router, and not for the experts."""
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    _, scores, indices = self.gate(rounded(flat))
+    _, scores, indices = self.gate(round_to_bfloat16(flat))
     return self.experts(flat, indices, scores).reshape(hidden_states.shape)
 
 
@@ -497,7 +497,7 @@ def attending(path: str, function: Callable[..., Any]) -> tuple[Callable[[PreTra
 
 
 QWEN2 = (
-    Mismatch("norm of one layer in bfloat16", "qwen2", *of("L1.post_attention_layernorm", outputs_rounded)),
+    Mismatch("norm of one layer in bfloat16", "qwen2", *of("L1.post_attention_layernorm", round_outputs)),
     Mismatch("stale bias of queries", "qwen2", *moved("L0.self_attn.q_proj", "bias", shifted(1e-2))),
     Mismatch("stale bias of values, by a thousandth", "qwen2", *moved("L1.self_attn.v_proj", "bias", shifted(1e-3))),
     Mismatch("another rope base", "qwen2", *set_to("model.rotary_emb", "inv_freq", with_base(9e3))),
@@ -506,7 +506,7 @@ QWEN2 = (
     ),
     Mismatch("one token looks ahead", "qwen2", *of("L0.self_attn", with_mask(looking_ahead))),
     Mismatch("head with weights in bfloat16", "qwen2", *of("lm_head", with_rounded_weight)),
-    Mismatch("residual stream cast between two layers", "qwen2", *of("L0", outputs_rounded)),
+    Mismatch("residual stream cast between two layers", "qwen2", *of("L0", round_outputs)),
     Mismatch("shard of the embedding stale", "qwen2", *moved("model.embed_tokens", "weight", second_half_stale)),
     Mismatch("one row of the head stale", "qwen2", untied_head(one_row_stale), "lm_head"),
     Mismatch("activation in bfloat16", "qwen2", *of("L0.mlp.act_fn", silu_of_bfloat16)),
@@ -527,10 +527,12 @@ QWEN3 = (
     ),
     Mismatch("heads of keys and values tiled", "qwen3", *attending("L1.self_attn", tiled_heads)),
     Mismatch("positions of one layer late", "qwen3", *of("L1.self_attn", with_rotations(one_late))),
-    Mismatch("window in a layer that has none", "qwen3", *of("L0.self_attn", with_mask(partial(windowed, window=4)))),
+    Mismatch(
+        "window in a layer that has none", "qwen3", *of("L0.self_attn", with_mask(partial(narrow_to_window, window=4)))
+    ),
     Mismatch("stale weight of the last norm, by 1e-4", "qwen3", *moved("model.norm", "weight", drifted(1e-4))),
     Mismatch("probabilities of attention in bfloat16", "qwen3", *attending("L0.self_attn", rounded_probabilities)),
-    Mismatch("last hidden states cast before the head", "qwen3", *of("model", hidden_rounded)),
+    Mismatch("last hidden states cast before the head", "qwen3", *of("model", round_hidden_states)),
 )
 LLAMA = (
     Mismatch(
@@ -539,11 +541,11 @@ LLAMA = (
     Mismatch("two heads swapped in the output", "llama", *moved("L0.self_attn.o_proj", "weight", heads_swapped)),
     Mismatch("residual scaled by 1.0001", "llama", *of("L1", residual_scaled)),
     Mismatch("gate and up swapped", "llama", *of("L1.mlp", gate_and_up_swapped)),
-    Mismatch("low frequencies scaled as llama3's", "llama", *set_to("model.rotary_emb", "inv_freq", stretched)),
+    Mismatch("low frequencies scaled as llama3's", "llama", *set_to("model.rotary_emb", "inv_freq", stretch)),
     Mismatch("dropout of attention on", "llama", *of("L1.self_attn", noisy_attention)),
     Mismatch("one linear layer in TF32", "llama", *of("L1.self_attn.o_proj", linear_in(as_tf32))),
     Mismatch("norm that removes the mean", "llama", *of("L0.input_layernorm", mean_removed)),
-    Mismatch("logits in bfloat16", "llama", *of("lm_head", outputs_rounded)),
+    Mismatch("logits in bfloat16", "llama", *of("lm_head", round_outputs)),
     Mismatch("logits divided by 1.001 behind the head", "llama", forward("", logits_scaled), "lm_head"),
     Mismatch("residual behind the norm", "llama", *of("L0", residual_after_norm)),
     Mismatch("residual added twice", "llama", *of("L1", feed_forward_residual_twice)),
@@ -554,7 +556,9 @@ GEMMA3 = (
     Mismatch(
         "scale of the embedding left out", "gemma3", *set_to("model.embed_tokens", "embed_scale", torch.ones_like)
     ),
-    Mismatch("scale of the embedding in bfloat16", "gemma3", *set_to("model.embed_tokens", "embed_scale", rounded)),
+    Mismatch(
+        "scale of the embedding in bfloat16", "gemma3", *set_to("model.embed_tokens", "embed_scale", round_to_bfloat16)
+    ),
     Mismatch("window narrower by one token", "gemma3", *of("L0.self_attn", narrower_window)),
     Mismatch("frequencies of full attention in every layer", "gemma3", locals_of_global, "model.rotary_emb"),
     Mismatch("norm without the one", "gemma3", *of("L1.pre_feedforward_layernorm", without_one)),
@@ -566,7 +570,7 @@ GEMMA3 = (
     Mismatch("softmax scale of the heads' width", "gemma3", *set_to("L0.self_attn", "scaling", lambda _: 8**-0.5)),
     Mismatch("norm behind the feed-forward network left out", "gemma3", *of("L0.post_feedforward_layernorm", left_out)),
     Mismatch("norm behind the sum", "gemma3", *of("L1", norm_after_sum)),
-    Mismatch("last norm in bfloat16", "gemma3", *of("model.norm", outputs_rounded)),
+    Mismatch("last norm in bfloat16", "gemma3", *of("model.norm", round_outputs)),
     Mismatch("head that is not the embedding any more, by 1e-4", "gemma3", untied_head(drifted(1e-4)), "lm_head"),
     Mismatch("stale norm of the keys", "gemma3", *moved("L1.self_attn.k_norm", "weight", shifted(1e-3))),
 )
@@ -583,7 +587,7 @@ QWEN3_MOE = (
     Mismatch("up before gate in the experts", "qwen3_moe", *moved("L1.mlp.experts", "gate_up_proj", up_before_gate)),
     Mismatch("routing weight on the expert's input", "qwen3_moe", *of("L1.mlp.experts", weighed_before)),
     Mismatch("output of the mixture scaled by 1.0001", "qwen3_moe", *of("L0.mlp", scaled(1.0001))),
-    Mismatch("norm of the keys in bfloat16", "qwen3_moe", *of("L1.self_attn.k_norm", outputs_rounded)),
+    Mismatch("norm of the keys in bfloat16", "qwen3_moe", *of("L1.self_attn.k_norm", round_outputs)),
     Mismatch("hidden states cast before the router", "qwen3_moe", *of("L0.mlp", rounded_for_router)),
     Mismatch("weights of the chosen experts in reversed order", "qwen3_moe", *of("L0.mlp.gate", reversed_choice)),
     Mismatch(

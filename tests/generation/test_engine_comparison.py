@@ -6,11 +6,12 @@ import pytest
 import torch
 from faults.mismatches import MISMATCHES, Mismatch, model_of
 from kit.support import tiny_model
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rl.generation import TransformersEngine
 from lightning_rl.generation.engine_comparison import DISTRIBUTION, Consistency, compare
 from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.expert_routes import count_experts
 
 FAMILIES = ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe")
 ELSEWHERE = {  # what the embedded engine computes itself, so that the fault has no effect
@@ -90,6 +91,35 @@ def test_a_difference_of_unsampled_tokens_shows_in_the_kl() -> None:
     found = compared(model, Mismatch("a stale row of the head", "llama", stale_row, "lm_head"), bitwise=True)
     assert found.module == "lm_head" and not found.rounded
     assert found.kl is not None and found.largest_kl is not None and 0 < found.kl < found.largest_kl
+
+
+def test_a_cache_of_latents_is_not_read_as_tokens() -> None:
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("deepseek_v3", **sizes, **latent, **experts, num_key_value_heads=4, vocab_size=50)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    found = compared(model, None, bitwise=False)
+    assert found.module is not None and found.rounded
+
+
+def test_routers_that_return_no_experts_are_not_counted() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(
+        "llama4_text", **sizes, num_key_value_heads=4, head_dim=8, vocab_size=50, num_local_experts=4
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with count_experts(model) as counts:
+        model(input_ids=torch.tensor([[3, 4, 5]]))
+    assert counts == {}
 
 
 def test_experts_that_no_token_visits_are_counted() -> None:
