@@ -57,11 +57,6 @@ def advantages(view: LossView) -> Tensor:
     return view.require("advantages")
 
 
-def average_over_row(view: LossView) -> Tensor:
-    """Return the mean of a response at each of its tokens."""
-    return (-ratio(view) * advantages(view)).mean(-1, keepdim=True) + 0 * view.logprobs
-
-
 class Swapped(ClippedSurrogate):
     """Loss with its bounds swapped."""
 

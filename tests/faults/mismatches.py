@@ -264,11 +264,6 @@ def round_outputs(self: Any, *args: Any, **kwargs: Any) -> Any:
     return round_to_bfloat16(type(self).forward(self, *args, **kwargs))
 
 
-def round_inputs(self: Any, x: Tensor) -> Any:
-    """Cast inputs to bfloat16 first."""
-    return type(self).forward(self, round_to_bfloat16(x))
-
-
 def linear_in(rounding: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     """Return the forward pass of a linear layer whose inputs and weights are rounded."""
     return lambda self, x: linear(rounding(x), rounding(self.weight), self.bias)
