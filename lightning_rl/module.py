@@ -226,7 +226,7 @@ class RLLightningModule(BaseModule):
         gradient = self._accumulate(step_index, notices_exhaustion=states is not None)
         if states is not None and process_maximum(int(gradient.exhausted)):
             self.required_policy.zero_grad()
-            self.run.halve(step_index, states)
+            self.run.halve_token_budget(step_index, states)
             self.seed_generators(step_index)
             gradient = self._accumulate(step_index)
         return gradient

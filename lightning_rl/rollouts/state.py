@@ -199,7 +199,7 @@ class RunState:
         asked, budget = self.options.max_tokens_per_microbatch, self.progress.budget
         return budget[1] if budget is not None and budget[0] == asked else asked
 
-    def halve(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
+    def halve_token_budget(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
         """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
 
         Args:
