@@ -223,15 +223,15 @@ class RLLightningModule(BaseModule):
     def _gradient(self, step_index: StepIndex) -> StepGradient:
         """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
         states = self.run.corrections.states() if self.parallel.repeats_steps else None
-        gradient = self._accumulate(step_index, notices_exhaustion=states is not None)
-        if states is not None and process_maximum(int(gradient.exhausted)):
+        gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
+        if states is not None and process_maximum(int(gradient.out_of_memory)):
             self.required_policy.zero_grad()
             self.run.halve_token_budget(step_index, states)
             self.seed_generators(step_index)
             gradient = self._accumulate(step_index)
         return gradient
 
-    def _accumulate(self, step_index: StepIndex, *, notices_exhaustion: bool = False) -> StepGradient:
+    def _accumulate(self, step_index: StepIndex, *, record_out_of_memory: bool = False) -> StepGradient:
         """Accumulate the gradient of a step over its microbatches."""
         parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.current)
         return accumulate_gradient(
@@ -244,5 +244,5 @@ class RLLightningModule(BaseModule):
             collectives=parallel.collectives,
             trace=begin_trace(self.run, step_index, parallel),
             bitwise=self.run.needs.rollout_as_old and step_index.step == 0,
-            notices_exhaustion=notices_exhaustion,
+            record_out_of_memory=record_out_of_memory,
         )

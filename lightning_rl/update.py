@@ -71,7 +71,7 @@ class StepGradient:
         parts: Parts of the loss, summed over microbatches.
         stats: Statistics of each microbatch.
         losses: Loss of each microbatch.
-        exhausted: True if this rank ran out of memory and rows are missing.
+        out_of_memory: True if this rank ran out of memory and rows are missing.
         trace: Trace for callbacks that observe the step.
         norm: Gradient norm before clipping.
         lr: Learning rate of the policy.
@@ -81,7 +81,7 @@ class StepGradient:
     parts: dict[str, Tensor] = field(default_factory=dict)
     stats: list[dict[str, Stat]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    exhausted: bool = False
+    out_of_memory: bool = False
     trace: StepTrace | None = None
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
     lr: float = 0.0
@@ -128,7 +128,7 @@ def accumulate_gradient(
     collectives: Collectives = ALONE,
     trace: StepTrace | None = None,
     bitwise: bool = False,
-    notices_exhaustion: bool = False,
+    record_out_of_memory: bool = False,
 ) -> StepGradient:
     """Run forward, loss and backward of every microbatch.
 
@@ -145,13 +145,13 @@ def accumulate_gradient(
         collectives: Operations over the ranks.
         trace: Receives outputs, gradients and parts of the loss; None for no trace.
         bitwise: Check that log-probabilities are those of the rollout, bit for bit.
-        notices_exhaustion: Record that memory ran out instead of raising an error.
+        record_out_of_memory: Record in the result that memory ran out instead of raising an error.
 
     Raises:
         FloatingPointError: If the policy's output is not finite at a valid token, on an accelerator after all
             microbatches; the message names the sample.
         RuntimeError: If log-probabilities differ with ``bitwise``.
-        torch.OutOfMemoryError: If memory runs out without ``notices_exhaustion``, or while ranks exchange gradients.
+        torch.OutOfMemoryError: If memory runs out without ``record_out_of_memory``, or while ranks exchange gradients.
     """
     weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
     gradient = StepGradient(trace=trace)
@@ -168,7 +168,7 @@ def accumulate_gradient(
         return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
     if algorithm.loss.prepares:
-        notices_exhaustion = notices_exhaustion and alone  # prepared values fit one microbatch only
+        record_out_of_memory = record_out_of_memory and alone  # prepared values fit one microbatch only
         with torch.no_grad():
             views = [view_of(microbatch).sanitize() for microbatch in microbatches]
             finite.check()
@@ -186,15 +186,15 @@ def accumulate_gradient(
 
     for number, microbatch in enumerate(microbatches):
         last = number == len(microbatches) - 1
-        with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
+        with around(last), _recording_out_of_memory(gradient, enabled=record_out_of_memory and (alone or not last)):
             loss = None
-            with _noting_exhaustion(gradient, noted=notices_exhaustion):
+            with _recording_out_of_memory(gradient, enabled=record_out_of_memory):
                 loss = loss_of(microbatch, number)
             loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
             if loss is not None:
                 backward(loss.total)
                 gradient.add(loss)
-        if gradient.exhausted and alone:
+        if gradient.out_of_memory and alone:
             break
     finite.check()
     return gradient
@@ -212,14 +212,14 @@ def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectiv
 
 
 @contextmanager
-def _noting_exhaustion(gradient: StepGradient, *, noted: bool) -> Iterator[None]:
-    """Record that memory ran out inside of the context, instead of raising an error."""
+def _recording_out_of_memory(gradient: StepGradient, *, enabled: bool) -> Iterator[None]:
+    """Set ``gradient.out_of_memory`` if memory runs out in the context; raise the error unless ``enabled``."""
     try:
         yield
     except torch.OutOfMemoryError:
-        if not noted:
+        if not enabled:
             raise
-        gradient.exhausted = True
+        gradient.out_of_memory = True
 
 
 def _empty(rollout: Rollout) -> Microbatch:
