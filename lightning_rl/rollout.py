@@ -41,7 +41,7 @@ class FinishReason(IntEnum):
     FAILED = 4  # failure of the environment
 
 
-def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
+def field_axes(axes: str, pad: float | int = 0) -> dict[str, Any]:
     """Return the metadata of a field: its axes and padding value."""
     return {"axes": axes, "pad": pad}
 
@@ -84,29 +84,29 @@ class Rollout:
         ValueError: If the shape of a field does not match; the message names the field.
     """
 
-    prompt_ids: Int[Tensor, "B P"] = field(metadata=along(PROMPT))
-    prompt_lengths: Int[Tensor, " B"] = field(metadata=along(ROW, pad=1))
-    response_ids: Int[Tensor, "B T"] = field(metadata=along(TOKEN))
-    response_lengths: Int[Tensor, " B"] = field(metadata=along(ROW))
-    action_mask: Bool[Tensor, "B T"] = field(metadata=along(TOKEN, pad=False))
-    groups: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
-    sample_ids: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
-    finish: UInt8[Tensor, " B"] = field(metadata=along(ROW, pad=FinishReason.STOP))
-    policy_version: Int[Tensor, "B T"] = field(metadata=along(TOKEN, pad=-1))
-    trained: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
-    rewarded: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
-    valid_tokens: Bool[Tensor, "B T"] = field(metadata=along(TOKEN, pad=False))
-    rewards: Float[Tensor, " B"] = field(metadata=along(ROW))
-    task_rewards: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=along(ROW))
-    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    values: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=along(ROW))
-    token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=along(TOKEN))
-    prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=along(PROMPT))
+    prompt_ids: Int[Tensor, "B P"] = field(metadata=field_axes(PROMPT))
+    prompt_lengths: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=1))
+    response_ids: Int[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
+    response_lengths: Int[Tensor, " B"] = field(metadata=field_axes(ROW))
+    action_mask: Bool[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=False))
+    groups: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=-1))
+    sample_ids: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=-1))
+    finish: UInt8[Tensor, " B"] = field(metadata=field_axes(ROW, pad=FinishReason.STOP))
+    policy_version: Int[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=-1))
+    trained: Bool[Tensor, " B"] = field(metadata=field_axes(ROW, pad=False))
+    rewarded: Bool[Tensor, " B"] = field(metadata=field_axes(ROW, pad=False))
+    valid_tokens: Bool[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=False))
+    rewards: Float[Tensor, " B"] = field(metadata=field_axes(ROW))
+    task_rewards: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=field_axes(ROW))
+    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    values: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=field_axes(ROW))
+    token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=field_axes(TOKEN))
+    prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=field_axes(PROMPT))
 
     def __post_init__(self) -> None:
         """Freeze the dict fields and check every shape against B, P and T."""
