@@ -198,7 +198,7 @@ class Rollout:
         return (self.finish == FinishReason.LENGTH) | (self.finish == FinishReason.TURNS)
 
     @property
-    def failures(self) -> Bool[Tensor, " B"]:
+    def failed(self) -> Bool[Tensor, " B"]:
         """Mask of the rows that the engine or the environment failed to finish, shape [B]."""
         return (self.finish == FinishReason.ABORT) | (self.finish == FinishReason.FAILED)
 
