@@ -193,7 +193,7 @@ class Rollout:
         return self.action_mask.sum(-1)
 
     @property
-    def cut_off(self) -> Bool[Tensor, " B"]:
+    def truncated(self) -> Bool[Tensor, " B"]:
         """Mask of the rows truncated by a limit of tokens or turns, shape [B]."""
         return (self.finish == FinishReason.LENGTH) | (self.finish == FinishReason.TURNS)
 

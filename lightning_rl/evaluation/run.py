@@ -177,7 +177,7 @@ def table_rows(
         "solved": solved,
         "answered": torch.tensor(answers.read, dtype=torch.bool),
         "length": rollout.sampled_lengths,
-        "truncated": rollout.cut_off,
+        "truncated": rollout.truncated,
         "task": torch.where(rewarded, rollout.rewards, 0.0),
     }
     for name, raw in rollout.task_rewards.items():
