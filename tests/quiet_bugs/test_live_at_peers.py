@@ -138,7 +138,7 @@ def test_2_07_a_correction_without_its_log_probabilities_is_an_error(make: Calla
     with pytest.raises(ValueError, match='reads "rollout_logprobs", but FakeEngine gives none'):
         check(check_reads, correction, loss=Reinforce(), engine=mute, steps_per_rollout=2)
     check(check_reads, correction, loss=Reinforce(), engine=speaking, steps_per_rollout=2)
-    with pytest.raises(ValueError, match='expected rollout field "rollout_logprobs", got None'):
+    with pytest.raises(ValueError, match='expected the rollout field "rollout_logprobs" to be set, got None'):
         run_step(view_of([-1.0]), callbacks=[correction])
 
 
