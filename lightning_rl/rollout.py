@@ -68,7 +68,7 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens that enter the loss: ``action_mask``; after ``exclude_rows``, only in trained rows.
+        valid_tokens: True for tokens in the loss: ``action_mask``; after ``exclude_rows``, only in trained rows.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities of the engine that sampled.

@@ -22,7 +22,7 @@ class RolloutGenerator:
 
     Args:
         number: Number of the rollout.
-        end: Number of the first rollout after the end of the fit; infinity if unknown.
+        end: Exclusive upper bound of the rollout numbers of the fit, possibly fractional; infinity if unknown.
         sampler: Sampler of the run.
         stream: Source of the prompts.
         parallel: Strategy of the run.
