@@ -125,11 +125,11 @@ class Algorithm(NamedTuple):
 
 
 def algorithms() -> Iterator[Algorithm]:
-    """Yield everything in the registries and rooms of the library."""
-    yield from _of_room(losses, PolicyLoss, LOSSES, "policy loss", leave_out=FunctionLoss)
+    """Yield everything in the registries and modules of the library."""
+    yield from _of_module(losses, PolicyLoss, LOSSES, "policy loss", leave_out=FunctionLoss)
     yield Algorithm(ValueLoss, "", "value loss")
-    yield from _of_room(advantages, Estimator, ESTIMATORS, "advantages", leave_out=advantages.FunctionEstimator)
-    yield from _of_room(advantages, TraceDecay, {}, "decay of GAE")
+    yield from _of_module(advantages, Estimator, ESTIMATORS, "advantages", leave_out=advantages.FunctionEstimator)
+    yield from _of_module(advantages, TraceDecay, {}, "decay of GAE")
     for name, reduction in REDUCTIONS.items():
         yield Algorithm(reduction if inspect.isfunction(reduction) else type(reduction), name, "weights of tokens")
     yield Algorithm(SequenceSumNorm, "", "weights of tokens")
@@ -139,11 +139,11 @@ def algorithms() -> Iterator[Algorithm]:
         yield Algorithm(getattr(callbacks, name), "", ", ".join(_bent(getattr(callbacks, name))))
 
 
-def _of_room(
-    room: ModuleType, kind: type, registry: Mapping[str, Any], changes: str, *, leave_out: type | None = None
+def _of_module(
+    module: ModuleType, kind: type, registry: Mapping[str, Any], changes: str, *, leave_out: type | None = None
 ) -> Iterator[Algorithm]:
     names = {type(value): name for name, value in reversed(list(registry.items()))}
-    exported = [getattr(room, name) for name in room.__all__]
+    exported = [getattr(module, name) for name in module.__all__]
     for value in exported:
         if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value) and value != leave_out:
             yield Algorithm(value, names.get(value, ""), changes)
