@@ -21,14 +21,14 @@ from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
 
 Forward = Callable[[Microbatch], Outputs]
-"""Maps a microbatch to the outputs of a policy or of a table, with gradient."""
+"""Function that returns the outputs of a policy or of a table for a microbatch, with gradient."""
 
 
 @dataclass(slots=True)
 class StepWeights:
-    """Weights of every reduction over one optimizer step of all ranks, each computed once.
+    """Weights of tokens by each reduction, over one optimizer step of all ranks. Each is computed once.
 
-    Every rank requests the same reductions in the same order, because all have the same number of microbatches.
+    All ranks have the same number of microbatches, so they request the same reductions in the same order.
     """
 
     rollout: Rollout
@@ -75,7 +75,7 @@ class StepGradient:
         trace: Trace for callbacks that observe the step.
         norm: Gradient norm before clipping.
         lr: Learning rate of the policy.
-        tokens: Number of trained tokens of all ranks; 0 for a step that was skipped because there are none.
+        tokens: Number of trained tokens of all ranks; a step without any is skipped.
     """
 
     parts: dict[str, Tensor] = field(default_factory=dict)
@@ -101,8 +101,8 @@ class StepGradient:
     def metrics(self, world_size: int, *, norm: Tensor, **numbers: float) -> dict[str, Stat]:
         """Return the step's losses over all ranks, its gradient norm, and further numbers.
 
-        If the norm, which all ranks share, is not finite, every rank omits its losses: a mean over the remaining ranks
-        would be misleading.
+        The norm is the same on all ranks. If it is not finite, every rank omits its losses, since a mean over only some
+        ranks would be misleading.
         """
         scale = float(world_size) if torch.isfinite(norm) else math.nan  # merging takes the mean over ranks
         values = {name: float(part) * scale for name, part in self.parts.items()}
@@ -132,24 +132,24 @@ def accumulate_gradient(
 ) -> StepGradient:
     """Run forward, loss and backward of every microbatch.
 
-    If one of several ranks runs out of memory, it continues with its other microbatches, so that collectives do not
-    block. It raises only in the backward of the last microbatch, where ranks exchange gradients.
+    A rank that runs out of memory continues with its other microbatches; otherwise the collectives of the other ranks
+    would block. It raises the error only in the backward of the last microbatch, where ranks exchange gradients.
 
     Args:
         rollout: Rollout with advantages.
-        microbatches: Microbatches of this optimizer step, equally many on every rank.
-        forward: Policy that gets the gradient.
+        microbatches: Microbatches of this optimizer step; their number is the same on every rank.
+        forward: Returns the outputs of the policy for a microbatch.
         algorithm: Loss and corrections.
-        backward: Differentiates a loss.
-        around: Context for a microbatch; its argument is True for the last one.
+        backward: Runs the backward of a loss.
+        around: Returns the context in which a microbatch runs; its argument is True for the last microbatch.
         collectives: Operations over the ranks.
-        trace: Receives outputs, gradients and parts of the loss; None for no trace.
-        bitwise: Check that log-probabilities are those of the rollout, bit for bit.
+        trace: Trace that stores outputs, gradients and parts of the loss; None for no trace.
+        bitwise: Check that log-probabilities are bitwise equal to those of the rollout.
         record_out_of_memory: Record in the result that memory ran out instead of raising an error.
 
     Raises:
-        FloatingPointError: If the policy's output is not finite at a valid token, on an accelerator after all
-            microbatches; the message names the sample.
+        FloatingPointError: If the policy's output is not finite at a valid token; the message names the sample. On an
+            accelerator it is raised after all microbatches.
         RuntimeError: If log-probabilities differ with ``bitwise``.
         torch.OutOfMemoryError: If memory runs out without ``record_out_of_memory``, or while ranks exchange gradients.
     """
@@ -168,7 +168,7 @@ def accumulate_gradient(
         return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
     if algorithm.loss.prepares:
-        record_out_of_memory = record_out_of_memory and alone  # prepared values fit one microbatch only
+        record_out_of_memory = record_out_of_memory and alone  # the values fit these microbatches only
         with torch.no_grad():
             views = [view_of(microbatch).sanitize() for microbatch in microbatches]
             finite.check()
@@ -223,16 +223,16 @@ def _recording_out_of_memory(gradient: StepGradient, *, enabled: bool) -> Iterat
 
 
 def _empty(rollout: Rollout) -> Microbatch:
-    """Return a microbatch without rows, to replace one that does not fit into memory."""
+    """Return a microbatch without rows; it replaces a microbatch that does not fit into memory."""
     return plan_of_rows(rollout, [[[]]]).to(rollout.response_ids.device).microbatches()[0]
 
 
 def from_table(outputs: Outputs) -> Forward:
-    """Return a forward that looks up rows of a table [B, T] instead of running a policy."""
+    """Return a forward that looks up rows of a table of outputs [B, T] instead of running a policy."""
 
     def forward(microbatch: Microbatch) -> Outputs:
         index, (rows, width) = microbatch.index, microbatch.layout.shape
-        if not len(index):  # padding still takes part in the backward
+        if not len(index):  # the backward needs a graph even without rows
             zeros = outputs.logprobs.sum() * 0 + outputs.logprobs.new_zeros(rows, width)
             parts = {name: None if output is None else zeros for name, output in outputs._asdict().items()}
             return outputs._replace(**{**parts, "entropy": zeros.detach()})
