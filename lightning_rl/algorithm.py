@@ -39,8 +39,8 @@ class LossParts(NamedTuple):
 class Algorithm:
     """Algorithm of a run, shared by training, audit, recording, replay and tests.
 
-    The loss is the sum of policy loss, loss terms of the corrections and value loss. Its sum over the microbatches of an
-    optimizer step does not depend on how the step is split.
+    The loss is the sum of policy loss, loss terms of the corrections and value loss. Its sum over the microbatches of
+    an optimizer step does not depend on how the step is split.
 
     Args:
         loss: Policy loss; masks and weights of corrections apply to it alone.
