@@ -30,15 +30,15 @@ ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
 CASES = ("tests/data/goldens", "tests/data/goldens_more")
 HEAD = """# Algorithms
 
-Losses, estimators, reductions, KL estimators and corrections. A name links to formula and options, a figure to the
-effect.
+The table lists losses, estimators, reductions, KL estimators and corrections. Each name links to formula and options,
+and each figure shows the effect.
 Pass the name or an object as `loss=`, `advantages=`, `reduction=`, `Critic(loss=)`, `GAE(lam=)` or
-`ReferenceKL(estimator=)`, and corrections as `Trainer(callbacks=[...])`. [Choosing](choosing.md) says when each helps.
-"Also in": systems with a [recorded case](evidence.md#parity) that is compared with ours.
+`ReferenceKL(estimator=)`, and corrections as `Trainer(callbacks=[...])`. [Choosing](choosing.md) lists when each helps.
+"Also in" lists libraries whose [recorded results](evidence.md#parity) are compared with those of lightning-rl.
 
 The figures (`python docs/figures.py`, fixed seeds) use one rollout of the [quickstart](index.md)'s task with 256
-responses, four optimizer steps and one rollout of staleness; grey is the default. They show what an algorithm does, not
-how good it is. `python docs/algorithms.py` writes this page.
+responses, four optimizer steps and a staleness of one rollout. The default is grey. The figures do not compare the
+quality of algorithms. `python docs/algorithms.py` writes this page.
 
 | Algorithm | Name | Changes | Definition | Also in | Paper | Figure |
 |---|---|---|---|---|---|---|
