@@ -46,7 +46,7 @@ from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 class RLLightningModule(BaseModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
-    ``on_train_batch_start`` generates a rollout for the next ``steps_per_rollout`` optimizer steps, which is
+    ``on_train_batch_start`` generates a rollout. The rollout is used for ``steps_per_rollout`` optimizer steps:
     minibatches_per_rollout x epochs_per_rollout. Corrections are callbacks of the Trainer.
 
     A fit calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``, ``on_fit_start`` and

@@ -21,9 +21,7 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = (
-    "sum_pi_squared"  # in ``token_extras``: squared probabilities of the old policy, summed over the vocabulary
-)
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of the old policy's squared probabilities at each token
 # In ``token_extras``: k for a token that the policy sampled in turn k = 1, 2, ...; 0 for a token of the environment;
 # -k for a token of a rewritten context, which replaces all earlier tokens after turn k (see :func:`context_starts`).
 TURNS = "turns"
@@ -200,10 +198,10 @@ class Rollout:
         return (self.finish == FinishReason.ABORT) | (self.finish == FinishReason.FAILED)
 
     def require(self, name: str) -> Tensor:
-        """Return a field that must not be None.
+        """Return the value of a field that a callback or loss needs.
 
         Raises:
-            ValueError: If it is None.
+            ValueError: If the value is None.
         """
         value = getattr(self, name)
         if value is None:
