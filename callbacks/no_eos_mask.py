@@ -42,12 +42,12 @@ class NoEOSMask(RLCallback):
 
     @override
     def reward_mask(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        return ~rollout.cut_off
+        return ~rollout.truncated
 
     @override
     def exclude(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        return rollout.cut_off & (self.action == "drop_tokens")
+        return rollout.truncated & (self.action == "drop_tokens")
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        return {"no_eos_mask/truncated": Stat.of(rollout.cut_off, rollout.real)}
+        return {"no_eos_mask/truncated": Stat.of(rollout.truncated, rollout.real)}

@@ -1,13 +1,13 @@
-r"""Off-policy sequence masking: mask responses of negative advantage that have become less likely.
+r"""Off-policy sequence masking: mask responses with negative advantage that became less likely.
 
 .. math::
     \text{reject } b \iff \bar A_b < 0 \ \text{and}\ \frac{1}{|o_b|} \sum_t \log \frac{\mu(o_{b,t})}{\pi(o_{b,t})} >
     \delta
 
-Here :math:`\pi` is the current policy and :math:`\mu` is the policy before the first optimizer step on the rollout
-(``old_logprobs``), or, with ``against="rollout"``, the engine that sampled (``rollout_logprobs``). :math:`\bar A_b` is
-the mean advantage of response b. The mean of the log-ratio over its :math:`|o_b|` valid tokens is its drift, which is
-positive if the response became less likely. Rejected responses still count in the denominator of the loss.
+:math:`\pi` is the current policy. By default, :math:`\mu` is the policy before the first optimizer step on the rollout
+(``old_logprobs``). With ``against="rollout"`` it is the engine that sampled (``rollout_logprobs``). :math:`\bar A_b` is
+the mean advantage of response b. The drift of a response is the mean of the log-ratio over its :math:`|o_b|` valid
+tokens. It is positive if the response became less likely. Rejected responses count in the denominator of the loss.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -28,12 +28,12 @@ Anchor = Literal["old", "rollout"]
 class OPSM(RLCallback):
     """Excludes responses of negative advantage from the policy loss if their drift exceeds a threshold.
 
-    Logs over the trained responses ``opsm/drift``, the mean drift; the core logs ``opsm/rejected``, the fraction that
-    is masked.
+    Logs ``opsm/drift``, the mean drift of the trained responses. The core logs ``opsm/rejected``, the fraction of
+    responses that is masked.
 
     Args:
         delta: Threshold of the drift, in nats per token.
-        against: Log-probabilities to compare with: ``"old"`` (policy before the steps) or ``"rollout"`` (engine).
+        against: Policy to compare with: ``"old"`` (before the first step) or ``"rollout"`` (engine).
 
     Raises:
         ValueError: If ``delta`` is not positive or ``against`` is unknown.

@@ -50,8 +50,8 @@ class StopProperly(RLCallback):
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
         raw = masked_fill_invalid(rollout.rewards, rollout.rewarded)
         reduced = self.scale * raw if self.reward is None else torch.full_like(raw, self.reward)
-        return torch.where(rollout.cut_off & rollout.rewarded, reduced - raw, 0.0)
+        return torch.where(rollout.truncated & rollout.rewarded, reduced - raw, 0.0)
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
-        return {"stop_properly/truncated": Stat.of(rollout.cut_off, rollout.real)}
+        return {"stop_properly/truncated": Stat.of(rollout.truncated, rollout.real)}

@@ -30,15 +30,15 @@ ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
 CASES = ("tests/data/goldens", "tests/data/goldens_more")
 HEAD = """# Algorithms
 
-Losses, estimators, reductions, KL estimators and corrections. A name links to formula and options, a figure to the
-effect.
+The table lists losses, estimators, reductions, KL estimators and corrections. Each name links to formula and options,
+and each figure shows the effect.
 Pass the name or an object as `loss=`, `advantages=`, `reduction=`, `Critic(loss=)`, `GAE(lam=)` or
-`ReferenceKL(estimator=)`, and corrections as `Trainer(callbacks=[...])`. [Choosing](choosing.md) says when each helps.
-"Also in": systems with a [recorded case](evidence.md#parity) that is compared with ours.
+`ReferenceKL(estimator=)`, and corrections as `Trainer(callbacks=[...])`. [Choosing](choosing.md) lists when each helps.
+"Also in" lists libraries whose [recorded results](evidence.md#parity) are compared with those of lightning-rl.
 
 The figures (`python docs/figures.py`, fixed seeds) use one rollout of the [quickstart](index.md)'s task with 256
-responses, four optimizer steps and one rollout of staleness; grey is the default. They show what an algorithm does, not
-how good it is. `python docs/algorithms.py` writes this page.
+responses, four optimizer steps and a staleness of one rollout. The default is grey. The figures do not compare the
+quality of algorithms. `python docs/algorithms.py` writes this page.
 
 | Algorithm | Name | Changes | Definition | Also in | Paper | Figure |
 |---|---|---|---|---|---|---|
@@ -125,11 +125,11 @@ class Algorithm(NamedTuple):
 
 
 def algorithms() -> Iterator[Algorithm]:
-    """Yield everything in the registries and rooms of the library."""
-    yield from _of_room(losses, PolicyLoss, LOSSES, "policy loss", leave_out=FunctionLoss)
+    """Yield everything in the registries and modules of the library."""
+    yield from _of_module(losses, PolicyLoss, LOSSES, "policy loss", leave_out=FunctionLoss)
     yield Algorithm(ValueLoss, "", "value loss")
-    yield from _of_room(advantages, Estimator, ESTIMATORS, "advantages", leave_out=advantages.FunctionEstimator)
-    yield from _of_room(advantages, TraceDecay, {}, "decay of GAE")
+    yield from _of_module(advantages, Estimator, ESTIMATORS, "advantages", leave_out=advantages.FunctionEstimator)
+    yield from _of_module(advantages, TraceDecay, {}, "decay of GAE")
     for name, reduction in REDUCTIONS.items():
         yield Algorithm(reduction if inspect.isfunction(reduction) else type(reduction), name, "weights of tokens")
     yield Algorithm(SequenceSumNorm, "", "weights of tokens")
@@ -139,11 +139,11 @@ def algorithms() -> Iterator[Algorithm]:
         yield Algorithm(getattr(callbacks, name), "", ", ".join(_bent(getattr(callbacks, name))))
 
 
-def _of_room(
-    room: ModuleType, kind: type, registry: Mapping[str, Any], changes: str, *, leave_out: type | None = None
+def _of_module(
+    module: ModuleType, kind: type, registry: Mapping[str, Any], changes: str, *, leave_out: type | None = None
 ) -> Iterator[Algorithm]:
     names = {type(value): name for name, value in reversed(list(registry.items()))}
-    exported = [getattr(room, name) for name in room.__all__]
+    exported = [getattr(module, name) for name in module.__all__]
     for value in exported:
         if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value) and value != leave_out:
             yield Algorithm(value, names.get(value, ""), changes)

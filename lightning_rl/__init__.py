@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
     from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
-ROOMS = {
+EXPORTS = {
     "advantages": "GAE GRPO OPO RLOO DrGRPO Estimator GAEOverTurns MaxRL Normalized RawReward ReMax ReinforcePlusPlus "
     "ReinforcePlusPlusBaseline",
     "checkpointing": "AtomicCheckpointIO FaultTolerance latest_checkpoint",
@@ -84,7 +84,7 @@ ROOMS = {
     "rollouts.zero_gradient": "StopOnZeroGradient",
     "signal.reductions": "SequenceSumNorm prompt_mean sequence_mean token_mean",
 }
-HOMES = {name: f"lightning_rl.{room}" for room, names in ROOMS.items() for name in names.split()}
+MODULE_OF = {name: f"lightning_rl.{module}" for module, names in EXPORTS.items() for name in names.split()}
 
 __all__ = [
     "CISPO",
@@ -151,9 +151,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import an export from its subpackage, or the subpackage itself (PEP 562)."""
-    if name in HOMES:
-        value = getattr(import_module(HOMES[name]), name)
-    elif name in {room.partition(".")[0] for room in ROOMS}:
+    if name in MODULE_OF:
+        value = getattr(import_module(MODULE_OF[name]), name)
+    elif name in {module.partition(".")[0] for module in EXPORTS}:
         value = import_module(f"lightning_rl.{name}")
     else:
         raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}", name=name, obj=None)
@@ -162,4 +162,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES})
+    return sorted({*globals(), *MODULE_OF})

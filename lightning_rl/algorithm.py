@@ -1,4 +1,4 @@
-"""Algorithm: advantages, loss and corrections of a run as one value."""
+"""Algorithm: advantages, loss and corrections of a run in one object."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,15 +18,15 @@ from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.reductions import Reduction
 
 WeightsOf = Callable[[Reduction], Tensor]
-"""Weight of each token of a microbatch under a reduction of the whole optimizer step, shape [b, T]."""
+"""Function that returns the weights of a microbatch's tokens [b, T] by a reduction over the optimizer step."""
 
 
 class LossParts(NamedTuple):
     """Loss of a microbatch.
 
     Attributes:
-        total: Share of this microbatch in the step's loss, with gradient.
-        parts: Share of this microbatch in each logged part by metric name, detached and without coefficients.
+        total: Part of the step's loss that this microbatch adds, with gradient.
+        parts: Parts of ``total`` by metric name, detached and without coefficients.
         stats: Statistics of the microbatch.
     """
 
@@ -39,15 +39,15 @@ class LossParts(NamedTuple):
 class Algorithm:
     """Algorithm of a run, shared by training, audit, recording, replay and tests.
 
-    The loss is the sum of policy loss, loss terms of the corrections and value loss. It is a sum over microbatches that
-    is independent of how an optimizer step is split.
+    The loss is the sum of policy loss, loss terms of the corrections and value loss. Its sum over the microbatches of
+    an optimizer step does not depend on how the step is split.
 
     Args:
         loss: Policy loss; masks and weights of corrections apply to it alone.
         advantages: Advantage estimator.
         reduction: Weights of tokens.
-        corrections: Callbacks that contribute.
-        value_loss: Loss of the critic per token, with its coefficient.
+        corrections: Callbacks that change the training signal.
+        value_loss: Loss of the critic, with its coefficient.
     """
 
     loss: PolicyLoss
@@ -57,7 +57,7 @@ class Algorithm:
     value_loss: ValueLoss = field(default_factory=ValueLoss)
 
     def replace(self, **changes: Any) -> "Algorithm":
-        """Return a copy with other parts."""
+        """Return a copy with changed fields."""
         return replace(self, **changes)
 
     @property
@@ -105,10 +105,10 @@ class Algorithm:
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:
-    """Return the core's metrics of a microbatch, before any clipping.
+    """Return the metrics of a microbatch that every run logs, before any clipping.
 
-    ``kl/ref`` is k1. ``kl/old`` and ``kl/rollout`` are exp(d) - 1 - d with d = current - other, unbiased for the KL of
-    the policy that sampled to the current one. Each is logged if its field is set.
+    ``kl/ref`` is k1. ``kl/old`` and ``kl/rollout`` are exp(d) - 1 - d with d = log(current) - log(other). Both estimate
+    KL(sampling policy, current policy) without bias. A metric is left out if its field is None.
     """
     logprobs, valid = view.logprobs.detach(), view.valid_tokens
     values = {"policy/entropy": view.entropy}
@@ -134,7 +134,7 @@ def _times(per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
 
 
 def _slopes(loss: Tensor, logprobs: Tensor) -> Tensor:
-    """Return the derivative of a loss by each log-probability, and keep the graph for its backward."""
+    """Return the derivative of a loss by each log-probability; keep the graph for the backward."""
     if not loss.requires_grad:
         return torch.zeros_like(logprobs)
     (slopes,) = torch.autograd.grad(loss, logprobs, retain_graph=True, materialize_grads=True, allow_unused=True)

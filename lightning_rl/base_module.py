@@ -120,7 +120,7 @@ class BaseModule(LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Check the Trainer's flags before Lightning does, and add the library's callbacks that it does not have."""
+        """Check the Trainer's flags before Lightning does, and add those callbacks of the library that it lacks."""
         refuse_inspection(self)
         setup_checks.check_flags(self.trainer)
         # First, since a checkpoint that another callback saves in on_train_batch_end has to contain what they record.
@@ -303,7 +303,7 @@ class BaseModule(LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        """Send the weights to the engine; callbacks such as WeightAveraging have already swapped their weights in."""
+        """Send the weights to the engine after callbacks such as WeightAveraging have swapped their weights in."""
         self.evaluator.begin(self.trainer, find_data_module(self._trainer), self.parallel, self.device)
         self.sync(max(self.engine.version, 0))
 

@@ -46,35 +46,35 @@ from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 class RLLightningModule(BaseModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
-    ``on_train_batch_start`` generates a rollout, which is used for ``steps_per_rollout`` =
-    minibatches_per_rollout x epochs_per_rollout optimizer steps. Corrections are callbacks of the Trainer.
+    ``on_train_batch_start`` generates a rollout. The rollout is used for ``steps_per_rollout`` optimizer steps:
+    minibatches_per_rollout x epochs_per_rollout. Corrections are callbacks of the Trainer.
 
     A fit calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``, ``on_fit_start`` and
     ``on_train_start``, then ``begin_step``, ``on_train_batch_start`` and ``training_step`` for each optimizer step, and
-    ``teardown`` at the end. The hooks of each step are in this class; the others, and those of evaluation and
-    checkpoints, are in its base class :class:`BaseModule`.
+    ``teardown`` at the end. This class has the hooks of each step. Its base class :class:`BaseModule` has the other
+    hooks, and those of evaluation and checkpoints.
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
         rewards: Reward function ``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, a
             list of them, or a mapping from name to function or ``(function, weight)``; or :class:`Rewards`.
-        advantages: Estimator, function of (scores, groups, rewarded), or name in ``ESTIMATORS``.
-        loss: Policy loss, function of a :class:`LossView`, or name in ``LOSSES``.
-        reduction: Average of per-token losses: a function, or a name in ``REDUCTIONS``.
-        reference: Frozen policy for ``ref_logprobs``; by default a copy of the initial policy, if a callback reads it.
+        advantages: Estimator, name in ``ESTIMATORS``, or function (scores, groups, rewarded) -> advantages, each [B].
+        loss: Policy loss, name in ``LOSSES``, or ``function(LossView) -> Tensor`` that returns losses of shape [B, T].
+        reduction: Name in ``REDUCTIONS``, or function that returns the weight of each token, shape [B, T].
+        reference: Frozen policy for ``ref_logprobs``; by default a copy of the initial policy if a callback reads them.
         critic: ``"shared"`` for a value head on the policy, a separate model, or a :class:`Critic` with its loss.
         engine: Engine that generates; by default the policy itself through transformers.
-        sampling: Sampling parameters for training, at whose temperature log-probabilities are computed.
-        tokenizer: Tokenizer; by default the one of ``policy``, if that is a name or path.
+        sampling: Sampling parameters for training. Log-probabilities are computed at their temperature.
+        tokenizer: Tokenizer; by default the one of ``policy`` if ``policy`` is a name or path.
         optimizer: Callable from parameter groups to an optimizer; by default fused AdamW with lr 1e-6.
         lr_scheduler: Callable from the optimizer to a scheduler that counts optimizer steps.
         environment: Class or function that creates an ``Environment``, a mapping from names to such factories, a list
-            of functions that the policy may call, or :class:`Conversations` around one of these, with limits.
+            of functions that the policy may call, or :class:`Conversations`, which holds one of these and limits.
         evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
         group_size: Number of samples per prompt.
-        minibatches_per_rollout: Number of optimizer steps per pass over a rollout; a group is never split.
+        minibatches_per_rollout: Number of optimizer steps per pass over a rollout. A group is never split.
         epochs_per_rollout: Number of passes over a rollout.
-        max_staleness: Maximum number of rollouts generated ahead of training; 0 is synchronous.
+        max_staleness: Maximum number of rollouts generated ahead of training; 0 to generate each one when needed.
         max_grad_norm: Maximum gradient norm; None for no clipping.
         model: Memory, kernels and compilation of policy, critic and reference.
         seed: Seed of all random numbers of the run.
@@ -113,7 +113,7 @@ class RLLightningModule(BaseModule):
         model: ModelOptions = ModelOptions(),  # noqa: B008  frozen
         seed: int = 0,
     ) -> None:
-        super().__init__(locals())  # which holds only the arguments here
+        super().__init__(locals())  # locals() is only the arguments here
         self.automatic_optimization = False
 
     # A rollout: sync, generate, reward, plan, log-probabilities, signal.
@@ -134,7 +134,7 @@ class RLLightningModule(BaseModule):
     @override
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
-        """Make the rollout of the step index, unless it is the current one."""
+        """Make the rollout of the step index, unless it is the current rollout."""
         if batch.rollout in self.fault_tolerance.skip_rollouts:
             self.run.skip_rollout(batch)
         elif self.run.lacks_rollout(batch):
@@ -142,11 +142,11 @@ class RLLightningModule(BaseModule):
             self.make_rollout(batch, end)
 
     def make_rollout(self, step_index: StepIndex, end: float) -> None:
-        """Sync the weights, generate and reward samples, estimate their signal, and begin the optimizer steps on them.
+        """Sync the weights, generate and reward samples, and estimate their advantages; the rollout becomes current.
 
         Args:
             step_index: First optimizer step on the rollout.
-            end: Number of the first rollout after the end of the fit; infinity if unknown.
+            end: Exclusive upper bound of the rollout numbers of the fit, possibly fractional; infinity if unknown.
         """
         number = step_index.rollout
         generator = RolloutGenerator.of(self, number, end)
@@ -160,7 +160,7 @@ class RLLightningModule(BaseModule):
         log_for_monitors(self, self.run.rollout_figures)
 
     def finish_rollout(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
-        """Add plan, log-probabilities and signal to a rollout, and pass it to the observers; return it with metrics."""
+        """Add plan, log-probabilities and advantages, and pass the rollout to observers; return it and its metrics."""
         run, policy, corrections = self.run, self.required_policy, self.run.corrections
         with run.times.phase("score"), self.trainer.precision_plugin.forward_context():
             rollout, stats = exclude_rows(rollout, corrections)
@@ -212,7 +212,7 @@ class RLLightningModule(BaseModule):
             run.skipped += 1
             step = StepGradient(trace=begin_trace(run, batch, parallel))
         run.unlogged_step = step
-        # The step is done: a checkpoint resumes after it, even if a call below fails. StepMetrics drops the rollout.
+        # A checkpoint resumes after this step, even if a call below raises. StepMetrics clears the finished rollout.
         run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
         outputs = step.outputs()
         if tokens:
@@ -221,17 +221,17 @@ class RLLightningModule(BaseModule):
         return outputs
 
     def _gradient(self, step_index: StepIndex) -> StepGradient:
-        """Return the gradient of a step; if memory runs out on any rank, repeat it with half the token budget."""
+        """Return the gradient of a step; if memory runs out on any rank, repeat the step with half the token budget."""
         states = self.run.corrections.states() if self.parallel.repeats_steps else None
-        gradient = self._accumulate(step_index, notices_exhaustion=states is not None)
-        if states is not None and process_maximum(int(gradient.exhausted)):
+        gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
+        if states is not None and process_maximum(int(gradient.out_of_memory)):
             self.required_policy.zero_grad()
-            self.run.halve(step_index, states)
+            self.run.halve_token_budget(step_index, states)
             self.seed_generators(step_index)
             gradient = self._accumulate(step_index)
         return gradient
 
-    def _accumulate(self, step_index: StepIndex, *, notices_exhaustion: bool = False) -> StepGradient:
+    def _accumulate(self, step_index: StepIndex, *, record_out_of_memory: bool = False) -> StepGradient:
         """Accumulate the gradient of a step over its microbatches."""
         parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.current)
         return accumulate_gradient(
@@ -244,5 +244,5 @@ class RLLightningModule(BaseModule):
             collectives=parallel.collectives,
             trace=begin_trace(self.run, step_index, parallel),
             bitwise=self.run.needs.rollout_as_old and step_index.step == 0,
-            notices_exhaustion=notices_exhaustion,
+            record_out_of_memory=record_out_of_memory,
         )

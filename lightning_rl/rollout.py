@@ -19,15 +19,15 @@ from lightning_rl.utils.device import to_device
 RolloutT = TypeVar("RolloutT", bound="Rollout")
 
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
-GREEDY_SCORE = "greedy_score"  # in ``extras``: score of the greedy answer to a row's prompt
+GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabilities of the old policy's distribution
-# In ``token_extras``: turn 1, 2, ... of a sampled token; 0 for a token of the environment's reply; -k for a token of
-# the new context with which the environment replaced all earlier tokens after turn k, see :func:`context_starts`.
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of the old policy's squared probabilities at each token
+# In ``token_extras``: k for a token that the policy sampled in turn k = 1, 2, ...; 0 for a token of the environment;
+# -k for a token of a rewritten context, which replaces all earlier tokens after turn k (see :func:`context_starts`).
 TURNS = "turns"
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
-# In ``token_extras``: the likeliest tokens of the distribution that each token was sampled from, [B, T, k].
+# In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 
 
@@ -41,8 +41,8 @@ class FinishReason(IntEnum):
     FAILED = 4  # failure of the environment
 
 
-def along(axes: str, pad: float | int = 0) -> dict[str, Any]:
-    """Return the metadata of a field: its axes and padding value."""
+def field_axes(axes: str, pad: float | int = 0) -> dict[str, Any]:
+    """Return the metadata of a field: the axes of its tensors, and the value of padding."""
     return {"axes": axes, "pad": pad}
 
 
@@ -57,17 +57,16 @@ class Rollout:
     Attributes:
         prompt_ids: Token ids of the prompts.
         prompt_lengths: Number of tokens of each prompt.
-        response_ids: Token ids of the responses: sampled tokens; in conversations also the tokens of the environment.
+        response_ids: Token ids of the responses. In conversations they include the tokens of the environment.
         response_lengths: Number of tokens of each response.
         action_mask: True for tokens that the policy sampled.
-        groups: Index of each row's prompt; rows with equal index are a group; -1 for padding rows.
+        groups: Index of each row's prompt. Rows with equal index are a group. The index is -1 for padding rows.
         sample_ids: Id of each row, unique in a run; -1 for padding rows.
         finish: :class:`FinishReason` of each row.
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens that enter the loss. It equals ``action_mask`` until ``exclude_rows`` clears the
-            rows that are not trained.
+        valid_tokens: True for tokens in the loss: ``action_mask``; after ``exclude_rows``, only in trained rows.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities of the engine that sampled.
@@ -84,37 +83,37 @@ class Rollout:
         ValueError: If the shape of a field does not match; the message names the field.
     """
 
-    prompt_ids: Int[Tensor, "B P"] = field(metadata=along(PROMPT))
-    prompt_lengths: Int[Tensor, " B"] = field(metadata=along(ROW, pad=1))
-    response_ids: Int[Tensor, "B T"] = field(metadata=along(TOKEN))
-    response_lengths: Int[Tensor, " B"] = field(metadata=along(ROW))
-    action_mask: Bool[Tensor, "B T"] = field(metadata=along(TOKEN, pad=False))
-    groups: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
-    sample_ids: Int[Tensor, " B"] = field(metadata=along(ROW, pad=-1))
-    finish: UInt8[Tensor, " B"] = field(metadata=along(ROW, pad=FinishReason.STOP))
-    policy_version: Int[Tensor, "B T"] = field(metadata=along(TOKEN, pad=-1))
-    trained: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
-    rewarded: Bool[Tensor, " B"] = field(metadata=along(ROW, pad=False))
-    valid_tokens: Bool[Tensor, "B T"] = field(metadata=along(TOKEN, pad=False))
-    rewards: Float[Tensor, " B"] = field(metadata=along(ROW))
-    task_rewards: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=along(ROW))
-    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    values: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=along(ROW))
-    token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=along(TOKEN))
-    prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=along(PROMPT))
+    prompt_ids: Int[Tensor, "B P"] = field(metadata=field_axes(PROMPT))
+    prompt_lengths: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=1))
+    response_ids: Int[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
+    response_lengths: Int[Tensor, " B"] = field(metadata=field_axes(ROW))
+    action_mask: Bool[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=False))
+    groups: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=-1))
+    sample_ids: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=-1))
+    finish: UInt8[Tensor, " B"] = field(metadata=field_axes(ROW, pad=FinishReason.STOP))
+    policy_version: Int[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=-1))
+    trained: Bool[Tensor, " B"] = field(metadata=field_axes(ROW, pad=False))
+    rewarded: Bool[Tensor, " B"] = field(metadata=field_axes(ROW, pad=False))
+    valid_tokens: Bool[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=False))
+    rewards: Float[Tensor, " B"] = field(metadata=field_axes(ROW))
+    task_rewards: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=field_axes(ROW))
+    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    values: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=field_axes(ROW))
+    token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=field_axes(TOKEN))
+    prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=field_axes(PROMPT))
 
     def __post_init__(self) -> None:
         """Freeze the dict fields and check every shape against B, P and T."""
         rows = len(self.prompt_lengths)
         sizes = {ROW: (rows,), PROMPT: (rows, self.prompt_ids.shape[-1]), TOKEN: (rows, self.response_ids.shape[-1])}
-        for field_name, axes, _, named in _columns(type(self)):
+        for field_name, axes, _, is_mapping in _columns(type(self)):
             value, expected = getattr(self, field_name), sizes[axes]
-            if named:
+            if is_mapping:
                 object.__setattr__(self, field_name, MappingProxyType(dict(value)))
                 for key, tensor in value.items():
                     _check_shape(f"{field_name}/{key}", tensor, tensor.shape[: len(expected)], expected)
@@ -134,7 +133,7 @@ class Rollout:
         actions: Sequence[Sequence[bool]] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> RolloutT:
-        """Create a rollout with zero rewards; rows that end with ABORT or FAILED are not trained on.
+        """Create a rollout with zero rewards. Rows that end with ABORT or FAILED are not trained on.
 
         Args:
             prompts: Token ids of each row's prompt, at least one token each.
@@ -150,9 +149,7 @@ class Rollout:
         response_ids, lengths = pad_lists(responses, torch.int64)
         inside = torch.arange(response_ids.shape[1]) < lengths[:, None]
         sampled = inside if actions is None else pad_lists(actions, torch.bool)[0]
-        version = torch.zeros_like(response_ids)
-        if versions is not None:
-            version, _ = pad_lists(versions, torch.int64)
+        version = torch.zeros_like(response_ids) if versions is None else pad_lists(versions, torch.int64)[0]
         ends = torch.tensor([FinishReason.STOP] * len(lengths) if finish is None else list(finish), dtype=torch.uint8)
         trained = (ends != FinishReason.ABORT) & (ends != FinishReason.FAILED)
         return cls(
@@ -163,9 +160,7 @@ class Rollout:
             action_mask=sampled,
             valid_tokens=sampled,
             groups=torch.tensor(groups, dtype=torch.int64),
-            sample_ids=torch.arange(len(lengths))
-            if sample_ids is None
-            else torch.tensor(sample_ids, dtype=torch.int64),
+            sample_ids=torch.tensor(range(len(lengths)) if sample_ids is None else sample_ids, dtype=torch.int64),
             finish=ends,
             policy_version=torch.where(sampled, version, -1),
             trained=trained,
@@ -193,25 +188,26 @@ class Rollout:
         return self.action_mask.sum(-1)
 
     @property
-    def cut_off(self) -> Bool[Tensor, " B"]:
+    def truncated(self) -> Bool[Tensor, " B"]:
         """Mask of the rows truncated by a limit of tokens or turns, shape [B]."""
         return (self.finish == FinishReason.LENGTH) | (self.finish == FinishReason.TURNS)
 
     @property
-    def failures(self) -> Bool[Tensor, " B"]:
+    def failed(self) -> Bool[Tensor, " B"]:
         """Mask of the rows that the engine or the environment failed to finish, shape [B]."""
         return (self.finish == FinishReason.ABORT) | (self.finish == FinishReason.FAILED)
 
     def require(self, name: str) -> Tensor:
-        """Return a field that must not be None.
+        """Return the value of a field that a callback or loss needs.
 
         Raises:
-            ValueError: If it is None.
+            ValueError: If the value is None.
         """
         value = getattr(self, name)
         if value is None:
             raise ValueError(
-                f'expected rollout field "{name}", got None: add it to reads or reads_at_loss of the callback'
+                f'expected the rollout field "{name}" to be set, got None: add its name to reads of the loss, or to '
+                "reads or reads_at_loss of the callback"
             )
         return value
 
@@ -252,7 +248,7 @@ class Rollout:
         return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
 
     def sanitize(self: RolloutT) -> RolloutT:
-        """Return a copy in which every float field per token is 0 where ``valid_tokens`` is False."""
+        """Return a copy with the float fields per token set to 0 where ``valid_tokens`` is False."""
         invalid = ~self.valid_tokens
 
         def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:
@@ -266,8 +262,7 @@ class Rollout:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return every tensor with its name; entries of dict fields are named ``field/key``."""
-        columns = _columns(type(self))
-        return [entry for column in columns for entry in _entries(column, getattr(self, column.name))]
+        return [entry for column in _columns(type(self)) for entry in _entries(column, getattr(self, column.name))]
 
     def state(self) -> dict[str, Tensor]:
         """Return a flat dict of tensors that loads under ``weights_only=True``."""
@@ -286,27 +281,30 @@ class Rollout:
         return cls(**values)
 
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[type["Rollout"], dict[str, Tensor]]]:
-        """Pickle and copy through :meth:`state`, since read-only mappings support neither."""
+        """Pickle and copy through :meth:`state`, since a read-only mapping can be neither pickled nor copied."""
         return rebuild_rollout, (type(self), self.state())
 
 
 def rebuild_rollout(kind: type[Rollout], state: Mapping[str, Tensor]) -> Rollout:
-    """Return a rollout of a class from its state, for pickle."""
+    """Create a rollout of class ``kind`` from its state; called by pickle."""
     return kind.from_state(state)
 
 
 def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
-    """Return a mask of the first token of each context that the environment rewrote, shape [B, T]; needs ``TURNS``.
+    """Return a mask of the first token of each rewritten context, shape [B, T]; needs ``TURNS``.
 
-    This token and later ones do not attend to the tokens before it. A rewritten context is part of the response; each
-    of its tokens has the value -k in ``token_extras["turns"]``, where k is the turn after which it was rewritten.
+    An environment may replace the context after turn k. The new context is part of the response, with the value -k in
+    ``token_extras["turns"]``. Its tokens and all later tokens do not attend to the tokens before it.
     """
     turns = rollout.token_extras[TURNS]
     return (turns < 0) & (turns != torch.nn.functional.pad(turns, (1, 0))[:, :-1])
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
-    """Split a response where the turn changes; return pairs (True if the policy sampled it, token ids of the span)."""
+    """Split the response of a row into spans; return (True if the policy sampled it, token ids) for each span.
+
+    A span is a run of tokens with equal values of ``TURNS``. Without ``TURNS`` it is a run of equal ``action_mask``.
+    """
     length = int(rollout.response_lengths[row])
     ids, sampled = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
     turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else sampled
@@ -376,7 +374,7 @@ class _Column(NamedTuple):
     name: str
     axes: str
     pad: float
-    named: bool  # a mapping from names to tensors
+    is_mapping: bool  # from names to tensors
 
 
 @cache
@@ -388,16 +386,16 @@ def _columns(kind: type[Rollout]) -> tuple[_Column, ...]:
 
 
 def _entries(column: _Column, value: Any) -> list[tuple[str, Tensor]]:
-    if column.named:
+    if column.is_mapping:
         return [(f"{column.name}/{key}", tensor) for key, tensor in value.items()]
     return [] if value is None else [(column.name, value)]
 
 
 def _map(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> dict[str, Any]:
     changed: dict[str, Any] = {}
-    for name, axes, pad, named in _columns(type(rollout)):
+    for name, axes, pad, is_mapping in _columns(type(rollout)):
         value = getattr(rollout, name)
-        if named:
+        if is_mapping:
             changed[name] = {key: function(tensor, axes, pad) for key, tensor in value.items()}
         else:
             changed[name] = None if value is None else function(value, axes, pad)

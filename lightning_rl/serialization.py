@@ -36,9 +36,9 @@ ABSENT = "nothing"
 MAX_ITEMS = 64  # longer lists are described by length and hash
 SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-ROOMS = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
-ROOMS += ("environments.conversation_options", "policy.model_options")
-ROOMS += ("signal.kl", "signal.masked", "signal.reductions")
+MODULES = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
+MODULES += ("environments.conversation_options", "policy.model_options")
+MODULES += ("signal.kl", "signal.masked", "signal.reductions")
 NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Sandbox", "SandboxService"}
 NEVER |= {"VLLMEngine", "VLLMServerEngine"}  # start processes, open connections or load models
 
@@ -94,7 +94,7 @@ def restorable() -> Mapping[str, Any]:
     They are parts of this library and of ``torch.optim`` that start no processes, open no connections and load no
     models.
     """
-    parts = [part for room in ROOMS for part in _public(importlib.import_module(f"lightning_rl.{room}"))]
+    parts = [part for module in MODULES for part in _public(importlib.import_module(f"lightning_rl.{module}"))]
     for module, base in ((torch.optim, torch.optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
         parts += [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
     return MappingProxyType({path_of(part): part for part in parts if inspect.isroutine(part) or inspect.isclass(part)})
@@ -194,11 +194,11 @@ def _rebuild(description: Any, unknown: Callable[[str], Any] | None) -> Any:
     return {key: _rebuild(item, unknown) for key, item in description.items()}
 
 
-def _public(room: ModuleType) -> list[Any]:
-    """Return what a module exports, or else its own public parts."""
-    own = [name for name, value in vars(room).items() if getattr(value, "__module__", None) == room.__name__]
-    names = getattr(room, "__all__", [name for name in own if not name.startswith("_")])
-    return [getattr(room, name) for name in names if name not in NEVER]
+def _public(module: ModuleType) -> list[Any]:
+    """Return the exports of a module, or its public functions and classes if it has no ``__all__``."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+    return [getattr(module, name) for name in names if name not in NEVER]
 
 
 def _make(kind: Any, arguments: Any, unknown: Callable[[str], Any] | None) -> Any:

@@ -21,14 +21,14 @@ from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.reductions import Reduction
 
 Forward = Callable[[Microbatch], Outputs]
-"""Maps a microbatch to the outputs of a policy or of a table, with gradient."""
+"""Function that returns the outputs of a policy or of a table for a microbatch, with gradient."""
 
 
 @dataclass(slots=True)
 class StepWeights:
-    """Weights of every reduction over one optimizer step of all ranks, each computed once.
+    """Weights of tokens by each reduction, over one optimizer step of all ranks. Each is computed once.
 
-    Every rank requests the same reductions in the same order, because all have the same number of microbatches.
+    All ranks have the same number of microbatches, so they request the same reductions in the same order.
     """
 
     rollout: Rollout
@@ -71,17 +71,17 @@ class StepGradient:
         parts: Parts of the loss, summed over microbatches.
         stats: Statistics of each microbatch.
         losses: Loss of each microbatch.
-        exhausted: True if this rank ran out of memory and rows are missing.
+        out_of_memory: True if this rank ran out of memory and rows are missing.
         trace: Trace for callbacks that observe the step.
         norm: Gradient norm before clipping.
         lr: Learning rate of the policy.
-        tokens: Number of trained tokens of all ranks; 0 for a step that was skipped because there are none.
+        tokens: Number of trained tokens of all ranks; a step without any is skipped.
     """
 
     parts: dict[str, Tensor] = field(default_factory=dict)
     stats: list[dict[str, Stat]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    exhausted: bool = False
+    out_of_memory: bool = False
     trace: StepTrace | None = None
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
     lr: float = 0.0
@@ -101,8 +101,8 @@ class StepGradient:
     def metrics(self, world_size: int, *, norm: Tensor, **numbers: float) -> dict[str, Stat]:
         """Return the step's losses over all ranks, its gradient norm, and further numbers.
 
-        If the norm, which all ranks share, is not finite, every rank omits its losses: a mean over the remaining ranks
-        would be misleading.
+        The norm is the same on all ranks. If it is not finite, every rank omits its losses, since a mean over only some
+        ranks would be misleading.
         """
         scale = float(world_size) if torch.isfinite(norm) else math.nan  # merging takes the mean over ranks
         values = {name: float(part) * scale for name, part in self.parts.items()}
@@ -128,30 +128,30 @@ def accumulate_gradient(
     collectives: Collectives = ALONE,
     trace: StepTrace | None = None,
     bitwise: bool = False,
-    notices_exhaustion: bool = False,
+    record_out_of_memory: bool = False,
 ) -> StepGradient:
     """Run forward, loss and backward of every microbatch.
 
-    If one of several ranks runs out of memory, it continues with its other microbatches, so that collectives do not
-    block. It raises only in the backward of the last microbatch, where ranks exchange gradients.
+    A rank that runs out of memory continues with its other microbatches; otherwise the collectives of the other ranks
+    would block. It raises the error only in the backward of the last microbatch, where ranks exchange gradients.
 
     Args:
         rollout: Rollout with advantages.
-        microbatches: Microbatches of this optimizer step, equally many on every rank.
-        forward: Policy that gets the gradient.
+        microbatches: Microbatches of this optimizer step; their number is the same on every rank.
+        forward: Returns the outputs of the policy for a microbatch.
         algorithm: Loss and corrections.
-        backward: Differentiates a loss.
-        around: Context for a microbatch; its argument is True for the last one.
+        backward: Runs the backward of a loss.
+        around: Returns the context in which a microbatch runs; its argument is True for the last microbatch.
         collectives: Operations over the ranks.
-        trace: Receives outputs, gradients and parts of the loss; None for no trace.
-        bitwise: Check that log-probabilities are those of the rollout, bit for bit.
-        notices_exhaustion: Record that memory ran out instead of raising an error.
+        trace: Trace that stores outputs, gradients and parts of the loss; None for no trace.
+        bitwise: Check that log-probabilities are bitwise equal to those of the rollout.
+        record_out_of_memory: Record in the result that memory ran out instead of raising an error.
 
     Raises:
-        FloatingPointError: If the policy's output is not finite at a valid token, on an accelerator after all
-            microbatches; the message names the sample.
+        FloatingPointError: If the policy's output is not finite at a valid token; the message names the sample. On an
+            accelerator it is raised after all microbatches.
         RuntimeError: If log-probabilities differ with ``bitwise``.
-        torch.OutOfMemoryError: If memory runs out without ``notices_exhaustion``, or while ranks exchange gradients.
+        torch.OutOfMemoryError: If memory runs out without ``record_out_of_memory``, or while ranks exchange gradients.
     """
     weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
     gradient = StepGradient(trace=trace)
@@ -168,7 +168,7 @@ def accumulate_gradient(
         return loss_view(rows, outputs, entropy_gradient=entropy_gradient)
 
     if algorithm.loss.prepares:
-        notices_exhaustion = notices_exhaustion and alone  # prepared values fit one microbatch only
+        record_out_of_memory = record_out_of_memory and alone  # the values fit these microbatches only
         with torch.no_grad():
             views = [view_of(microbatch).sanitize() for microbatch in microbatches]
             finite.check()
@@ -186,15 +186,15 @@ def accumulate_gradient(
 
     for number, microbatch in enumerate(microbatches):
         last = number == len(microbatches) - 1
-        with around(last), _noting_exhaustion(gradient, noted=notices_exhaustion and (alone or not last)):
+        with around(last), _recording_out_of_memory(gradient, enabled=record_out_of_memory and (alone or not last)):
             loss = None
-            with _noting_exhaustion(gradient, noted=notices_exhaustion):
+            with _recording_out_of_memory(gradient, enabled=record_out_of_memory):
                 loss = loss_of(microbatch, number)
             loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
             if loss is not None:
                 backward(loss.total)
                 gradient.add(loss)
-        if gradient.exhausted and alone:
+        if gradient.out_of_memory and alone:
             break
     finite.check()
     return gradient
@@ -212,27 +212,27 @@ def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectiv
 
 
 @contextmanager
-def _noting_exhaustion(gradient: StepGradient, *, noted: bool) -> Iterator[None]:
-    """Record that memory ran out inside of the context, instead of raising an error."""
+def _recording_out_of_memory(gradient: StepGradient, *, enabled: bool) -> Iterator[None]:
+    """Set ``gradient.out_of_memory`` if memory runs out in the context; raise the error unless ``enabled``."""
     try:
         yield
     except torch.OutOfMemoryError:
-        if not noted:
+        if not enabled:
             raise
-        gradient.exhausted = True
+        gradient.out_of_memory = True
 
 
 def _empty(rollout: Rollout) -> Microbatch:
-    """Return a microbatch without rows, to replace one that does not fit into memory."""
+    """Return a microbatch without rows; it replaces a microbatch that does not fit into memory."""
     return plan_of_rows(rollout, [[[]]]).to(rollout.response_ids.device).microbatches()[0]
 
 
 def from_table(outputs: Outputs) -> Forward:
-    """Return a forward that looks up rows of a table [B, T] instead of running a policy."""
+    """Return a forward that looks up rows of a table of outputs [B, T] instead of running a policy."""
 
     def forward(microbatch: Microbatch) -> Outputs:
         index, (rows, width) = microbatch.index, microbatch.layout.shape
-        if not len(index):  # padding still takes part in the backward
+        if not len(index):  # the backward needs a graph even without rows
             zeros = outputs.logprobs.sum() * 0 + outputs.logprobs.new_zeros(rows, width)
             parts = {name: None if output is None else zeros for name, output in outputs._asdict().items()}
             return outputs._replace(**{**parts, "entropy": zeros.detach()})

@@ -49,9 +49,11 @@ def test_every_path_exists(page: Path) -> None:
     paths = [
         code for code in CODE.findall(page.read_text()) if re.fullmatch(r"[\w.]+(?:/[\w.]+)*/?", code) and "/" in code
     ]
-    rooms = (ROOT, ROOT / "lightning_rl")
+    folders = (ROOT, ROOT / "lightning_rl")
     future = {"environments/"}  # the page says where it will stand
-    assert [path for path in paths if path not in future and not any((room / path).exists() for room in rooms)] == []
+    assert [
+        path for path in paths if path not in future and not any((folder / path).exists() for folder in folders)
+    ] == []
 
 
 @each_page
@@ -87,14 +89,14 @@ def test_every_make_target_exists(page: Path) -> None:
 
 def test_the_layers_are_those_of_the_contract() -> None:
     text = PAGES[0].read_text()
-    drawn = [line.strip() for line in text.split("## The rooms")[1].split("```")[1].strip().splitlines()]
+    drawn = [line.strip() for line in text.split("## Packages and layers")[1].split("```")[1].strip().splitlines()]
     assert [re.sub(r"\s+", " ", line) for line in drawn] == contract()
 
 
-def test_every_room_is_described() -> None:
-    text = PAGES[0].read_text().split("## The rooms")[1].split("## Contributions")[0]
-    rooms = {name for layer in contract() for name in layer.split(" : ")}
-    assert {room for room in rooms if not re.search(rf"/{room}(?:\.py)?\)", text)} == set()
+def test_every_package_is_described() -> None:
+    text = PAGES[0].read_text().split("## Packages and layers")[1].split("## Contributions")[0]
+    packages = {name for layer in contract() for name in layer.split(" : ")}
+    assert {name for name in packages if not re.search(rf"/{name}(?:\.py)?\)", text)} == set()
 
 
 def test_the_table_of_contributions_is_the_codes() -> None:

@@ -21,7 +21,7 @@ PARTICIPLE = re.compile(
 NO_PARTICIPLES = {"need", "seed", "speed", "feed", "embed", "shed"}
 NO_PARTICIPLES |= {"pretrained", "generated"}  # Hugging Face's noun, and what is observed
 PREPOSITIONS = {"after", "and", "at", "back", "before", "by", "for", "from", "in", "of", "on", "to", "up", "with"}
-STATES = {"begun", "finished", "sharded"}  # of properties, as in `parallel.sharded`
+STATES = {"begun", "failed", "finished", "sharded", "truncated"}  # of properties, as in `parallel.sharded`
 
 
 @cache

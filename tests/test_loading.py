@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [path for room in ("lightning_rl", "callbacks") for path in (ROOT / room).rglob("*.py")]
+SOURCES = [path for folder in ("lightning_rl", "callbacks") for path in (ROOT / folder).rglob("*.py")]
 SOURCES = [path for path in SOURCES if path.relative_to(ROOT).parts[:2] != ("lightning_rl", "callbacks")]
 LOADS = re.compile(
     r"\b(?:torch\.load|(?:cloud)?pickle\.loads?|Unpickler|marshal\.loads?|shelve\.open|np\.load|joblib\.load|yaml\.(?!safe_)\w*load"
@@ -34,7 +34,7 @@ KNOWN = {
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
     "lightning_rl/processes/pool.py": "pickle.loads(",
     "lightning_rl/processes/worker.py": "cloudpickle.loads(",
-    "lightning_rl/serialization.py": "import_module(",  # of rooms by their fixed names
+    "lightning_rl/serialization.py": "import_module(",  # of modules with fixed names
     "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }
 

@@ -22,8 +22,8 @@ def checked_imports() -> dict[str, str]:
 
 
 def test_the_lists_of_names_agree() -> None:
-    assert checked_imports() == lightning_rl.HOMES
-    assert sorted({*lightning_rl.HOMES, "__version__"}) == sorted(lightning_rl.__all__)
+    assert checked_imports() == lightning_rl.MODULE_OF
+    assert sorted({*lightning_rl.MODULE_OF, "__version__"}) == sorted(lightning_rl.__all__)
 
 
 def test_every_name_is_there_and_listed() -> None:

@@ -222,7 +222,7 @@ def test_concatenate_refuses_different_fields_and_names_them() -> None:
 def test_required_names_what_is_missing() -> None:
     rollout = whole_rollout()
     assert rollout.require("values") is rollout.values
-    with pytest.raises(ValueError, match=r'expected rollout field "values", got None'):
+    with pytest.raises(ValueError, match=r'expected the rollout field "values" to be set, got None'):
         rollout.replace(values=None).require("values")
 
 

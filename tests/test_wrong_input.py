@@ -405,8 +405,8 @@ SERVERS: dict[str, Case] = {
 }
 
 CASES = {
-    f"{room}-{name}": case
-    for room, cases in {
+    f"{group}-{name}": case
+    for group, cases in {
         "model": MODELS, "sampling": DRAWING, "option": NUMBERS, "algorithm": ALGORITHMS, "correction": CORRECTIONS,
         "reward": REWARDS, "data": DATA, "run": RUNS, "server": SERVERS,
     }.items()

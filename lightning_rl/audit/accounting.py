@@ -101,7 +101,7 @@ def sampling_charges(part: Rollout, corrections: Corrections) -> tuple[Charges, 
 def signal_charges(rollout: Rollout, sampled: Rollout, corrections: Corrections) -> Charges:
     """Return the charges of a finished rollout before its first update: rows, then tokens without an advantage."""
     charges, device = Charges.of(rollout), rollout.groups.device
-    charges.take_rows("aborted", rollout.failures)
+    charges.take_rows("aborted", rollout.failed)
     row_of = {sample: row for row, sample in enumerate(sampled.sample_ids.tolist())}
     before = sampled.select(torch.tensor([row_of[sample] for sample in rollout.sample_ids.tolist()], dtype=torch.int64))
     for callback in corrections.contributors("exclude"):

@@ -199,7 +199,7 @@ def _answer(
 def _one_by_one(made: Environment, answer: Action) -> list[Action]:
     """Split an answer to tools into answers of one call each, since each result belongs to one call."""
     calls, errors = answer.tool_calls, answer.errors
-    if type(made).step is not ToolEnvironment.step or answer.cut_off or len(calls) + bool(errors) < 2:
+    if type(made).step is not ToolEnvironment.step or answer.truncated or len(calls) + bool(errors) < 2:
         return [answer]
     if any(inspect.iscoroutinefunction(tool) for tool in made.tools):
         raise ValueError("its tools are coroutines")

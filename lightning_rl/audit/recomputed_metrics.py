@@ -81,7 +81,7 @@ def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict
         "reward/missing": ~rewarded[rollout.trained],
         "length/mean": lengths,
         "length/max": lengths,
-        "length/truncated": rollout.cut_off[real],
+        "length/truncated": rollout.truncated[real],
         "advantage/mean": advantages,
         "advantage/max": advantages,
         "advantage/std": advantages,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from lightning_rl.rollout import TOKEN, Rollout, along
+from lightning_rl.rollout import TOKEN, Rollout, field_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,8 +23,8 @@ class LossView(Rollout):
         prepared: Output of the loss's ``prepare`` for these tokens, shape [b, T]; None for a loss without it.
     """
 
-    logprobs: Float[Tensor, "B T"] = field(metadata=along(TOKEN))
-    entropy: Float[Tensor, "B T"] = field(metadata=along(TOKEN))
-    current_values: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    rollout_kl: Float[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
-    prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=along(TOKEN))
+    logprobs: Float[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
+    entropy: Float[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
+    current_values: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    rollout_kl: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))

@@ -245,7 +245,7 @@ class Conversation:
         self._add(step)
         self._replace_last(reward=step.reward)
         if step.done:
-            self._end(turn.completion.finish)  # LENGTH if the last answer was cut off
+            self._end(turn.completion.finish)  # LENGTH if the last answer was truncated
         elif self._turns >= self._limits.turns:
             self._stop(FinishReason.TURNS)
         else:

@@ -38,10 +38,10 @@ class Action:
 
     Args:
         text: Text without tool calls and reasoning.
-        tool_calls: Tool calls in order; empty for an answer that was cut off.
+        tool_calls: Tool calls in order; empty for an answer that was truncated.
         reasoning: Reasoning, if the format separates it.
         errors: Messages about unparsable tool calls, for the policy.
-        finish: Reason for the end; ``LENGTH`` if it was cut off.
+        finish: Reason for the end; ``LENGTH`` if it was truncated.
         turn: Number of the turn, from 0.
         token_ids: Sampled ids, with EOS.
     """
@@ -55,7 +55,7 @@ class Action:
     token_ids: tuple[int, ...] = ()
 
     @property
-    def cut_off(self) -> bool:
+    def truncated(self) -> bool:
         """True if the turn reached its limit of tokens."""
         return self.finish == FinishReason.LENGTH
 

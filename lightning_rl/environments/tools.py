@@ -74,8 +74,8 @@ class ToolEnvironment(Environment):
 
     @override
     def step(self, answer: Action) -> StepResult:
-        """Run the calls of the answer in order; none if it was cut off."""
-        if answer.cut_off or not (answer.tool_calls or answer.errors):
+        """Run the calls of the answer in order; none if it was truncated."""
+        if answer.truncated or not (answer.tool_calls or answer.errors):
             return StepResult(done=True, reward=self.reward())
         results = list(map(_text_of, self._run(answer.tool_calls)))
         replies = [self._reply(call, result) for call, result in zip(answer.tool_calls, results, strict=True)]

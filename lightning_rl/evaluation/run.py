@@ -177,11 +177,11 @@ def table_rows(
         "solved": solved,
         "answered": torch.tensor(answers.read, dtype=torch.bool),
         "length": rollout.sampled_lengths,
-        "truncated": rollout.cut_off,
+        "truncated": rollout.truncated,
         "task": torch.where(rewarded, rollout.rewards, 0.0),
     }
     for name, raw in rollout.task_rewards.items():
-        values = raw.masked_fill(rollout.failures, torch.nan)
+        values = raw.masked_fill(rollout.failed, torch.nan)
         per_sample |= {f"{name}/value": values.nan_to_num(0.0), f"{name}/count": ~values.isnan()}
     columns = {name: values.double().reshape(len(votes), samples).sum(-1) for name, values in per_sample.items()}
     columns["vote"] = torch.tensor(votes, dtype=torch.float64)
@@ -192,7 +192,7 @@ def table_rows(
 def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
     """Return total and single rewards of each sample as entries of records."""
     total = torch.where(rollout.rewarded, rollout.rewards.double(), torch.nan).tolist()
-    rewards = {name: raw.masked_fill(rollout.failures, torch.nan) for name, raw in rollout.task_rewards.items()}
+    rewards = {name: raw.masked_fill(rollout.failed, torch.nan) for name, raw in rollout.task_rewards.items()}
     named = {name: list(map(number_or_none, values.tolist())) for name, values in rewards.items()}
     parts = [{name: values[row] for name, values in named.items()} for row in range(len(total))]
     return {"reward": list(map(number_or_none, total)), "rewards": parts}

@@ -19,9 +19,9 @@ from lightning_rl.policy.module_values import (
     Compared,
     Event,
     ModuleValues,
-    Place,
+    TokenPosition,
     first_difference,
-    places_of,
+    positions_of,
     record_modules,
     rounding_of,
 )
@@ -114,9 +114,9 @@ def _locate(
         else:
             engine.score(_sequences(requests, completions))
     layout = pack(_rollout(requests, completions, samples=1), packed=policy.packed).to(policy.model.device)
-    with record_modules(policy.model, backbone_of(policy.model), lambda _: places_of(layout)) as trainer_values:
+    with record_modules(policy.model, backbone_of(policy.model), lambda _: positions_of(layout)) as trainer_values:
         policy(layout)
-    if not engine_values.places:
+    if not engine_values.positions:
         return {}
     lengths = [len(sequence) - 1 for sequence in _sequences(requests, completions)]
     dtypes = [policy.model.dtype, engine.dtype or policy.model.dtype]
@@ -131,19 +131,19 @@ def _distributions(
 ) -> Compared:
     """Return the log-probabilities of both sides before each sampled token, [N, V], as outputs of the head."""
     names = {module: name for name, module in policy.model.named_modules()}
-    places = [
-        Place(row, len(request.prefix_ids) - 1 + number)
+    sampled = [
+        TokenPosition(row, len(request.prefix_ids) - 1 + number)
         for row, request in enumerate(requests)
         for number in range(request.sampling.max_new_tokens)
     ]
     head = cast(nn.Linear, policy.model.get_output_embeddings())
-    states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), places))[:, : head.in_features]
+    states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), sampled))[:, : head.in_features]
     with BatchInvariance() if is_batch_invariant(policy.model) else nullcontext():
         logits = unscaled_logits(policy.model, states.to(policy.model.device, policy.model.dtype))
     trainer = (logits / logit_divisor(policy.model, policy.temperature)).log_softmax(-1).cpu()
     ids, logprobs = (torch.cat([c.token_extras[name] for c in completions]) for name in (TOP_IDS, TOP_LOGPROBS))
     engine = torch.full_like(trainer, -torch.inf).scatter(1, ids.long(), logprobs.to(trainer.dtype))
-    return Event(names[head], "output"), places, trainer, engine
+    return Event(names[head], "output"), sampled, trainer, engine
 
 
 def _requests(prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int) -> list[Request]:

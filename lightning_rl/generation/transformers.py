@@ -25,7 +25,7 @@ from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
 from lightning_rl.policy.model import carries_state, logit_divisor, unscaled_logits
-from lightning_rl.policy.module_values import DecodedPlaces, ModuleValues, record_modules
+from lightning_rl.policy.module_values import DecodedPositions, ModuleValues, record_modules
 from lightning_rl.policy.text_model import backbone_of, has_towers
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, FinishReason
 from lightning_rl.utils.arguments import check_counts
@@ -160,7 +160,7 @@ class TransformersEngine(Engine):
     @override
     def record_modules(self) -> AbstractContextManager[ModuleValues]:
         model = self._model_for("record_modules")
-        return record_modules(model, backbone_of(model), DecodedPlaces())
+        return record_modules(model, backbone_of(model), DecodedPositions())
 
     @override
     def close(self) -> None:

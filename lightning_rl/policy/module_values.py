@@ -17,7 +17,7 @@ from lightning_rl.policy.packing import Layout
 JUMP = 16.0  # a difference above this multiple of all earlier ones is a fault; rounding alone reached 9
 
 
-class Place(NamedTuple):
+class TokenPosition(NamedTuple):
     """Position of a token in the sequence of a row."""
 
     row: int
@@ -37,20 +37,20 @@ class ModuleValues:
     """Values of modules, a tensor [tokens, F] per event and forward, in the order of their first call.
 
     Attributes:
-        places: Places of the tokens of each forward.
+        positions: Positions of the tokens of each forward.
         shapes: Shape of the input ids of each forward.
         events: Values of each event by number of the forward.
         fused: Names of the modules of the other side that a fused module of this side replaces, such as ``qkv_proj``.
     """
 
-    places: list[list[Place]] = field(default_factory=list)
+    positions: list[list[TokenPosition]] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     events: dict[Event, dict[int, Tensor]] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def begin(self, places: list[Place], shape: tuple[int, ...]) -> None:
+    def begin(self, positions: list[TokenPosition], shape: tuple[int, ...]) -> None:
         """Begin a forward."""
-        self.places.append(places)
+        self.positions.append(positions)
         self.shapes.append(shape)
 
     def add(self, event: Event, values: Any) -> None:
@@ -66,24 +66,24 @@ class ModuleValues:
             self.events[event][number] = joined
 
     @cached_property
-    def index_of(self) -> dict[Place, int]:
-        """Number of the token at each place in all forwards; the last one, because padding comes before it."""
-        return {place: index for index, place in enumerate(place for forward in self.places for place in forward)}
+    def index_of(self) -> dict[TokenPosition, int]:
+        """Index of each position among the tokens of all forwards; the last one if repeated, as padding is earlier."""
+        return {token: index for index, token in enumerate(token for forward in self.positions for token in forward)}
 
-    def at(self, event: Event, places: Sequence[Place]) -> Float[Tensor, "N F"] | None:
-        """Return the values of an event at some places; None if a forward lacks it or has another width."""
+    def at(self, event: Event, positions: Sequence[TokenPosition]) -> Float[Tensor, "N F"] | None:
+        """Return the values of an event at some positions; None if a forward lacks it or has another width."""
         forwards = self.events.get(event, {})
-        if len(forwards) != len(self.places) or len({values.shape[1] for values in forwards.values()}) > 1:
+        if len(forwards) != len(self.positions) or len({values.shape[1] for values in forwards.values()}) > 1:
             return None
-        values = torch.cat([forwards[number] for number in range(len(self.places))])
-        return values[[self.index_of[place] for place in places]]
+        values = torch.cat([forwards[number] for number in range(len(self.positions))])
+        return values[[self.index_of[token] for token in positions]]
 
 
 @contextmanager
 def record_modules(
     model: nn.Module,
     backbone: nn.Module,
-    places: Callable[[Mapping[str, Any]], list[Place]],
+    positions: Callable[[Mapping[str, Any]], list[TokenPosition]],
     *,
     inputs: Callable[[nn.Module], bool] = lambda _: True,
     outputs: Callable[[nn.Module], bool] = lambda _: True,
@@ -94,7 +94,7 @@ def record_modules(
     Args:
         model: Model, which names the modules.
         backbone: Module whose call begins a forward.
-        places: Function that returns the places of a forward's tokens from its arguments by name.
+        positions: Function that returns the positions of a forward's tokens from its arguments by name.
         inputs: Function that returns True for a module whose input the other side can be compared with.
         outputs: The same for its output.
         fused: See :class:`ModuleValues`.
@@ -103,7 +103,7 @@ def record_modules(
 
     def begin(_module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         inputs = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
-        values.begin(places({**kwargs, "input_ids": inputs}), tuple(inputs.shape[:2]))
+        values.begin(positions({**kwargs, "input_ids": inputs}), tuple(inputs.shape[:2]))
 
     def after(_module: nn.Module, _args: Any, output: Any, *, name: str) -> None:
         values.add(Event(name, "output"), output)
@@ -146,16 +146,16 @@ def _of_tokens(values: Any, shape: tuple[int, ...]) -> Iterator[Float[Tensor, "N
             yield from _of_tokens(value, shape)
 
 
-def places_of(layout: Layout) -> list[Place]:
-    """Return the places of a layout's inputs; those of shared prompts are not supported."""
+def positions_of(layout: Layout) -> list[TokenPosition]:
+    """Return the positions of a layout's inputs; those of shared prompts are not supported."""
     if layout.lengths:
-        return [Place(row, position) for row, length in enumerate(layout.lengths) for position in range(length)]
+        return [TokenPosition(row, position) for row, length in enumerate(layout.lengths) for position in range(length)]
     rows, width = layout.input_ids.shape
-    return [Place(row, position) for row in range(rows) for position in range(width)]
+    return [TokenPosition(row, position) for row in range(rows) for position in range(width)]
 
 
-class DecodedPlaces:
-    """Places of the tokens of decodes with a cache, from the positions of each forward.
+class DecodedPositions:
+    """Positions of the tokens of decodes with a cache, from the ``position_ids`` of each forward.
 
     Position 0 begins a batch. The rows of a batch keep their order, so prompts have to be different.
     """
@@ -163,14 +163,14 @@ class DecodedPlaces:
     def __init__(self) -> None:
         self.first = self.rows = 0
 
-    def __call__(self, kwargs: Mapping[str, Any]) -> list[Place]:
-        """Return the places of the tokens of a forward."""
+    def __call__(self, kwargs: Mapping[str, Any]) -> list[TokenPosition]:
+        """Return the positions of the tokens of a forward."""
         tokens, given = kwargs["input_ids"], kwargs.get("position_ids")
         inputs = torch.arange(tokens.shape[1]).expand_as(tokens) if given is None else given
-        positions = inputs.tolist()
-        if any(0 in line for line in positions):
-            self.first, self.rows = self.first + self.rows, len(positions)
-        return [Place(self.first + row, position) for row, line in enumerate(positions) for position in line]
+        numbers = inputs.tolist()
+        if any(0 in line for line in numbers):
+            self.first, self.rows = self.first + self.rows, len(numbers)
+        return [TokenPosition(self.first + row, position) for row, line in enumerate(numbers) for position in line]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class ModuleDifference:
     rounded: bool
 
 
-Compared = tuple[Event, list[Place], Tensor, Tensor]  # an event, and the values of trainer and engine at some places
+Compared = tuple[Event, list[TokenPosition], Tensor, Tensor]  # an event, positions, values of trainer and of engine
 
 
 def first_difference(
@@ -212,20 +212,20 @@ def first_difference(
         head: Outputs of the head, which are compared last.
         rounding: Relative rounding of a module, from :func:`rounding_of`; 0 if equal bits are expected.
     """
-    known = [{place for forward in side.places for place in forward} for side in (trainer, engine)]
-    places = sorted(place for place in known[0] & known[1] if place.position < lengths[place.row])
+    known = [{token for forward in side.positions for token in forward} for side in (trainer, engine)]
+    positions = sorted(token for token in known[0] & known[1] if token.position < lengths[token.row])
     first: ModuleDifference | None = None
     largest = rounding
     ends: dict[int, float] = defaultdict(lambda: math.inf)  # first token of a row that other experts computed
-    for event, at, one, other in (*_pairs(trainer, engine, places), head):
+    for event, at, one, other in (*_pairs(trainer, engine, positions), head):
         if event.side == "choice" and rounding:
             differs = (one != other).any(-1)
             if 2 * int(differs.sum()) > len(differs):
                 return ModuleDifference(module=event.module, relative=math.inf, rounded=False)
-            for place in [at[number] for number in differs.nonzero()[:, 0].tolist()]:
-                ends[place.row] = min(place.position, ends[place.row])
+            for token in [at[number] for number in differs.nonzero()[:, 0].tolist()]:
+                ends[token.row] = min(token.position, ends[token.row])
             continue
-        kept = torch.tensor([place.position < ends[place.row] for place in at])
+        kept = torch.tensor([token.position < ends[token.row] for token in at])
         relative = _relative_difference(one[kept], other[kept], whole=event.side != "input" and not engine.fused)
         if relative == 0:
             continue
@@ -252,29 +252,29 @@ def rounding_of(dtypes: Sequence[torch.dtype]) -> float:
     return max(*(torch.finfo(dtype).eps for dtype in dtypes), 4 * torch.finfo(torch.float32).eps)
 
 
-def _pairs(trainer: ModuleValues, engine: ModuleValues, places: list[Place]) -> Iterator[Compared]:
-    """Yield the events of both sides with places and values, in the order of the trainer's forward."""
+def _pairs(trainer: ModuleValues, engine: ModuleValues, positions: list[TokenPosition]) -> Iterator[Compared]:
+    """Yield the events of both sides with positions and values, in the order of the trainer's forward."""
     fused = {parts[-1]: (whole, parts) for whole, parts in engine.fused.items()}
     for event in trainer.events:
         parent, dot, name = event.module.rpartition(".")
         whole, parts = fused.get(name, (name, (name,)))
         found = event._replace(module=f"{parent}{dot}{whole}")
         names = parts[:1] if event.side == "input" else parts
-        ones = [trainer.at(event._replace(module=f"{parent}{dot}{part}"), places) for part in names]
-        other = engine.at(found, places)
+        ones = [trainer.at(event._replace(module=f"{parent}{dot}{part}"), positions) for part in names]
+        other = engine.at(found, positions)
         if event.side == "choice" and other is None:
-            ones, other = _choices(trainer, engine, event, places)
+            ones, other = _choices(trainer, engine, event, positions)
         if other is not None and all(one is not None for one in ones):
-            yield found, places, torch.cat(cast(list[Tensor], ones), -1), other
+            yield found, positions, torch.cat(cast(list[Tensor], ones), -1), other
 
 
 def _choices(
-    trainer: ModuleValues, engine: ModuleValues, event: Event, places: list[Place]
+    trainer: ModuleValues, engine: ModuleValues, event: Event, positions: list[TokenPosition]
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Return the experts with the largest logits on both sides, for an engine whose routers return only logits."""
     chosen, one, other = (
-        trainer.at(event, places),
-        *(side.at(event._replace(side="output"), places) for side in (trainer, engine)),
+        trainer.at(event, positions),
+        *(side.at(event._replace(side="output"), positions) for side in (trainer, engine)),
     )
     if chosen is None or one is None or other is None:
         return [None], None

@@ -93,7 +93,7 @@ def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Coll
     """Compute the masks, then the signal, with the functions of the run."""
     rollout, corrections = recording.rollout, algorithm.corrections
     sampled = rollout.replace(
-        trained=rollout.real & ~rollout.failures,
+        trained=rollout.real & ~rollout.failed,
         rewarded=recording.tensors["sampled/scored"],
         valid_tokens=rollout.action_mask,
         advantages=None,

@@ -110,7 +110,7 @@ def _before_masks(recording: Recording, rollout: Rollout, algorithm: Algorithm) 
     """Return the rows as scored, with the mask of each correction."""
     scored = recording.tensors["sampled/scored"]
     nothing = {"valid_tokens": rollout.action_mask, "advantages": None, "returns": None}
-    sampled = rollout.replace(trained=rollout.real & ~rollout.failures, rewarded=scored, **nothing)
+    sampled = rollout.replace(trained=rollout.real & ~rollout.failed, rewarded=scored, **nothing)
     masks = {SCORED: scored}
     for callback in algorithm.corrections.contributors("reward_mask"):
         masks[f"ledger/{callback.name}.reward_mask"] = callback.reward_mask(sampled)
@@ -120,7 +120,7 @@ def _before_masks(recording: Recording, rollout: Rollout, algorithm: Algorithm) 
 def _without_algorithm(recording: Recording, reason: str) -> Attribution:
     rollout, attribution = recording.rollout, Attribution(reason=reason)
     base, charges = _outside(rollout, attribution), Charges.of(rollout)
-    charges.take_rows("aborted", rollout.failures)
+    charges.take_rows("aborted", rollout.failed)
     charges.take_rows("excluded", ~rollout.trained)
     if rollout.advantages is not None:
         charges.weigh("zero_advantage", rollout.advantages != 0)

@@ -19,7 +19,7 @@ COLUMNS: Mapping[str, str] = {
     "kl/rollout": "kl",
     "policy/entropy": "entropy",
     "length/mean": "length",
-    "length/truncated": "cut off",
+    "length/truncated": "truncated",
     "groups/zero_variance": "equal",
     "optim/grad_norm": "norm",
     "ledger/weight/used": "used",
@@ -48,9 +48,9 @@ class RolloutSummary(RLCallback):
     Example:
         >>> columns = ["reward/task", "kl/rollout", "length/truncated"]
         >>> print(summary_header(columns))
-        rollout   reward       kl  cut off
+        rollout   reward       kl  truncated
         >>> print(summary_line(3, {"reward/task": 0.5, "kl/rollout": 0.2, "length/truncated": 0.05}, columns))
-              3    0.500    0.200!      5%
+              3    0.500    0.200!        5%
     """
 
     name = "rollout_summary"

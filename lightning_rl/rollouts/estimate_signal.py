@@ -89,7 +89,7 @@ def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str
     for name, raw in rollout.task_rewards.items():
         stats[f"reward/{name}"] = Stat.of(raw, rewarded & ~raw.isnan())
     stats |= Stat.many({"reward/shaped": shaped.sum(-1), "reward/missing": ~rewarded}, rollout.trained)
-    lengths = Stat.many({"length/mean": rollout.sampled_lengths, "length/truncated": rollout.cut_off}, real)
+    lengths = Stat.many({"length/mean": rollout.sampled_lengths, "length/truncated": rollout.truncated}, real)
     stats |= {"length/mean": lengths["length/mean"], "length/max": lengths["length/mean"].maximum()}
     stats["length/truncated"] = lengths["length/truncated"]
     groups = group_statistics(scores, rollout.groups, rewarded)

@@ -22,12 +22,12 @@ class RolloutGenerator:
 
     Args:
         number: Number of the rollout.
-        end: Number of the first rollout after the end of the fit; infinity if unknown.
+        end: Exclusive upper bound of the rollout numbers of the fit, possibly fractional; infinity if unknown.
         sampler: Sampler of the run.
         stream: Source of the prompts.
         parallel: Strategy of the run.
-        send: Sends the weights to the engine under the number of a rollout.
-        phase: Context that shows and measures a phase.
+        send: Sends the weights to the engine, with the number of the rollout as version.
+        phase: Context manager that shows a phase and measures its time.
         prefetcher: Rollouts that are generated ahead.
         max_staleness: Maximum number of rollouts generated ahead.
         skipped: Numbers of rollouts to skip.
@@ -65,13 +65,13 @@ class RolloutGenerator:
         )
 
     def sync(self) -> Samples | Sequence[Prompt] | None:
-        """Send the weights to the engine; return what was generated of this rollout, or requested, ahead of it."""
+        """Send the weights to the engine; return samples or prompts of this rollout requested ahead, or None."""
         with self.phase("sync"):
             self.send(self.number)
         return None
 
     def generate(self, ahead: Samples | Sequence[Prompt] | None) -> Samples:
-        """Return the samples of the first round, generated unless they were ahead."""
+        """Return the samples of the first round; generate them unless ``ahead`` has them."""
         with self.phase("generate"):
             if isinstance(ahead, Samples):
                 return ahead

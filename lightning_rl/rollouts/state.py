@@ -143,7 +143,7 @@ class RunState:
         current: CurrentRollout | None,
         corrections: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Make the state of the run the one that a checkpoint stores, until the next commit.
+        """Set the state that checkpoints store until the next commit.
 
         Args:
             index: Index of the next optimizer step.
@@ -195,16 +195,16 @@ class RunState:
 
     @property
     def max_tokens_per_microbatch(self) -> int:
-        """Maximum number of tokens per microbatch: that of the options, or less after memory ran out with it."""
+        """Maximum number of tokens per microbatch: the option, or a smaller number after memory ran out."""
         asked, budget = self.options.max_tokens_per_microbatch, self.progress.budget
         return budget[1] if budget is not None and budget[0] == asked else asked
 
-    def halve(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
+    def halve_token_budget(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
         """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
 
         Args:
             step_index: Step in which memory ran out.
-            states: States of the corrections from before the step, which are restored.
+            states: States of the corrections before the step; they are restored.
         """
         torch.cuda.empty_cache()
         self.corrections.restore(states)

@@ -165,7 +165,7 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
         return "the engine aborted every sample (FinishReason.ABORT): check its log and its context length"
     if not figures["trained tokens"]:
-        truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""
+        truncated = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
         return f"{_names(corrections, 'exclude')} left no token to train on: keep some rows.{truncated}"
     if not figures["rewarded rows"]:
         return "no row has a reward: check that the reward functions apply to this data and that no mask drops them all"
@@ -175,7 +175,7 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
             "harder prompts, a reward with more values, a larger group_size or temperature"
         )
     masks = _names(corrections, "sequence_mask", "token_mask", "token_weight")
-    truncated = " Raise max_new_tokens, since most responses were cut off." if _runs_long(figures) else ""
+    truncated = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
     return f"the gradient is zero, because {masks} masked every token with an advantage: loosen them.{truncated}"
 
 

@@ -24,8 +24,8 @@ from lightning_rl.utils.naming import name_of
 from lightning_rl.utils.seeding import fork_generators
 
 MEANINGS = {
-    "environment_accepts": "An environment accepts any answer: empty, long, nonsense, cut off, or a call of an unknown "
-    "tool. An error drops the sample.",
+    "environment_accepts": "An environment accepts any answer: empty, long, nonsense, truncated, or a call of an "
+    "unknown tool. An error drops the sample.",
     "environment_steps": "An environment returns valid steps: messages of users or tools with content, or token ids, "
     "with finite metrics; or the conversation is done.",
     "environment_repeats": "An environment is deterministic under the same seed and answers, so that a repeated "
@@ -203,19 +203,19 @@ def _arguments(made: Environment | TokenEnvironment, answer: Any, finish: Finish
 
 
 def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> Iterator[Script]:
-    """Yield the given answers, all of them and the first cut off, then repetitions of each unusual answer."""
+    """Yield the given answers, all of them and the first truncated, then repetitions of each unusual answer."""
     if answers:
         yield Script(name="the given answers", answers=answers)
-        yield Script(name="the first of them, cut off", answers=answers[:1], finish=FinishReason.LENGTH)
+        yield Script(name="the first of them, truncated", answers=answers[:1], finish=FinishReason.LENGTH)
     if not isinstance(made, Environment):
         known = sorted({int(token) for answer in answers for token in answer}) or [0]
         for ids in ((known[0],), (known[-1],), known, known[::-1], known * (HUGE // len(known))):
             yield Script(name=f"{len(ids)} tokens", answers=[ids] * TURNS)
-        yield Script(name="tokens, cut off", answers=[known], finish=FinishReason.LENGTH)
+        yield Script(name="tokens, truncated", answers=[known], finish=FinishReason.LENGTH)
         return
     for text in NONSENSE:
         yield Script(name=f"{len(text)} characters", answers=[text] * TURNS)
-    yield Script(name="an answer that was cut off", answers=["The answer is"], finish=FinishReason.LENGTH)
+    yield Script(name="an answer that was truncated", answers=["The answer is"], finish=FinishReason.LENGTH)
     names = [schema["function"]["name"] for schema in schemas_of(made.tools)]
     for name in [*names, "no_such_tool"] if names else ():
         for arguments in ({}, {"x": None, "y": "word " * 100}):

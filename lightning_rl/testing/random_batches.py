@@ -22,7 +22,7 @@ class Row:
         reward: Task reward.
         rewarded: True if it enters statistics of the reward.
         trained: True if it trains.
-        cut_off: True if it ended at the length limit.
+        truncated: True if it ended at the length limit.
     """
 
     tokens: tuple[bool, ...] = (True,)
@@ -30,11 +30,11 @@ class Row:
     reward: int = 0
     rewarded: bool = True
     trained: bool = True
-    cut_off: bool = False
+    truncated: bool = False
 
     def __str__(self) -> str:
         """Return a table line, with ``x`` for a sampled token and ``.`` for another one."""
-        states = {"not rewarded": not self.rewarded, "not trained": not self.trained, "cut off": self.cut_off}
+        states = {"not rewarded": not self.rewarded, "not trained": not self.trained, "truncated": self.truncated}
         states_text = "".join(f", {state}" for state, holds in states.items() if holds)
         tokens = "".join("x" if sampled else "." for sampled in self.tokens) or "(none)"
         return f"prompt {self.prompt}  tokens {tokens:<{MAX_LENGTH + 1}} reward {self.reward}{states_text}"
@@ -50,7 +50,7 @@ def batches(min_rows: int = 1) -> st.SearchStrategy[tuple[Row, ...]]:
         reward=st.integers(0, 3),
         rewarded=rarely.map(lambda left_out: not left_out),
         trained=rarely.map(lambda left_out: not left_out),
-        cut_off=rarely,
+        truncated=rarely,
     )
     return st.lists(row, min_size=min_rows, max_size=MAX_ROWS).map(tuple)
 
@@ -66,7 +66,7 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
         [(3,) * len(row.tokens) for row in rows],
         groups=[row.prompt for row in rows],
         sample_ids=[number + 7 for number in range(len(rows))],
-        finish=[FinishReason.LENGTH if row.cut_off else FinishReason.STOP for row in rows],
+        finish=[FinishReason.LENGTH if row.truncated else FinishReason.STOP for row in rows],
         actions=[row.tokens for row in rows],
         dtype=torch.float64,
     )

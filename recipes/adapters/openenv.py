@@ -39,7 +39,7 @@ class OpenEnvEnvironment(Environment):
 
     What ``render`` makes of the first observation takes the place of the row's prompt, of which the system messages
     stay. An answer that ``parse`` makes no action of does not reach the environment: the policy is told why, and may
-    try again. An answer that was cut off is no action, and ends the conversation.
+    try again. An answer that was truncated is no action, and ends the conversation.
 
     Args:
         make: makes the environment, or a client of one; its methods may be coroutine functions.
@@ -79,7 +79,7 @@ class OpenEnvEnvironment(Environment):
 
     @override
     def step(self, answer: Action) -> StepResult:
-        if answer.cut_off:
+        if answer.truncated:
             return StepResult(done=True)
         try:
             action = self._parse(answer.text)

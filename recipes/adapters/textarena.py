@@ -23,7 +23,7 @@ class TextArenaEnvironment(Environment):
 
     Its first messages take the place of the row's prompt, of which the system messages stay. In each turn the policy
     reads what the game has said since: what was said before is in the conversation, so wrappers that repeat it are left
-    out, and those of actions stay. The reward comes at the end of the game. An answer that was cut off is no action,
+    out, and those of actions stay. The reward comes at the end of the game. An answer that was truncated is no action,
     and ends the conversation. The global generators that games seed and draw from are the environment's own.
 
     Args:
@@ -73,7 +73,7 @@ class TextArenaEnvironment(Environment):
 
     @override
     def step(self, answer: Action) -> StepResult:
-        if answer.cut_off:
+        if answer.truncated:
             return StepResult(done=True)
         with self._generators.in_place():
             done, _ = self._outer.step(action=answer.text)

@@ -15,10 +15,10 @@ from lightning_rl.callbacks import LinearLengthPenalty, PositiveNLL, StopProperl
 from lightning_rl.corrections import Corrections
 
 
-def evidence_with(callback: RLCallback, *, cut_off: bool = True) -> Evidence:
+def evidence_with(callback: RLCallback, *, truncated: bool = True) -> Evidence:
     """Return evidence of four groups of four with some truncated rows."""
     rollout = ragged_rollout(16, group_size=4).sanitize()
-    if not cut_off:
+    if not truncated:
         rollout = rollout.replace(finish=torch.zeros_like(rollout.finish))
     algorithm = an_algorithm([callback], advantages="dr_grpo")
     return Evidence(algorithm=algorithm, facts=RunFacts(), rollout=rollout, groups=rollout, rows=some_rows(rollout, 0))
@@ -34,8 +34,8 @@ def test_a_bonus_that_scales_rewards_is_found_unless_it_says_so(make: type[RLCal
 
 
 @pytest.mark.parametrize("correction", [StopProperly(0.5), StopProperly(reward=-0.5)])
-def test_a_number_for_truncated_rows_is_alive_where_none_was_cut_off(correction: StopProperly) -> None:
-    assert CHECKS["knob_liveness"](evidence_with(correction, cut_off=False)) == []
+def test_a_number_for_truncated_rows_is_alive_where_none_was_truncated(correction: StopProperly) -> None:
+    assert CHECKS["knob_liveness"](evidence_with(correction, truncated=False)) == []
 
 
 def test_a_term_may_leave_out_every_row_if_it_says_so() -> None:

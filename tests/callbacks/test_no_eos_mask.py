@@ -1,4 +1,4 @@
-"""NoEOSMask: a response that was cut off gets no reward and enters no reward statistic."""
+"""NoEOSMask: a response that was truncated gets no reward and enters no reward statistic."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_only_the_finish_reason_decides(finish: FinishReason, rewarded: bool) ->
 
 
 @pytest.mark.parametrize("action", ["zero_reward", "drop_tokens"])
-def test_logs_the_share_of_real_rows_that_were_cut_off_even_if_they_are_dropped(action: Any) -> None:
+def test_logs_the_share_of_real_rows_that_were_truncated_even_if_they_are_dropped(action: Any) -> None:
     rollout = ragged_rollout(24)
     padded = rollout.replace(sample_ids=torch.where(torch.arange(24) < 20, rollout.sample_ids, -1))
     cut_of_real = float((rollout.finish[:20] == LENGTH).float().mean())

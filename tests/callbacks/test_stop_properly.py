@@ -15,7 +15,7 @@ from lightning_rl.rollouts.estimate_signal import estimate_signal
 
 
 def samples(rewards: list[float], **given: Any) -> Rollout:
-    """Rows of one token and one group, the first of which was cut off."""
+    """Rows of one token and one group, the first of which was truncated."""
     finish = torch.tensor([FinishReason.LENGTH] + [FinishReason.STOP] * (len(rewards) - 1), dtype=torch.uint8)
     return rollout_of(rewards, [[1]] * len(rewards), finish=finish, **given)
 
@@ -31,13 +31,13 @@ def samples(rewards: list[float], **given: Any) -> Rollout:
         ({"scale": 0.25, "reward": 0.0}, 2.0, -2.0),
     ],
 )
-def test_only_what_was_cut_off_changes(options: Any, reward: float, bonus: float) -> None:
+def test_only_what_was_truncated_changes(options: Any, reward: float, bonus: float) -> None:
     correction, rollout = StopProperly(**options), samples([reward, reward])
     assert correction.reward_bonus(rollout).tolist() == [bonus, 0.0]
     assert correction.rollout_metrics(rollout)["stop_properly/truncated"].value() == 0.5
 
 
-def test_a_conversation_without_turns_left_was_cut_off_as_well() -> None:
+def test_a_conversation_without_turns_left_was_truncated_as_well() -> None:
     ends = torch.tensor([FinishReason.TURNS, FinishReason.STOP, FinishReason.LENGTH], dtype=torch.uint8)
     rollout = rollout_of([2.0, 2.0, 2.0], [[1]] * 3, finish=ends)
     assert StopProperly().reward_bonus(rollout).tolist() == [-2.0, 0.0, -2.0]

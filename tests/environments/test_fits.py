@@ -96,7 +96,7 @@ def test_every_end_of_a_conversation_is_there() -> None:
 @pytest.mark.filterwarnings("ignore:.*conversations failed with their environment")
 def test_a_failed_conversation_costs_its_own_row_and_no_other() -> None:
     (sound, *_), (broken, *_) = (rollouts_of(talking_module(breaks_at=at)) for at in (None, 2))
-    failed = broken.failures
+    failed = broken.failed
     assert failed.any() and not failed.all()
     assert not broken.trained[failed].any() and not broken.rewarded[failed].any()
     assert not broken.require("advantages")[failed].any()

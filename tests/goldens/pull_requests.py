@@ -87,15 +87,15 @@ def raw_kl(case: Case) -> Outputs:
 
 @replays("no_eos_reward_norm")
 def no_eos(case: Case) -> Outputs:
-    """A row that was cut off gets no reward, and enters no statistic of the reward."""
+    """A row that was truncated gets no reward, and enters no statistic of the reward."""
     found: Outputs = {}
     for run in ("baseline", "outlier"):
-        shaped, advantages = _without_cut_off(case, case[f"{run}_rewards"])
+        shaped, advantages = _without_truncated(case, case[f"{run}_rewards"])
         found |= {f"tot_rewards_{run}": shaped, f"advantages_{run}": advantages}
     return {**found, "advantage_diff": found["advantages_outlier"] - found["advantages_baseline"]}
 
 
-def _without_cut_off(case: Case, rewards: Tensor) -> tuple[Tensor, Tensor]:
+def _without_truncated(case: Case, rewards: Tensor) -> tuple[Tensor, Tensor]:
     attention, mask = case.mask("attention_mask"), prediction_aligned(case.mask("loss_mask"))
     finish = torch.where(attention.all(-1), FinishReason.LENGTH, FinishReason.STOP).to(torch.uint8)
     rollout = rollout_of([0.0] * len(mask), [[1]] * len(mask), finish=finish)

@@ -59,7 +59,7 @@ def estimated(case: Case) -> Outputs:
 
 
 def _areal_gae(rewards: Tensor, values: Tensor, mask: Tensor, no_eos: Tensor, options: dict[str, Any]) -> Outputs:
-    """The last column is no step; its value bootstraps a row that was cut off."""
+    """The last column is no step; its value bootstraps a row that was truncated."""
     steps = mask.clone()
     steps[:, -1] = False
     advantages = gae(rewards, values, steps, bootstrap=torch.where(no_eos, values[:, -1], 0.0), **options)
@@ -79,7 +79,7 @@ def by_length(case: Case) -> Outputs:
 
 @replays("gae_turn_level")
 def over_turns(case: Case) -> Outputs:
-    """AReaL's GAE over turns; the value of the last column bootstraps a row that was cut off."""
+    """AReaL's GAE over turns; the value of the last column bootstraps a row that was truncated."""
     mask, values = case.mask(), case["values"]
     bootstrap = torch.where(case.mask("no_eos"), values[:, -1], 0.0)
     found = turn_gae(case["token_rewards"], values, mask, case.ids("turn_ids"), bootstrap=bootstrap, **decays(case))

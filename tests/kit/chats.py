@@ -73,7 +73,7 @@ class Partner(Environment):
         words = answer.text.split()
         named = self.colour in words
         reward = 0.25 * len(set(words)) + named
-        if (named or not words) and not answer.cut_off:
+        if (named or not words) and not answer.truncated:
             return StepResult(done=True, reward=reward)
         content = f"not {words[0] if words else 'say'} {self.colour} {NUMBERS[self.turn % 4]}"
         if self.hostile:

@@ -80,7 +80,7 @@ def uneven(request: Request) -> Sequence[int]:
 
 
 def truncated_on_one_rank(request: Request) -> Sequence[int]:
-    """Every sample of odd prompts is cut off: under NoEOSMask("drop_tokens") whole ranks have nothing to train."""
+    """Every sample of odd prompts is truncated: under NoEOSMask("drop_tokens") whole ranks have nothing to train."""
     if (request.sample_id // 4) % 2:
         return [5] * request.sampling.max_new_tokens
     return uneven(request)

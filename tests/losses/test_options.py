@@ -67,7 +67,7 @@ def test_what_it_declares_is_what_it_needs(loss: PolicyLoss) -> None:
         view = view_of([-1.0], **given).replace(**{missing: None}, prepared=torch.ones(1, 1, dtype=torch.bool))
         at_prepare = loss.prepares and missing == "rollout_logprobs"
         ask = partial(loss.prepare, [view], local_sum, local_values) if at_prepare else partial(loss, view)
-        with pytest.raises(ValueError, match=f'expected rollout field "{missing}"'):
+        with pytest.raises(ValueError, match=f'expected the rollout field "{missing}" to be set'):
             ask()
 
 

@@ -51,7 +51,7 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
 
     rollout = torch.where(valid, -noise().abs() - 0.1, 0.0)
     old = rollout + noise(0.15)
-    cut_off = real & torch.tensor([bits % 3 == 0 for _, bits, *_ in given])
+    truncated = real & torch.tensor([bits % 3 == 0 for _, bits, *_ in given])
     rewards = torch.randint(0, 3, (number,), generator=draw).double()
     greedy = torch.randn(4, generator=draw, dtype=torch.float64)[groups]
     return LossView(
@@ -63,7 +63,7 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         valid_tokens=valid,
         groups=groups,
         sample_ids=torch.where(real, torch.arange(number) + 7, -1),
-        finish=torch.where(cut_off, FinishReason.LENGTH, FinishReason.STOP).byte(),
+        finish=torch.where(truncated, FinishReason.LENGTH, FinishReason.STOP).byte(),
         policy_version=torch.where(action_mask, 0, -1),
         trained=trained,
         rewarded=rewarded,

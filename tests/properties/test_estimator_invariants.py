@@ -229,9 +229,9 @@ def test_i_19b_nor_does_that_of_a_row_that_a_correction_takes_out(name: str, cor
         kept = exclude_rows(masked, corrections)[0]
         return estimate_signal(kept, ESTIMATOR_EXAMPLES[name], corrections)[0].require("advantages")
 
-    cut_off = WITNESS.rewarded & ~corrections.reward_mask(WITNESS)
-    assert cut_off.any() and not cut_off.all()
-    assert torch.equal(through(rewarded_differently(WITNESS, cut_off)), through(WITNESS))
+    truncated = WITNESS.rewarded & ~corrections.reward_mask(WITNESS)
+    assert truncated.any() and not truncated.all()
+    assert torch.equal(through(rewarded_differently(WITNESS, truncated)), through(WITNESS))
 
 
 @pytest.mark.parametrize("name", [name for name, one in ESTIMATOR_EXAMPLES.items() if one.compares or name in WHITENED])

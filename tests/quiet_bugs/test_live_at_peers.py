@@ -138,7 +138,7 @@ def test_2_07_a_correction_without_its_log_probabilities_is_an_error(make: Calla
     with pytest.raises(ValueError, match='reads "rollout_logprobs", but FakeEngine gives none'):
         check(check_reads, correction, loss=Reinforce(), engine=mute, steps_per_rollout=2)
     check(check_reads, correction, loss=Reinforce(), engine=speaking, steps_per_rollout=2)
-    with pytest.raises(ValueError, match='expected rollout field "rollout_logprobs", got None'):
+    with pytest.raises(ValueError, match='expected the rollout field "rollout_logprobs" to be set, got None'):
         run_step(view_of([-1.0]), callbacks=[correction])
 
 
@@ -203,7 +203,7 @@ def test_2_13_shaping_is_masked_and_an_empty_response_is_no_error() -> None:
     assert logged["reward/shaped"] == 0.25, "the mean of 0.5 and of nothing at all"
 
 
-def test_2_14_a_response_is_cut_off_if_its_engine_says_so_and_not_if_it_fills_the_width() -> None:
+def test_2_14_a_response_is_truncated_if_its_engine_says_so_and_not_if_it_fills_the_width() -> None:
     finish = torch.tensor([FinishReason.STOP, FinishReason.LENGTH], dtype=torch.uint8)
     rollout = rollout_of([1.0, 1.0], [[1, 1, 1], [1, 1, 1]], finish=finish)
     for width in (3, 5):

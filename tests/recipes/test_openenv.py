@@ -124,7 +124,7 @@ def test_what_is_no_action_is_told_to_the_policy_and_never_reaches_the_environme
     assert environment._remote.steps == 0  # noqa: SLF001
 
 
-def test_an_answer_that_was_cut_off_is_no_action() -> None:
+def test_an_answer_that_was_truncated_is_no_action() -> None:
     environment = begun()
     assert environment.step(Action(text='{"number": 3}', finish=FinishReason.LENGTH)).done
     assert environment._remote.steps == 0  # noqa: SLF001

@@ -43,7 +43,7 @@ def test_a_game_is_played_from_its_instructions_to_its_end() -> None:
     assert generator_states() == before
 
 
-def test_an_answer_that_was_cut_off_is_no_move() -> None:
+def test_an_answer_that_was_truncated_is_no_move() -> None:
     game = TextArenaEnvironment(GUESS)
     game.reset({"prompt": "play"}, 3)
     assert game.step(Action(text="[5]", finish=FinishReason.LENGTH)).done and game._game.guessed_numbers == set()  # noqa: SLF001

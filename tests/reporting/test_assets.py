@@ -48,10 +48,10 @@ def test_every_entry_has_a_meaning_and_an_ordered_range() -> None:
 @pytest.mark.parametrize(
     ("metric", "part"),
     [
-        ("reward/task", "weighted sum"), ("reward_failed/parity", "failed on"), ("reward/parity", "own value"),
-        ("reward_metric/parity/length", "noted"), ("val/sums/pass@8_low", "solved"), ("ledger/weight/used", "reaches"),
-        ("ledger/tokens/opsm.sequence_mask", "took"), ("opsm/rejected", "masks"), ("opsm/delta", "own name"),
-        ("env/trail/turns", "by their names"), ("time/sync", "each phase"), ("test/sums/reward/task", "trainer.test"),
+        ("reward/task", "weighted sum"), ("reward_failed/parity", "failed on"), ("reward/parity", "value of one"),
+        ("reward_metric/parity/length", "logged"), ("val/sums/pass@8_low", "solved"), ("ledger/weight/used", "reaches"),
+        ("ledger/tokens/opsm.sequence_mask", "removed"), ("opsm/rejected", "masks"), ("opsm/delta", "own name"),
+        ("env/trail/turns", "environment"), ("time/sync", "each phase"), ("test/sums/reward/task", "trainer.test"),
     ],
 )  # fmt: skip
 def test_a_metric_finds_its_entry(metric: str, part: str) -> None:

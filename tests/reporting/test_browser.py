@@ -120,7 +120,7 @@ def test_every_value_of_every_curve_is_the_loggers(browser: Browser, run: Path) 
     browser.go("#metric?name=reward%2Ftask&step=3")
     assert shown_figures(browser, "#point") == [metrics["reward/task"][3]]
     text = browser.ask("document.getElementById('main').textContent")
-    assert "weighted sum of the reward functions" in text and "rows that are rewarded" in text
+    assert "weighted sum of the reward functions" in text and "rewarded rows" in text
 
 
 @pytest.mark.nightly

@@ -48,12 +48,12 @@ def test_figures_stand_below_their_words_and_what_is_beyond_normal_is_marked() -
     assert header == "rollout       kl  findings  tokens/s"
     assert line == "      7    0.200!        2!    12346"
     assert summary_line(7, {"kl/rollout": 4.1, "kl/old": 4.1}, ["kl/rollout"]) == "      7     4.10"  # the policy moved
-    assert summary_line(7, {"length/truncated": 0.25}, ["length/truncated"]) == "      7      25%!"
+    assert summary_line(7, {"length/truncated": 0.25}, ["length/truncated"]) == "      7        25%!"
 
 
 def test_every_figure_keeps_its_column() -> None:
     columns = list(COLUMNS)
-    ends = [match.end() for match in re.finditer(r"\S+( off)?", summary_header(columns))]
+    ends = [match.end() for match in re.finditer(r"\S+", summary_header(columns))]
     for value in (0.0, 4.7e-10, -1.3e-5, -0.00123456, 123.456, 54321.0, -0.25, float("nan"), float("inf")):
         line = summary_line(3, {name: min(value, 1.0) if name in SHARES else value for name in columns}, columns)
         assert [match.end() for match in re.finditer(r"[^ !]+", line)] == ends, line

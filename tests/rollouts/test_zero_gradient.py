@@ -76,7 +76,9 @@ def test_dynamic_sampling_with_equal_rewards_ends_the_run(tmp_path: Path) -> Non
 
 
 def test_truncated_responses_without_a_trained_token_end_the_run() -> None:
-    ending = pytest.raises(IdleRunError, match=r"NoEOSMask .* Raise max_new_tokens, since most responses were cut off")
+    ending = pytest.raises(
+        IdleRunError, match=r"NoEOSMask .* Raise max_new_tokens, since most responses were truncated"
+    )
     with pytest.warns(UserWarning, match="rollout 0 taught"), ending:
         run(NoEOSMask("drop_tokens"), rewards=parity_reward, max_new_tokens=2, top_k=1, policy=never_ends)
 

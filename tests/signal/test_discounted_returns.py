@@ -1,4 +1,4 @@
-"""Returns along the valid tokens of a row: discounts over holes, and the value that stands in for what was cut off."""
+"""Returns along the valid tokens of a row: discounts over holes, and the value of the step after a truncated row."""
 
 import math
 from typing import Any

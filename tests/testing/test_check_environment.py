@@ -108,7 +108,7 @@ class Objects(Guess):
 
 
 class EndsAtOnce(Echo):
-    """Cannot be told of an answer that was cut off."""
+    """Cannot be told of an answer that was truncated."""
 
     @override
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:

@@ -178,15 +178,15 @@ def masks(evidence: Evidence) -> Iterator[Finding]:
         excluded = excluded | contribution(rollout)
     for contribution in evidence.contributions("reward_mask"):
         allowed = allowed & contribution(rollout)
-    left = rollout.real & ~excluded & ~rollout.failures
+    left = rollout.real & ~excluded & ~rollout.failed
     sampled = rollout.action_mask & rollout.trained[:, None]
     cases = [
         ("trained", "no row that a correction excludes", rollout.trained & excluded),
         ("trained", "every row that no correction excludes", left & ~rollout.trained),
-        ("trained", "no row that the engine aborted or the environment failed", rollout.failures & rollout.trained),
+        ("trained", "no row that the engine aborted or the environment failed", rollout.failed & rollout.trained),
         ("valid_tokens", "the sampled tokens of trained rows", (rollout.valid_tokens != sampled).any(-1)),
         ("rewarded", "only rows that every reward mask keeps", rollout.rewarded & ~allowed),
-        ("rewarded", "no row that the engine aborted or the environment failed", rollout.failures & rollout.rewarded),
+        ("rewarded", "no row that the engine aborted or the environment failed", rollout.failed & rollout.rewarded),
     ]
     for mask, expected, rows in cases:
         if rows.any():

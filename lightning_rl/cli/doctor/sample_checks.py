@@ -63,10 +63,10 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
 def truncation(samples: Samples) -> Iterator[Finding]:
     """Check that most responses end within ``max_new_tokens``."""
     rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
-    share = float(rollout.cut_off.double().mean())
+    share = float(rollout.truncated.double().mean())
     mean = float(rollout.sampled_lengths.double().mean())
     drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
-    yield fact("samples", f"{drawn}, {share:.0%} cut off at {limit} tokens")
+    yield fact("samples", f"{drawn}, {share:.0%} truncated at {limit} tokens")
     if share > MAX_TRUNCATED:
         cure = (
             f"max_new_tokens={2 * limit} or more, a prompt that asks for less, or eos_token_ids= if responses should "

@@ -30,7 +30,7 @@ class GymEnvironment(Environment):
     info)``.
 
     Its first text replaces the row's prompt, except for the system messages. The text of an answer is the action; an
-    answer that was cut off is none, and ends the conversation. The environment has its own states of the global
+    answer that was truncated is none, and ends the conversation. The environment has its own states of the global
     generators.
 
     Args:
@@ -58,7 +58,7 @@ class GymEnvironment(Environment):
 
     @override
     def step(self, answer: Action) -> StepResult:
-        if answer.cut_off:
+        if answer.truncated:
             return StepResult(done=True)
         with self._generators.in_place():
             observation, reward, terminated, truncated, info = self._game.step(answer.text)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_rl.generation.vllm.internals import outer_name, reset_prefix_cache
-from lightning_rl.policy.module_values import ModuleValues, Place, record_modules
+from lightning_rl.policy.module_values import ModuleValues, TokenPosition, record_modules
 
 
 def record_vllm_modules(llm: Any) -> AbstractContextManager[ModuleValues]:
@@ -24,15 +24,15 @@ def record_vllm_modules(llm: Any) -> AbstractContextManager[ModuleValues]:
     requests = list[int]()  # numbers, which vLLM counts up
     reset_prefix_cache(llm)  # tokens in it pass no module
 
-    def places(kwargs: Mapping[str, Any]) -> list[Place]:
-        batch, positions = runner.input_batch, kwargs["positions"].tolist()
+    def positions(kwargs: Mapping[str, Any]) -> list[TokenPosition]:
+        batch, numbered = runner.input_batch, kwargs["positions"].tolist()
         ends = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
-        rows = [-1] * len(positions)  # of padding
+        rows = [-1] * len(numbered)  # of padding
         numbers = [int(outer_name(name)) for name in batch.req_ids]
         requests.extend(numbers)
         for index, number in enumerate(numbers):
             rows[ends[index] : ends[index + 1]] = [number - min(requests)] * (ends[index + 1] - ends[index])
-        return [Place(row, position) for row, position in zip(rows, positions, strict=True)]
+        return [TokenPosition(row, position) for row, position in zip(rows, numbered, strict=True)]
 
     def has_output(module: nn.Module) -> bool:
         weighted = next(module.parameters(recurse=False), None) is not None
@@ -41,7 +41,7 @@ def record_vllm_modules(llm: Any) -> AbstractContextManager[ModuleValues]:
     return record_modules(
         model,
         model,
-        places,
+        positions,
         inputs=lambda module: isinstance(module, linear),
         outputs=has_output,
         fused={name: tuple(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()},

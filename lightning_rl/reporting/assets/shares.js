@@ -95,6 +95,6 @@ const RULES = [
     row: (page, metric, sample) => (sample.reward === null ? null : sample.rewards[metric.slice(7)]) },
   { fits: is("length/mean", "length/max"), how: "mean", colour: "none", what: "tokens drawn",
     row: (page, metric, sample) => sample.drawn },
-  { fits: is("length/truncated"), how: "mean", colour: "none", what: "cut off by a limit",
+  { fits: is("length/truncated"), how: "mean", colour: "none", what: "truncated by a limit",
     row: (page, metric, sample) => Number(sample.finish === "length" || sample.finish === "turns") },
 ];

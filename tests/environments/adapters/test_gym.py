@@ -65,7 +65,7 @@ def test_steps_become_messages_rewards_and_an_end() -> None:
     assert begun().step(Action(text="9")).done  # truncated
 
 
-def test_a_cut_off_answer_is_no_action_and_ends_the_conversation() -> None:
+def test_a_truncated_answer_is_no_action_and_ends_the_conversation() -> None:
     game = begun()
     step = game.step(Action(text="4", finish=FinishReason.LENGTH))
     assert (step.done, step.reward) == (True, None) and not hasattr(game._game, "drawn")  # noqa: SLF001

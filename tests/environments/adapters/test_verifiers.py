@@ -139,7 +139,7 @@ def rows_trained(rollouts: list[Rollout]) -> Counter[tuple[Any, ...]]:
             length = int(rollout.response_lengths[row])
             response = rollout.response_ids[row, :length].tolist()
             rows[tuple(prompt), tuple(response), tuple(rollout.action_mask[row, :length].tolist())] += 1 + int(
-                rollout.failures[row]
+                rollout.failed[row]
             )
     return rows
 
@@ -157,7 +157,7 @@ def test_what_trains_is_what_went_over_the_endpoint_id_by_id(make: Any, log: lis
     for rollout in kept:
         rewards = rollout.rewards[rollout.rewarded]
         assert (
-            torch.equal(rollout.rewarded, ~rollout.failures) and (rewards >= 0.5).all() and rewards.unique().numel() > 1
+            torch.equal(rollout.rewarded, ~rollout.failed) and (rewards >= 0.5).all() and rewards.unique().numel() > 1
         )
     (*_, figures) = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())
     assert float(figures["env/rewards/constant"]) == 1.0 and float(figures["env/failed"]) == 0.0
@@ -229,7 +229,7 @@ def test_whatever_task_or_harness_do_wrong_costs_their_own_rows_and_is_never_wor
     rows = [maker.rows()[2], *[faulty[fault] for fault in CAUSES]]
     options = {"group_size": 2, "max_environment_failure_rate": None}
     (rollout,), _ = rollouts_of(module_of(maker, **options), rows, default_root_dir=tmp_path)
-    assert rollout.failures.tolist() == [False] * 2 + [True] * 14
+    assert rollout.failed.tolist() == [False] * 2 + [True] * 14
     assert not rollout.trained[2:].any() and not rollout.rewarded[2:].any() and rollout.trained[:2].all()
     failed = failures_of(tmp_path)
     for place, cause in enumerate(CAUSES.values()):
@@ -258,7 +258,7 @@ def test_a_harness_that_blocks_is_killed_in_a_process_of_its_own(make: Any, tmp_
         maker, group_size=2, max_environment_failure_rate=None, environment_workers=2, environment_timeout=5.0
     )
     (rollout,), _ = rollouts_of(module, [row, maker.rows()[0]], default_root_dir=tmp_path)
-    assert rollout.failures.tolist() == [True, True, False, False]
+    assert rollout.failed.tolist() == [True, True, False, False]
     assert all(each["failure"].startswith("timeout: step took longer than 5 s") for each in failures_of(tmp_path))
     assert module.environment_workers is not None and module.environment_workers.pids() == []
 

@@ -48,7 +48,7 @@ FAULTS: tuple[Fault, ...] = (
         check="sample_conservation",
     ),
     engine("the sampled EOS dropped", lambda: parts.Altering(completion=parts.without_eos), check="answers"),
-    engine("every response called cut off", lambda: parts.Altering(completion=parts.cut_off), check="answers"),
+    engine("every response called truncated", lambda: parts.Altering(completion=parts.truncated), check="answers"),
     user(
         "excluded rows train",
         partial(NoEOSMask, "drop_tokens"),

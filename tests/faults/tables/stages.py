@@ -190,7 +190,7 @@ PAIRS = {"group_size": 2}
 
 
 FAULTS: tuple[Fault, ...] = (
-    user("a reward mask that takes the widest row for cut off", WidthMask, options=RAGGED),
+    user("a reward mask that takes the widest row for truncated", WidthMask, options=RAGGED),
     user("a reward mask by the mean length of a rank", NotTooLong, options=RAGGED),
     user("a filter by the padded width", ShortGroups, options=RAGGED),
     user(
