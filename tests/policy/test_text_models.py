@@ -160,20 +160,18 @@ def test_scores_and_draws_are_those_of_whole_sequences(row: Row, checkpoint: Che
         with pytest.raises(ValueError, match="use packing=False"):
             policy_of(checkpoint.folder, packed=True)
     rows = Rollout.of_samples(PROMPTS, RESPONSES, groups=(0, 0, 1, 2))
+    policy = policy_of(checkpoint.folder, packed=row.packed).eval()
     for packed in {False, row.packed}:
-        policy = policy_of(checkpoint.folder, packed=packed).eval()
         with torch.no_grad():
             scores = policy(pack(rows, packed=packed)).logprobs
         for score, prompt, response in zip(scores, PROMPTS, RESPONSES, strict=True):
             alone = logprobs_alone(policy.model, prompt, response)
             torch.testing.assert_close(score[: len(response)], alone, rtol=0, atol=1e-5)
-        if packed is not row.packed:
-            continue  # draws are the same, and both ways to score are those of whole sequences
-        if row.family in NOT_DRAWN:
-            with pytest.raises(ValueError, match=r"with a KV cache as without, .*: pass engine=VLLMEngine"):
-                check_draws(policy, packed=packed)
-        else:
-            check_draws(policy, packed=packed)
+    if row.family in NOT_DRAWN:
+        with pytest.raises(ValueError, match=r"with a KV cache as without, .*: pass engine=VLLMEngine"):
+            check_draws(policy, packed=row.packed)
+    else:
+        check_draws(policy, packed=row.packed)
 
 
 def check_draws(policy: PolicyModel, *, packed: bool) -> None:
