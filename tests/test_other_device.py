@@ -19,12 +19,13 @@ from kit.support import (
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from properties.exports import (
+    CORRECTIONS,
     ESTIMATOR_EXAMPLES,
     LOSS_EXAMPLES,
     REDUCTION_EXAMPLES,
     VALUE_EXAMPLES,
     correction_examples,
-    name_of,
+    quick_corrections,
 )
 from torch import Tensor
 
@@ -131,16 +132,21 @@ EXAMPLES: dict[str, Mapping[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("option", "name"), [(option, name) for option, examples in EXAMPLES.items() for name in examples]
+    ("option", "name"),
+    [
+        pytest.param(option, name, marks=[pytest.mark.nightly] if "-" in name else [])
+        for option, examples in EXAMPLES.items()
+        for name in examples
+    ],
 )
 def test_every_part_of_an_algorithm_is_the_same_on_another_device(option: str, name: str) -> None:
     assert_the_same_there(lambda device: step_of(an_algorithm(**{option: EXAMPLES[option][name]}), device))
 
 
-WITHOUT_A_FIT = [place for place, each in enumerate(correction_examples()) if "forward_context" not in each.contributes]
+WITHOUT_A_FIT = [one for one in quick_corrections() if "forward_context" not in CORRECTIONS[one.values[0]].contributes]
 
 
-@pytest.mark.parametrize("place", WITHOUT_A_FIT, ids=lambda place: name_of(correction_examples()[place]))
+@pytest.mark.parametrize("place", WITHOUT_A_FIT)
 def test_every_correction_is_the_same_on_another_device(place: int) -> None:
     def numbers_on(device: torch.device | str) -> Numbers:
         return step_of(an_algorithm([correction_examples()[place]]), device)

@@ -38,7 +38,7 @@ def run(preset: Preset, *, callbacks: bool = True, rollouts: int = 1, **options:
 
 
 @each
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_it_trains_and_warns_of_nothing(name: str, epochs: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -34,13 +34,21 @@ def test_watching_changes_nothing() -> None:
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 
 
-def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """Message and file of the finding about a detached KL loss."""
+    folder = tmp_path_factory.mktemp("detached")
     fault = next(fault for fault in faults.FAULTS if fault.name == "detached KL loss")
     with pytest.raises(AuditError) as raised:
-        fit(tiny_module(), callbacks=[*fault.callbacks(), SignalAudit(1, "raise")], default_root_dir=tmp_path)
-    assert "gradient_liveness: callback reference_kl.loss_term: expected a term with a gradient" in str(raised.value)
-    assert "What to do: compute it from view.logprobs without detach()" in str(raised.value)
-    saved = load(tmp_path / "audit" / "rollout-0.pt")
+        fit(tiny_module(), callbacks=[*fault.callbacks(), SignalAudit(1, "raise")], default_root_dir=folder)
+    return str(raised.value), folder / "audit" / "rollout-0.pt"
+
+
+def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(detached: tuple[str, Path]) -> None:
+    message, path = detached
+    assert "gradient_liveness: callback reference_kl.loss_term: expected a term with a gradient" in message
+    assert "What to do: compute it from view.logprobs without detach()" in message
+    saved = load(path)
     assert saved["findings"][0]["check"] == "gradient_liveness" and saved["rollout"].response_ids.dim() == 2
 
 
@@ -67,11 +75,9 @@ def test_the_saved_file_reproduces_a_finding(tmp_path: Path, name: str, cured: l
         assert not recheck(path, tiny_module(**options), cured)
 
 
-def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
-    fault = next(fault for fault in faults.FAULTS if fault.name == "detached KL loss")
-    faults.found_by_audit(fault, tmp_path)
+def test_an_unknown_check_is_refused(detached: tuple[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"expected checks out of .* got 'nothing'"):
-        recheck(tmp_path / "audit" / "rollout-0.pt", tiny_module(), checks=["nothing"])
+        recheck(detached[1], tiny_module(), checks=["nothing"])
 
 
 def test_it_looks_every_so_many_rollouts_at_the_checks_it_was_given(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ def test_a_metric_merges_over_ranks_and_counts_no_padding(name: str) -> None:
     assert bool(found) is wrong and all(culprit.startswith("callback figures.rollout_metrics") for culprit in found)
 
 
-def test_ranks_that_differ_in_their_collectives_are_named() -> None:
+def test_ranks_that_differ_in_their_collectives_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rl.audit.checks.stage_checks.PATIENCE", 0.5)
+
     def uneven(self: RLCallback, rollout: Rollout) -> Tensor:
         total = self.collectives.sum(rollout.rewards.sum()) if len(rollout) > 4 else rollout.rewards.sum()
         return rollout.rewards - total

@@ -8,17 +8,18 @@ from faults.fault import Fault
 from faults.tables import classes_two, conversations, edits, hooks, logs, rewards, samples, stages, step
 
 TABLES = (stages, step, logs, samples, rewards, edits, hooks, conversations, classes_two)
+COMPLETE = ("grpo with every correction, 32-true", "ppo with every correction, 32-true")
 PRECISE = ("weights in float64", "weights in bfloat16", "bf16-true", "only ended responses rewarded")
 
 
 def is_quick(name: str) -> bool:
     """Return True for the configurations of `make test`; the others are nightly."""
-    return name in PRECISE or name.endswith("with every correction, 32-true")
+    return name in PRECISE or name in COMPLETE
 
 
 def nightly_marks(number: int) -> list[pytest.MarkDecorator]:
-    """Mark all but every 24th fault as nightly; ``make test-faults`` runs all of them."""
-    return [pytest.mark.nightly] if number % 24 else []
+    """Mark all but every 48th fault as nightly; ``make test-faults`` runs all of them."""
+    return [pytest.mark.nightly] if number % 48 else []
 
 
 @pytest.mark.parametrize(

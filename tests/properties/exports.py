@@ -4,8 +4,11 @@ import importlib.util
 import inspect
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import lightning_rl.advantages
 import lightning_rl.losses
@@ -114,6 +117,20 @@ FOLLOWS = "rollout_kl"
 def corrections_with(*methods: str) -> list[RLCallback]:
     """The examples that offer one of some contribution methods."""
     return [correction for correction in CORRECTIONS if correction.contributes & set(methods)]
+
+
+def quick(examples: Iterable[str]) -> list[Any]:
+    """Return parameters for names of examples, nightly if another configuration of the same object is one."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if "-" in name else name for name in examples]
+
+
+def quick_corrections() -> list[Any]:
+    """Return parameters for the numbers of :data:`CORRECTIONS`, nightly if an earlier one is of the same class."""
+    names = [name_of(correction) for correction in CORRECTIONS]
+    return [
+        pytest.param(number, id=f"{name}-{number}", marks=[pytest.mark.nightly] if name in names[:number] else [])
+        for number, name in enumerate(names)
+    ]
 
 
 def leaf_of(correction: RLCallback) -> str:

@@ -16,14 +16,18 @@ from lightning_rl.callbacks import LinearLengthPenalty
 from lightning_rl.signal.reductions import REDUCTIONS
 from properties.batches import WITNESS, disturbed, few, inserted, joined, shuffled_tokens, some, views, without_columns
 from properties.evaluation import agree, evaluate, provided, same, tensor_versions
-from properties.exports import CORRECTIONS, FOLLOWS, corrections_with, name_of
+from properties.exports import CORRECTIONS, FOLLOWS, corrections_with, name_of, quick_corrections
 
 # With context= or turns=, LinearLengthPenalty counts masked tokens by its definition.
 INSERTABLE = [LinearLengthPenalty(0.25) if isinstance(c, LinearLengthPenalty) else c for c in CORRECTIONS]
 AT_LOSS = ("sequence_mask", "token_mask", "token_weight", "loss_term")
 BEFORE = ("reward_mask", "reward_bonus", "keep_groups", "exclude", "token_reward")
 REJECTING = ("sequence_mask", "token_mask")
-each = pytest.mark.parametrize("correction", CORRECTIONS, ids=name_of)
+every = pytest.mark.parametrize("correction", CORRECTIONS, ids=name_of)
+each = pytest.mark.parametrize(
+    "correction",
+    [pytest.param(CORRECTIONS[one.values[0]], id=one.id, marks=one.marks) for one in quick_corrections()],
+)
 each_at_loss = pytest.mark.parametrize("correction", corrections_with(*AT_LOSS), ids=name_of)
 each_rejecting = pytest.mark.parametrize("correction", corrections_with(*REJECTING), ids=name_of)
 FOLLOWING = [term for term in corrections_with("loss_term") if FOLLOWS in term.reads_at_loss]
@@ -59,7 +63,7 @@ def test_i_01_purity(correction: RLCallback, view: LossView) -> None:
     assert all(torch.equal(tensor, old) for (_, tensor), old in zip(view.tensors(), before, strict=True))
 
 
-@each
+@every
 @given(view=views(), poison=st.sampled_from([None, math.nan, math.inf, -math.inf]))
 @few
 def test_i_02_masked_values_take_no_part_even_if_they_are_poison(

@@ -29,9 +29,10 @@ from properties.batches import (
     without_columns,
 )
 from properties.evaluation import agree, signal_of, tensor_versions
-from properties.exports import ESTIMATOR_EXAMPLES, corrections_with, name_of
+from properties.exports import ESTIMATOR_EXAMPLES, corrections_with, name_of, quick
 
-each = pytest.mark.parametrize("name", ESTIMATOR_EXAMPLES)
+each = pytest.mark.parametrize("name", quick(ESTIMATOR_EXAMPLES))
+every = pytest.mark.parametrize("name", ESTIMATOR_EXAMPLES)
 BATCH_WIDE = {
     "lite-ppo",
     "batch",
@@ -86,7 +87,7 @@ def test_i_01_purity(name: str, view: LossView) -> None:
     assert all(torch.equal(tensor, old) for (_, tensor), old in zip(view.tensors(), before, strict=True))
 
 
-@each
+@every
 @given(view=views(), poison=st.sampled_from([None, math.nan, math.inf, -math.inf]))
 @some
 def test_i_02_masked_values_take_no_part_even_if_they_are_poison(
@@ -104,7 +105,7 @@ def test_i_03_masked_tokens_may_be_inserted(name: str, view: LossView, place: in
     agree([without_columns(one, place) for one in both(name, inserted(view, place))], both(name, view))
 
 
-@each
+@every
 @given(view=views(), seed=st.integers(0, 99))
 @some
 def test_i_07_rows_may_come_in_any_order(name: str, view: LossView, seed: int) -> None:
@@ -132,7 +133,7 @@ def test_i_11_advantages_are_where_the_valid_tokens_of_a_spread_group_are(name: 
         assert found[spread].all()
 
 
-@each
+@every
 @given(view=views(), columns=st.integers(0, 3), more=st.integers(0, 3))
 @some
 def test_i_14_padding_changes_nothing(name: str, view: LossView, columns: int, more: int) -> None:
@@ -154,7 +155,7 @@ def test_i_16_statistics_of_float32_rewards_are_exact(name: str, view: LossView)
     agree(found.double(), advantages(name, exact), 2e-5)
 
 
-@each
+@every
 @given(view=views(), group=st.integers(0, 2))
 @some
 def test_i_19_groups_are_isolated(name: str, view: LossView, group: int) -> None:

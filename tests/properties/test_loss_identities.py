@@ -17,9 +17,10 @@ from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 from properties.batches import KINDS, WITNESS, few, rows, shuffled_tokens, some, view_of_rows, views
 from properties.evaluation import agree, evaluate, prepared_view, provided
-from properties.exports import LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, leaf_of, name_of
+from properties.exports import LOSS_EXAMPLES, VALUE_EXAMPLES, corrections_with, leaf_of, name_of, quick
 
-each = pytest.mark.parametrize("name", LOSS_EXAMPLES)
+each = pytest.mark.parametrize("name", quick(LOSS_EXAMPLES))
+every = pytest.mark.parametrize("name", LOSS_EXAMPLES)
 DIVERGENCES = [
     correction
     for correction in corrections_with("loss_term")
@@ -43,7 +44,7 @@ def left_out(view: LossView, loss: PolicyLoss) -> Tensor:
     return prepared_view(view, loss).require("prepared")
 
 
-@each
+@every
 @given(view=views())
 @some
 def test_i_08_on_policy_every_loss_has_the_gradient_of_reinforce(name: str, view: LossView) -> None:
@@ -141,7 +142,7 @@ def test_i_23_rows_without_a_token_add_nothing_and_break_nothing(name: str, give
     assert all(moments[0] == 0 for key, moments in found.metrics.items() if key.startswith(("policy/", "kl/")))
 
 
-@each
+@every
 def test_i_23_no_rows_at_all_are_no_error(name: str) -> None:
     nothing = WITNESS.select(torch.zeros(len(WITNESS), dtype=torch.bool))
     assert evaluate(nothing, loss=LOSS_EXAMPLES[name]).loss == 0
@@ -156,7 +157,7 @@ def test_i_08_a_critic_that_is_right_has_no_loss(loss: ValueLoss, view: LossView
     assert found.parts["loss/value"] == 0 and not found.gradients[2].any()
 
 
-@each
+@every
 def test_i_12_the_metrics_of_a_loss_count_what_a_correction_rejects(name: str) -> None:
     reject = callback_of("reject", sequence_mask=lambda view: view.sample_ids % 2 == 0)
     plain, rejecting = (evaluate(WITNESS, loss=LOSS_EXAMPLES[name], callbacks=given) for given in ([], [reject]))
@@ -167,7 +168,7 @@ def test_i_12_the_metrics_of_a_loss_count_what_a_correction_rejects(name: str) -
     assert rejected[:2].tolist() == [len(trained), float((trained % 2 == 1).double().mean())]
 
 
-@each
+@every
 def test_i_12_shares_are_those_of_all_valid_tokens(name: str) -> None:
     metrics = evaluate(WITNESS, loss=LOSS_EXAMPLES[name]).metrics
     own = {key for key in metrics if key.startswith(("policy/", "kl/", "value/"))}

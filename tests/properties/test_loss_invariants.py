@@ -13,9 +13,10 @@ from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
 from properties.batches import WITNESS, disturbed, few, inserted, joined, some, twice, views, without_columns
 from properties.evaluation import agree, evaluate, prepared_view, same, tensor_versions
-from properties.exports import LOSS_EXAMPLES, REDUCTION_EXAMPLES
+from properties.exports import LOSS_EXAMPLES, REDUCTION_EXAMPLES, quick
 
-each = pytest.mark.parametrize("name", LOSS_EXAMPLES)
+each = pytest.mark.parametrize("name", quick(LOSS_EXAMPLES))
+every = pytest.mark.parametrize("name", LOSS_EXAMPLES)
 reductions = st.sampled_from(list(REDUCTION_EXAMPLES.values()))
 PLACED = ("clip_cov", "clip_cov-some")  # draw tokens by sample and position: only padding behind leaves the draw alone
 
@@ -40,7 +41,7 @@ def test_i_02_masked_values_take_no_part(name: str, view: LossView) -> None:
     assert same(evaluate(disturbed(view), loss=loss), evaluate(view, loss=loss))
 
 
-@each
+@every
 @given(view=views(), poison=st.sampled_from([math.nan, math.inf, -math.inf]))
 @some
 def test_i_02b_poison_at_masked_tokens_reaches_nothing(name: str, view: LossView, poison: float) -> None:
@@ -75,7 +76,7 @@ def cut_views(draw: st.DrawFn) -> tuple[LossView, list[list[int]]]:
     return view, cut
 
 
-@each
+@every
 @given(given_view=cut_views(), reduction=reductions)
 @some
 def test_i_04_any_cut_into_microbatches(
@@ -112,7 +113,7 @@ def test_i_14_padding_changes_nothing(name: str, view: LossView, columns: int, r
         assert not ours[number:].any() and not ours[:, width:].any()
 
 
-@each
+@every
 def test_i_09_padding_rows_have_every_field_and_every_metric(name: str) -> None:
     loss = LOSS_EXAMPLES[name]
     view = prepared_view(WITNESS, loss)

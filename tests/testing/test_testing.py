@@ -1,7 +1,7 @@
 """The kit: every export of the library passes it, and wrong code fails with the property that it breaks."""
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from faults.parts import (
     wrong_way,
 )
 from hypothesis import settings
-from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples
+from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples, quick, quick_corrections
 from torch import Tensor
 from typing_extensions import override
 
@@ -29,11 +29,6 @@ from lightning_rl import Estimator, LossTerm, LossView, PolicyLoss, RLCallback, 
 from lightning_rl.testing import PropertyError, check_advantage, check_callback, check_loss, check_reward, shrinking
 
 PAGE = Path(__file__).parents[2] / "docs" / "checking.md"
-
-
-def variants_in_long(examples: Iterable[str]) -> list[Any]:
-    """Names of examples; another configuration of the same thing is nightly."""
-    return [pytest.param(name, marks=pytest.mark.nightly) if "-" in name else name for name in examples]
 
 
 @pytest.fixture
@@ -44,20 +39,20 @@ def few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("few_batches")
-@pytest.mark.parametrize("name", variants_in_long(ESTIMATOR_EXAMPLES))
+@pytest.mark.parametrize("name", quick(ESTIMATOR_EXAMPLES))
 def test_every_estimator_passes(name: str) -> None:
     check_advantage(ESTIMATOR_EXAMPLES[name])
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("few_batches")
-@pytest.mark.parametrize("name", variants_in_long(LOSS_EXAMPLES))
+@pytest.mark.parametrize("name", quick(LOSS_EXAMPLES))
 def test_every_loss_passes(name: str) -> None:
     check_loss(LOSS_EXAMPLES[name])
 
 
 @pytest.mark.usefixtures("few_batches")
-@pytest.mark.parametrize("number", range(len(correction_examples())))
+@pytest.mark.parametrize("number", quick_corrections())
 def test_every_correction_passes(number: int) -> None:
     check_callback(correction_examples()[number])
 
