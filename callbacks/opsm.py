@@ -7,7 +7,7 @@ r"""Off-policy sequence masking: mask responses with negative advantage that bec
 :math:`\pi` is the current policy. By default, :math:`\mu` is the policy before the first optimizer step on the rollout
 (``old_logprobs``). With ``against="rollout"`` it is the engine that sampled (``rollout_logprobs``). :math:`\bar A_b` is
 the mean advantage of response b. The drift of a response is the mean of the log-ratio over its :math:`|o_b|` valid
-tokens. It is positive if the response became less likely. Rejected responses count in the denominator of the loss.
+tokens. A positive drift means that the response became less likely. Rejected responses count in the loss's denominator.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -28,8 +28,8 @@ Anchor = Literal["old", "rollout"]
 class OPSM(RLCallback):
     """Excludes responses of negative advantage from the policy loss if their drift exceeds a threshold.
 
-    Logs ``opsm/drift``, the mean drift of the trained responses. The core logs ``opsm/rejected``, the fraction of
-    responses that is masked.
+    Logs ``opsm/drift``, the mean drift of the trained responses. The module logs ``opsm/rejected``, the fraction
+    of responses that are masked.
 
     Args:
         delta: Threshold of the drift, in nats per token.

@@ -51,8 +51,8 @@ class RLLightningModule(BaseModule):
 
     A fit calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``, ``on_fit_start`` and
     ``on_train_start``, then ``begin_step``, ``on_train_batch_start`` and ``training_step`` for each optimizer step, and
-    ``teardown`` at the end. This class has the hooks of each step. Its base class :class:`BaseModule` has the other
-    hooks, and those of evaluation and checkpoints.
+    ``teardown`` at the end. This class has the hooks of each step. Its base class :class:`BaseModule` has all
+    other hooks, including those of evaluation and checkpoints.
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
@@ -64,12 +64,12 @@ class RLLightningModule(BaseModule):
         reference: Frozen policy for ``ref_logprobs``; by default a copy of the initial policy if a callback reads them.
         critic: ``"shared"`` for a value head on the policy, a separate model, or a :class:`Critic` with its loss.
         engine: Engine that generates; by default the policy itself through transformers.
-        sampling: Sampling parameters for training. Log-probabilities are computed at their temperature.
+        sampling: Sampling parameters for training. Log-probabilities are computed at the sampling temperature.
         tokenizer: Tokenizer; by default the one of ``policy`` if ``policy`` is a name or path.
         optimizer: Callable from parameter groups to an optimizer; by default fused AdamW with lr 1e-6.
         lr_scheduler: Callable from the optimizer to a scheduler that counts optimizer steps.
         environment: Class or function that creates an ``Environment``, a mapping from names to such factories, a list
-            of functions that the policy may call, or :class:`Conversations`, which holds one of these and limits.
+            of functions that the policy may call; or :class:`Conversations`: one of these with limits.
         evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
         group_size: Number of samples per prompt.
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout. A group is never split.
@@ -146,7 +146,7 @@ class RLLightningModule(BaseModule):
 
         Args:
             step_index: First optimizer step on the rollout.
-            end: Exclusive upper bound of the rollout numbers of the fit, possibly fractional; infinity if unknown.
+            end: Number of rollouts after which the fit ends, fractional if it ends within one; infinity if unknown.
         """
         number = step_index.rollout
         generator = RolloutGenerator.of(self, number, end)
@@ -212,7 +212,7 @@ class RLLightningModule(BaseModule):
             run.skipped += 1
             step = StepGradient(trace=begin_trace(run, batch, parallel))
         run.unlogged_step = step
-        # A checkpoint resumes after this step, even if a call below raises. StepMetrics clears the finished rollout.
+        # First, so that a checkpoint after an error below resumes after this step. StepMetrics resets run.current.
         run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
         outputs = step.outputs()
         if tokens:
@@ -221,7 +221,7 @@ class RLLightningModule(BaseModule):
         return outputs
 
     def _gradient(self, step_index: StepIndex) -> StepGradient:
-        """Return the gradient of a step; if memory runs out on any rank, repeat the step with half the token budget."""
+        """Return the gradient of a step; repeat with half ``max_tokens_per_microbatch`` if a rank is out of memory."""
         states = self.run.corrections.states() if self.parallel.repeats_steps else None
         gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
         if states is not None and process_maximum(int(gradient.out_of_memory)):

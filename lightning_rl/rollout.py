@@ -22,9 +22,9 @@ ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of the old policy's squared probabilities at each token
-# In ``token_extras``: k for a token that the policy sampled in turn k = 1, 2, ...; 0 for a token of the environment;
-# -k for a token of a rewritten context, which replaces all earlier tokens after turn k (see :func:`context_starts`).
-TURNS = "turns"
+# k for a token that the policy sampled in turn k = 1, 2, ...; 0 for a token of the environment; -k for a token of the
+# context that the environment wrote after turn k, which replaces all tokens before it.
+TURNS = "turns"  # in ``token_extras``: see :func:`context_starts`
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
@@ -66,7 +66,7 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens in the loss: ``action_mask``; after ``exclude_rows``, only in trained rows.
+        valid_tokens: True for tokens in the loss: ``action_mask``; ``exclude_rows`` sets it to False in untrained rows.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities of the engine that sampled.
@@ -206,8 +206,8 @@ class Rollout:
         value = getattr(self, name)
         if value is None:
             raise ValueError(
-                f'expected the rollout field "{name}" to be set, got None: add its name to reads of the loss, or to '
-                "reads or reads_at_loss of the callback"
+                f'expected the rollout field "{name}" to be set, got None: add its name to the attribute "reads" of '
+                'the loss, or to "reads" or "reads_at_loss" of the callback'
             )
         return value
 

@@ -41,8 +41,8 @@ def replay_of(case: Case) -> Replay:
 
 
 INTERPOLATED = (
-    "the policy before the update is the step's own with one optimizer step for a rollout, and one forward pass with "
-    "several: it is known exactly, where an interpolation by staleness (A-3PO, arXiv:2512.06547) guesses it"
+    "old log-probabilities are exact: from the step itself with one optimizer step per rollout, from one forward pass "
+    "with several. An interpolation by staleness (A-3PO, arXiv:2512.06547) approximates them"
 )
 NOT_OFFERED: dict[str, str] = {
     "decoupled_ppo_loglinear_proximal": INTERPOLATED,
@@ -51,13 +51,13 @@ NOT_OFFERED: dict[str, str] = {
 """Algorithms that the library does not have, with the reason."""
 
 NOT_COMPARED: dict[str, str] = {
-    "m_*": "what a peer logs beside the recorded outputs, under its own definitions",
-    "clipfrac": "of the value loss, and of losses that do not log the share of clipped tokens",
+    "m_*": "metrics that a peer logs beside the recorded outputs, under its own definitions",
+    "clipfrac": "in the value loss, and in losses that do not log the share of clipped tokens",
     "clip_ratio": "as clipfrac",
     "pg_clipfrac": "as clipfrac",
     "pg_clipfrac_lower": "as clipfrac",
-    "ppo_kl": "where the old policy takes no part",
-    "padding_action_log_probs": "what the policy says about padding is arbitrary: no token of it is valid",
+    "ppo_kl": "in cases without the old policy",
+    "padding_action_log_probs": "log-probabilities of padding are arbitrary, because no padding token is valid",
 }
 """Fields that are left out where a replay gives no value for them, with the reason. Patterns of fnmatch."""
 

@@ -151,8 +151,8 @@ def _row_without_tokens(case: Case) -> Prediction:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        name="a group of one teaches nothing: 0",
-        reason="verl, SkyRL and AReaL's leave-one-out let its raw reward through, which has no baseline",
+        name="a group of one row gets an advantage of 0",
+        reason="verl, SkyRL and AReaL's leave-one-out return the raw reward, which has no baseline",
         algorithms=(
             "grpo",
             "dr_grpo",
@@ -167,50 +167,50 @@ RULES: tuple[Rule, ...] = (
         predicts=_singleton,
     ),
     Rule(
-        name="a group of one teaches nothing: 0 before whitening",
-        reason="verl whitens its raw reward together with the centred ones",
+        name="a group of one row gets 0 before whitening",
+        reason="verl whitens the raw reward together with centred rewards",
         algorithms=("reinforce_plus_plus_baseline",),
         predicts=_singleton_whitened,
     ),
     Rule(
-        name="a group of one teaches nothing: 0 for each reward before whitening",
-        reason="verl whitens its raw rewards together with the standardised ones",
+        name="a group of one row gets 0 for each reward before whitening",
+        reason="verl whitens the raw rewards together with standardised rewards",
         algorithms=("gdpo",),
         predicts=_singleton_standardised,
     ),
     Rule(
-        name="MaxRL needs a positive mean and two rows: else 0",
-        reason="SkyRL divides by any mean: the sign flips below 0, the size explodes near it, a single row stays raw",
+        name="MaxRL is 0 without a positive mean and two rows",
+        reason="SkyRL divides by any mean: the sign flips below 0, the size explodes near 0, a single row stays raw",
         algorithms=("maxrl",),
         predicts=_worthless_group,
     ),
     Rule(
         name="the overlong penalty ends at -1 times its factor",
-        reason="verl, AReaL and NeMo-RL let it grow without bound; SkyRL sets the whole reward to 0, which can be more",
+        reason="verl, AReaL and NeMo-RL set no bound; SkyRL sets the whole reward to 0, which can be more",
         algorithms=("dapo_overlong",),
         predicts=_overlong,
     ),
     Rule(
-        name="a deviation is taken around its own mean",
-        reason="AReaL takes it around 0, or in a group around the batch's mean: an offset of the rewards changes it",
+        name="a standard deviation is taken around the mean of the same values",
+        reason="AReaL takes it around 0, or in a group around the batch's mean, so an offset of the rewards changes it",
         algorithms=("reward_norm", "reward_norm_masked", "advantage_norm"),
         predicts=_around_the_mean,
     ),
     Rule(
         name="a row that is not rewarded has no baseline",
-        reason="NeMo-RL divides the sum over its group by one row too few; no advantage is made of it",
+        reason="NeMo-RL divides the sum over its group by one row too few; no advantage uses this baseline",
         algorithms=("group_baseline_std",),
         predicts=_no_baseline,
     ),
     Rule(
         name="advantages are centred over the valid tokens",
-        reason="SkyRL subtracts the mean over padding as well, so that it depends on the width of the batch",
+        reason="SkyRL includes padding in the mean, which then depends on the width of the batch",
         algorithms=("advantage_batch_norm_then_scale",),
         predicts=_valid_mean,
     ),
     Rule(
         name="a row without valid tokens has no loss",
-        reason="TRL's GMPO counts its advantage with a ratio of 1: a constant without gradient",
+        reason="TRL's GMPO adds the row's advantage times a ratio of 1, a constant without gradient",
         algorithms=("gmpo",),
         predicts=_row_without_tokens,
     ),
