@@ -14,7 +14,7 @@ from importlib.resources import files
 
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 PLACEHOLDER = re.compile(r"<\w+>")
-MANY = {"<figure>": ".+", "<stage>": ".+", "@k": r"@\d+(_(low|high))?", "@n": r"@\d+(_(low|high))?"}
+MANY = {"<metric>": ".+", "<stage>": ".+", "@k": r"@\d+(_(low|high))?", "@n": r"@\d+(_(low|high))?"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def entry_of(metric: str) -> Entry | None:
 
     Example:
         >>> entry_of("kl/rollout").unit, entry_of("reward/exactly_sorted").population
-        ('nats', 'rewarded rows that it applies to')
+        ('nats', 'rewarded rows to which the function applies')
     """
     return next((entry for pattern, entry in _patterns() if pattern.fullmatch(metric)), None)
 
