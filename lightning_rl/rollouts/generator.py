@@ -22,7 +22,7 @@ class RolloutGenerator:
 
     Args:
         number: Number of the rollout.
-        end: Exclusive upper bound of the rollout numbers of the fit, possibly fractional; infinity if unknown.
+        end: Number of rollouts after which the fit ends, fractional if it ends within one; infinity if unknown.
         sampler: Sampler of the run.
         stream: Source of the prompts.
         parallel: Strategy of the run.
