@@ -28,8 +28,8 @@ Anchor = Literal["old", "rollout"]
 class OPSM(RLCallback):
     """Excludes responses of negative advantage from the policy loss if their drift exceeds a threshold.
 
-    Logs ``opsm/drift``, the mean drift of the trained responses. The module logs ``opsm/rejected``, the fraction
-    of responses that are masked.
+    This callback logs ``opsm/drift``, the mean drift of the trained responses. ``RLLightningModule`` logs
+    ``opsm/rejected``, the fraction of responses that are masked.
 
     Args:
         delta: Threshold of the drift, in nats per token.

@@ -7,7 +7,7 @@ from lightning_rl.translation.trl_options import OPTIONS, Option
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- docs/coming_from_trl.py writes what follows -->\n", "<!-- up to here -->\n"
-WITHOUT = {"different": "there is no option; `from-trl` prints the reason", "refused": "`from-trl` prints the reason"}
+WITHOUT = {"different": "accepted, not used; `from-trl` prints the reason", "refused": "`from-trl` prints the reason"}
 OPTION_HEAD = """
 | option of TRL | here | | note |
 |---|---|---|---|

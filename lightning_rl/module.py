@@ -62,14 +62,14 @@ class RLLightningModule(BaseModule):
         loss: Policy loss, name in ``LOSSES``, or ``function(LossView) -> Tensor`` that returns losses of shape [B, T].
         reduction: Name in ``REDUCTIONS``, or function that returns the weight of each token, shape [B, T].
         reference: Frozen policy for ``ref_logprobs``; by default a copy of the initial policy if a callback reads them.
-        critic: ``"shared"`` for a value head on the policy, a separate model, or a :class:`Critic` with its loss.
+        critic: ``"shared"`` for a value head on the policy, or a separate model, or a :class:`Critic` with its loss.
         engine: Engine that generates; by default the policy itself through transformers.
         sampling: Sampling parameters for training. Log-probabilities are computed at the sampling temperature.
         tokenizer: Tokenizer; by default the one of ``policy`` if ``policy`` is a name or path.
         optimizer: Callable from parameter groups to an optimizer; by default fused AdamW with lr 1e-6.
         lr_scheduler: Callable from the optimizer to a scheduler that counts optimizer steps.
-        environment: Class or function that creates an ``Environment``, a mapping from names to such factories, a list
-            of functions that the policy may call; or :class:`Conversations`: one of these with limits.
+        environment: A class or function that creates an ``Environment``, a mapping from names to such classes or
+            functions, or a list of tools. Wrap any of these in :class:`Conversations` to set limits.
         evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
         group_size: Number of samples per prompt.
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout. A group is never split.
@@ -146,7 +146,7 @@ class RLLightningModule(BaseModule):
 
         Args:
             step_index: First optimizer step on the rollout.
-            end: Number of rollouts after which the fit ends, fractional if it ends within one; infinity if unknown.
+            end: Number of rollouts of the fit, such as 2.5 if it ends in the middle of the third; infinity if unknown.
         """
         number = step_index.rollout
         generator = RolloutGenerator.of(self, number, end)
@@ -212,7 +212,7 @@ class RLLightningModule(BaseModule):
             run.skipped += 1
             step = StepGradient(trace=begin_trace(run, batch, parallel))
         run.unlogged_step = step
-        # First, so that a checkpoint after an error below resumes after this step. StepMetrics resets run.current.
+        # Before the calls below: if one of them raises, the checkpoint resumes with the next step.
         run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
         outputs = step.outputs()
         if tokens:

@@ -21,10 +21,11 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of the old policy's squared probabilities at each token
-# k for a token that the policy sampled in turn k = 1, 2, ...; 0 for a token of the environment; -k for a token of the
-# context that the environment wrote after turn k, which replaces all tokens before it.
-TURNS = "turns"  # in ``token_extras``: see :func:`context_starts`
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabilities over the old policy's vocabulary
+# In ``token_extras``, for each response token: k = 1, 2, ... if the policy sampled it in turn k; 0 if the environment
+# added it; -k if it belongs to a context that the environment wrote after turn k. Such a context replaces all tokens
+# before it, see :func:`context_starts`.
+TURNS = "turns"
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
@@ -66,7 +67,8 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens in the loss: ``action_mask``; ``exclude_rows`` sets it to False in untrained rows.
+        valid_tokens: True for tokens in the loss. Equal to ``action_mask`` until ``exclude_rows`` makes untrained rows
+            False.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities of the engine that sampled.
@@ -248,7 +250,7 @@ class Rollout:
         return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
 
     def sanitize(self: RolloutT) -> RolloutT:
-        """Return a copy with the float fields per token set to 0 where ``valid_tokens`` is False."""
+        """Return a copy in which every per-token float field is 0 where ``valid_tokens`` is False."""
         invalid = ~self.valid_tokens
 
         def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:

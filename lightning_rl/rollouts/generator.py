@@ -22,7 +22,7 @@ class RolloutGenerator:
 
     Args:
         number: Number of the rollout.
-        end: Number of rollouts after which the fit ends, fractional if it ends within one; infinity if unknown.
+        end: Number of rollouts of the fit, such as 2.5 if it ends in the middle of the third; infinity if unknown.
         sampler: Sampler of the run.
         stream: Source of the prompts.
         parallel: Strategy of the run.

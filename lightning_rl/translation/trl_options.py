@@ -169,7 +169,7 @@ SECTIONS: dict[str, Table] = {
         | same("`VLLMEngine(max_model_len=)`", vllm_max_model_length=None)
         | same("`VLLMEngine(tensor_parallel_size=)`", vllm_tensor_parallel_size=1)
         | same("`TruncatedIS`, `IcePop`, `SequenceRatioMask`", vllm_importance_sampling_correction=True)
-        | same("the class, and its `level=`", vllm_importance_sampling_mode="sequence_mask")
+        | same("the choice of one of these classes, and its `level=`", vllm_importance_sampling_mode="sequence_mask")
         | same("`cap` or `high`", vllm_importance_sampling_clip_max=3.0)
         | same("`floor` or `low`", vllm_importance_sampling_clip_min=None)
         | same("the old name of `vllm_importance_sampling_clip_max`", vllm_importance_sampling_cap=None)
@@ -192,7 +192,7 @@ SECTIONS: dict[str, Table] = {
         | same("the schedule; below 1 it is a share of the steps, as in TRL", warmup_steps=0)
     ),
     "Precision and memory": (
-        same("`Trainer(precision=)`: `bf16-mixed`, as TRL by default", bf16=None)
+        same('`Trainer(precision="bf16-mixed")`, also if it is not set, as in TRL', bf16=None)
         | same('`Trainer(precision="16-mixed")`', fp16=False)
         | inert("training and evaluation share the Trainer's `precision`", bf16_full_eval=False, fp16_full_eval=False)
         | inert("call `torch.set_float32_matmul_precision` in the recipe", tf32=None)
