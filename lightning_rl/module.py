@@ -146,7 +146,7 @@ class RLLightningModule(BaseModule):
 
         Args:
             step_index: First optimizer step on the rollout.
-            end: Number of rollouts of the fit, such as 2.5 if it ends in the middle of the third; infinity if unknown.
+            end: End of the fit in rollouts since the start of the run, such as 2.5; infinity if unknown.
         """
         number = step_index.rollout
         generator = RolloutGenerator.of(self, number, end)
@@ -212,7 +212,7 @@ class RLLightningModule(BaseModule):
             run.skipped += 1
             step = StepGradient(trace=begin_trace(run, batch, parallel))
         run.unlogged_step = step
-        # Before the calls below: if one of them raises, the checkpoint resumes with the next step.
+        # Commit before the calls below, so that the checkpoint resumes with the next step if one of them raises.
         run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
         outputs = step.outputs()
         if tokens:

@@ -21,7 +21,7 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum of squared probabilities over the old policy's vocabulary
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: the old policy's squared probabilities, summed over all tokens
 # In ``token_extras``, for each response token: k = 1, 2, ... if the policy sampled it in turn k; 0 if the environment
 # added it; -k if it belongs to a context that the environment wrote after turn k. Such a context replaces all tokens
 # before it, see :func:`context_starts`.

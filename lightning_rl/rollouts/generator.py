@@ -22,7 +22,7 @@ class RolloutGenerator:
 
     Args:
         number: Number of the rollout.
-        end: Number of rollouts of the fit, such as 2.5 if it ends in the middle of the third; infinity if unknown.
+        end: End of the fit in rollouts since the start of the run, such as 2.5; infinity if unknown.
         sampler: Sampler of the run.
         stream: Source of the prompts.
         parallel: Strategy of the run.

@@ -134,7 +134,11 @@ SECTIONS: dict[str, Table] = {
     "Generation": (
         same("`SamplingParams(max_new_tokens=)`; None is refused", max_completion_length=512)
         | same("`SamplingParams(temperature=)`", temperature=1.0)
-        | different("`SamplingParams(top_p=)`", "log-probabilities are normalized over the filtered tokens", top_p=1.0)
+        | different(
+            "`SamplingParams(top_p=)`",
+            "log-probabilities are normalized over the tokens that the filter keeps",
+            top_p=1.0,
+        )
         | different("`SamplingParams(top_k=)`", "as `top_p`", top_k=0)
         | different("`SamplingParams(min_p=)`", "as `top_p`", min_p=None)
         | refusal(OTHER_POLICY, repetition_penalty=1.0)
