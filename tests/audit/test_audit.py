@@ -35,7 +35,7 @@ def test_watching_changes_nothing() -> None:
 
 
 @pytest.fixture(scope="module")
-def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def finding_of_detached_kl(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Message and file of the finding about a detached KL loss."""
     folder = tmp_path_factory.mktemp("detached")
     fault = next(fault for fault in faults.FAULTS if fault.name == "detached KL loss")
@@ -44,8 +44,8 @@ def detached(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return str(raised.value), folder / "audit" / "rollout-0.pt"
 
 
-def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(detached: tuple[str, Path]) -> None:
-    message, path = detached
+def test_a_finding_says_who_and_what_to_do_and_the_rollout_is_kept(finding_of_detached_kl: tuple[str, Path]) -> None:
+    message, path = finding_of_detached_kl
     assert "gradient_liveness: callback reference_kl.loss_term: expected a term with a gradient" in message
     assert "What to do: compute it from view.logprobs without detach()" in message
     saved = load(path)
@@ -75,9 +75,9 @@ def test_the_saved_file_reproduces_a_finding(tmp_path: Path, name: str, cured: l
         assert not recheck(path, tiny_module(**options), cured)
 
 
-def test_an_unknown_check_is_refused(detached: tuple[str, Path]) -> None:
+def test_an_unknown_check_is_refused(finding_of_detached_kl: tuple[str, Path]) -> None:
     with pytest.raises(ValueError, match=r"expected checks out of .* got 'nothing'"):
-        recheck(detached[1], tiny_module(), checks=["nothing"])
+        recheck(finding_of_detached_kl[1], tiny_module(), checks=["nothing"])
 
 
 def test_it_looks_every_so_many_rollouts_at_the_checks_it_was_given(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def a_version_late(completion: Completion) -> Completion:
     return dataclasses.replace(completion, version=completion.version + 1)
 
 
-def truncated(completion: Completion) -> Completion:
+def mark_as_truncated(completion: Completion) -> Completion:
     """Set the finish reason of every response to length."""
     return dataclasses.replace(completion, finish=FinishReason.LENGTH)
 

@@ -48,7 +48,9 @@ FAULTS: tuple[Fault, ...] = (
         check="sample_conservation",
     ),
     engine("the sampled EOS dropped", lambda: parts.Altering(completion=parts.without_eos), check="answers"),
-    engine("every response called truncated", lambda: parts.Altering(completion=parts.truncated), check="answers"),
+    engine(
+        "every response called truncated", lambda: parts.Altering(completion=parts.mark_as_truncated), check="answers"
+    ),
     user(
         "excluded rows train",
         partial(NoEOSMask, "drop_tokens"),
