@@ -120,7 +120,7 @@ licences: $(INSTALLED) ## Write docs/licences.md: the licence of every installed
 check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling, language
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/pyright --threads $(WORKERS)
+	$(BIN)/pyrefly check
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 	$(BIN)/python -m tests.language

@@ -222,7 +222,7 @@ def from_zero(optimizer: Optimizer) -> LambdaLR:
 def lora(**options: Any) -> Any:
     """Return a policy with adapters."""
     shape = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    return get_peft_model(tiny_policy(**options), shape)  # pyright: ignore[reportArgumentType]
+    return get_peft_model(tiny_policy(**options), shape)
 
 
 def partly_frozen() -> Any:

@@ -66,7 +66,7 @@ def lora_policy(dtype: torch.dtype, **options: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         targets = ["q_proj", "v_proj", "down_proj"]
-        model = get_peft_model(tiny_policy(dtype=dtype, **options), LoraConfig(r=2, target_modules=targets))  # pyright: ignore[reportArgumentType]
+        model = get_peft_model(tiny_policy(dtype=dtype, **options), LoraConfig(r=2, target_modules=targets))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)

@@ -75,4 +75,4 @@ def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_
 
 def with_callback(trainer: type[Trainer], callback: Callback) -> Callable[..., Trainer]:
     """A Trainer that has one callback more."""
-    return lambda **options: trainer(**{**options, "callbacks": [*options["callbacks"], callback]})
+    return lambda **options: trainer(**options | {"callbacks": [*options["callbacks"], callback]})
