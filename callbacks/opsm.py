@@ -27,9 +27,9 @@ Anchor = Literal["old", "rollout"]
 
 
 class OPSM(RLCallback):
-    """Excludes responses with negative advantage from the policy loss if their drift exceeds a threshold.
+    """Masks responses with negative advantage in the policy loss if their drift exceeds a threshold.
 
-    This callback logs ``opsm/drift``, the mean drift of the trained responses. ``RLLightningModule`` logs
+    This callback logs ``opsm/drift``, the mean drift of the responses that are trained on. ``RLLightningModule`` logs
     ``opsm/rejected``, the fraction of responses that are masked.
 
     Args:

@@ -1,4 +1,4 @@
-"""RLLightningModule: reinforcement learning as the hooks of a LightningModule."""
+"""RLLightningModule: a LightningModule whose hooks generate rollouts and train on them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -70,7 +70,7 @@ class RLLightningModule(BaseModule):
         lr_scheduler: Function that builds a scheduler from the optimizer; the scheduler counts optimizer steps.
         environment: A class or function that creates an ``Environment``, a mapping from names to such classes or
             functions, or a list of tools. Wrap any of these in :class:`Conversations` to set limits.
-        evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
+        evaluation: One or several ``Evaluation``, run in addition to the data module's validation prompts.
         group_size: Number of samples per prompt.
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout. A group is never split.
         epochs_per_rollout: Number of passes over a rollout.
@@ -113,7 +113,7 @@ class RLLightningModule(BaseModule):
         model: ModelOptions = ModelOptions(),  # noqa: B008  frozen
         seed: int = 0,
     ) -> None:
-        super().__init__(locals())  # locals() contains no variables but the arguments here
+        super().__init__(locals())  # locals() holds only self and the arguments at this point
         self.automatic_optimization = False
 
     # A rollout: sync, generate, reward, plan, log-probabilities, signal.
@@ -190,7 +190,7 @@ class RLLightningModule(BaseModule):
     @override
     @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
-        """Make one optimizer step, or skip it on all ranks if no rank has a token to train on."""
+        """Make one optimizer step; skip it if the rollout is skipped, or if no rank has a token to train on."""
         run, parallel = self.run, self.parallel
         if batch.rollout in self.fault_tolerance.skip_rollouts:
             run.skipped += 1

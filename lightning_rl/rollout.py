@@ -21,12 +21,10 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = (
-    "sum_pi_squared"  # in ``token_extras``: sum of the old policy's squared probabilities over the vocabulary
-)
+SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum over the vocabulary of the old policy's squared p
 # In ``token_extras``, for each response token: k = 1, 2, ... if the policy sampled it in turn k; 0 if the environment
-# added it; -k if it belongs to a context that the environment wrote after turn k. Such a context replaces all tokens
-# before it, see :func:`context_starts`.
+# appended it, such as the result of a tool; -k if it belongs to a new context with which the environment replaced all
+# earlier tokens after turn k, see :func:`context_starts`.
 TURNS = "turns"
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
@@ -69,8 +67,8 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens in the loss. Initially equal to ``action_mask``; ``exclude_rows`` of
-            rollouts/estimate_signal.py then sets rows that are not trained on to False.
+        valid_tokens: True for tokens in the loss: tokens of ``action_mask`` in the rows of ``trained``. Before
+            ``exclude_rows`` (rollouts/estimate_signal.py) has run, it is equal to ``action_mask``.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
         rollout_logprobs: Log-probabilities that the engine computed while sampling.
@@ -188,7 +186,7 @@ class Rollout:
 
     @property
     def sampled_lengths(self) -> Int[Tensor, " B"]:
-        """Number of sampled tokens of each response, without tokens of an environment, shape [B]."""
+        """Number of sampled tokens of each response, not counting those of an environment, shape [B]."""
         return self.action_mask.sum(-1)
 
     @property

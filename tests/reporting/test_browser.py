@@ -420,7 +420,7 @@ def test_stale_weights_give_themselves_away(browser: Browser, tmp_path: Path) ->
     assert named[0] == "kl/rollout" and "kl/old" not in named
     browser.click("#main .notice a")  # 1: the notice above the curves
     facts = browser.ask("document.querySelector('dl.facts').textContent")
-    assert "5 of 8 points" in facts and "the engine did not sample from the policy that trains" in facts
+    assert "5 of 8 points" in facts and "the engine did not sample from the policy that is trained" in facts
     browser.click("#moved-tokens a")  # 2: the token with the largest share
     facts = browser.ask(
         "Object.fromEntries([...document.querySelectorAll('.panel dd')].map((e) => [e.dataset.fact, e.textContent]))"
