@@ -28,44 +28,7 @@ RATIO_TIMES_K1 = 3  # open-instruct's number for it
 COEFFICIENTS = ("reference_policy_kl_penalty", "beta", "kl_loss_coef")
 
 
-@replays(
-    "ppo_clip",
-    "ppo_clip_dual",
-    "ppo_clip_two_sided_delta",
-    "ppo_clip_with_kl",
-    "ppo_clip_with_is_ratio",
-    "gspo",
-    "gspo_token",
-    "cispo",
-    "cispo_rollout_anchor",
-    "dppo_binary_tv",
-    "dppo_binary_kl",
-    "clip_cov",
-    "kl_cov",
-    "gmpo",
-    "reinforce",
-    "policy_loss/gpg",
-    "cross_entropy",
-    "importance_sampling",
-    "rollout_is",
-    "cispo_decoupled",
-    "importance_sampling_untruncated",
-    "sequence_geometric_mask_times_raw_token_is",
-    "tis_sequence_gspo",
-    "geometric_sequence_mask",
-    "icepop_token_mask",
-    "outlier_token_veto",
-    "product_sequence_mask",
-    "sequence_product_mask",
-    "sequence_kl_mask",
-    "token_kl_mask",
-    "ppo_clip_high_entropy_tokens",
-    "icepop",
-    "tis_token",
-    "tis_sequence",
-    "sequence_geometric_mask",
-    "sequence_product_mis",
-)
+@replays("policy_loss/*", "off_policy/*")
 def policy_loss(case: Case) -> Outputs:
     """A loss object and callbacks through the objective, as a training step calls them."""
     if "logp" not in case:

@@ -145,13 +145,6 @@ def penalised(case: Case) -> PolicyLoss:
 
 
 LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
-    "ppo_clip": surrogate,
-    "ppo_clip_dual": surrogate,
-    "ppo_clip_two_sided_delta": surrogate,
-    "ppo_clip_with_kl": surrogate,
-    "ppo_clip_with_is_ratio": surrogate,
-    "ppo_clip_high_entropy_tokens": surrogate,
-    "opsm": surrogate,
     "gspo": per_sequence,
     "gspo_token": per_sequence,
     "gspo_dual": per_sequence,

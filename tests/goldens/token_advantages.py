@@ -168,13 +168,7 @@ def _returns(gamma: float, rewards: Tensor, inside: Tensor) -> Tensor:
     return discounted_returns(rewards, inside, gamma=gamma)
 
 
-@replays(
-    "advantages_token/reinforce_plus_plus_baseline",
-    "advantages_token/grpo",
-    "advantages_token/dr_grpo",
-    "advantages_token/rloo",
-    "gae_pipeline",
-)
+@replays("advantages_token/*")
 def pipelines(case: Case) -> Outputs:
     """An estimator in the middle of a peer's pipeline."""
     if case.peer not in PIPELINES:

@@ -12,12 +12,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
-from faults.fault import Fault, user
-from lightning_rl import LossView, RLCallback, RLLightningModule
+from faults.fault import SMALL, STEPS, Fault, made, user
+from lightning_rl import LossView, RLLightningModule
 from lightning_rl.policy import Plan
-
-STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
-SMALL = {"max_tokens_per_microbatch": 24}
 
 
 class HalvedGradients(Callback):
@@ -108,18 +105,11 @@ class TrimmedPlan(Callback):
             pl_module.run.current = dataclasses.replace(current, plan=plan)
 
 
-class EveryOtherRow(RLCallback):
-    """Masks every other row of a microbatch."""
-
-    name = "every_other_row"
-
-    @override
-    def token_mask(self, view: LossView) -> Tensor:
-        return (torch.arange(len(view)) % 2 == 0)[:, None].expand_as(view.valid_tokens).clone()
+def every_other_row(view: LossView) -> Tensor:
+    return (torch.arange(len(view)) % 2 == 0)[:, None].expand_as(view.valid_tokens).clone()
 
 
 def halved_by_the_module(self: RLLightningModule) -> None:
-    """Halve the gradient in a hook of the user's module class."""
     for parameter in self.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
@@ -158,5 +148,5 @@ FAULTS: tuple[Fault, ...] = (
     ),
     user("a hook that ends learning by the rate", PatientRate),
     user("a hook that trims the plan", TrimmedPlan, options={**STEPS, **SMALL}),
-    user("a mask by the place in a microbatch", EveryOtherRow),
+    user("a mask by the place in a microbatch", made(token_mask=every_other_row)),
 )
