@@ -3,8 +3,6 @@
 import math
 from dataclasses import replace
 
-import torch
-
 from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution
 from goldens.logged import logged
@@ -18,7 +16,6 @@ from lightning_rl import DRO, GSPO, VESPO, LossView, SequenceSumNorm
 from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import Corrections
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND
-from lightning_rl.signal.masked import last_true
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 
 FLOOR = 1e-8  # of a weight before its logarithm
@@ -42,8 +39,6 @@ def vespo(case: Case) -> Outputs:
     view, rest = view_of_case(case), replace(case, arrays={k: v for k, v in case.arrays.items() if k not in WEIGHTS})
     if "importance_sampling_ratio" in case:
         log_ratio = case["importance_sampling_ratio"].clamp(FLOOR, math.exp(LOG_RATIO_BOUND)).log()
-        if log_ratio.shape[-1] == 1:  # of a whole row: at its last token
-            log_ratio = torch.where(last_true(view.valid_tokens), log_ratio, 0.0)
         view = view.replace(rollout_logprobs=case["old_logp"] - log_ratio)
     return objective(view, vespo_of(case), token_mean, callbacks=corrections_around(rest))
 

@@ -107,10 +107,8 @@ def leave_one_out(case: Case) -> Outputs:
     return {"advantages": signal.spread_out(rows)}
 
 
-def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float | None) -> Tensor:
+def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float) -> Tensor:
     rows, std = RLOO().per_row(scores, groups, rewarded), std_of_others(scores, groups, rewarded)
-    if epsilon is None:
-        return rows
     return torch.where(std > 0, rows / (std + epsilon), rows)
 
 
@@ -137,7 +135,7 @@ def decoupled(case: Case) -> Outputs:
     for values, weight in zip(parts, weights, strict=True):
         known = ~values.isnan()
         if case.params.get("use_leave_one_out_baseline"):
-            rows = _leave_one_out(values, groups, known, epsilon if scaled else None)
+            rows = _leave_one_out(values, groups, known, epsilon)
         else:
             rows = Normalized(std=std, epsilon=epsilon).per_row(values, groups, known)
         total = total + weight * rows

@@ -25,7 +25,7 @@ from lightning_rl.losses import (
     KLCov,
     Reinforce,
 )
-from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, clipped_weight, sequence_log_ratio
+from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, sequence_log_ratio
 
 LOW = (
     "eps_clip_low",
@@ -97,14 +97,7 @@ def clipped_weight_loss(case: Case) -> PolicyLoss:
     if not peer_of(case).cispo_floor:
         clip["clip_low"] = 1.0
     clip["clip_high"] += peer_of(case).cispo_offset - 1
-    if clip["clip_high"] < 0:  # a weight that never gets to 1
-        return FunctionLoss(lambda view: _light(view, 1 + clip["clip_high"]))
     return CISPO(**clip, anchor=case.params.get("cispo_anchor", "old"))
-
-
-def _light(view: LossView, cap: float) -> Tensor:
-    weight = clipped_weight(view.logprobs, view.require("old_logprobs"), minimum=0.0, maximum=cap)
-    return weight * Reinforce()(view)
 
 
 def temperatures(case: Case) -> dict[str, float]:

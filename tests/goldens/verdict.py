@@ -75,10 +75,7 @@ def _sortable(error: float) -> float:
 def _explained(rule: Rule, case: Case, different: dict[str, Difference]) -> bool:
     if case.algorithm not in rule.algorithms:
         return False
-    try:
-        predicted = rule.predicts(case)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
-        return False  # the rule is about inputs or parameters that this case does not have
+    predicted = rule.predicts(case)
     return all(name in predicted and _as_predicted(found, *predicted[name]) for name, found in different.items())
 
 
