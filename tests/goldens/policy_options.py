@@ -17,7 +17,6 @@ from lightning_rl.losses import (
     DPPO,
     GMPO,
     GSPO,
-    M2PO,
     SAPO,
     ClipCov,
     ClippedSurrogate,
@@ -149,7 +148,6 @@ LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
     "dppo_binary_kl": trust_region,
     "clip_cov": drawn,
     "kl_cov": penalised,
-    "m2po": lambda case: M2PO(**clip_of(case), threshold=m2_threshold(case)),
     "gmpo": lambda case: GMPO(**clip_of(case)),
     "sapo": lambda case: SAPO(**temperatures(case)),
     "reinforce": lambda _case: Reinforce(),
@@ -157,9 +155,6 @@ LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
     "cross_entropy": lambda _case: Reinforce(),
     "importance_sampling": lambda _case: ClippedSurrogate(clip_low=1.0, clip_high=math.inf),
     "rollout_is": lambda _case: Reinforce(),
-    "off_policy_is_current_over_rollout": lambda case: (
-        Reinforce() if case.params["base_loss"] == "reinforce" else surrogate(case)
-    ),
 }
 """Our loss for a peer's algorithm; corrections around a loss that is not named here are around PPO's surrogate."""
 
