@@ -37,10 +37,6 @@ class Drawing(TokenEnvironment):
         self.draws[1]()
         return TokenStep(done=True)
 
-    @override
-    def close(self) -> None:
-        """Holds nothing."""
-
 
 def talk(reset: Callable[[], Any], step: Callable[[], Any]) -> None:
     with fork_generators(torch.device("cpu")):

@@ -34,10 +34,6 @@ def train(folder: Path, fails: Callable[[int], bool], **options: Any) -> tuple[l
                 raise ConnectionError(f"no answer for {self.place % 2}")
             return TokenStep(done=True, reward=1.0)
 
-        @override
-        def close(self) -> None:
-            """Holds nothing."""
-
     seen = list[Rollout]()
     data = PromptDataModule([{"prompt": [2, 3], "place": place} for place in range(8)], 4, shuffle=False)
     module = tiny_module(environment=Partner, **options)
@@ -89,10 +85,6 @@ def test_a_group_that_lost_a_row_is_judged_by_the_others(tmp_path: Path) -> None
             if token_ids[0] % 4 == 2:
                 raise KeyError("x")
             return TokenStep(done=True)
-
-        @override
-        def close(self) -> None:
-            """Holds nothing."""
 
     seen = list[Rollout]()
     module = tiny_module(environment=Partner, max_environment_failure_rate=None)
@@ -173,10 +165,6 @@ def test_a_reset_that_fails_has_no_extras(tmp_path: Path) -> None:
         @override
         def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
             return TokenStep(done=True, reward=1.0)
-
-        @override
-        def close(self) -> None:
-            """Holds nothing."""
 
     seen = list[Rollout]()
     data = PromptDataModule([{"prompt": [2, 3], "place": place} for place in range(4)], 4, shuffle=False)

@@ -39,10 +39,6 @@ class Echo(TokenEnvironment):
             return TokenStep(done=True, reward=reward)
         return TokenStep(token_ids=(first, 2 + self.turn), reward=reward, metrics={"echoes": 1.0})
 
-    @override
-    def close(self) -> None:
-        pass
-
 
 def new_echo() -> Echo:
     """An :class:`Echo`, for configuration files."""

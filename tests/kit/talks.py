@@ -36,10 +36,6 @@ class Echo(TokenEnvironment):
             self.heard.append(self.seed)
         return TokenStep(token_ids=[2 + (self.seed + sum(token_ids)) % 100, 5])
 
-    @override
-    def close(self) -> None:
-        """Holds nothing."""
-
 
 def openings(number: int = 16, *, pause: float = 0.0, **options: Any) -> list[Opening]:
     """Conversations of :data:`TURNS` turns of up to 16 tokens; ``options`` are those of SamplingParams."""

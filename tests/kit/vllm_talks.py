@@ -36,10 +36,6 @@ class Counting(TokenEnvironment):
         self.left -= 1
         return TokenStep(token_ids=[3 + self.left]) if self.left else TokenStep(done=True)
 
-    @override
-    def close(self) -> None:
-        """Holds nothing."""
-
 
 def opening(number: int, ids: Sequence[int]) -> Opening:
     """One conversation."""
