@@ -126,6 +126,9 @@ class Bad(TokenEnvironment):
             return TokenStep(done=True, reward=self.row["sample"] + 0.5)
         return TokenStep(token_ids=[5, *token_ids])
 
+    @override
+    def close(self) -> None: ...
+
 
 class FailsOnce(Bad):
     """Raises in the second turn unless a file is there, which it writes before."""

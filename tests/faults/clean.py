@@ -202,7 +202,7 @@ def preset(name: str, **options: Any) -> Fault:
     steps = {} if name == "rloo" else STEPS
     given = {key: value for key, value in recipe.options.items() if key != "sampling"}
     return configuration(
-        f"preset {name}", {"max_new_tokens": 8, **given, **steps}, lambda: presets.PRESETS[name](**options).callbacks
+        f"preset {name}", {"max_new_tokens": 8, **given, **steps}, lambda: [*presets.PRESETS[name](**options).callbacks]
     )
 
 
