@@ -64,6 +64,12 @@ def made(**members: Any) -> Callable[[], RLCallback]:
     return partial(callback_of, next(iter(members.values())).__name__, **members)
 
 
+def hooked(**hooks: Callable[..., None]) -> Callable[[], Callback]:
+    """Return a maker of callbacks of Lightning of functions, with the name of the first of them."""
+    bodies = {hook: lambda _self, *given, body=body, **_: body(*given) for hook, body in hooks.items()}
+    return type(next(iter(hooks.values())).__name__, (Callback,), bodies)
+
+
 def user(name: str, *makers: Callable[[], Callback], culprit: str | None = None, **given: Any) -> Fault:
     """Return a fault in callbacks of a user; the culprit is the first of them by default."""
     named = name_of_callback(makers[0]()) if culprit is None else culprit

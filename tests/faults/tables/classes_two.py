@@ -24,7 +24,7 @@ import lightning_rl.policy.lora
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.rollouts.sample
 import lightning_rl.update
-from faults.fault import OLD_TO_ROLLOUT, PPO, Fault, engine, made, user
+from faults.fault import OLD_TO_ROLLOUT, PPO, Fault, engine, hooked, made, user
 from faults.patches import after
 from lightning_rl import (
     ClippedSurrogate,
@@ -376,18 +376,14 @@ def scores_as_rewards(result: Any, *_: Any) -> Any:
     return rollout.replace(rewards=signal.scores), signal
 
 
-class RenamesForDashboard(Callback):
-    """Replace the task's reward by the shaped one on its way into the logger, for a dashboard of one curve."""
+def renames_for_dashboard(trainer: Any, pl_module: Any) -> None:
+    write = trainer.logger.log_metrics
 
-    @override
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        write = trainer.logger.log_metrics
+    def renamed(metrics: dict[str, float], step: int | None = None) -> None:
+        changes = {"reward/task": metrics["reward/shaped"]} if "reward/shaped" in metrics else {}
+        write({**metrics, **changes}, step=step)
 
-        def renamed(metrics: dict[str, float], step: int | None = None) -> None:
-            changes = {"reward/task": metrics["reward/shaped"]} if "reward/shaped" in metrics else {}
-            write({**metrics, **changes}, step=step)
-
-        trainer.logger.log_metrics = renamed
+    trainer.logger.log_metrics = renamed
 
 
 class WritesShaped(RLCallback):
@@ -761,7 +757,7 @@ ALL: tuple[Fault, ...] = (
         [after(lightning_rl.rollouts.estimate_signal, "estimate_advantages", scores_as_rewards)],
         short,
     ),
-    user("shaped reward on its way into the logger", RenamesForDashboard, short),
+    user("shaped reward on its way into the logger", hooked(on_fit_start=renames_for_dashboard), short),
     user("shaped reward written into the logger", WritesShaped, short),
     # k2 logged and k3 trained
     user("k2 logged by a subclass that trains k3", lambda: LogsK2(0.1, as_loss=True)),

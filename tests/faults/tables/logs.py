@@ -6,15 +6,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
-from typing_extensions import override
 
 import lightning_rl.algorithm
 import lightning_rl.metrics
 import lightning_rl.module
 import lightning_rl.rollouts.estimate_signal
-from faults.fault import PPO, SMALL, STEPS, Fault, user
+from faults.fault import PPO, SMALL, STEPS, Fault, hooked, user
 from faults.patches import after, logging
 from lightning_rl import Rollout, Stat
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
@@ -88,14 +86,10 @@ def kept_alone(result: Any, *_: Any) -> Any:
     return result._replace(stats={**result.stats, "groups/sampled": Stat.single(float(kept)).sum()})
 
 
-class Percent(Callback):
-    """Converts the rewards in the log to percentages."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        stats = pl_module.run.metrics.groups["rollout"]
-        place = stats.keys.index("reward/task")
-        stats.moments[place, 1] *= 100
+def percent(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    stats = pl_module.run.metrics.groups["rollout"]
+    place = stats.keys.index("reward/task")
+    stats.moments[place, 1] *= 100
 
 
 def without(name: str, row: Mapping[str, float], *_: Any) -> dict[str, float]:
@@ -179,5 +173,5 @@ FAULTS: tuple[Fault, ...] = (
             )
         ],
     ),
-    user("a hook that rescales what waits to be logged", Percent),
+    user("a hook that rescales what waits to be logged", hooked(on_before_optimizer_step=percent)),
 )

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 import lightning_rl.module
 import lightning_rl.update
-from faults.fault import PPO, SMALL, STEPS, Fault, user
+from faults.fault import PPO, SMALL, STEPS, Fault, hooked, user
 from faults.patches import accumulating, after
 from lightning_rl import LossView, ValueLoss
 from lightning_rl.algorithm import Algorithm
@@ -161,14 +161,10 @@ def cut_policy() -> Qwen2ForCausalLM:
     return model
 
 
-class ForgottenGradients(Callback):
-    """Clears the gradients of norms before the step."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            if "norm" in name:
-                parameter.grad = None
+def forgotten_gradients(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    for name, parameter in pl_module.named_parameters():
+        if "norm" in name:
+            parameter.grad = None
 
 
 class FrozenLayer(Callback):
@@ -184,20 +180,12 @@ class FrozenLayer(Callback):
         pl_module.policy.model.model.layers[1].load_state_dict(self.kept)
 
 
-class ForgottenMoments(Callback):
-    """Resets the optimizer before every step."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        optimizer.state.clear()
+def forgotten_moments(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
 
 
-class StepsAhead(Callback):
-    """Steps the optimizer in a hook, in addition to the loop."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        getattr(optimizer, "optimizer", optimizer).step()
+def steps_ahead(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    getattr(optimizer, "optimizer", optimizer).step()
 
 
 class Impatient(AdamW):
@@ -257,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("dropout in the update, without an old pass", "update|policy", patches=[in_update(with_dropout)]),
     Fault("the update sees the log-probabilities of the row above", "update|policy", patches=[in_update(of_row_above)]),
     Fault("a first layer cut off from the gradient", "parameter|policy|layers", options={"policy": cut_policy}),
-    user("gradients of norms forgotten before the step", ForgottenGradients),
+    user("gradients of norms forgotten before the step", hooked(on_before_optimizer_step=forgotten_gradients)),
     Fault(
         "gradients summed up in bfloat16",
         f"{UPDATE}|gradient",
@@ -309,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
         "optimizer|update|step",
         patches=[patch.object(LightningOptimizer, "step", step_twice)],
     ),
-    user("a hook that steps before the step", StepsAhead),
+    user("a hook that steps before the step", hooked(on_before_optimizer_step=steps_ahead)),
     Fault(
         "a constant rate of 0 by an integer division",
         "rate_in_whole_numbers|scheduler|rate|lr",
@@ -322,7 +310,7 @@ FAULTS: tuple[Fault, ...] = (
         "bfloat16|optimizer|parameter|weights",
         options={"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=1e-6)},
     ),
-    user("moments forgotten before every step", ForgottenMoments),
+    user("moments forgotten before every step", hooked(on_before_optimizer_step=forgotten_moments)),
     Fault(
         "a gradient that is never cleared",
         f"{UPDATE}|optimizer|gradient",
