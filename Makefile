@@ -61,9 +61,9 @@ demo: $(INSTALLED) ## Train a tiny model on a laptop
 test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
-test-all: check-static $(VERIFIERS_INSTALLED) ## Every test of .venv, and those of the package verifiers
-	$(BIN)/pytest $(PARALLEL) $(WATCHED)
-	$(VERIFIERS_TESTS)
+test-all: test-verifiers test-adapters test-loggers test-liger test-launch bench-trl $(VLLM_INSTALLED) ## Every test that make test and make test-vllm leave out
+	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
+	$(VLLM_BIN)/pytest $(WATCHED) -m nightly tests/vllm
 
 test-mutations: $(INSTALLED) ## Inject known silent bugs into a copy, one at a time; a test must fail for each
 	$(BIN)/python -m tests.mutations
@@ -120,7 +120,7 @@ licences: $(INSTALLED) ## Write docs/licences.md: the licence of every installed
 check-static: $(INSTALLED) ## Format, lint, types, import layers, spelling, language
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/pyright --threads $(WORKERS)
+	$(BIN)/pyrefly check
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/codespell
 	$(BIN)/python -m tests.language

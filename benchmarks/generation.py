@@ -76,7 +76,7 @@ def by_generate(model: PreTrainedModel, requests: Sequence[Request]) -> int:
     ids = torch.tensor([request.prefix_ids for request in requests])
     lengths = [request.sampling.max_new_tokens for request in requests]
     options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max(lengths), pad_token_id=PAD, eos_token_id=EOS)
-    drawn = model.generate(  # pyright: ignore[reportCallIssue]
+    drawn = model.generate(  # pyrefly: ignore[not-callable]
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=options,

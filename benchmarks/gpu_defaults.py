@@ -88,7 +88,7 @@ def _run(
         sampling=options.pop("sampling", SamplingParams(max_new_tokens=longest, eos_token_ids=(1,))),
         model=ModelOptions(max_tokens_per_microbatch=16_384),
         optimizer=partial(AdamW, lr=1e-6, fused=True),
-        **{"minibatches_per_rollout": 1, **options},
+        **dict[str, Any](minibatches_per_rollout=1) | options,
     )
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(2, VOCABULARY, (3 * rows // 8, PROMPT), generator=draw).tolist()
@@ -106,7 +106,7 @@ def _trainer(findings: Findings, folder: str, steps: int = 2, **options: Any) ->
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        **{"precision": "bf16-mixed", "logger": False, "log_every_n_steps": 1, **options},
+        **dict[str, Any](precision="bf16-mixed", logger=False, log_every_n_steps=1) | options,
     )
 
 

@@ -138,7 +138,7 @@ def _fit(
         logger=False,
         callbacks=[keeper, StopOnZeroGradient(patience=None)],
         default_root_dir=folder,
-        **{"devices": 1, **QUIET, **options},
+        **dict[str, Any](devices=1) | QUIET | options,
     )
     trainer.fit(module, PromptDataModule(prompt_texts(4 * STEPS), 4), ckpt_path=resumed)
     weights = module.parallel.full_parameters(module.required_policy)

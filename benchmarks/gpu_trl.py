@@ -86,9 +86,9 @@ def by_library() -> list[float]:
 
 def by_trl() -> list[float]:
     """Make the steps with TRL."""
-    from datasets import Dataset  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl import GRPOConfig, GRPOTrainer
 
     class Clock(TrainerCallback):
         """Records the end times of steps."""

@@ -113,7 +113,7 @@ class Mismatch(DummyLogger):
         self.kl: list[float] = []
 
     @override
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         self.kl += [metrics["kl/rollout"]] if "kl/rollout" in metrics else []
 
 

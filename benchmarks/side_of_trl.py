@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 from transformers import LogitsProcessorList, Qwen2ForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+from trl import GRPOConfig, GRPOTrainer
 from typing_extensions import override
 from workload import SIZES, Phases, ScriptedLengths, lengths_of, prompt_texts, qwen2, rewards_by_place, words
 
@@ -32,7 +32,7 @@ class ScriptedModel(Qwen2ForCausalLM):
     def generate(self, *arguments: Any, **options: Any) -> Any:
         with self.phases.of("generation"):
             scripted = LogitsProcessorList([self.script])
-            return super().generate(*arguments, logits_processor=scripted, **options)  # pyright: ignore[reportAttributeAccessIssue]
+            return super().generate(*arguments, logits_processor=scripted, **options)  # pyrefly: ignore[bad-argument-type]
 
 
 class TimedTrainer(GRPOTrainer):

@@ -5,9 +5,10 @@ r"""Off-policy sequence masking: mask responses with negative advantage that bec
     \delta
 
 :math:`\pi` is the current policy. By default, :math:`\mu` is the policy before the first optimizer step on the rollout
-(``old_logprobs``). With ``against="rollout"`` it is the engine that sampled (``rollout_logprobs``). :math:`\bar A_b` is
-the mean advantage of response b. The drift of a response is the mean of the log-ratio over its :math:`|o_b|` valid
-tokens. A positive drift means that the response became less likely. Rejected responses count in the loss's denominator.
+(``old_logprobs``), so nothing is masked in that first step. With ``against="rollout"``, :math:`\mu` is the policy as
+the inference engine evaluated it while sampling (``rollout_logprobs``). :math:`\bar A_b` is the mean advantage of
+response b. The drift of a response is the mean of the log-ratio over its :math:`|o_b|` valid tokens. A positive drift
+means that the response became less likely. Rejected responses count in the loss's denominator.
 
 Source: DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, eq. 9.
 """
@@ -26,7 +27,7 @@ Anchor = Literal["old", "rollout"]
 
 
 class OPSM(RLCallback):
-    """Excludes responses of negative advantage from the policy loss if their drift exceeds a threshold.
+    """Excludes responses with negative advantage from the policy loss if their drift exceeds a threshold.
 
     This callback logs ``opsm/drift``, the mean drift of the trained responses. ``RLLightningModule`` logs
     ``opsm/rejected``, the fraction of responses that are masked.

@@ -30,15 +30,16 @@ ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
 CASES = ("tests/data/goldens", "tests/data/goldens_more")
 HEAD = """# Algorithms
 
-The table lists losses, estimators, reductions, KL estimators and corrections. Each name links to formula and options,
-and each figure shows the effect.
-Pass the name or an object as `loss=`, `advantages=`, `reduction=`, `Critic(loss=)`, `GAE(lam=)` or
-`ReferenceKL(estimator=)`, and corrections as `Trainer(callbacks=[...])`. [Choosing](choosing.md) lists when each helps.
-"Also in" lists libraries whose [recorded results](evidence.md#parity) are compared with those of lightning-rl.
+The table lists losses, estimators, reductions, KL estimators and corrections. Each algorithm links to its formula and
+options. Pass corrections to the Trainer, as `Trainer(callbacks=[...])`. Pass any other algorithm, as an object or by
+the name in the second column, as `loss=`, `advantages=`, `reduction=`, `Critic(loss=)`, `GAE(lam=)` or
+`ReferenceKL(estimator=)`. [Choosing](choosing.md) lists when each algorithm helps. In definitions, the score of a
+response is its reward including bonuses, and a row is one response. "Also in" lists the libraries whose
+[recorded results](evidence.md#parity) are compared with lightning-rl's.
 
-The figures (`python docs/figures.py`, fixed seeds) use one rollout of the [quickstart](index.md)'s task with 256
-responses, four optimizer steps and a staleness of one rollout. The default is grey. The figures do not compare the
-quality of algorithms. `python docs/algorithms.py` writes this page.
+Each figure shows the effect of an algorithm on one rollout of the [quickstart](index.md)'s task, with 256 responses,
+four optimizer steps and a staleness of one rollout. The default algorithm is grey. The figures do not compare the
+quality of algorithms. `python docs/figures.py` draws the figures, and `python docs/algorithms.py` writes this page.
 
 | Algorithm | Name | Changes | Definition | Also in | Paper | Figure |
 |---|---|---|---|---|---|---|

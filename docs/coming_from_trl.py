@@ -9,7 +9,7 @@ PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- docs/coming_from_trl.py writes what follows -->\n", "<!-- up to here -->\n"
 WITHOUT = {"different": "accepted, not used; `from-trl` prints the reason", "refused": "`from-trl` prints the reason"}
 OPTION_HEAD = """
-| option of TRL | here | | note |
+| option of TRL | in lightning-rl | | note |
 |---|---|---|---|
 """
 

@@ -149,16 +149,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import an export from its subpackage, or the subpackage itself (PEP 562)."""
-    if name in MODULE_OF:
-        value = getattr(import_module(MODULE_OF[name]), name)
-    elif name in {module.partition(".")[0] for module in EXPORTS}:
-        value = import_module(f"lightning_rl.{name}")
-    else:
-        raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}", name=name, obj=None)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for an export
+
+    def __getattr__(name: str) -> Any:
+        """Import an export from its subpackage, or the subpackage itself (PEP 562)."""
+        if name in MODULE_OF:
+            value = getattr(import_module(MODULE_OF[name]), name)
+        elif name in {module.partition(".")[0] for module in EXPORTS}:
+            value = import_module(f"lightning_rl.{name}")
+        else:
+            raise AttributeError(f"module 'lightning_rl' has no attribute {name!r}", name=name, obj=None)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

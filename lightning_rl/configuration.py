@@ -41,7 +41,7 @@ def configuration(module: Any, trainer: Trainer) -> dict[str, Any]:
         ``callbacks``, ``trainer`` and ``versions``.
     """
     callbacks = callbacks_of(trainer)
-    datamodule = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    datamodule = trainer.datamodule  # pyrefly: ignore[missing-attribute]
     corrections = [callback for callback in callbacks if isinstance(callback, RLCallback) and callback.affects]
     others = [callback for callback in callbacks if callback not in corrections and not isinstance(callback, SHOWN)]
     return {

@@ -1,4 +1,4 @@
-"""RLLightningModule: training over rollouts, as hooks of a LightningModule."""
+"""RLLightningModule: reinforcement learning as the hooks of a LightningModule."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -46,8 +46,8 @@ from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 class RLLightningModule(BaseModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
-    ``on_train_batch_start`` generates a rollout. The rollout is used for ``steps_per_rollout`` optimizer steps:
-    minibatches_per_rollout x epochs_per_rollout. Corrections are callbacks of the Trainer.
+    A rollout is used for ``steps_per_rollout`` = minibatches_per_rollout x epochs_per_rollout optimizer steps.
+    ``on_train_batch_start`` generates it before the first of these steps. Corrections are callbacks of the Trainer.
 
     A fit calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``, ``on_fit_start`` and
     ``on_train_start``, then ``begin_step``, ``on_train_batch_start`` and ``training_step`` for each optimizer step, and
@@ -66,8 +66,8 @@ class RLLightningModule(BaseModule):
         engine: Engine that generates; by default the policy itself through transformers.
         sampling: Sampling parameters for training. Log-probabilities are computed at the sampling temperature.
         tokenizer: Tokenizer; by default the one of ``policy`` if ``policy`` is a name or path.
-        optimizer: Callable from parameter groups to an optimizer; by default fused AdamW with lr 1e-6.
-        lr_scheduler: Callable from the optimizer to a scheduler that counts optimizer steps.
+        optimizer: Function that builds an optimizer from parameter groups; by default fused AdamW with lr 1e-6.
+        lr_scheduler: Function that builds a scheduler from the optimizer; the scheduler counts optimizer steps.
         environment: A class or function that creates an ``Environment``, a mapping from names to such classes or
             functions, or a list of tools. Wrap any of these in :class:`Conversations` to set limits.
         evaluation: ``Evaluation`` or list of them, run in addition to the data module's validation prompts.
@@ -113,7 +113,7 @@ class RLLightningModule(BaseModule):
         model: ModelOptions = ModelOptions(),  # noqa: B008  frozen
         seed: int = 0,
     ) -> None:
-        super().__init__(locals())  # locals() is only the arguments here
+        super().__init__(locals())  # locals() contains no variables but the arguments here
         self.automatic_optimization = False
 
     # A rollout: sync, generate, reward, plan, log-probabilities, signal.
@@ -146,7 +146,8 @@ class RLLightningModule(BaseModule):
 
         Args:
             step_index: First optimizer step on the rollout.
-            end: End of the fit in rollouts since the start of the run, such as 2.5; infinity if unknown.
+            end: Point at which the fit ends, counted in rollouts from the start of the run: 2.5 is the middle of the
+                third rollout. Infinity if unknown.
         """
         number = step_index.rollout
         generator = RolloutGenerator.of(self, number, end)

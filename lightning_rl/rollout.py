@@ -21,7 +21,9 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
-SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: the old policy's squared probabilities, summed over all tokens
+SUM_PI_SQUARED = (
+    "sum_pi_squared"  # in ``token_extras``: sum of the old policy's squared probabilities over the vocabulary
+)
 # In ``token_extras``, for each response token: k = 1, 2, ... if the policy sampled it in turn k; 0 if the environment
 # added it; -k if it belongs to a context that the environment wrote after turn k. Such a context replaces all tokens
 # before it, see :func:`context_starts`.
@@ -38,12 +40,12 @@ class FinishReason(IntEnum):
     STOP = 0
     LENGTH = 1
     ABORT = 2
-    TURNS = 3  # limit of turns in a conversation
+    TURNS = 3  # limit on turns in a conversation
     FAILED = 4  # failure of the environment
 
 
 def field_axes(axes: str, pad: float | int = 0) -> dict[str, Any]:
-    """Return the metadata of a field: the axes of its tensors, and the value of padding."""
+    """Return the metadata of a field: the axes of its tensors, and the padding value."""
     return {"axes": axes, "pad": pad}
 
 
@@ -67,11 +69,11 @@ class Rollout:
         policy_version: Version of the weights that sampled each token; -1 for other tokens.
         trained: True for rows that are trained on.
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
-        valid_tokens: True for tokens in the loss. Equal to ``action_mask`` until ``exclude_rows`` makes untrained rows
-            False.
+        valid_tokens: True for tokens in the loss. Initially equal to ``action_mask``; ``exclude_rows`` of
+            rollouts/estimate_signal.py then sets rows that are not trained on to False.
         rewards: Weighted sum of the reward functions.
         task_rewards: Values of each reward function by name; NaN where it returned None.
-        rollout_logprobs: Log-probabilities of the engine that sampled.
+        rollout_logprobs: Log-probabilities that the engine computed while sampling.
         old_logprobs: Log-probabilities of the policy before the first optimizer step on the rollout.
         ref_logprobs: Log-probabilities of the frozen reference.
         values: Predictions of the critic.
@@ -191,7 +193,7 @@ class Rollout:
 
     @property
     def truncated(self) -> Bool[Tensor, " B"]:
-        """Mask of the rows truncated by a limit of tokens or turns, shape [B]."""
+        """Mask of the rows truncated by a limit on tokens or turns, shape [B]."""
         return (self.finish == FinishReason.LENGTH) | (self.finish == FinishReason.TURNS)
 
     @property

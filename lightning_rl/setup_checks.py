@@ -99,8 +99,8 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     check_builders(optimizer=options["optimizer"], lr_scheduler=options["lr_scheduler"])
     rewards, critic = Rewards.of(options["rewards"]), Critic.of(options["critic"])
     conversations = Conversations.of(options["environment"])
-    sources = {name: import_by_name(**{name: options[name]}) for name in ("policy", "reference")}
-    sources["critic"] = None if critic is None else import_by_name(critic=critic.source)
+    sources: dict[str, Any] = {name: import_by_name(**{name: options[name]}) for name in ("policy", "reference")}
+    sources |= {"critic": None if critic is None else import_by_name(critic=critic.source)}
     check_sources(**sources)
     if conversations is not None:
         conversations = conversations.resolve()

@@ -234,10 +234,9 @@ def from_table(outputs: Outputs) -> Forward:
         index, (rows, width) = microbatch.index, microbatch.layout.shape
         if not len(index):  # the backward needs a graph even without rows
             zeros = outputs.logprobs.sum() * 0 + outputs.logprobs.new_zeros(rows, width)
-            parts = {name: None if output is None else zeros for name, output in outputs._asdict().items()}
-            return outputs._replace(**{**parts, "entropy": zeros.detach()})
-        parts = {name: None if output is None else output[index, :width] for name, output in outputs._asdict().items()}
-        return outputs._replace(**parts)
+            parts = Outputs._make(None if output is None else zeros for output in outputs)
+            return parts._replace(entropy=zeros.detach())
+        return Outputs._make(None if output is None else output[index, :width] for output in outputs)
 
     return forward
 

@@ -7,7 +7,7 @@
 Every option is a keyword of `main`; to change anything else, copy this file. The task is `sorting_task.py`.
 """
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from command_line import call
 
@@ -58,8 +58,8 @@ def main(
     from lightning_rl.callbacks import NoEOSMask, TruncatedIS
     from lightning_rl.reporting import RolloutSummary
 
-    critic = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # on the policy's hidden states
-    options = critic if algorithm == "ppo" else {"advantages": GRPO(), "group_size": 8}
+    critic: dict[str, Any] = {"advantages": GAE(), "critic": "shared", "group_size": 1}  # on the policy's hidden states
+    options: dict[str, Any] = critic if algorithm == "ppo" else {"advantages": GRPO(), "group_size": 8}
     prompts, held_out = 256 // options["group_size"], task.held_out_prompts()
     module = RLLightningModule(
         policy=partial(task.warm_started_policy, seed), tokenizer=task.sorting_tokenizer(), rewards=task.exactly_sorted,

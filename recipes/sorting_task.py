@@ -196,7 +196,7 @@ def learning_curve(csv_path: str | Path, picture_path: str | Path) -> None:
         "val/reward/task": {"label": "held-out accuracy, greedy", "color": "tab:blue", "linewidth": 2.0, "marker": "o"},
     }.items():
         points = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
-        axes.plot([step for step, _ in points], [value for _, value in points], **style)
+        axes.plot([step for step, _ in points], [value for _, value in points], **style)  # pyrefly: ignore[bad-argument-type]
     axes.set(title="Learning to sort", xlabel="optimizer step", ylabel="fraction exactly sorted", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

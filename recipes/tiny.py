@@ -47,7 +47,7 @@ def command_line(main: Callable[..., Any], **options: Any) -> Any:
 
     def small() -> dict[str, Any]:
         rows = {"train": rows_of("train"), "test": rows_of("test")}
-        values = {**SIZES, **DEVICE, **rows, "model": "policy", **options}
+        values: dict[str, Any] = {**SIZES, **DEVICE, **rows, "model": "policy", **options}
         values |= {name: model(values[name]) for name in ("model", "teacher") if name in values}
         known = inspect.signature(main).parameters
         return {name: value for name, value in values.items() if name in known}

@@ -11,11 +11,12 @@ from typing import Any
 UPLOT = "1.6.32"
 HEAD = f"""# Licences
 
-Licences of the packages that `make install` puts into `.venv`, from their metadata; `make licences` writes this page.
-The library itself is Apache-2.0 and ships none of them. It ships a chart library in every
-[report](inspecting.md#report); the documentation site contains one by which its search works from a folder:
+This page lists the licences of the packages that `make install` puts into `.venv`, from the packages' metadata.
+`make licences` writes the page. The library itself is Apache-2.0 and contains none of these packages. Every
+[report](inspecting.md#report) contains the chart library uPlot. The documentation site contains iframe-worker, with
+which its search works if the site is opened from a folder:
 
-| carried | licence |
+| contained library | licence |
 |---|---|
 | uPlot {UPLOT} | MIT |
 | iframe-worker 1.0.4 | MIT |

@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "recipes")]
 import sorting_task as task  # noqa: E402
 from kit.browser import Browser, chromium  # noqa: E402
 from kit.stale_engine import StaleEngine  # noqa: E402
-from lightning.pytorch import Trainer  # noqa: E402
+from lightning.pytorch import Callback, Trainer  # noqa: E402
 from PIL import Image  # noqa: E402
 from torch.optim import AdamW  # noqa: E402
 
@@ -34,7 +34,7 @@ def stale_run(folder: Path) -> Path:
         optimizer=partial(AdamW, lr=3e-4, weight_decay=0.0, fused=True),
     )  # fmt: skip
     data = PromptDataModule(task.sorting_prompts(64, seed=0, exclude=task.held_out_prompts()), 32)
-    callbacks = [NoEOSMask(), OPSM(1e-3), SignalLedger(ROLLOUTS), RolloutSummary(), RunReport(1)]
+    callbacks: list[Callback] = [NoEOSMask(), OPSM(1e-3), SignalLedger(ROLLOUTS), RolloutSummary(), RunReport(1)]
     trainer = Trainer(
         accelerator="cpu", max_epochs=-1, max_steps=ROLLOUTS, logger=False, enable_checkpointing=False,
         callbacks=callbacks, default_root_dir=folder / "sorting" / "stale",

@@ -146,7 +146,7 @@ def test_an_optimizer_step_without_a_valid_token_is_skipped_and_counted() -> Non
     assert trainer.global_step == 0
     assert module.run.skipped == 8
     fresh = tiny_policy().state_dict()
-    assert all(torch.equal(weight, fresh[name]) for name, weight in module.policy.model.state_dict().items())  # pyright: ignore[reportOptionalMemberAccess]
+    assert all(torch.equal(weight, fresh[name]) for name, weight in module.policy.model.state_dict().items())  # pyrefly: ignore[missing-attribute]
 
 
 class Explodes(RLCallback):
@@ -259,15 +259,15 @@ def test_dropout_is_refused_by_the_name_of_its_config_attribute() -> None:
 def test_ppo_with_a_critic_trains_both() -> None:
     module = tiny_module(advantages="gae", critic="shared", group_size=1, minibatches_per_rollout=2)
     fit(module, callbacks=[ReferenceKL(0.05)])
-    head = module.policy.value_head  # pyright: ignore[reportOptionalMemberAccess]
+    head = module.policy.value_head  # pyrefly: ignore[missing-attribute]
     assert head is not None and head.weight.any()
 
 
 def test_a_separate_critic_leaves_the_policy_backbone_alone() -> None:
     module = tiny_module(advantages="gae", critic=lambda: tiny_policy(1), group_size=1)
     fit(module)
-    critic = module.policy.critic  # pyright: ignore[reportOptionalMemberAccess]
-    before, after = tiny_policy(1).model.state_dict(), critic.state_dict()  # pyright: ignore[reportOptionalMemberAccess]
+    critic = module.policy.critic  # pyrefly: ignore[missing-attribute]
+    before, after = tiny_policy(1).model.state_dict(), critic.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 

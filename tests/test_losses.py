@@ -30,7 +30,7 @@ def test_losses_resolve_from_names_objects_and_functions() -> None:
     with pytest.raises(ValueError, match=r"out of ppo, .*, dro, an object or a function, got 'grpo'"):
         resolve_loss("grpo")
     with pytest.raises(ValueError, match="expected an object as loss, got the class ClippedSurrogate: call it"):
-        resolve_loss(ClippedSurrogate)  # pyright: ignore[reportArgumentType]
+        resolve_loss(ClippedSurrogate)  # pyrefly: ignore[bad-argument-type]
     for knobs in ({"clip_low": 2.0}, {"clip_high": -1.0}, {"dual_clip": 0.5}):
         with pytest.raises(ValueError, match="expected"):
             ClippedSurrogate(**knobs)

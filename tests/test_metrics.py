@@ -64,7 +64,7 @@ def population(values: Sequence[float]) -> Stat:
 def logged(**options: Any) -> list[tuple[int | None, dict[str, float]]]:
     """The rows of a fit of four rollouts with two optimizer steps each."""
     logger = Keeping()
-    fit(tiny_module(minibatches_per_rollout=2), **{"logger": logger, **options})
+    fit(tiny_module(minibatches_per_rollout=2), **dict[str, Any](logger=logger) | options)
     return logger.rows
 
 
@@ -202,7 +202,7 @@ def test_rows_come_every_log_every_n_steps_and_hold_all_steps_since() -> None:
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 def test_a_trainer_that_was_not_told_how_often_logs_every_rollout() -> None:
     assert inspect.signature(Trainer).parameters["log_every_n_steps"].default is None  # not distinguishable from 50
-    assert Trainer(accelerator="cpu", logger=False).log_every_n_steps == LIGHTNINGS_DEFAULT  # pyright: ignore[reportAttributeAccessIssue]
+    assert Trainer(accelerator="cpu", logger=False).log_every_n_steps == LIGHTNINGS_DEFAULT  # pyrefly: ignore[missing-attribute]
     assert [step for step, _ in logged(log_every_n_steps=None)] == [1, 3, 5, 7]
 
 

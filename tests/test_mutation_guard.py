@@ -136,9 +136,9 @@ def test_metrics_of_a_loss_and_a_value_loss_that_edit_are_named() -> None:
 
     class Scaling(ValueLoss):
         @override
-        def __call__(self, current: Tensor, values: Tensor, returns: Tensor) -> Tensor:
+        def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
             returns *= 0.5
-            return super().__call__(current, values, returns)
+            return super().__call__(values, old_values, returns)
 
     with pytest.raises(EditError, match=rf"^metrics of the loss Measuring wrote in place to {FIELD}: return a new"):
         loss_of_view(a_view(), loss=Measuring())

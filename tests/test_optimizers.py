@@ -14,7 +14,7 @@ def rates(warmup: int, total: int, steps: int) -> list[float]:
     scheduler = warmup_then_linear(warmup, total)(optimizer)
     found = []
     for _ in range(steps):
-        found.append(scheduler.get_last_lr()[0])
+        found.append(float(scheduler.get_last_lr()[0]))
         optimizer.step()
         scheduler.step()
     return found

@@ -24,7 +24,7 @@ def test_a_gradient_scaler_changes_neither_norm_nor_step() -> None:
     found = []
     for scale in (1.0, 1024.0):
         plugin = MixedPrecision("bf16-mixed", "cpu")
-        plugin.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # pyright: ignore[reportPrivateImportUsage]
+        plugin.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         rows, module = Rows(), tiny_module(max_grad_norm=0.1, optimizer=partial(SGD, lr=0.5))
         fit(module, callbacks=[rows], plugins=[plugin])
         found.append((norms_of(rows), weights_of(module)))

@@ -72,9 +72,9 @@ def test_it_names_its_source(name: str) -> None:
 def test_it_is_read_only_and_made_anew_by_every_call(name: str) -> None:
     preset, other = small(name), small(name)
     with pytest.raises(TypeError, match="does not support item assignment"):
-        preset.options["loss"] = "ppo"  # pyright: ignore[reportIndexIssue]
+        preset.options["loss"] = "ppo"  # pyrefly: ignore[unsupported-operation]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        preset.options = {}  # pyright: ignore[reportAttributeAccessIssue]
+        preset.options = {}  # pyrefly: ignore[read-only]
     assert not {id(callback) for callback in preset.callbacks} & {id(callback) for callback in other.callbacks}
     assert "loss" in dict(preset.options) and [type(c) for c in preset.callbacks] == [type(c) for c in other.callbacks]
 

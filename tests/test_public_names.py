@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def checked_imports() -> dict[str, str]:
     """The names that type checkers see, with the module that each comes from."""
     tree = ast.parse((ROOT / "lightning_rl" / "__init__.py").read_text())
-    (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
     imports = [node for node in guarded.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
@@ -33,7 +33,7 @@ def test_every_name_is_there_and_listed() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'lightning_rl' has no attribute 'GRPPO'"):
-        _ = lightning_rl.GRPPO  # pyright: ignore[reportAttributeAccessIssue]
+        _ = lightning_rl.GRPPO  # pyrefly: ignore[missing-attribute]
     with pytest.raises(ImportError, match="GRPPO"):
         exec("from lightning_rl import GRPPO")
 

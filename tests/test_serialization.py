@@ -46,7 +46,7 @@ DESCRIBED: list[Any] = [
     VLLMEngine(dtype=torch.bfloat16, max_num_seqs=8),
     VLLMServerEngine("http://127.0.0.1:8000"),
 ]
-RESTORED = [*CORRECTIONS, *ESTIMATOR_EXAMPLES.values(), *LOSS_EXAMPLES.values(), *VALUE_EXAMPLES.values()]
+RESTORED: list[Any] = [*CORRECTIONS, *ESTIMATOR_EXAMPLES.values(), *LOSS_EXAMPLES.values(), *VALUE_EXAMPLES.values()]
 RESTORED += REDUCTION_EXAMPLES.values()
 PRESETS = [name for name, one in vars(presets).items() if inspect.isfunction(one) and name[0] != "_"]
 PRESETS = [name for name in PRESETS if getattr(presets, name).__module__ == presets.__name__]

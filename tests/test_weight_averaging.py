@@ -74,7 +74,7 @@ def watch_fit(*callbacks: Callback, max_staleness: int = 0, **options: Any) -> t
     seen = Seen()
     module = tiny_module(engine=SeeingEngine(seen), max_staleness=max_staleness)
     data = tiny_prompts(16, 4, validation=[[2, 3], [5]])
-    defaults = {"val_check_interval": 2, "num_sanity_val_steps": 0}
+    defaults: dict[str, Any] = {"val_check_interval": 2, "num_sanity_val_steps": 0}
     fit(module, callbacks=[StepWeights(seen), *callbacks], data=data, **{**defaults, **options})
     return seen, module
 

@@ -124,7 +124,7 @@ MODELS: dict[str, Case] = {
         r"an engine with state and version, got an uninitialized Mine: call super\(\).__init__\(\) in Mine.__init__",
     ),
     "sampling-dict": (
-        lambda: RLLightningModule(tiny_policy, parity_reward, sampling={"top_k": 1}),  # pyright: ignore[reportArgumentType]
+        lambda: RLLightningModule(tiny_policy, parity_reward, sampling={"top_k": 1}),  # pyrefly: ignore[bad-argument-type]
         r"expected sampling to be an object such as SamplingParams\(temperature=1.0, .* got \{'top_k': 1\}",
     ),
 }
@@ -167,7 +167,7 @@ NUMBERS: dict[str, Case] = {
         "expected environment= for EnvironmentReward, got none: pass an environment, or another reward",
     ),
     "ReasoningGymScore questions": (
-        lambda: ReasoningGymScore("chain_sum"),  # pyright: ignore[reportArgumentType]
+        lambda: ReasoningGymScore("chain_sum"),  # pyrefly: ignore[bad-argument-type]
         "expected questions to be a ReasoningGym, got 'chain_sum': pass that of the data",
     ),
     "environment a lock": (
@@ -179,7 +179,7 @@ NUMBERS: dict[str, Case] = {
         r"expected max_failure_rate in \(0, 1\] or None, got 2",
     ),
     "skip_rollouts alone": (
-        lambda: FaultTolerance(skip_rollouts=7),  # pyright: ignore[reportArgumentType]
+        lambda: FaultTolerance(skip_rollouts=7),  # pyrefly: ignore[bad-argument-type]
         r"skip_rollouts to be a list of numbers of rollouts, .*, got 7",
     ),
     "on_checkpoint_error": (
@@ -245,7 +245,7 @@ NUMBERS: dict[str, Case] = {
         "expected optimizer to build a torch.optim.Optimizer .* None",
     ),
     "optimizer-rate-text": (
-        fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),  # pyright: ignore[reportArgumentType]
+        fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),  # pyrefly: ignore[bad-argument-type]
         "but it raised TypeError: .*options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6",
     ),
     "allow_config_changes-unknown": (
@@ -335,7 +335,7 @@ REWARDS: dict[str, Case] = {
         fitted(rewards=lambda completions, solution, **_: [0.0 for _ in zip(completions, solution, strict=True)]),
         r'with the columns \[\], got .* which needs "solution": use the names of columns, or rename',
     ),
-    "markers": (lambda: NumberMatch(markers="####"), r"markers to be a list of strings .* write \['####'\]"),  # pyright: ignore[reportArgumentType]
+    "markers": (lambda: NumberMatch(markers="####"), r"markers to be a list of strings .* write \['####'\]"),  # pyrefly: ignore[bad-argument-type]
     "class": (
         made(rewards=NumberMatch),
         "expected an object as reward NumberMatch, got the class NumberMatch: call it",
@@ -380,7 +380,7 @@ RUNS: dict[str, Case] = {
     "loader": (
         lambda: a_trainer().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
         "got no data module: pass prompts as PromptDataModule",
-    ),  # pyright: ignore[reportArgumentType]
+    ),
     "no-validation": (
         lambda: a_trainer().validate(tiny_module(), tiny_prompts()),
         r'expected prompts to evaluate in stage "val", got none: pass validation= to PromptDataModule, or',

@@ -48,7 +48,7 @@ class GAEOverTurns(Estimator):
     lam: float | TraceDecay = 1.0
     lam_critic: float | TraceDecay | None = None
     whitened: bool = True
-    turn_rewards: bool = False
+    turn_rewards: bool = False  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -36,7 +36,7 @@ class GPG(RowEstimator):
     """
 
     teaches: Literal["different", "nonzero"] = "different"
-    shift_invariant: bool = field(init=False, repr=False, compare=False)
+    shift_invariant: bool = field(init=False, repr=False, compare=False)  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
         """Check the option and set ``shift_invariant``."""

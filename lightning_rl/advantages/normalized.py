@@ -45,8 +45,8 @@ class Normalized(RowEstimator):
     leave_one_out: bool = False
     unbiased: bool = True
     epsilon: float = 1e-6
-    within_groups: bool = field(init=False, repr=False, compare=False)
-    shift_invariant: bool = field(init=False, repr=False, compare=False)
+    within_groups: bool = field(init=False, repr=False, compare=False)  # pyrefly: ignore[bad-override]
+    shift_invariant: bool = field(init=False, repr=False, compare=False)  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
         """Check the options and set ``within_groups`` and ``shift_invariant``."""

@@ -55,8 +55,8 @@ class OptimalTokenBaseline(Estimator):
 
     bare_tail: bool = True
     importance_cap: float | None = None
-    reads: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    shift_invariant: bool = field(init=False, repr=False, compare=False)
+    reads: tuple[str, ...] = field(init=False, repr=False, compare=False)  # pyrefly: ignore[bad-override]
+    shift_invariant: bool = field(init=False, repr=False, compare=False)  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
         """Check the options and set ``reads`` and ``shift_invariant``."""

@@ -38,7 +38,7 @@ class ReinforcePlusPlus(Estimator):
     per_token: ClassVar[bool] = True
 
     gamma: float = 1.0
-    turn_rewards: bool = False
+    turn_rewards: bool = False  # pyrefly: ignore[bad-override]
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -162,7 +162,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if dataclasses.is_dataclass(obj) and not isinstance(obj, type) and getattr(obj, "__dict__", None):
             # pickle copies only the fields of a dataclass with slots, not attributes of subclasses
-            return copyreg.__newobj__, (type(obj),), object.__getstate__(obj), None, None, _set_state  # pyright: ignore[reportAttributeAccessIssue]
+            return copyreg.__newobj__, (type(obj),), object.__getstate__(obj), None, None, _set_state  # pyrefly: ignore[missing-attribute]
         return NotImplemented
 
     @override

@@ -69,7 +69,7 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.
         None if part is None else nn.functional.pad(part, (0, rows.width - part.shape[1]))[: len(rows), : rows.width]
         for part in outputs
     ]
-    return Outputs(*parts)  # pyright: ignore[reportArgumentType]
+    return Outputs(*parts)  # pyrefly: ignore[bad-argument-type]
 
 
 def _microbatch_of(module: RLLightningModule, rows: Rollout) -> Microbatch:

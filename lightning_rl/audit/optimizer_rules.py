@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def moves_by_rule(optimizer: str, parameters: Mapping[str, ParameterTrace]) -> d
 
 def _join(alike: Sequence[ParameterTrace]) -> ParameterTrace:
     first = alike[0]
-    entries = {
+    entries: dict[str, Any] = {
         name: None if getattr(first, name) is None else torch.cat([getattr(one, name) for one in alike])
         for name in ("before", "after", "gradient")
     }

@@ -190,7 +190,7 @@ class PromptWatch:
         size, real = self._module.group_size, [sample for sample, _ in _prompts_of(rollout)]
         own = {sample // size: rows[sample] for sample in real if sample in rows}
         shares = self._module.parallel.collectives.objects(own)
-        if self._module.trainer.overfit_batches:  # pyright: ignore[reportAttributeAccessIssue]
+        if self._module.trainer.overfit_batches:  # pyrefly: ignore[missing-attribute]
             return None
         owners = Counter(place for share in shares for place in share)
         shared = {place for place, number in owners.items() if number > 1}

@@ -33,7 +33,7 @@ def _classes_in(kind: Any) -> Iterator[type]:
 
 
 KINDS = get_type_hints(Evidence)
-CLASSES = [*dict.fromkeys(one for name in SAVED for one in _classes_in(KINDS[name])), rebuild_rollout]
+CLASSES: list[Any] = [*dict.fromkeys(one for name in SAVED for one in _classes_in(KINDS[name])), rebuild_rollout]
 """Classes that a file may contain."""
 
 

@@ -126,7 +126,7 @@ def _ids(bridge: Bridge, messages: Sequence[Any], **options: Any) -> list[int]:
     talk = list(messages)
     for token in () if SANITIZES else control_tokens(bridge.tokenizer).values():
         talk = _with("", talk, token)
-    arguments = {
+    arguments: dict[str, Any] = {
         "add_generation_prompt": True,
         "tokenize": True,
         "return_dict": False,

@@ -103,7 +103,7 @@ class FieldWatch(ValueGuard):
 
     @property
     @override
-    def active(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def active(self) -> bool:  # pyrefly: ignore[bad-override]
         """True if the current rollout is audited."""
         return self.state.active
 

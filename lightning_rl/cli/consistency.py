@@ -187,7 +187,7 @@ def _with_adapter(source: ModelSource) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model  # an extra
 
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(build_model(source), config)  # pyright: ignore[reportReturnType]
+    return get_peft_model(build_model(source), config)  # pyrefly: ignore[bad-return]
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

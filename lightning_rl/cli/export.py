@@ -36,7 +36,7 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
     unused |= {"optimizer": fused_adamw, "lr_scheduler": None, "reference": None, "evaluation": (), "environment": None}
     unused["rewards"] = {"none": lambda prompts, *_, **__: [None] * len(prompts)}
     try:
-        sources = {name: source_of(part) for name, part in parts.items()}
+        sources: dict[str, Any] = {name: source_of(part) for name, part in parts.items()}
         module = RLLightningModule.load_from_checkpoint(checkpoint, **{**unused, **sources})
     except (ValueError, ImportError, AttributeError, FileNotFoundError) as refused:
         raise SystemExit(str(refused)) from refused

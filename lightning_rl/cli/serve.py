@@ -120,7 +120,7 @@ def text_model_folder(model: str, folder: Path) -> str:
     check_text_only(text, "a server")
     text.config.save_pretrained(folder)
     with suppress(OSError):  # a folder may have none
-        AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)  # pyrefly: ignore[missing-attribute]
     return str(folder)
 
 

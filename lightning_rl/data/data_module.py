@@ -188,10 +188,10 @@ class PromptDataModule(LightningDataModule):
     @property
     def _overfit_span(self) -> int | None:
         """Number of prompts that repeat under Trainer(overfit_batches=); None for all."""
-        batches = 0 if self.trainer is None else self.trainer.overfit_batches  # pyright: ignore[reportAttributeAccessIssue]
+        batches = 0 if self.trainer is None else self.trainer.overfit_batches  # pyrefly: ignore[missing-attribute]
         if not batches:
             return None
-        steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
+        steps = int(self._module.steps_per_rollout)  # pyrefly: ignore[bad-argument-type]
         step_indices = batches if isinstance(batches, int) else int(batches * self._epoch_rollouts * steps)
         return min(max(-(-step_indices // steps), 1), self._epoch_rollouts) * self.prompts_per_rollout
 
@@ -216,7 +216,7 @@ class PromptDataModule(LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Pass the step index to the module before any other hook of the batch."""
         if isinstance(batch, StepIndex):
-            self._module.begin_step(batch)  # pyright: ignore[reportCallIssue]
+            self._module.begin_step(batch)  # pyrefly: ignore[not-callable]
         return batch
 
     @override
@@ -226,7 +226,7 @@ class PromptDataModule(LightningDataModule):
         A new fit starts with a new rollout, a resumed one with the next step. Lightning restores a loader within
         an epoch only.
         """
-        steps = int(self._module.steps_per_rollout)  # pyright: ignore[reportArgumentType]
+        steps = int(self._module.steps_per_rollout)  # pyrefly: ignore[bad-argument-type]
         start, self._resumed_at = self._resumed_at, None
         if start is None:
             self.cursor, index = self._position
@@ -301,7 +301,7 @@ def data_module_of(trainer: Trainer) -> PromptDataModule:
     Raises:
         TypeError: If the Trainer has none.
     """
-    data = trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    data = trainer.datamodule  # pyrefly: ignore[missing-attribute]
     if not isinstance(data, PromptDataModule):
         got = "no data module" if data is None else f"a {type(data).__name__}"
         raise TypeError(
@@ -313,7 +313,7 @@ def data_module_of(trainer: Trainer) -> PromptDataModule:
 
 def find_data_module(trainer: Trainer | None) -> PromptDataModule | None:
     """Return the PromptDataModule of a Trainer; None without a Trainer, or outside of a fit if it has none."""
-    if trainer is None or (trainer.state.fn != TrainerFn.FITTING and trainer.datamodule is None):  # pyright: ignore[reportAttributeAccessIssue]
+    if trainer is None or (trainer.state.fn != TrainerFn.FITTING and trainer.datamodule is None):  # pyrefly: ignore[missing-attribute]
         return None
     return data_module_of(trainer)
 

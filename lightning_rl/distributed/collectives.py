@@ -199,7 +199,7 @@ def _waiting(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _groups(purpose: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return a gloo group with the processes of another group; all of them create it on first use."""
     if any(group is made for _, made in _made.values()):
-        return group  # pyright: ignore[reportReturnType]
+        return group  # pyrefly: ignore[bad-return]
     whole, ranks = dist.group.WORLD, None if group is None else dist.get_process_group_ranks(group)
     key = purpose, None if ranks is None else tuple(ranks)
     if key not in _made or _made[key][0] is not whole:  # the strategy's groups of an earlier fit are gone

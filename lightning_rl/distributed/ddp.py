@@ -14,7 +14,7 @@ class DataParallel(Parallel):
     """DDPStrategy."""
 
     @property
-    def copies_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def copies_gradients(self) -> bool:  # pyrefly: ignore[bad-override]
         """True if gradients are copied to buckets, and are not views of them."""
         return not cast(Any, self.strategy)._ddp_kwargs.get("gradient_as_bucket_view")  # noqa: SLF001
 

@@ -55,7 +55,7 @@ class FullyShardedDataParallel2(Parallel):
         return cast(ModelParallelStrategy, self.strategy).device_mesh
 
     @property
-    def compiles(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def compiles(self) -> bool:  # pyrefly: ignore[bad-override]
         """True without tensor parallelism, where the parts of a layer are whole when called."""
         return self.mesh["tensor_parallel"].size() == 1
 

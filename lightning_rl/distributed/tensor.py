@@ -32,7 +32,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
             # with LoRA, also the adapter's matrix with the sharded side: B for columns
             adapters = getattr(module, "lora_B" if style == "colwise" else "lora_A", {}).values()
             for linear in (getattr(module, "base_layer", module), *adapters) if style in SPLIT else ():
-                parallelize_module(linear, mesh, SPLIT[style]())
+                parallelize_module(linear, mesh, SPLIT[style]())  # pyrefly: ignore[bad-argument-type]
 
 
 def check_plan(backbone: PreTrainedModel, size: int) -> None:

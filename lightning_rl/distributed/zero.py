@@ -25,7 +25,7 @@ class ZeRO(Parallel):
     compiles = False
 
     @property
-    def sharded(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def sharded(self) -> bool:  # pyrefly: ignore[bad-override]
         """True if weights are sharded, in stage 3."""
         return bool(cast(DeepSpeedStrategy, self.strategy).zero_stage_3)
 

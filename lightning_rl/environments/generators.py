@@ -54,7 +54,7 @@ def _fingerprints() -> dict[str, object]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, object] = {
         "Python's generator": random.getstate(),
-        "NumPy's generator": (kind, keys.tobytes(), *rest),  # pyright: ignore[reportAttributeAccessIssue]
+        "NumPy's generator": (kind, keys.tobytes(), *rest),  # pyrefly: ignore[missing-attribute]
         "torch's generator": torch.default_generator.get_state().numpy().tobytes(),
     }
     if torch.cuda.is_initialized():

@@ -57,7 +57,8 @@ class Outcome:
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "Outcome":
         """Invert :meth:`state`."""
-        return Outcome(**{**state, "answer": tuple(state["answer"]), "messages": tuple(json.loads(state["messages"]))})
+        answer, messages = tuple(state["answer"]), tuple(json.loads(state["messages"]))
+        return Outcome(**dict[str, Any](state, answer=answer, messages=messages))
 
 
 def reward_columns(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:

@@ -295,8 +295,8 @@ def _call_message(words: str, number: str, *, as_text: bool) -> Message:
 def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any], **more: Any
 ) -> str:
-    messages = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(messages, **{**options, "tools": [TOOL], "tokenize": False, **more}))
+    talk: Any = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(talk, **dict[str, Any](options, tools=[TOOL], tokenize=False) | more))
 
 
 def _read_calls(functions: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:

@@ -154,7 +154,7 @@ class ObjectEnvironment(ToolEnvironment):
 
     @override
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        reset: Callable[..., Any] = self.thing.reset  # pyright: ignore[reportAttributeAccessIssue]
+        reset: Callable[..., Any] = self.thing.reset  # pyrefly: ignore[missing-attribute]
         first = result_of(reset(**_columns_for(reset, row, seed)))
         if first is None:
             return ()

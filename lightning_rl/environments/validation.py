@@ -149,7 +149,7 @@ def plain(value: Any) -> Any:
     """
     for form in (bool, int, float, str, bytes):  # also converts their subclasses
         if isinstance(value, form):
-            return form(value)  # pyright: ignore[reportArgumentType]
+            return form(value)  # pyrefly: ignore[bad-argument-type]
     if value is None:
         return None
     if isinstance(value, Mapping):

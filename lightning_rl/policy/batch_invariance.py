@@ -161,7 +161,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @override
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:  # pyrefly: ignore[bad-override]
         (grad,), (rows, weight) = grads, ctx.saved_tensors
         by_rows, by_weight = ctx.needs_input_grad
         return grad @ weight if by_rows else None, grad.t() @ rows if by_weight else None
@@ -184,7 +184,7 @@ class _Elementwise(torch.autograd.Function):
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         with torch.enable_grad():
             values = ctx.saved_tensors[0].detach().requires_grad_()
             return torch.autograd.grad(ctx.native(values), values, grads)[0], None, None
@@ -192,18 +192,18 @@ class _Elementwise(torch.autograd.Function):
 
 def sigmoid(values: Tensor) -> Tensor:
     """Return the logistic function of each element."""
-    return _Elementwise.apply(values, _sigmoid, torch.sigmoid)  # pyright: ignore[reportReturnType]
+    return _Elementwise.apply(values, _sigmoid, torch.sigmoid)
 
 
 def silu(values: Tensor, **_: bool) -> Tensor:
     """Return each element times its logistic function."""
-    return _Elementwise.apply(values, _silu, functional.silu)  # pyright: ignore[reportReturnType]
+    return _Elementwise.apply(values, _silu, functional.silu)
 
 
 def gelu(values: Tensor, approximate: str = "none") -> Tensor:
     """Return the Gaussian error linear unit of each element."""
     forward = _gelu_tanh if approximate == "tanh" else _gelu
-    return _Elementwise.apply(values, forward, lambda x: functional.gelu(x, approximate=approximate))  # pyright: ignore[reportReturnType]
+    return _Elementwise.apply(values, forward, lambda x: functional.gelu(x, approximate=approximate))
 
 
 def _sigmoid(values: Tensor) -> Tensor:
@@ -335,7 +335,7 @@ def _groups(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """Compute attention of rows that begin with the first token of a sequence."""
-    return _Attention.apply(query, key, value, scale, window)  # pyright: ignore[reportReturnType]
+    return _Attention.apply(query, key, value, scale, window)
 
 
 class _Attention(torch.autograd.Function):
@@ -351,7 +351,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             query, key, value = inputs = [part.detach().requires_grad_() for part in ctx.saved_tensors]
             mixed = causal_attention(query, key, value, ctx.scale, ctx.window)

@@ -32,7 +32,7 @@ def apply_liger(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If liger-kernel does not support the model.
     """
-    from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
+    from liger_kernel.transformers import monkey_patch
 
     families: dict[str, Callable[..., None]] = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
     kind = model.config.model_type

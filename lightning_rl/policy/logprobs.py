@@ -51,7 +51,7 @@ def token_logprobs(
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, None, None)[:2]  # pyright: ignore[reportIndexIssue]
+    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, None, None)[:2]
 
 
 def token_logprobs_and_kl(
@@ -79,7 +79,7 @@ def token_logprobs_and_kl(
         top_ids: Likeliest tokens of q, different ones, [A, k].
         top_logprobs: Their log-probabilities under q; -inf for impossible ones.
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, top_ids, top_logprobs)  # pyright: ignore[reportReturnType]
+    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, top_ids, top_logprobs)
 
 
 @torch.no_grad()
@@ -235,7 +235,7 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @override
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates, *saved = ctx.saved_tensors
         exact, other = exact_dtype(weight), _Other(*saved)
         by_logprob, by_entropy, by_kl = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)

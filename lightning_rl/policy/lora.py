@@ -16,13 +16,13 @@ from lightning_rl.policy.packing import Layout
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a peft model, with its adapters; any other model as it is."""
-    inner = getattr(model, "get_base_model", None)
+    inner: Any = getattr(model, "get_base_model", None)
     return cast(PreTrainedModel, model if inner is None else inner())
 
 
 def merge_adapters(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model of a peft model with merged adapters; any other model as it is."""
-    merge = getattr(model, "merge_and_unload", None)
+    merge: Any = getattr(model, "merge_and_unload", None)
     return cast(PreTrainedModel, model if merge is None else merge())
 
 
@@ -57,7 +57,7 @@ class AdapterOffScorer(Scorer):
 
     @property
     @override
-    def fingerprint(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def fingerprint(self) -> str:
         """Constant, because its weights are in the checkpoint of the policy."""
         return "the policy without its adapters"
 

@@ -180,7 +180,7 @@ class PolicyModel(nn.Module):
     def head_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the heads, which the forward reads without calling their layers."""
         head = _head_of(self.model)
-        parameters = [head.weight, head.bias, None if self.value_head is None else self.value_head.weight]
+        parameters: list[Any] = [head.weight, head.bias, None if self.value_head is None else self.value_head.weight]
         return [parameter for parameter in parameters if parameter is not None]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -263,7 +263,7 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
     """Return log-probabilities, entropies and, where the engine's likeliest tokens are known, its KL."""
     head = _head_of(model)
     inputs = states[layout.source], head.weight, head.bias, layout.targets
-    options = {"sampling_mask": layout.sampling_mask, **_logit_options(model, temperature)}
+    options: dict[str, Any] = {"sampling_mask": layout.sampling_mask, **_logit_options(model, temperature)}
     if layout.top_ids is None or layout.top_logprobs is None:
         return token_logprobs(*inputs, **options)
     return token_logprobs_and_kl(*inputs, top_ids=layout.top_ids, top_logprobs=layout.top_logprobs, **options)

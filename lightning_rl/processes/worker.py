@@ -69,7 +69,7 @@ def work(function: Callable[..., Any], tasks: int, life: int) -> NoReturn:
     """Become a worker, and call the function until the pool closes the connection."""
     fork_with_guard(socket.socket(fileno=life))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        stream.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()  # a crash or SIGABRT prints a traceback
     for name in ("numpy.random", "torch"):  # else all workers draw the same numbers; `random` seeds itself

@@ -62,7 +62,7 @@ class Entry:
 def glossary() -> tuple[Entry, ...]:
     """Return every entry in page order; the first matching entry applies."""
     text = (files("lightning_rl.reporting") / "assets" / "glossary.toml").read_text(encoding="utf-8")
-    return tuple(Entry(**{**each, "names": tuple(each["names"])}) for each in tomllib.loads(text)["metric"])
+    return tuple(Entry(**each | {"names": tuple(each["names"])}) for each in tomllib.loads(text)["metric"])
 
 
 def entry_of(metric: str) -> Entry | None:

@@ -192,7 +192,7 @@ class Scorer:
     @property
     def config(self) -> Any:
         """Configuration of the model, or None."""
-        config = getattr(self.module, "config", None)
+        config: Any = getattr(self.module, "config", None)
         return None if config is None else config.get_text_config()
 
     @property

@@ -32,7 +32,7 @@ def values_of(returned: Any, number: int) -> list[float | None]:
     if isinstance(returned, str | bytes | Mapping | Set) or not isinstance(returned, Iterable):
         raise InvalidRewardError(f"{expected}, got {_describe(returned)}")
     if getattr(returned, "ndim", 1) != 1:
-        raise InvalidRewardError(f"{expected}, got {type(returned).__name__} of shape {list(returned.shape)}")  # pyright: ignore[reportAttributeAccessIssue]
+        raise InvalidRewardError(f"{expected}, got {type(returned).__name__} of shape {list(returned.shape)}")  # pyrefly: ignore[missing-attribute]
     items = list(islice(returned.tolist() if isinstance(returned, Tensor) else returned, number + 1))
     if len(items) != number:
         length = len(returned) if isinstance(returned, Sized) else min(len(items), number)

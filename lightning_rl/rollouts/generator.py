@@ -97,7 +97,7 @@ class RolloutGenerator:
         return distribute_prompts(self.stream.take(self.groups * ranks), [self.groups] * ranks)[self.parallel.rank]
 
 
-class GeneratorAhead(RolloutGenerator):
+class GeneratorAhead(RolloutGenerator):  # pyrefly: ignore[bad-class-definition]
     """Generator that requests up to ``max_staleness`` further rollouts, while the trainer works on earlier ones.
 
     An engine that is not concurrent generates one rollout at a time, and none during a weight sync.

@@ -93,10 +93,15 @@ SECTIONS: dict[str, Table] = {
             entropy_coef=0.0,
         )
         | different(
-            "`EntropyBonus(target=)`", "starts at the first step; TRL starts at the second", use_adaptive_entropy=False
+            "`EntropyBonus(target=)`",
+            "adapts from the first step on; TRL adapts from the second step on",
+            use_adaptive_entropy=False,
         )
         | different(
-            "`EntropyBonus(target=, step=)`", "as `use_adaptive_entropy`", entropy_target=0.2, entropy_coef_delta=0.005
+            "`EntropyBonus(target=, step=)`",
+            "as for `use_adaptive_entropy`",
+            entropy_target=0.2,
+            entropy_coef_delta=0.005,
         )
         | refusal("the lower bound of the coefficient is 0; write a callback for another one", entropy_coef_min=0.0)
         | inert("the coefficient has no upper bound here", entropy_coef_max=1.0)
@@ -117,12 +122,12 @@ SECTIONS: dict[str, Table] = {
             gradient_accumulation_steps=1,
         )
         | different("`minibatches_per_rollout`", "a group is never split; TRL shuffles rows", steps_per_generation=None)
-        | different("`prompts_per_rollout`", "as `steps_per_generation`", generation_batch_size=None)
+        | different("`prompts_per_rollout`", "as for `steps_per_generation`", generation_batch_size=None)
         | different("`Trainer(max_steps=)`", "leftover prompts are used in the next pass", num_train_epochs=3.0)
         | same("`Trainer(max_steps=)`", max_steps=-1)
         | same("`PromptDataModule(shuffle=)`", shuffle_dataset=True)
-        | different("`seed`", "the same seed gives other random numbers", seed=42)
-        | different("`PromptDataModule(seed=)`", "the same seed gives another order", data_seed=None)
+        | different("`seed`", "the same seed gives different random numbers", seed=42)
+        | different("`PromptDataModule(seed=)`", "the same seed gives a different order", data_seed=None)
         | refusal("TRL refuses it too", auto_find_batch_size=False)
         | inert("denominators are global over ranks", average_tokens_across_devices=True)
         | inert("a resumed run continues at its prompt", ignore_data_skip=False)
@@ -139,14 +144,14 @@ SECTIONS: dict[str, Table] = {
             "log-probabilities are normalized over the tokens that the filter keeps",
             top_p=1.0,
         )
-        | different("`SamplingParams(top_k=)`", "as `top_p`", top_k=0)
-        | different("`SamplingParams(min_p=)`", "as `top_p`", min_p=None)
+        | different("`SamplingParams(top_k=)`", "as for `top_p`", top_k=0)
+        | different("`SamplingParams(min_p=)`", "as for `top_p`", min_p=None)
         | refusal(OTHER_POLICY, repetition_penalty=1.0)
         | refusal("set `SamplingParams`; other options change the sampled distribution", generation_kwargs=None)
         | same("`PromptDataModule(chat_template_kwargs=)`", chat_template_kwargs=None)
         | inert(SPEED, cache_implementation=None, transformers_continuous_batching_config=None)
         | different("`TransformersEngine()`", "always on", use_transformers_continuous_batching=False)
-        | inert("as `use_transformers_continuous_batching`", use_transformers_paged=False)
+        | inert("as for `use_transformers_continuous_batching`", use_transformers_paged=False)
         | inert("each rank generates with its replica, see [strategies](strategies.md)", ds3_gather_for_generation=True)
         | inert("generation uses a cache, training does not", use_cache=False)
     ),
@@ -164,7 +169,7 @@ SECTIONS: dict[str, Table] = {
         )
         | different(
             "`VLLMServerEngine(patience=)`",
-            "bounds every wait for servers, not only the first",
+            "limits every wait for servers; in TRL, only the first wait",
             vllm_server_timeout=240.0,
         )
         | inert("weights go through a folder that trainer and servers share", vllm_group_port=51216)
@@ -173,7 +178,7 @@ SECTIONS: dict[str, Table] = {
         | same("`VLLMEngine(max_model_len=)`", vllm_max_model_length=None)
         | same("`VLLMEngine(tensor_parallel_size=)`", vllm_tensor_parallel_size=1)
         | same("`TruncatedIS`, `IcePop`, `SequenceRatioMask`", vllm_importance_sampling_correction=True)
-        | same("the choice of one of these classes, and its `level=`", vllm_importance_sampling_mode="sequence_mask")
+        | same("the class and its option `level=`", vllm_importance_sampling_mode="sequence_mask")
         | same("`cap` or `high`", vllm_importance_sampling_clip_max=3.0)
         | same("`floor` or `low`", vllm_importance_sampling_clip_min=None)
         | same("the old name of `vllm_importance_sampling_clip_max`", vllm_importance_sampling_cap=None)
@@ -181,7 +186,7 @@ SECTIONS: dict[str, Table] = {
     "Several turns": inert("`Conversations(max_turns=)` is one more; by default 8", max_tool_calling_iterations=None),
     "Optimizer": (
         same("`optimizer=partial(AdamW, lr=)`", learning_rate=1e-6)
-        | different("`AdamW(weight_decay=)`", "applies to biases and norms too; in TRL it does not", weight_decay=0.0)
+        | different("`AdamW(weight_decay=)`", "also applies to biases and norms, unlike in TRL", weight_decay=0.0)
         | same("`AdamW(betas=)`", adam_beta1=0.9, adam_beta2=0.999)
         | same("`AdamW(eps=)`", adam_epsilon=1e-8)
         | same("`AdamW`, `adamw_8bit` or `SGD`; other names are refused", optim="adamw_torch_fused")
@@ -189,14 +194,14 @@ SECTIONS: dict[str, Table] = {
         | same("`max_grad_norm`", max_grad_norm=1.0)
         | different(
             "`lr_scheduler`",
-            "the first of n linear warmup steps has the rate lr/n; in TRL it has 0",
+            "the first of n linear warmup steps has the learning rate lr/n; in TRL, it has 0",
             lr_scheduler_type="linear",
         )
         | refusal("write the schedule as `lr_scheduler=`, a function of the optimizer", lr_scheduler_kwargs=None)
         | same("the schedule; below 1 it is a share of the steps, as in TRL", warmup_steps=0)
     ),
     "Precision and memory": (
-        same('`Trainer(precision="bf16-mixed")`, also if it is not set, as in TRL', bf16=None)
+        same('`Trainer(precision="bf16-mixed")`, which is the default, as in TRL', bf16=None)
         | same('`Trainer(precision="16-mixed")`', fp16=False)
         | inert("training and evaluation share the Trainer's `precision`", bf16_full_eval=False, fp16_full_eval=False)
         | inert("call `torch.set_float32_matmul_precision` in the recipe", tf32=None)
@@ -217,7 +222,7 @@ SECTIONS: dict[str, Table] = {
     "Devices": (
         same('`Trainer(accelerator="cpu")`', use_cpu=False)
         | inert("the launcher sets it", local_rank=-1)
-        | different('`Trainer(strategy="fsdp2")`', "FSDP2 over all ranks, one unit per layer", fsdp=None)
+        | different('`Trainer(strategy="fsdp2")`', "always FSDP2 over all ranks, with one unit per layer", fsdp=None)
         | refusal(STRATEGY, fsdp_config=None, accelerator_config=None, parallelism_config=None)
         | refusal("`DeepSpeedStrategy(stage=...)` of Lightning, see [strategies](strategies.md)", deepspeed=None)
         | inert(
@@ -291,7 +296,7 @@ SECTIONS: dict[str, Table] = {
     "Checkpoints": (
         same("`ModelCheckpoint`; `best` is refused", save_strategy="steps")
         | same("`ModelCheckpoint(every_n_train_steps=)`; below 1 is refused", save_steps=500)
-        | same("`ModelCheckpoint(save_top_k=)`, the latest ones", save_total_limit=None)
+        | same("`ModelCheckpoint(save_top_k=)`, which keeps the latest checkpoints", save_total_limit=None)
         | inert("a checkpoint holds everything that a resume needs", save_only_model=False)
         | inert("all nodes share the folder of checkpoints", save_on_each_node=False)
         | refusal("SIGTERM always saves, see [reliability](reliability.md)", enable_jit_checkpoint=False)
@@ -318,7 +323,7 @@ SECTIONS: dict[str, Table] = {
         | refusal("mix them into one data set first", datasets=None)
         | inert("`trl grpo` does not read it", ignore_bias_buffers=False)
         | same("`RewardModel(model=)`", reward_model_name_or_path=None)
-        | same("`rewards`; TRL's own are imported from `trl.rewards`", reward_funcs=None)
+        | same("`rewards`; TRL's built-in functions are imported from `trl.rewards`", reward_funcs=None)
         | same("`policy`", model_name_or_path=None)
         | same("`from_pretrained(revision=, dtype=)`", model_revision="main", dtype="float32")
         | same("`from_pretrained(attn_implementation=)`", attn_implementation=None)

@@ -17,7 +17,7 @@ class CoreCallback(Callback):
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the trainer's callbacks, an attribute that Lightning does not declare."""
-    return trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return trainer.callbacks  # pyrefly: ignore[missing-attribute]
 
 
 def log_folder(trainer: Trainer) -> Path:

@@ -111,9 +111,8 @@ class ReasoningGym(Sequence[Mapping[str, Any]]):
             env={**os.environ, "PYTHONHASHSEED": "0"},
             check=False,
         )
-        kind: str
-        said: Any
-        kind, said = pickle.loads(made.stdout) if made.stdout else ("error", f"exit status {made.returncode}")
+        answer: Any = pickle.loads(made.stdout) if made.stdout else ("error", f"exit status {made.returncode}")
+        kind, said = answer
         if kind == "error":
             raise RuntimeError(f"expected the questions of the task {self.task} with {self._options}, got {said}")
         return said

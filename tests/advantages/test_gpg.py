@@ -29,7 +29,7 @@ from lightning_rl.signal.masked import GlobalSum
 def test_hand_worked_batches(
     teaches: str, scores: list[float], groups: list[int], rewarded: list[int], expected: list[float]
 ) -> None:
-    estimator = GPG(teaches=teaches)  # pyright: ignore[reportArgumentType]
+    estimator = GPG(teaches=teaches)  # pyrefly: ignore[bad-argument-type]
     given = torch.tensor(scores, dtype=torch.float64), torch.tensor(groups), torch.tensor(rewarded).bool()
     torch.testing.assert_close(estimator.per_row(*given), torch.tensor(expected, dtype=torch.float64))
 

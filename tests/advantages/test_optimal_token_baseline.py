@@ -40,7 +40,7 @@ PAIR = signal([1, 0], [[1, 1], [1, 1]], [[HALF, HALF], [NINE, HALF]], [[0.5, 0.5
 
 
 def advantages(given: RewardSignal, **options: object) -> Tensor:
-    return OptimalTokenBaseline(**options)(given).advantages  # pyright: ignore[reportArgumentType]
+    return OptimalTokenBaseline(**options)(given).advantages  # pyrefly: ignore[bad-argument-type]
 
 
 def test_the_size_of_a_gradient_is_that_of_the_logits() -> None:

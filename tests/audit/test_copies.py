@@ -87,9 +87,9 @@ def test_what_is_kept_beside_slots_is_copied() -> None:
 
 def test_what_cannot_be_copied_is_copied_one_level_deep() -> None:
     thing = Nested()
-    thing.lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+    thing.lock = threading.Lock()  # pyrefly: ignore[missing-attribute]
     twin: Any = copy_state(thing)
-    assert twin is not thing and twin.lock is thing.lock  # pyright: ignore[reportAttributeAccessIssue]
+    assert twin is not thing and twin.lock is thing.lock  # pyrefly: ignore[missing-attribute]
 
 
 class Forgetful(RLCallback):

@@ -34,8 +34,8 @@ SAID = ("red one", "look", "two ? green", "blue red")
 
 
 def environments(factory: Callable[[], Any], **options: Any) -> Environments:
-    named = {"tokenizer": chat_tokenizer(), "close": frozenset(CLOSE), "limits": ConversationLimits(turns=3), **options}
-    return Environments(factories={"environment": factory}, seed=3, **named)
+    named = dict[str, Any](tokenizer=chat_tokenizer(), close=frozenset(CLOSE), limits=ConversationLimits(turns=3))
+    return Environments(factories={"environment": factory}, seed=3, **named | options)
 
 
 def answer(request: Request) -> list[int]:

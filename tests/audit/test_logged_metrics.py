@@ -28,7 +28,7 @@ from lightning_rl.callbacks import (
 class Rows(Logger):
     """A logger that stores every row."""
 
-    name, version = "rows", 0  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    name, version = "rows", 0
 
     def __init__(self) -> None:
         super().__init__()

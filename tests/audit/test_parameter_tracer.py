@@ -87,7 +87,7 @@ class Decay(RLCallback):
 @pytest.mark.nightly
 def test_an_expanded_gradient_is_traced_like_any_other() -> None:
     def policy() -> Any:
-        model = tiny_policy()
+        model: Any = tiny_policy()
         model.extra = torch.nn.Linear(16, 16, bias=False)
         torch.nn.init.ones_(model.extra.weight)
         return model

@@ -122,7 +122,7 @@ def subclass(kind: type[Optimizer], **members: Any) -> Any:
 
 
 def step_of_parent(optimizer: Any, closure: Any = None) -> Any:
-    parent: Any = super(type(optimizer), optimizer)
+    parent: Any = super(type(optimizer), optimizer)  # pyrefly: ignore[invalid-argument]
     return parent.step(closure)
 
 

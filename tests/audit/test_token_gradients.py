@@ -26,7 +26,7 @@ def audit_of(folder: Path, precision: Any = "32-true", **options: Any) -> Signal
 
 
 def with_adapters() -> Any:
-    return get_peft_model(tiny_policy(0), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))  # pyright: ignore[reportArgumentType]
+    return get_peft_model(tiny_policy(0), LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
 
 
 @pytest.mark.nightly

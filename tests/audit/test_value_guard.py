@@ -156,7 +156,7 @@ def a_view_with_gradients() -> LossView:
 GRADIENT_WAYS: dict[str, Callable[[Tensor], object]] = {
     "register_hook": lambda tensor: tensor.register_hook(lambda gradient: gradient * 0.5),
     "register_hook that only looks": lambda tensor: tensor.register_hook(lambda _: None),
-    "hook of the node": lambda tensor: tensor.grad_fn.register_hook(lambda *_: (None,)),  # pyright: ignore[reportOptionalMemberAccess]
+    "hook of the node": lambda tensor: tensor.grad_fn.register_hook(lambda *_: (None,)),  # pyrefly: ignore[missing-attribute]
     "multi-grad hook": lambda tensor: register_multi_grad_hook((tensor,), lambda _: None, mode="any"),
     "detach_": lambda tensor: tensor.detach_(),
 }

@@ -16,7 +16,7 @@ NAN = math.nan
 def pair(engine: list[float], trainer: list[float], **given: Any) -> LossView:
     """One row of tokens with these probabilities at the engine and the trainer."""
     logs = {name: [math.log(p) for p in ps] for name, ps in (("rollout_logprobs", engine), ("old_logprobs", trainer))}
-    return view_of([-1.0] * len(engine), dtype=torch.float64, **logs, **given)
+    return view_of([-1.0] * len(engine), dtype=torch.float64, **dict[str, Any](logs) | given)
 
 
 def coin(p: float, q: float) -> float:

@@ -154,7 +154,7 @@ def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
 
 def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
     """Everything that it contributes, at valid tokens alone."""
-    found = {}
+    found: dict[str, Any] = {}
     for method in sorted(correction.contributes - {"observe", "forward_context"}):  # which return nothing to compare
         given = getattr(correction, method)(view_on(rollout, correction) if method in AT_LOSS else rollout)
         given = given.per_token if isinstance(given, LossTerm) else given

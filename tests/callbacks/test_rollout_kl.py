@@ -18,9 +18,8 @@ NAN, INF = math.nan, math.inf
 
 
 def witness(valid: Any = ((1, 1), (1, 0)), **given: Any) -> LossView:
-    roll = [[-1.5, -2.0], [-1.0, -3.0]]
-    zero = [[0.0, 0.0], [0.0, 0.0]]
-    return view_of([[-1.0, -2.0], [-1.0, -1.0]], **{"rollout_logprobs": roll, "advantages": zero, **given}, valid=valid)
+    known = dict[str, Any](rollout_logprobs=[[-1.5, -2.0], [-1.0, -3.0]], advantages=[[0.0, 0.0], [0.0, 0.0]])
+    return view_of([[-1.0, -2.0], [-1.0, -1.0]], valid=valid, **known | given)
 
 
 def test_witness() -> None:

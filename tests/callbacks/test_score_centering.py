@@ -173,7 +173,7 @@ def test_the_error_of_the_top_tokens_is_that_of_the_tail(k: int) -> None:
 
 
 def requests(**sampling: Any) -> list[Request]:
-    shared = SamplingParams(**{"max_new_tokens": 4, "temperature": TEMPERATURE, "eos_token_ids": (), **sampling})
+    shared = SamplingParams(**dict[str, Any](max_new_tokens=4, temperature=TEMPERATURE, eos_token_ids=()) | sampling)
     prompts = [(3, 5), (2,), (3, 5), (7, 2, 9)]
     return [Request(prefix_ids=ids, sample_id=place, seed=place, sampling=shared) for place, ids in enumerate(prompts)]
 

@@ -120,7 +120,7 @@ def test_only_valid_tokens_are_scored() -> None:
         targets.append(len(layout.targets))
         return score(layout)
 
-    teacher.scorer.logprobs = counting  # pyright: ignore[reportAttributeAccessIssue]
+    teacher.scorer.logprobs = counting
     found = teacher(rollout)
     assert sum(targets) == int(rollout.valid_tokens.sum()) and len(targets) > 1
     assert not found[~rollout.valid_tokens].any() and (found[rollout.valid_tokens] < 0).all()

@@ -52,7 +52,7 @@ def script(folder: Path, method: str = "fit", data: str = "tiny_prompts()") -> P
 def test_it_ends_before_anything_begins_and_keeps_what_it_was_given(method: str, tmp_path: Path) -> None:
     arguments, variables = list(sys.argv), dict(os.environ)
     recipe = load_recipe(script(tmp_path, method), ["1", "auto"])
-    assert recipe.module.policy is None and recipe.data is recipe.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    assert recipe.module.policy is None and recipe.data is recipe.trainer.datamodule  # pyrefly: ignore[missing-attribute]
     assert [type(callback).__name__ for callback in callbacks_of(recipe.trainer)] == ["Alarm"]
     assert (sys.argv, dict(os.environ)) == (arguments, variables)
 
@@ -61,7 +61,7 @@ def test_a_trainer_of_several_ranks_starts_none(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or Lightning sets it
     recipe = load_recipe(script(tmp_path), ["2", "ddp"])
     assert recipe.trainer.world_size == 2 and starts_itself(recipe.trainer)
-    assert recipe.trainer.strategy.launcher.procs == []  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    assert recipe.trainer.strategy.launcher.procs == []  # pyrefly: ignore[missing-attribute]
 
 
 def test_other_data_than_prompts_are_refused(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ class Writes(Callback):
 
 
 def test_an_inspection_writes_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    callbacks = [LearningRateMonitor(), DeviceStatsMonitor(), EarlyStopping("reward/task"), ModelCheckpoint(), Timer()]
-    callbacks += [RichProgressBar(), RunReport(1), SampleTable(1), Writes()]
+    callbacks: list[Callback] = [LearningRateMonitor(), DeviceStatsMonitor(), EarlyStopping("reward/task"), Timer()]
+    callbacks += [ModelCheckpoint(), RichProgressBar(), RunReport(1), SampleTable(1), Writes()]
     logger = CSVLogger(tmp_path, "runs")
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=logger, callbacks=callbacks, default_root_dir=tmp_path

@@ -39,7 +39,7 @@ def held_by_a_trainer(data: PromptDataModule, steps: int) -> PromptDataModule:
     """Stands in for a Trainer, which step indices ask for the steps of a rollout."""
     seen: list[StepIndex] = []
     module = SimpleNamespace(steps_per_rollout=steps, begin_step=seen.append, seen=seen)
-    data.trainer = SimpleNamespace(lightning_module=module)  # pyright: ignore[reportAttributeAccessIssue]
+    data.trainer = SimpleNamespace(lightning_module=module)  # pyrefly: ignore[bad-assignment]
     return data
 
 
@@ -187,9 +187,9 @@ def test_a_new_fit_begins_with_a_new_rollout() -> None:
 def test_generators_are_keyed_by_tickets_and_by_nothing_else() -> None:
     data = held_by_a_trainer(connected([[2]]), 1)
     step_index, batch = StepIndex(1, 2, 3), object()
-    assert data.on_before_batch_transfer(batch, 0) is batch and data.trainer.lightning_module.seen == []  # pyright: ignore[reportOptionalMemberAccess]
+    assert data.on_before_batch_transfer(batch, 0) is batch and data.trainer.lightning_module.seen == []  # pyrefly: ignore[missing-attribute]
     assert data.on_before_batch_transfer(step_index, 0) is step_index
-    assert data.trainer.lightning_module.seen == [step_index]  # pyright: ignore[reportOptionalMemberAccess]
+    assert data.trainer.lightning_module.seen == [step_index]  # pyrefly: ignore[missing-attribute]
 
 
 def test_validation_prompts_keep_their_order_and_leave_the_cursor_alone() -> None:

@@ -32,7 +32,7 @@ each_source = pytest.mark.parametrize("kind", SOURCES)
 
 
 def connected(kind: str, **options: Any) -> PromptDataModule:
-    data = PromptDataModule(SOURCES[kind](), 4, **{"epoch_length": 3, "shuffle_buffer": 5, **options})
+    data = PromptDataModule(SOURCES[kind](), 4, **dict[str, Any](epoch_length=3, shuffle_buffer=5) | options)
     data.connect(None, None)
     return data
 

@@ -323,7 +323,7 @@ def on_ranks(*ranks: Callable[[Callable[[Any], list[Any]]], Any]) -> list[Any]:
 def shared_rank(talks: list[Opening], script: Any = lambda _: (3, EOS)) -> Callable[[Any], tuple[list[int], int]]:
     def rank(across: Callable[[Any], list[Any]]) -> tuple[list[int], int]:
         engine = Shared(script)
-        engine.across = across  # pyright: ignore[reportAttributeAccessIssue]
+        engine.across = across
         engine.load_weights([], 0)
         engine.version, engine.pushed = 0, {0}
         return engine.rounds, len(converse(talks, engine, answers=Answers(engine, logprobs=False)))

@@ -206,7 +206,7 @@ class Counter:
 
     def reset(self, **row: Any) -> str | None:
         """Keeps the row."""
-        self.row = row
+        self.row: Any = row
         return row.get("hint")
 
     def increase(self, by: int) -> str:
@@ -271,11 +271,11 @@ class Awaiting(Counter):
     """Names what it wants, and has to be awaited."""
 
     @override
-    async def reset(self, level: int, seed: int) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def reset(self, level: int, seed: int) -> None:  # pyrefly: ignore[bad-override]
         self.row = (level, seed)
 
     @override
-    async def get_reward(self) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def get_reward(self) -> float:  # pyrefly: ignore[bad-override]
         return 0.25
 
 

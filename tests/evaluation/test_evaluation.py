@@ -46,7 +46,7 @@ def test_an_evaluation_says_what_it_measures() -> None:
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Evaluation(**{"name": "a", "prompts": [[2]], **options})
+        Evaluation(**dict[str, Any](name="a", prompts=[[2]]) | options)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def tally_of(order: list[int], split: int) -> Tally:
 
 
 def test_figures_by_hand() -> None:
-    figures = tally_of([0, 1, 2, 3, 4, 5], 2).figures(**OPTIONS)  # pyright: ignore[reportArgumentType]
+    figures = tally_of([0, 1, 2, 3, 4, 5], 2).figures(**OPTIONS)
     low, high = interval([0.25, 1.0, 0.0, 0.5], 4)
     expected = {
         "pass@1": (0.25 + 1 + 0 + 0.5) / 4, "pass@1_low": low, "pass@1_high": high,
@@ -46,8 +46,8 @@ def test_figures_by_hand() -> None:
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3]])
 @pytest.mark.parametrize("split", [0, 1, 3])
 def test_figures_depend_on_neither_order_nor_batches(order: list[int], split: int) -> None:
-    first = tally_of([0, 1, 2, 3, 4, 5], 2).figures(**OPTIONS)  # pyright: ignore[reportArgumentType]
-    assert tally_of(order, split).figures(**OPTIONS) == first  # pyright: ignore[reportArgumentType]
+    first = tally_of([0, 1, 2, 3, 4, 5], 2).figures(**OPTIONS)
+    assert tally_of(order, split).figures(**OPTIONS) == first
 
 
 def test_the_sum_of_two_ranks_tables_is_the_table_of_one() -> None:
@@ -60,17 +60,17 @@ def test_the_sum_of_two_ranks_tables_is_the_table_of_one() -> None:
 
 
 def test_an_empty_population_is_nan_under_the_same_names() -> None:
-    names = set(tally_of([0, 1, 2, 3, 4, 5], 2).figures(**OPTIONS))  # pyright: ignore[reportArgumentType]
+    names = set(tally_of([0, 1, 2, 3, 4, 5], 2).figures(**OPTIONS))
     tally = Tally(6, ["right", "short"])
     tally.update(torch.tensor([3]), ROWS[3:4])
-    figures = tally.figures(**OPTIONS)  # pyright: ignore[reportArgumentType]
+    figures = tally.figures(**OPTIONS)
     known = {"reward/missing": 1.0, "reward/failed": 3, "length/mean": 1.0, "length/truncated": 1.0, "answer/failed": 0}
     assert {name: value for name, value in figures.items() if not math.isnan(value)} == known
     assert set(figures) == names
     for prompts in (6, 0):
         tally = Tally(prompts, ["right", "short"])
         tally.update(torch.zeros(0, dtype=torch.int64), ROWS[:0])
-        figures = tally.figures(**OPTIONS)  # pyright: ignore[reportArgumentType]
+        figures = tally.figures(**OPTIONS)
         assert {name: value for name, value in figures.items() if not math.isnan(value)} == {
             "reward/failed": 0,
             "answer/failed": 0,

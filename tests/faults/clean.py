@@ -81,7 +81,7 @@ def configuration(
     name: str, options: Mapping[str, Any] | None = None, callbacks: Callable[[], list[Any]] = list, **given: Any
 ) -> Fault:
     """Return a run without a fault."""
-    known = {"data": lambda: tiny_prompts(24, 4), "max_steps": 8, **given}
+    known: dict[str, Any] = {"data": lambda: tiny_prompts(24, 4), "max_steps": 8, **given}
     return Fault(name, "", options=options or {}, callbacks=callbacks, **known)
 
 
@@ -186,7 +186,7 @@ def from_zero(optimizer: Optimizer) -> LambdaLR:
 def lora(**options: Any) -> Any:
     """Return a policy with adapters."""
     shape = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    return get_peft_model(tiny_policy(**options), shape)  # pyright: ignore[reportArgumentType]
+    return get_peft_model(tiny_policy(**options), shape)
 
 
 def partly_frozen() -> Any:

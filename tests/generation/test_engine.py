@@ -13,7 +13,7 @@ from lightning_rl.generation import Capabilities, Engine, EngineState, Request, 
 
 
 def a_request(**options: object) -> Request:
-    return request_of(**{"prefix_ids": (2, 3), "sample_id": 7, "max_new_tokens": 4, **options})  # pyright: ignore[reportArgumentType]
+    return request_of(**{"prefix_ids": (2, 3), "sample_id": 7, "max_new_tokens": 4, **options})  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_the_modules_of_all_faults_are_found(fault: Mismatch, *, bitwise: bool) 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_fault_every_difference_is_rounding(family: str, dtype: torch.dtype) -> None:
-    model = tiny_model(family, dtype=torch.float32).to(dtype)  # pyright: ignore[reportArgumentType]
+    model = tiny_model(family, dtype=torch.float32).to(dtype)  # pyrefly: ignore[bad-argument-type]
     for cached, rows in ((True, None), (False, None), (True, 1)):
         found = compared(model, None, bitwise=False, cached=cached, rows=rows)
         assert found.module is None or found.rounded
@@ -149,6 +149,6 @@ def test_heads_are_never_read_as_tokens(heads: int) -> None:
 
 
 def test_tokens_whose_experts_rounding_changes_are_left_out() -> None:
-    model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=64, initializer_range=0.02).to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+    model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=64, initializer_range=0.02).to(torch.bfloat16)  # pyrefly: ignore[bad-argument-type]
     found = compared(model, None, bitwise=False)
     assert found.module is not None and found.rounded

@@ -71,7 +71,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte."""
     words = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(WordLevel(words, unk_token="!"))
-    tokenizer.decoder = ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = ByteLevelDecoder()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 

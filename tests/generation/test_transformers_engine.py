@@ -132,7 +132,7 @@ def test_a_forward_gets_the_cache_under_the_name_that_it_takes(name: str) -> Non
         return family.forward(self, *args, **{native if key == name else key: value for key, value in given.items()})
 
     parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-    forward.__signature__ = inspect.Signature([parameter])  # pyright: ignore[reportFunctionMemberAccess]
+    forward.__signature__ = inspect.Signature([parameter])  # pyrefly: ignore[missing-attribute]
     expected = draw(model, requests_for(PROMPTS))
     model.__class__ = type("Renamed", (family,), {"forward": forward})
     assert what(draw(model, requests_for(PROMPTS))) == what(expected)

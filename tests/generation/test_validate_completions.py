@@ -64,7 +64,7 @@ def check_all(
     engine: Engine, requests: list[Request], given: list[Completion] | None = None, **options: Any
 ) -> list[Completion]:
     """Return the checked completions of requests, by default those of the engine."""
-    answers = Answers(engine, **{"logprobs": True, **options})
+    answers = Answers(engine, **dict[str, Any](logprobs=True) | options)
     answers.ask(requests)
     given = engine.generate(requests, logprobs=True) if given is None else given
     believed = [answers.check(*pair) for pair in zip(requests, given, strict=True)]
@@ -77,7 +77,7 @@ def ask(change: Callable[[list[Completion]], Any], requests: int = 4, **options:
     engine = OwnEngine(change)
     engine.load_weights([], 0)
     given = [replace(request_of((2, 3 + number), number), sampling=SAMPLING) for number in range(requests)]
-    return check_all(engine, given, **{"vocabulary": 16, **options})
+    return check_all(engine, given, **dict[str, Any](vocabulary=16) | options)
 
 
 def one(place: int = 2, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
@@ -159,8 +159,8 @@ def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Co
     """Return a function that adds routes to all completions, and other fields to one."""
 
     def change(given: list[Completion]) -> list[Completion]:
-        routes = {"token_extras": {ROUTES: torch.zeros(3, 2, 1)}, "prompt_extras": {ROUTES: torch.zeros(2, 2, 1)}}
-        return [replace(each, **{**routes, **(changes if n == place else {})}) for n, each in enumerate(given)]
+        base = dict[str, Any](token_extras={ROUTES: torch.zeros(3, 2, 1)}, prompt_extras={ROUTES: torch.zeros(2, 2, 1)})
+        return [replace(each, **base | (changes if n == place else {})) for n, each in enumerate(given)]
 
     return change
 

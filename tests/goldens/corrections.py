@@ -1,7 +1,7 @@
 """From a peer's correction of the mismatch between engine and trainer to callbacks of ours."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import cycle
 from typing import Any, Literal
@@ -271,7 +271,7 @@ def _open_instruct(case: Case) -> Corrections:
     return [ratio_mask("mean" if by_row else "token", low, high), weight]
 
 
-READERS = {
+READERS: Mapping[str, Callable[[Case], Corrections]] = {
     "rejection_sampling": _areal,
     "use_importance_sampling_correction": _nemo,
     "enable_vllm_is_correction": _openrlhf,

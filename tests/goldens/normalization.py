@@ -74,7 +74,7 @@ def rewards_normalised(values: Tensor, groups: Tensor, rewarded: Tensor, params:
     """AReaL's ``NormConfig``. The deviation is that of what is left once the rows are centred."""
     options = norm_options(params)
     if options["mean"] != options["std"] or options["leave_one_out"]:
-        values = Normalized(**{**options, "std": "none"}).per_row(values, groups, rewarded)
+        values = Normalized(**options | {"std": "none"}).per_row(values, groups, rewarded)
         options |= {"mean": "none", "leave_one_out": False}
     return Normalized(**options).per_row(values, groups, rewarded)
 

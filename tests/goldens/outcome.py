@@ -118,8 +118,8 @@ def _rloo_with_kl(case: Case) -> Outputs:
     kl = masked_fill_invalid(k1(case["old_logp"], case["ref_logp"]), signal.valid_tokens).sum(-1)
     rows = RLOO().per_row(signal.scores - params["beta"] * kl, signal.groups, signal.rewarded)
     if params.get("normalize_advantages"):
-        options = {"mean": "batch", "std": "batch", "epsilon": peer_of(case).epsilon}
-        rows = Normalized(**options).per_row(rows, signal.groups, signal.rewarded)
+        normalized = Normalized(mean="batch", std="batch", epsilon=peer_of(case).epsilon)
+        rows = normalized.per_row(rows, signal.groups, signal.rewarded)
     return {"advantages": rows}
 
 
@@ -144,8 +144,8 @@ def decoupled(case: Case) -> Outputs:
         return {"advantages": whiten(total[:, None].expand(mask.shape), mask)}
     whole = torch.ones_like(groups, dtype=torch.bool)
     last = peer_of(case).gdpo_epsilon
-    options = {"mean": "batch", "std": "batch", "epsilon": epsilon if last is None else last}
-    return {"advantages": Normalized(**options).per_row(total, groups, whole)}
+    normalized = Normalized(mean="batch", std="batch", epsilon=epsilon if last is None else last)
+    return {"advantages": normalized.per_row(total, groups, whole)}
 
 
 def _parts(case: Case) -> tuple[list[Tensor], list[float]]:

@@ -41,8 +41,8 @@ def replay_of(case: Case) -> Replay:
 
 
 INTERPOLATED = (
-    "old log-probabilities are exact: from the step itself with one optimizer step per rollout, from one forward pass "
-    "with several. An interpolation by staleness (A-3PO, arXiv:2512.06547) approximates them"
+    "lightning-rl computes old log-probabilities exactly. This algorithm (A-3PO, arXiv:2512.06547) approximates them "
+    "by an interpolation that depends on staleness"
 )
 NOT_OFFERED: dict[str, str] = {
     "decoupled_ppo_loglinear_proximal": INTERPOLATED,
@@ -51,12 +51,12 @@ NOT_OFFERED: dict[str, str] = {
 """Algorithms that the library does not have, with the reason."""
 
 NOT_COMPARED: dict[str, str] = {
-    "m_*": "metrics that a peer logs beside the recorded outputs, under its own definitions",
-    "clipfrac": "in the value loss, and in losses that do not log the share of clipped tokens",
-    "clip_ratio": "as clipfrac",
-    "pg_clipfrac": "as clipfrac",
-    "pg_clipfrac_lower": "as clipfrac",
-    "ppo_kl": "in cases without the old policy",
+    "m_*": "metrics that the other system logs in addition, with other definitions",
+    "clipfrac": "not logged by the value loss, and by losses without a fraction of clipped tokens",
+    "clip_ratio": "as for `clipfrac`",
+    "pg_clipfrac": "as for `clipfrac`",
+    "pg_clipfrac_lower": "as for `clipfrac`",
+    "ppo_kl": "not compared in cases without the old policy",
     "padding_action_log_probs": "log-probabilities of padding are arbitrary, because no padding token is valid",
 }
 """Fields that are left out where a replay gives no value for them, with the reason. Patterns of fnmatch."""

@@ -130,50 +130,58 @@ RULES: tuple[Rule, ...] = (
         predicts=_singleton,
     ),
     Rule(
-        name="a group of one row gets 0 before whitening",
-        reason="verl whitens the raw reward together with centred rewards",
+        name="before whitening, a group of one row gets 0",
+        reason="verl whitens the group's raw reward together with the centered rewards of other groups",
         algorithms=("reinforce_plus_plus_baseline",),
         predicts=_singleton_whitened,
     ),
     Rule(
-        name="a group of one row gets 0 for each reward before whitening",
-        reason="verl whitens the raw rewards together with standardised rewards",
+        name="before whitening, each reward of a group of one row gets 0",
+        reason="verl whitens the group's raw rewards together with the standardized rewards of other groups",
         algorithms=("gdpo",),
         predicts=_singleton_standardised,
     ),
     Rule(
-        name="MaxRL is 0 without a positive mean and two rows",
-        reason="SkyRL divides by any mean: the sign flips below 0, the size explodes near 0, a single row stays raw",
+        name="MaxRL gives 0 to a group of one row and to a group whose mean is not positive",
+        reason=(
+            "SkyRL divides by any mean: a negative mean flips the sign, a mean near 0 gives huge values, and a "
+            "single row keeps its raw reward"
+        ),
         algorithms=("maxrl",),
         predicts=_worthless_group,
     ),
     Rule(
-        name="the overlong penalty ends at -1 times its factor",
-        reason="verl, AReaL and NeMo-RL set no bound; SkyRL sets the whole reward to 0, which can be more",
+        name="the overlong penalty is at least -1 times its factor",
+        reason="in verl, AReaL and NeMo-RL the penalty has no lower bound; SkyRL sets the whole reward to 0",
         algorithms=("dapo_overlong",),
         predicts=_overlong,
     ),
     Rule(
         name="a standard deviation is taken around the mean of the same values",
-        reason="AReaL takes it around 0, so an offset of the rewards changes it",
+        reason="AReaL takes deviations from 0, so a constant added to all rewards changes the result",
         algorithms=("reward_norm",),
         predicts=_around_the_mean,
     ),
     Rule(
         name="a row that is not rewarded has no baseline",
-        reason="NeMo-RL divides the sum over its group by one row too few; no advantage uses this baseline",
+        reason=(
+            "NeMo-RL computes a baseline, with a denominator that is too small by one row; no advantage uses the "
+            "baseline"
+        ),
         algorithms=("group_baseline_std",),
         predicts=_no_baseline,
     ),
     Rule(
-        name="advantages are centred over the valid tokens",
+        name="advantages are centered over the valid tokens",
         reason="SkyRL includes padding in the mean, which then depends on the width of the batch",
         algorithms=("advantage_batch_norm_then_scale",),
         predicts=_valid_mean,
     ),
     Rule(
         name="a row without valid tokens has no loss",
-        reason="TRL's GMPO adds the row's advantage times a ratio of 1, a constant without gradient",
+        reason=(
+            "TRL's GMPO gives the row a loss of its advantage times a ratio of 1, which is a constant without gradient"
+        ),
         algorithms=("gmpo",),
         predicts=_row_without_tokens,
     ),

@@ -27,7 +27,7 @@ def view_of_case(case: Case, **given: Tensor) -> LossView:
             fields["advantages"] = rows_to_tokens(case[name], logprobs)
     valid = given.pop("valid", case.mask() if "mask" in case else None)
     trained = given.pop("trained", None)
-    view = view_of(logprobs, valid=valid, dtype=logprobs.dtype, **{**fields, **given})
+    view = view_of(logprobs, valid=valid, dtype=logprobs.dtype, **dict[str, Any](fields, **given))
     return view if trained is None else view.replace(trained=trained)
 
 

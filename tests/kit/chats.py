@@ -42,7 +42,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     """A word or a newline for each id; eight control tokens end an answer, so that the tiny policy draws one soon."""
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(PLAIN)}, unk_token="<unk>"))
     parts = [Split(Regex(" "), "removed"), Split(Regex("\n"), "isolated")]
-    tokenizer.pre_tokenizer = Steps(parts)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    tokenizer.pre_tokenizer = Steps(parts)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=ENDS[0],

@@ -86,7 +86,7 @@ def generator_states() -> tuple[Any, ...]:
     """Of Python, NumPy and torch."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     torch_state = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), (kind, keys.tobytes(), *rest), torch_state  # pyright: ignore[reportAttributeAccessIssue]
+    return random.getstate(), (kind, keys.tobytes(), *rest), torch_state  # pyrefly: ignore[missing-attribute]
 
 
 def games(number: int = 4, per_rollout: int = 2) -> PromptDataModule:

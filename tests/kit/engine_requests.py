@@ -18,7 +18,7 @@ def launch(engine: Engine, model: PreTrainedModel, tokenizer: Any = None) -> Non
 
 def request_of(prefix_ids: Sequence[int], sample_id: int = 0, seed: int = 0, **options: Any) -> Request:
     """A request; ``options`` are those of SamplingParams, with no EOS ids unless they are given."""
-    sampling = SamplingParams(**{"eos_token_ids": (), **options})
+    sampling = SamplingParams(**dict[str, Any](eos_token_ids=()) | options)
     return Request(prefix_ids=tuple(prefix_ids), sample_id=sample_id, seed=seed, sampling=sampling)
 
 

@@ -326,7 +326,7 @@ class LLM:
                 "TORCHINDUCTOR_COMPILE_THREADS": "1",
                 "TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1",
             }
-            torch.set_num_threads = lambda _number: None
+            torch.set_num_threads = lambda _number: None  # pyrefly: ignore[bad-assignment]
             return
         assert self.device_index < self.fake.gpus, f"DP adjusted local rank {self.device_index} is out of bounds"
         torch.set_float32_matmul_precision(self.precision)

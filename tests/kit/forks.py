@@ -31,7 +31,8 @@ class Fork:
     """
 
     def __init__(self, rank: int, command: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
-        process, self._code = _parent(rank), None
+        process = _parent(rank)
+        self._code: int | None = None
         assert process.stdin is not None and process.stdout is not None
         task = {"command": command, "environment": environment, "output": str(output), "folder": str(Path.cwd())}
         process.stdin.write(json.dumps(task).encode() + b"\n")

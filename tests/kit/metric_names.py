@@ -30,7 +30,7 @@ def noting_reward(completions: Any, log_metric: Any, **_: Any) -> list[float]:
 class Names(Logger):
     """Logger that keeps the name of every metric."""
 
-    name, version = "names", 0  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    name, version = "names", 0
 
     def __init__(self) -> None:
         super().__init__()

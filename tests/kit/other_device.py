@@ -48,14 +48,14 @@ class OtherTensor(Tensor):
     """A tensor on the other device."""
 
     numbers: Tensor
-    device = property(lambda _: OTHER)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
-    is_cuda = property(lambda _: True)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
-    is_meta = property(lambda _: False)  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001  # pyright: ignore[reportAssignmentType]
+    device = property(lambda _: OTHER)
+    is_cuda = property(lambda _: True)  # pyrefly: ignore[bad-override]
+    is_meta = property(lambda _: False)  # pyrefly: ignore[bad-override]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001  # pyrefly: ignore[bad-override]
 
     @staticmethod
     def __new__(cls: type["OtherTensor"], numbers: Tensor) -> "OtherTensor":  # noqa: D102
-        made = Tensor._make_wrapper_subclass(  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]
+        made = Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls,
             numbers.shape,
             strides=numbers.stride(),
@@ -67,7 +67,7 @@ class OtherTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105  # pyrefly: ignore[bad-override]
         return OtherDevice().run(func, args, kwargs or {})  # of a thread or a moment that knows no mode
 
 
@@ -148,14 +148,14 @@ class _Names(TorchFunctionMode):
             return args[0].cpu().tolist()
         if func is Tensor.numpy and isinstance(args[0], OtherTensor):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
-        if func in (torch.device, torch._C._nn._parse_to):  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue]  which say where
+        if func in (torch.device, torch._C._nn._parse_to):  # noqa: SLF001  which say where
             return func(*args, **(kwargs or {}))
         args, kwargs = tuple(map(_renamed, args)), kwargs or {}
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], OtherTensor):
             places = tuple(map(_sent, args[1])) if isinstance(args[1], tuple) else _sent(args[1])
             args = (args[0], places, *args[2:])
         if func is Tensor.new_tensor and isinstance(args[0], OtherTensor):
-            return torch.tensor(args[1], **{"dtype": args[0].dtype, **kwargs}).to(META)
+            return torch.tensor(args[1], **dict[str, Any](dtype=args[0].dtype) | kwargs).to(META)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _renamed(torch.device(kwargs["device"]))}
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == META:

@@ -1,6 +1,6 @@
 """Runs whose result may not depend on the strategy or the number of ranks, and what is kept of them.
 
-Run as a script it is one rank: ``cases.py FOLDER STRATEGY CASE ...`` saves what each case gave to FOLDER.
+Run as a script it is one rank: ``strategy_cases.py FOLDER RANKS STRATEGY CASE,...`` saves the result of each case.
 """
 
 import sys
@@ -66,7 +66,7 @@ def lora_policy(dtype: torch.dtype, **options: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         targets = ["q_proj", "v_proj", "down_proj"]
-        model = get_peft_model(tiny_policy(dtype=dtype, **options), LoraConfig(r=2, target_modules=targets))  # pyright: ignore[reportArgumentType]
+        model = get_peft_model(tiny_policy(dtype=dtype, **options), LoraConfig(r=2, target_modules=targets))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)
@@ -143,15 +143,14 @@ def dtype_of(strategy: str) -> torch.dtype:
     return torch.float64 if strategy in EXACT else torch.float32
 
 
-def main(folder: Path, ranks: int, strategies: Sequence[str], cases: Sequence[str]) -> None:
+def main(folder: Path, ranks: int, strategy: str, cases: Sequence[str]) -> None:
     """One rank of several runs in one process group."""
-    for strategy in strategies:
-        for case in cases:
-            make: Callable[[], Any] = STRATEGIES[strategy]
-            result = run(case, dtype_of(strategy), devices=ranks, strategy=make())
-            if torch.distributed.get_rank() == 0:
-                torch.save(result, folder / f"{strategy} {case}")
+    for case in cases:
+        make: Callable[[], Any] = STRATEGIES[strategy]
+        result = run(case, dtype_of(strategy), devices=ranks, strategy=make())
+        if torch.distributed.get_rank() == 0:
+            torch.save(result, folder / f"{strategy} {case}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split(","), sys.argv[4].split(","))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))

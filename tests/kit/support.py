@@ -82,19 +82,10 @@ def cast_exactly(model: ModelT, dtype: torch.dtype) -> ModelT:
 
 def tiny_policy(seed: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> Qwen2ForCausalLM:
     """A two-layer Qwen2 with weights large enough that its log-probabilities are far from uniform."""
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
-    config = Qwen2Config(
-        **{
-            "vocab_size": VOCABULARY,
-            **shape,
-            "num_key_value_heads": 2,
-            "initializer_range": 0.2,
-            "max_position_embeddings": 64,
-            "eos_token_id": EOS,
-            "bos_token_id": None,
-            **options,
-        }
-    )
+    shape: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+    shape |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    shape |= {"max_position_embeddings": 64, "eos_token_id": EOS, "bos_token_id": None}
+    config = Qwen2Config(**shape | options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
@@ -204,7 +195,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One word for each id: ``</s>`` is EOS, the others are ``a``, ``b``, ... from id 2 on."""
     words = ["<unk>", "</s>", *"abcdefghijklmn"]
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
@@ -276,7 +267,7 @@ def rollout_of(
         "rewards": torch.tensor(rewards),
         "values": torch.zeros(rows, width),
     }
-    return Rollout(**{**base, **{name: torch.as_tensor(value) for name, value in given.items()}})
+    return Rollout(**base | {name: torch.as_tensor(value) for name, value in given.items()})
 
 
 def view_of(
@@ -315,7 +306,7 @@ def view_of(
         "advantages": torch.ones(number, width, dtype=dtype),
         "entropy": torch.zeros(number, width, dtype=dtype),
     }
-    return LossView(**{**base, **per_token}, logprobs=current)
+    return LossView(**dict[str, Any](base, **per_token, logprobs=current))
 
 
 @dataclass
@@ -446,7 +437,7 @@ def tiny_module(**options: Any) -> RLLightningModule:
     """
     given = {kind: {name: options.pop(name) for name in names if name in options} for kind, names in CALLBACKS.items()}
     names = [spec.name for spec in fields(SamplingParams) if spec.name in options]
-    sampling = {"max_new_tokens": 8, **{name: options.pop(name) for name in names}}
+    sampling: dict[str, Any] = {"max_new_tokens": 8, **{name: options.pop(name) for name in names}}
     defaults: dict[str, Any] = {
         "policy": tiny_policy,
         "rewards": parity_reward,

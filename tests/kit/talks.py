@@ -40,7 +40,7 @@ class Echo(Talk):
 
 def openings(number: int = 16, *, pause: float = 0.0, **options: Any) -> list[Opening]:
     """Conversations of :data:`TURNS` turns of up to 16 tokens; ``options`` are those of SamplingParams."""
-    known = {"max_new_tokens": 100, "temperature": 1.0, "eos_token_ids": range(1, 12), **options}
+    known: dict[str, Any] = {"max_new_tokens": 100, "temperature": 1.0, "eos_token_ids": range(1, 12), **options}
     return [
         Opening(
             Conversation(

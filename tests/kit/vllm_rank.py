@@ -24,7 +24,7 @@ from lightning_rl.callbacks import RolloutKL
 
 def an_engine(**options: Any) -> VLLMEngine:
     """A small one."""
-    return VLLMEngine(**{"kv_cache_memory_bytes": 2**25, "block_size": 32, "max_num_seqs": 64, **options})
+    return VLLMEngine(**dict[str, Any](kv_cache_memory_bytes=2**25, block_size=32, max_num_seqs=64) | options)
 
 
 class Watch(RLCallback):

@@ -55,7 +55,7 @@ def accumulate(loss: PolicyLoss, cut: list[list[int]], *callbacks: Any, **option
         plan_of_rows(rollout, [cut]).step(0),
         lambda microbatch: policy(microbatch.layout),
         an_algorithm(callbacks, loss=loss, reduction=token_mean),
-        **{"backward": lambda total: total.backward(), **options},
+        **dict[str, Any](backward=lambda total: total.backward()) | options,
     )
     assert passes == sorted(passes), "the passes without gradient come first"
     return step, len(passes)

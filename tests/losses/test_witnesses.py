@@ -195,7 +195,7 @@ def test_vespo_by_hand(gaps: list[float], advantage: float, weight: float) -> No
 def test_vespo_chooses_its_kernel_by_the_advantage_of_each_token_and_may_stand_on_old() -> None:
     view = one_row([-1.0, -1.0], [1.0, -1.0], old_logprobs=[-1.0 - math.log(2), -1.0])
     shape = {"k_positive": 1.0, "lambda_positive": 1.0, "k_negative": 0.0, "lambda_negative": 2.0}
-    weights = VESPO(anchor="old", **shape).weights(view)  # pyright: ignore[reportArgumentType]
+    weights = VESPO(anchor="old", **shape).weights(view)
     assert weights[0].tolist() == pytest.approx([2 * math.exp(-1), math.exp(-2)])
 
 

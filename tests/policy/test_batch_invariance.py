@@ -37,7 +37,7 @@ BATCHES = [
 def a_model(family: str, dtype: torch.dtype) -> PreTrainedModel:
     special = {"gemma3_text": {"sliding_window": 20}, "qwen2_moe": {"shared_expert_intermediate_size": 200}}
     sizes = {"hidden_size": 96, "intermediate_size": 200, "vocab_size": 1003, "max_position_embeddings": 256}
-    return tiny_model(family, dtype=torch.float32, **sizes, **special.get(family, {})).to(dtype)  # pyright: ignore[reportArgumentType]
+    return tiny_model(family, dtype=torch.float32, **sizes, **special.get(family, {})).to(dtype)  # pyrefly: ignore[bad-argument-type]
 
 
 def draw(model: PreTrainedModel, requests: list[Request]) -> list[Completion]:
@@ -175,11 +175,11 @@ def test_an_element_does_not_depend_on_its_place(function: Callable[[Tensor], Te
 
 def a_run(*, updates: int = 1, **model: object) -> tuple[list[float], RLLightningModule]:
     """A fit of three rollouts; returns the largest |log-probability of update and rollout| of each first step."""
-    module = tiny_module(model=ModelOptions(consistency="bitwise", **model), minibatches_per_rollout=updates)  # pyright: ignore[reportArgumentType]
+    module = tiny_module(model=ModelOptions(consistency="bitwise", **model), minibatches_per_rollout=updates)  # pyrefly: ignore[bad-argument-type]
     seen: list[float] = []
 
     def metrics(view: object) -> dict[str, object]:
-        seen.append(float((view.logprobs - view.rollout_logprobs)[view.valid_tokens].abs().max()))  # pyright: ignore[reportAttributeAccessIssue]
+        seen.append(float((view.logprobs - view.rollout_logprobs)[view.valid_tokens].abs().max()))  # pyrefly: ignore[missing-attribute]
         return {}
 
     trainer = a_trainer([callback_of("Mismatch", metrics=metrics)], max_steps=3 * updates)
@@ -211,9 +211,9 @@ def test_a_difference_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("option", [{"compile": True}, {"liger": True}, {"attention": "sdpa"}])
 def test_other_kernels_are_refused(option: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"without {next(iter(option))}="):
-        ModelOptions(consistency="bitwise", **option)  # pyright: ignore[reportArgumentType]
+        ModelOptions(consistency="bitwise", **option)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_an_unknown_consistency_is_refused() -> None:
     with pytest.raises(ValueError, match="expected consistency to be"):
-        ModelOptions(consistency="exact")  # pyright: ignore[reportArgumentType]
+        ModelOptions(consistency="exact")  # pyrefly: ignore[bad-argument-type]

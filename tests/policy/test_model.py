@@ -239,7 +239,7 @@ def test_check_scoring_refuses_layers_that_carry_state_from_one_packed_sequence_
             return hidden.cumsum(1)
 
     model = tiny_policy()
-    model.model.layers[0].mlp = Leaky()  # pyright: ignore[reportArgumentType]
+    model.model.layers[0].mlp = Leaky()
     build_policy(lambda: model, None, temperature=1.0, packed=False)
     with pytest.raises(ValueError, match=r"packed as alone, .*: use packing=False"):
         build_policy(lambda: model, None, temperature=1.0, packed=True)
@@ -292,7 +292,7 @@ def test_every_end_of_a_response_is_found(
 ) -> None:
     model = tiny_policy()
     assert model.generation_config is not None
-    model.generation_config.eos_token_id = configured  # pyright: ignore[reportAttributeAccessIssue]
+    model.generation_config.eos_token_id = configured
     assert eos_ids_of(model, tiny_tokenizer() if tokenizer else None, given) == found
 
 
@@ -304,7 +304,7 @@ def test_responses_that_could_never_end_are_refused_unless_a_string_stops_them()
 
 
 def test_a_model_without_generation_config_leaves_it_to_the_tokenizer() -> None:
-    bare: PreTrainedModel = SimpleNamespace(generation_config=None)  # pyright: ignore[reportAssignmentType]
+    bare: PreTrainedModel = SimpleNamespace(generation_config=None)  # pyrefly: ignore[bad-assignment]
     assert eos_ids_of(bare, tiny_tokenizer()) == {1}
 
 

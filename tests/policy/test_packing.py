@@ -309,7 +309,7 @@ def test_activation_checkpointing_gives_the_same_gradient(rows: Rollout, family:
 
 def greedily_continued(policy: PolicyModel, prompts: Tensor) -> list[list[int]]:
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    generate: Callable[..., Tensor] = policy.model.generate  # pyright: ignore[reportAssignmentType]
+    generate: Callable[..., Tensor] = policy.model.generate  # pyrefly: ignore[bad-assignment]
     return generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
 
 

@@ -138,7 +138,7 @@ def test_1_08_values_are_never_divided_by_the_temperature() -> None:
     class Counting(nn.Module):
         def forward(self, input_ids: Tensor, **_: Any) -> BaseModelOutput:
             states = torch.arange(1.0, 1 + input_ids.numel()).reshape(*input_ids.shape, 1)
-            return BaseModelOutput(last_hidden_state=states.expand(-1, -1, 32))  # pyright: ignore[reportArgumentType]
+            return BaseModelOutput(last_hidden_state=states.expand(-1, -1, 32))
 
     model = tiny_policy()
     policy = PolicyModel(model, model, temperature=0.5, packed=True)

@@ -262,7 +262,7 @@ def test_script_and_configuration_are_the_same_run(name: str, monkeypatch: pytes
     monkeypatch.setattr(sys, "argv", ["train.py"])  # arguments are given to LightningCLI itself
     arguments = ["--config", saved(small_configuration(name), name)]
     cli = LightningCLI(RLLightningModule, PromptDataModule, args=arguments, run=False)
-    cli.trainer.datamodule = cli.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    cli.trainer.datamodule = cli.datamodule  # pyrefly: ignore[missing-attribute]
     recipe = load_recipe(RECIPES / f"{name}.py", words_of(name))
     of_file, of_script = configuration(cli.model, cli.trainer), configuration(recipe.module, recipe.trainer)
     of_script = json.loads(json.dumps(of_script).replace("__main__.", f"{name}."))

@@ -49,7 +49,7 @@ def test_a_wrong_name_is_answered_by_the_nearest() -> None:
     ):
         GemEnvironment("guessthe")
     with pytest.raises(ValueError, match="expected options to map names of options to values, got 3"):
-        GemEnvironment(GUESS, 3)  # pyright: ignore[reportArgumentType]
+        GemEnvironment(GUESS, 3)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_policy_trains_on_a_game_under_the_audit() -> None:

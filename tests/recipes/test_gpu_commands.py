@@ -51,7 +51,7 @@ COMMANDS = sorted(
     and path.stem not in ELSEWHERE
     and (path.stem not in LAPTOP or "--engine vllm" in command)
 )
-MACHINES = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
+MACHINES: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
 SIZES = {"rollouts": 1, "prompts_per_rollout": 4, "max_new_tokens": 8, "samples": 2, "warm_start": 4}
 EXTRAS = {"lora": "peft", "reasoning": "reasoning_gym"}
 
@@ -117,7 +117,7 @@ def small_configuration(path: Path) -> dict[str, Any]:
 
 def one_machine(**options: Any) -> Trainer:
     """Return the Trainer of a recipe on this machine."""
-    return Trainer(**{**options, **MACHINES, "enable_progress_bar": False})
+    return Trainer(**options | MACHINES | {"enable_progress_bar": False})
 
 
 def run(command: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:

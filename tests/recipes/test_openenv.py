@@ -63,15 +63,15 @@ class Awaited(Secret):
     """The same in coroutines."""
 
     @override
-    async def reset(self, **options: Any) -> Hint:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def reset(self, **options: Any) -> Hint:  # pyrefly: ignore[bad-override]
         return Secret.reset(self, **options)
 
     @override
-    async def step(self, action: Guess, **_: Any) -> Hint:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def step(self, action: Guess, **_: Any) -> Hint:
         return Secret.step(self, action)
 
     @override
-    async def close(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    async def close(self) -> None:
         return None
 
 
@@ -84,7 +84,7 @@ def text_of(observation: Any) -> str:
 
 
 def begun(make: Any = Secret, **options: Any) -> OpenEnvEnvironment:
-    environment = OpenEnvEnvironment(make, **{"render": text_of, "parse": parse, **options})
+    environment = OpenEnvEnvironment(make, **dict[str, Any](render=text_of, parse=parse) | options)
     environment.reset({"prompt": "play"}, 3)
     return environment
 
@@ -142,7 +142,7 @@ def test_columns_choose_the_task() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="expected render to be a function, got 'text': write a lambda"):
-        OpenEnvEnvironment(Secret, render="text", parse=parse)  # pyright: ignore[reportArgumentType]
+        OpenEnvEnvironment(Secret, render="text", parse=parse)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(TypeError, match="expected render to make text of an observation, got None of Hint"):
         begun(render=lambda _: None)
     with pytest.raises(ValueError, match="expected columns to be a list of strings"):

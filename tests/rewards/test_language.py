@@ -34,7 +34,7 @@ LETTERS = [sum(letter.isalpha() for letter in text) for text in (ENGLISH, GERMAN
     ],
 )
 def test_table(options: dict[str, Any], completion: str, value: float | None) -> None:
-    (found,) = Language(**{"language": "en", **options})(["?"], [completion])
+    (found,) = Language(**dict[str, Any](language="en") | options)(["?"], [completion])
     assert found == (None if value is None else pytest.approx(value))
 
 

@@ -20,7 +20,7 @@ CHAT = [{"role": "user", "content": "a b"}]
 
 def scores(rewards: Any, prompts: Sequence[Any] = ("q", "r"), **options: Any) -> Scores:
     completions = ["<think>x</think>4", "no"][: len(prompts)]
-    known = {"completion_ids": [[1, 2], [3]], "columns": {"answer": ["4", "5"]}, **options}
+    known: dict[str, Any] = {"completion_ids": [[1, 2], [3]], "columns": {"answer": ["4", "5"]}, **options}
     return Rewards(rewards)(list(prompts), completions, **known)
 
 

@@ -46,7 +46,7 @@ def scores(rewards: Any, rows: int, **options: Any) -> Scores:
     """Scores rows whose prompts are their numbers; a warning is an error unless the test expects it."""
     completions = [f"said {row}" for row in range(rows)]
     ids = [[row] for row in range(rows)]
-    known = {"completion_ids": ids, "columns": {}, **options}
+    known: dict[str, Any] = {"completion_ids": ids, "columns": {}, **options}
     return Rewards(rewards)(list(range(rows)), completions, **known)
 
 

@@ -126,7 +126,7 @@ def test_a_wrong_option_is_named_with_what_it_may_be(make: Make, options: dict[s
 
 def test_markers_may_be_a_list_and_mean_what_they_say() -> None:
     text = "the answer is 42 as 6 times 7"
-    assert NumberMatch(markers=["answer is"])(["?"], [text], answer=["42"]) == [1.0]  # pyright: ignore[reportArgumentType]
+    assert NumberMatch(markers=["answer is"])(["?"], [text], answer=["42"]) == [1.0]  # pyrefly: ignore[bad-argument-type]
     assert NumberMatch(markers=("answer is",))(["?"], [text], answer=["7"]) == [0.0]
 
 

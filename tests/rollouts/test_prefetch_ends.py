@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def run(
     folder: Path | None = None,
     *callbacks: Callback,
     data: PromptDataModule | None = None,
-    trainer: Mapping[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
     **options: Any,
 ) -> RLLightningModule:
     """Ten optimizer steps, with a checkpoint after each if there is a folder for them."""
@@ -72,7 +72,7 @@ def run(
         module,
         callbacks=[TruncatedIS(), *callbacks, *saving],
         data=data or tiny_prompts(8, 4, validation=[[2, 3], [5]]),
-        **{"max_epochs": 4, "max_steps": STEPS, "enable_checkpointing": folder is not None, **(trainer or {})},
+        **dict[str, Any](max_epochs=4, max_steps=STEPS, enable_checkpointing=folder is not None) | (trainer or {}),
     )
     return module
 

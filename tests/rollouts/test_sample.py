@@ -252,7 +252,7 @@ def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call(
         calls.append(requests)
         return generate(requests, **options)
 
-    sampler.engine.generate = counting  # pyright: ignore[reportAttributeAccessIssue]
+    sampler.engine.generate = counting
     fill_rollout(sampler, stream().take, 2, 3)
     fill_rollout(plain, stream().take, 2, 3)
     assert isinstance(plain.engine, FakeEngine) and len(calls) == 1

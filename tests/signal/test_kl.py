@@ -140,7 +140,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"out of k1, abs, k2, k3, binary_kl, an object or a function, got 'k4'"):
         kl_estimator("k4")
     with pytest.raises(ValueError, match=r"an object or a function, got <class '.*Clamped'>"):
-        kl_estimator(Clamped)  # pyright: ignore[reportArgumentType]
+        kl_estimator(Clamped)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-5, 1e-4, 1e-3])

@@ -64,9 +64,9 @@ def test_names_resolve_and_an_unknown_one_lists_them() -> None:
     with pytest.raises(ValueError, match=r"token_mean, sequence_mean, prompt_mean, sequence_sum_norm, an object or a"):
         resolve_reduction("mean", 9)
     with pytest.raises(ValueError, match="an object or a function, got None"):
-        resolve_reduction(None, 9)  # pyright: ignore[reportArgumentType]
+        resolve_reduction(None, 9)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="expected an object as reduction, got the class SequenceSumNorm: call it"):
-        resolve_reduction(SequenceSumNorm, 9)  # pyright: ignore[reportArgumentType]
+        resolve_reduction(SequenceSumNorm, 9)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="length >= 1, got 0"):
         SequenceSumNorm(0)
 

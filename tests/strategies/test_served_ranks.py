@@ -37,7 +37,7 @@ class Keep(RLCallback):
 def with_adapter() -> nn.Module:
     torch.manual_seed(0)
     config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
-    return get_peft_model(tiny_policy(), config)  # pyright: ignore[reportArgumentType]
+    return get_peft_model(tiny_policy(), config)
 
 
 def main(folder: Path, strategy: str, name: str, *servers: str) -> None:

@@ -41,52 +41,36 @@ def check(folder: Path, strategy: str, case: str, against: str) -> None:
         assert theirs == pytest.approx(values, rel=0, abs=tolerance * max(largest, 0.1), nan_ok=True), key
 
 
-def runs(folder: Path, ranks: int, strategies: list[str], cases: list[str], against: str | None = None) -> None:
-    """Runs all of it in one process group, then compares each case with itself or another one on one device."""
-    run_ranks(strategy_cases.__file__, ranks, folder, str(ranks), ",".join(strategies), ",".join(cases))
-    for strategy in strategies:
-        for case in cases:
-            check(folder, strategy, case, against or case)
+def runs(folder: Path, ranks: int, strategy: str, cases: list[str]) -> None:
+    """Runs all cases in one process group, then compares each with one device."""
+    run_ranks(strategy_cases.__file__, ranks, folder, str(ranks), strategy, ",".join(cases), timeout=600)
+    for case in cases:
+        check(folder, strategy, case, "checkpointing" if case == "compiled" else case)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(name, marks=[] if name in ("ddp", "fsdp2") else [pytest.mark.nightly])
-     for name in STRATEGIES],
-)  # fmt: skip
-def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
-    """Under DDP and FSDP2 also with a rank that has nothing to train; the nightly tests run every case everywhere."""
-    runs(tmp_path, 2, [strategy], ["critic", "masked"] if strategy in ("ddp", "fsdp2") else ["critic"])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rewritten_contexts_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
-    runs(tmp_path, 2, [strategy], ["contexts"])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor"])  # it splits no experts
-def test_routes_and_kept_tokens_are_replayed_on_every_rank(strategy: str, tmp_path: Path) -> None:
-    runs(tmp_path, 2, [strategy], ["replayed"])
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_compiled_layers_are_the_same_on_every_rank(strategy: str, tmp_path: Path) -> None:
-    runs(tmp_path, 2, [strategy], ["compiled"], against="checkpointing")
+def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
+    """The second case has a rank with nothing to train."""
+    runs(tmp_path, 2, strategy, ["critic", "masked"])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_case_equals_one_device(strategy: str, ranks: int, tmp_path: Path) -> None:
-    runs(tmp_path, ranks, [strategy], list(CASES))
+def test_every_case_equals_one_device(strategy: str, tmp_path: Path) -> None:
+    replayed = ["replayed"] if strategy != "tensor" else []  # tensor parallelism splits no experts
+    compiled = ["compiled"] if strategy in ("ddp", "fsdp2") else []
+    runs(tmp_path, 2, strategy, [*CASES, *replayed, *compiled])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_four_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
+    runs(tmp_path, 4, strategy, ["critic", "masked", "contexts"])
 
 
 @pytest.mark.nightly
 def test_models_of_several_families_split_their_layers(tmp_path: Path) -> None:
-    runs(tmp_path, 2, ["tensor"], ["qwen3", "llama", "gemma3_text"])
+    runs(tmp_path, 2, "tensor", ["qwen3", "llama", "gemma3_text"])
 
 
 def test_two_microbatches_are_one_on_one_device() -> None:

@@ -41,7 +41,7 @@ def without_plan() -> PreTrainedModel:
 
 def with_dora() -> PreTrainedModel:
     """Adapters whose scale needs the norm of whole rows."""
-    model: Any = get_peft_model(tiny_policy(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))  # pyright: ignore[reportArgumentType]
+    model: Any = get_peft_model(tiny_policy(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     return model.base_model.model
 
 

@@ -21,7 +21,7 @@ from lightning_rl.utils.http import Cancelled, Client, Refused, Unanswered, _ope
 def ask(server: RawServer, path: str = "/", **options: Any) -> Any:
     """Return the answer to one call of a new client."""
     with closing(Client(server.url)) as client:
-        return client.call("GET", path, **{"timeout": 20, **options})
+        return client.call("GET", path, **dict[str, Any](timeout=20) | options)
 
 
 def trickle(server: RawServer, connection: socket.socket, path: str) -> None:

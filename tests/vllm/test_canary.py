@@ -35,7 +35,7 @@ class Watched:
         """Sync once, with a stream modified by ``change``, and return the differences."""
         self.version += 1
         load = self.engine.load_weights
-        self.engine.load_weights = lambda stream, version: load(change(stream), version)  # type: ignore[method-assign]
+        self.engine.load_weights = lambda weights, version: load(change(weights), version)
         try:
             found = synchronize(
                 self.engine,

@@ -124,7 +124,7 @@ def test_a_bf16_engine_of_a_float32_trainer_rounds_the_weights(start_engine: Sta
     requests = requests_for(prompts_of(8))
     completions = engine.generate(requests, logprobs=True)
     differences = torch.cat(
-        [c.logprobs - trainer_logprobs(model, r, c) for r, c in zip(requests, completions, strict=True)]  # pyright: ignore[reportOptionalOperand]
+        [c.logprobs - trainer_logprobs(model, r, c) for r, c in zip(requests, completions, strict=True)]  # pyrefly: ignore[unsupported-operation]
     )
     assert 1e-3 < float(differences.abs().mean()) < 0.2
 
@@ -143,7 +143,7 @@ def test_adapters_are_merged_into_the_stream(start_engine: Starter) -> None:
     base = a_model()
     peft_model = get_peft_model(
         deepcopy(base), LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"])
-    )  # pyright: ignore[reportArgumentType]
+    )
     for name, parameter in peft_model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)

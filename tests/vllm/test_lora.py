@@ -32,7 +32,7 @@ TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 
 def with_adapter(name: str = "qwen2", length: int = 256, **options: Any) -> nn.Module:
     known: dict[str, Any] = {"r": 4, "lora_alpha": 12, "target_modules": TARGETS, **options}
-    return get_peft_model(a_model(name, max_position_embeddings=length), LoraConfig(**known))  # pyright: ignore[reportArgumentType]
+    return get_peft_model(a_model(name, max_position_embeddings=length), LoraConfig(**known))
 
 
 def a_run() -> RLLightningModule:

@@ -420,4 +420,4 @@ def _largest_logprob(step: StepEvidence) -> float:
 
 
 def _stats(figures: Mapping[str, tuple[Tensor, str]]) -> dict[str, Stat]:
-    return {name: Stat(moments, reduction) for name, (moments, reduction) in figures.items()}  # pyright: ignore[reportArgumentType]
+    return {name: Stat(moments, reduction) for name, (moments, reduction) in figures.items()}  # pyrefly: ignore[bad-argument-type]

@@ -261,7 +261,7 @@ def import_verifiers() -> Any:
         ModuleNotFoundError: If it is missing; names the extra.
     """
     try:
-        import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+        import verifiers.v1 as vf
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"expected the package verifiers, got {error}: pip install 'lightning-rl[verifiers]', in an environment "
@@ -276,7 +276,7 @@ def load_renderer(client: Any) -> None:
     Raises:
         ValueError: If the renderer does not take the tokenizer; says why.
     """
-    from verifiers.v1.clients.train import ElasticRendererPool  # pyright: ignore[reportMissingImports]
+    from verifiers.v1.clients.train import ElasticRendererPool
 
     pool = ElasticRendererPool(client.renderer_model_name, client.renderer, multiplex=client.multiplex)
     try:

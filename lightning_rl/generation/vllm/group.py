@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_rl.generation.vllm.address import address_towards
 from lightning_rl.generation.weights.weight_stream import Shape

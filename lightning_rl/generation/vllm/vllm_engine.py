@@ -135,7 +135,7 @@ class VLLMEngine(Engine):
 
     @property
     @override
-    def capabilities(self) -> Capabilities:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def capabilities(self) -> Capabilities:  # pyrefly: ignore[bad-override]
         """Capabilities on this machine."""
         return Capabilities(
             filters=True,
@@ -149,7 +149,7 @@ class VLLMEngine(Engine):
 
     @property
     @override
-    def allows_tf32(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def allows_tf32(self) -> bool:  # pyrefly: ignore[bad-override]
         """True on a GPU, where vLLM's Triton attention computes float32 in TF32 regardless of PyTorch's setting."""
         return torch.cuda.is_available()
 

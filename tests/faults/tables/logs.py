@@ -32,13 +32,13 @@ def in_row(name: str, change: Callable[[float], float]) -> Any:
 
 def a_row_late(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
     before = getattr(log, "before", row)
-    log.before = row  # pyright: ignore[reportAttributeAccessIssue]
+    log.before = row  # pyrefly: ignore[missing-attribute]
     return {**row, "reward/task": before.get("reward/task", 0.0)}
 
 
 def smoothed(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
     mean = 0.9 * getattr(log, "mean", row.get("kl/rollout", 0.0)) + 0.1 * row.get("kl/rollout", 0.0)
-    log.mean = mean  # pyright: ignore[reportAttributeAccessIssue]
+    log.mean = mean  # pyrefly: ignore[missing-attribute]
     return {**row, "kl/rollout": mean}
 
 

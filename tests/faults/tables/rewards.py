@@ -139,7 +139,7 @@ class OwnReturns(Estimator):
 
 
 def bootstrapped(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any) -> Tensor:
-    return gae(rewards, values, valid, **{**options, "bootstrap": values.new_full((len(values),), 0.7)})
+    return gae(rewards, values, valid, **options | {"bootstrap": values.new_full((len(values),), 0.7)})
 
 
 # Weights and losses that count a policy twice.

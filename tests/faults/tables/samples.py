@@ -211,7 +211,7 @@ class FirstPrompts(PromptDataModule):
     @override
     def at(self, places: Iterable[int]) -> list[Prompt]:
         places = list(places)
-        rows = self.prompts.prompts([place % 4 for place in places], places)  # pyright: ignore[reportAttributeAccessIssue]
+        rows = self.prompts.prompts([place % 4 for place in places], places)  # pyrefly: ignore[missing-attribute]
         return list(rows)
 
 

@@ -147,7 +147,7 @@ def test_a_server_that_restarts_with_the_old_label_gets_the_weights_in_a_new_gro
 
 def a_worker() -> WeightLoader:
     worker = WeightLoader()
-    worker.rank, worker.device = 0, torch.device("cpu")
+    worker.rank, worker.device = 0, torch.device("cpu")  # pyrefly: ignore[read-only]
     return worker
 
 
@@ -254,7 +254,7 @@ def test_members_that_share_a_gpu_are_an_error_that_names_both(
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     numbers = {"the trainer": (1, 0), "servers": (1, 1), "none": (1, 2)}[shared]
     for server, number in zip((one, two), numbers, strict=True):
-        server.holds["device"], server.worker.device = "cuda", torch.device("cuda", number)
+        server.holds["device"], server.worker.device = "cuda", torch.device("cuda", number)  # pyrefly: ignore[read-only]
     engine = an_engine(one, two, transfer="file")
     server_pool = engine._running()  # noqa: SLF001
     sender = broadcast.Broadcast(server_pool, [("a", (4,), "float32")], torch.device("cuda", 0))

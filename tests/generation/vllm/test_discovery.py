@@ -341,7 +341,7 @@ def during_a_load(server: ScriptedServer, transfer: str, act: Callable[[str], No
         return honest(path, body)
 
     server.on_tensor = act
-    server.answer = answer if transfer == "file" else honest  # pyright: ignore[reportAttributeAccessIssue]
+    server.answer = answer if transfer == "file" else honest
 
 
 # A whole run.

@@ -139,14 +139,14 @@ def shifted_by(shift: float) -> Callable[[dict[str, Any], Answer], Answer]:
 
 @pytest.mark.parametrize(("device", "shift"), [("cpu", 1e-3), ("cuda", 0.1)])
 def test_a_restarted_server_with_other_log_probabilities_is_refused(device: str, shift: float) -> None:
-    first, policy = ScriptedServer(**{**HOLDS, "device": device}), tiny_policy()
+    first, policy = ScriptedServer(**HOLDS | {"device": device}), tiny_policy()
     engine = VLLMServerEngine(first.url, api_key=KEY, canary=Canary(), patience=0.5)
     with servers(first):
         launch(engine, policy)
         engine.expect(policy.named_parameters())
         engine.load_weights(policy.named_parameters(), 0)
         assert engine.score_copies([2, 3, 4]).keys() == {first.url}
-    second = ScriptedServer(shifted_by(shift), port=first.port, **{**HOLDS, "device": device})
+    second = ScriptedServer(shifted_by(shift), port=first.port, **HOLDS | {"device": device})
     with servers(second):
         with pytest.raises(EngineError, match=rf"agree with another server .* differ by up to {shift:g}"):
             engine.score([[2, 3, 4]])

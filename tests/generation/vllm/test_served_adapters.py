@@ -23,7 +23,7 @@ TARGETS = ["q_proj", "v_proj"]
 def with_adapter() -> PreTrainedModel:
     """Return a model whose adapter, scaled by 3, is larger with each version."""
     config = LoraConfig(r=2, lora_alpha=6, target_modules=TARGETS)
-    return base_model_of(get_peft_model(the_model(), config))  # pyright: ignore[reportArgumentType]
+    return base_model_of(get_peft_model(the_model(), config))
 
 
 def an_engine(*scripted: ScriptedServer, **options: Any) -> VLLMServerEngine:
@@ -150,4 +150,4 @@ def test_a_server_without_adapters_and_a_policy_that_trains_more_are_refused(one
     with pytest.raises(ValueError, match=r'none in LlamaForCausalLM: use lora="merged"'):
         launch(engine, the_model())
     with pytest.raises(ValueError, match='expected lora="merged" or "adapter", got \'both\''):
-        VLLMServerEngine(one.url, lora="both")  # pyright: ignore[reportArgumentType]
+        VLLMServerEngine(one.url, lora="both")  # pyrefly: ignore[bad-argument-type]

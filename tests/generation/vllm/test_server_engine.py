@@ -129,7 +129,7 @@ def test_a_request_that_vllm_would_change_is_refused(change: dict[str, Any], mes
     engine = an_engine(one)
     with pytest.raises(ValueError, match=message):
         engine.generate(
-            [*requests(3), request_of(**{"prefix_ids": (2, 3), "sample_id": 100, "max_new_tokens": 4, **change})]
+            [*requests(3), request_of(**dict[str, Any](prefix_ids=(2, 3), sample_id=100, max_new_tokens=4) | change)]
         )
     assert not one.requests
     engine.close()
@@ -222,7 +222,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
-def relabelled(answer: Answer, **fields: int) -> Answer:
+def relabelled(answer: Answer, **fields: Any) -> Answer:
     assert isinstance(answer, dict)
     (span,) = answer["choices"][0]["weight_versions"]
     label = Label.read(span["version"])

@@ -30,7 +30,7 @@ def a_pool(patience: float = 0.1) -> ServerPool:
 def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: pytest.LogCaptureFixture) -> None:
     server = ScriptedServer(architecture="Qwen2ForCausalLM")
     honest, odd = server.answer, threading.Event()
-    server.answer = lambda path, body: 401 if odd.is_set() and path == "/health" else honest(path, body)  # pyright: ignore[reportAttributeAccessIssue]
+    server.answer = lambda path, body: 401 if odd.is_set() and path == "/health" else honest(path, body)
     with servers(server):
         watched = ServerPool([ServerClient(server.url, KEY, 5)], a_push(), patience=20)
         try:
@@ -78,7 +78,7 @@ def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None
     answers: dict[str, Any] = {"/version": b"{", "/weight_info": {"weight_version": "a/b/c"}, "/health": 418}
     server = ScriptedServer()
     honest = server.answer
-    server.answer = lambda path, body: answers.get(path, honest(path, body))  # pyright: ignore[reportAttributeAccessIssue]
+    server.answer = lambda path, body: answers.get(path, honest(path, body))
     with servers(server), closing(ServerClient(server.url, KEY, 5)) as client:
         with pytest.raises(Unanswered, match=r"expected JSON from http://.*/version, got {"):
             client.describe()

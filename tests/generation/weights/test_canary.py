@@ -183,7 +183,7 @@ def rounded_run(kind: str, seed: int, request: pytest.FixtureRequest) -> Watched
     if kind == "vllm on a gpu":
         run.engine.allows_tf32 = True
         return run
-    matmul: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    matmul: Any = torch.backends.mkldnn.matmul  # pyrefly: ignore[missing-attribute]
     request.addfinalizer(
         partial(setattr, matmul, "fp32_precision", matmul.fp32_precision)
     )  # monkeypatch would delete it
@@ -191,7 +191,7 @@ def rounded_run(kind: str, seed: int, request: pytest.FixtureRequest) -> Watched
     for linear in model.modules():
         if isinstance(linear, nn.Linear):
             rounded = partial(lambda linear, x: nn.functional.linear(tf32(x), tf32(linear.weight), linear.bias), linear)
-            linear.forward = rounded  # pyright: ignore[reportAttributeAccessIssue]
+            linear.forward = rounded
     return run
 
 

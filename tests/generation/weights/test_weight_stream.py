@@ -92,7 +92,7 @@ def test_tensors_for_an_engine_are_copies_in_the_dtype_of_the_engine() -> None:
 
 
 def test_buffers_that_a_checkpoint_holds_follow_and_keep_their_dtype() -> None:
-    model = torch.nn.Module()
+    model: Any = torch.nn.Module()
     model.inner = torch.nn.Module()
     model.inner.register_buffer("scale", torch.full((1,), 1.0009765625))
     model.inner.register_buffer("frequencies", torch.ones(2), persistent=False)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+import verifiers.v1 as vf
 from openai import AsyncOpenAI
 
 __all__ = ["CountedTalk", "Talker"]
