@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from kit.chatter import generator_states
+from kit.conversations import Talk
 from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.environments import Conversation, ConversationLimits, TokenEnvironment, TokenStep
+from lightning_rl.environments import Conversation, ConversationLimits, TokenStep
 from lightning_rl.environments.generators import GeneratorError, OwnGenerators
 from lightning_rl.generation import Completion, Request
 from lightning_rl.utils.seeding import fork_generators
@@ -21,7 +22,7 @@ FIRST = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(ma
 ANSWER = Completion(token_ids=(9,), logprobs=torch.zeros(1), finish=FinishReason.STOP, version=0)
 
 
-class Drawing(TokenEnvironment):
+class Drawing(Talk):
     """Draws in its reset and in its step."""
 
     def __init__(self, reset: Callable[[], Any], step: Callable[[], Any]) -> None:
@@ -36,10 +37,6 @@ class Drawing(TokenEnvironment):
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         self.draws[1]()
         return TokenStep(done=True)
-
-    @override
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 def talk(reset: Callable[[], Any], step: Callable[[], Any]) -> None:

@@ -8,35 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from kit.conversations import Echo, talking_module
+from kit.conversations import Echo, Talk, talking_module
 from kit.support import fit, recorder, tiny_module
 from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from lightning_rl import FinishReason, PromptDataModule, Rollout, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
-from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
+from lightning_rl.environments import EnvironmentReward, TokenStep
 from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, check_environments
 
 
-def train(folder: Path, fails: Callable[[int], bool], **options: Any) -> tuple[list[Rollout], list[str]]:
-    """A short fit; whether a conversation fails goes by the place of its row."""
+def train(
+    folder: Path, fails: Callable[[int, Sequence[int]], bool], *, shut: Sequence[int] = (), **options: Any
+) -> tuple[list[Rollout], list[str]]:
+    """A short fit; whether a conversation fails goes by the place of its row and an answer, and some never begin."""
 
-    class Partner(TokenEnvironment):
+    class Partner(Talk):
         @override
         def reset(self, row: Any, seed: int) -> Sequence[int]:
             self.place = row["place"]
+            if self.place in shut:
+                raise ConnectionError("no answer")
             return ()
 
         @override
         def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-            if fails(self.place):
+            if fails(self.place, token_ids):
                 raise ConnectionError(f"no answer for {self.place % 2}")
             return TokenStep(done=True, reward=1.0)
-
-        @override
-        def close(self) -> None:
-            """Holds nothing."""
 
     seen = list[Rollout]()
     data = PromptDataModule([{"prompt": [2, 3], "place": place} for place in range(8)], 4, shuffle=False)
@@ -48,7 +48,7 @@ def train(folder: Path, fails: Callable[[int], bool], **options: Any) -> tuple[l
 
 
 def test_failed_rows_neither_train_nor_count_and_are_said_once_and_kept_in_a_file(tmp_path: Path) -> None:
-    (first, second), said = train(tmp_path, lambda place: place == 5)
+    (first, second), said = train(tmp_path, lambda place, _: place == 5)
     assert (first.finish != FinishReason.FAILED).all() and first.rewarded.all()
     failed = second.finish == FinishReason.FAILED
     assert failed.tolist() == [place == 5 for place in (4, 5, 6, 7) for _ in range(4)]
@@ -70,36 +70,14 @@ def test_a_rollout_in_which_too_many_fail_ends_the_run_with_a_checkpoint_and_the
         r"for 0 \(4 times\); ConnectionError: no answer for 1 \(4 times\). Fix"
     )
     with pytest.raises(FailedEnvironmentsError, match=message):
-        train(tmp_path, lambda place: place > 5)
+        train(tmp_path, lambda place, _: place > 5)
     assert list(tmp_path.rglob(INTERRUPTED)), "of the step before"
-    (_, second), _ = train(tmp_path, lambda place: place > 5, max_environment_failure_rate=None)
+    (_, second), _ = train(tmp_path, lambda place, _: place > 5, max_environment_failure_rate=None)
     assert int((second.finish == FinishReason.FAILED).sum()) == 8
 
 
 def test_a_group_that_lost_a_row_is_judged_by_the_others(tmp_path: Path) -> None:
-    class Partner(TokenEnvironment):
-        """Some conversations of a group fail, at both tries."""
-
-        @override
-        def reset(self, row: Any, seed: int) -> Sequence[int]:
-            return ()
-
-        @override
-        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-            if token_ids[0] % 4 == 2:
-                raise KeyError("x")
-            return TokenStep(done=True)
-
-        @override
-        def close(self) -> None:
-            """Holds nothing."""
-
-    seen = list[Rollout]()
-    module = tiny_module(environment=Partner, max_environment_failure_rate=None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(module, callbacks=[recorder(seen)("seen")], default_root_dir=tmp_path)
-    rollout = seen[0]
+    (rollout, _), _ = train(tmp_path, lambda _, ids: ids[0] % 4 == 2, max_environment_failure_rate=None)
     failed = rollout.finish == FinishReason.FAILED
     assert 0 < int(failed.sum()) < len(rollout)
     for group in rollout.groups.unique():
@@ -161,28 +139,7 @@ def test_the_reward_for_nothing_needs_an_answer(nothing: float | None) -> None:
 
 
 def test_a_reset_that_fails_has_no_extras(tmp_path: Path) -> None:
-    class Partner(TokenEnvironment):
-        """The conversations of one prompt never begin."""
-
-        @override
-        def reset(self, row: Any, seed: int) -> Sequence[int]:
-            if row["place"] == 1:
-                raise ConnectionError("no answer")
-            return ()
-
-        @override
-        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-            return TokenStep(done=True, reward=1.0)
-
-        @override
-        def close(self) -> None:
-            """Holds nothing."""
-
-    seen = list[Rollout]()
-    data = PromptDataModule([{"prompt": [2, 3], "place": place} for place in range(4)], 4, shuffle=False)
-    module = tiny_module(environment=Partner, sampling=SamplingParams(max_new_tokens=4, top_p=0.9))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(module, data=data, callbacks=[recorder(seen)("seen")], default_root_dir=tmp_path)
+    sampling = SamplingParams(max_new_tokens=4, top_p=0.9)
+    seen, _ = train(tmp_path, lambda *_: False, shut=[1], sampling=sampling)
     failed = seen[0].finish == FinishReason.FAILED
     assert int(failed.sum()) == 4 and not seen[0].valid_tokens[failed].any()

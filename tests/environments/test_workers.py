@@ -127,8 +127,7 @@ class Bad(TokenEnvironment):
         return TokenStep(token_ids=[5, *token_ids])
 
     @override
-    def close(self) -> None:
-        """Nothing to close."""
+    def close(self) -> None: ...
 
 
 class FailsOnce(Bad):

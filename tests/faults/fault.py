@@ -2,14 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from kit.support import tiny_prompts
+from kit.support import callback_of, tiny_prompts
 from lightning.pytorch import Callback
 
 from faults.patches import change_rows
-from lightning_rl import PromptDataModule, Rollout
+from lightning_rl import GAE, PromptDataModule, RLCallback, Rollout
 from lightning_rl.audit.overrides import name_of_callback
+
+STEPS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
+SMALL: dict[str, Any] = {"max_tokens_per_microbatch": 24}
+PPO: dict[str, Any] = {"advantages": GAE(), "critic": "shared"}
+OLD_TO_ROLLOUT: dict[str, Any] = {"reads_at_loss": ("old_logprobs", "rollout_logprobs"), "ratio": ("old", "rollout")}
+"""What a weight declares that is the ratio of the policy before the update to the engine's."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,17 @@ class Fault:
     def parts(self) -> tuple[list[Callback], dict[str, Any], PromptDataModule]:
         """Return new callbacks, options and data."""
         return self.callbacks(), {**self.options, **{key: make() for key, make in self.fresh.items()}}, self.data()
+
+
+def made(**members: Any) -> Callable[[], RLCallback]:
+    """Return a maker of callbacks of functions of the rollout or view, with the name of the first of them."""
+    return partial(callback_of, next(iter(members.values())).__name__, **members)
+
+
+def hooked(**hooks: Callable[..., None]) -> Callable[[], Callback]:
+    """Return a maker of callbacks of Lightning of functions, with the name of the first of them."""
+    bodies = {hook: lambda _self, *given, body=body, **_: body(*given) for hook, body in hooks.items()}
+    return type(next(iter(hooks.values())).__name__, (Callback,), bodies)
 
 
 def user(name: str, *makers: Callable[[], Callback], culprit: str | None = None, **given: Any) -> Fault:

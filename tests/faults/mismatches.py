@@ -176,7 +176,6 @@ def with_mask(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
 
 
 def looking_ahead(mask: Tensor) -> Tensor:
-    """Let the fourth token see the fifth."""
     mask[..., 3:4, 4:5] = 0
     return mask
 
@@ -188,7 +187,6 @@ def narrow_to_window(mask: Tensor, window: int) -> Tensor:
 
 
 def narrower_window(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attend to one token less than the layer's window holds."""
     return with_mask(partial(narrow_to_window, window=self.sliding_window - 1))(self, *args, **kwargs)
 
 
@@ -203,14 +201,12 @@ def with_rotations(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) ->
 
 
 def one_late(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every token from the sixth on the position before its own."""
     rows = torch.arange(cos.shape[1], device=cos.device)
     rows = rows - (rows > 4).long()
     return cos[:, rows], sin[:, rows]
 
 
 def backwards(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate in the other direction."""
     return cos, -sin
 
 
@@ -228,13 +224,11 @@ def stretch(known: Tensor) -> Tensor:
 
 
 def locals_of_global(model: PreTrainedModel) -> None:
-    """Give layers with a sliding window the frequencies of layers without one."""
     rotary = model.get_submodule("model.rotary_emb")
     rotary.sliding_attention_inv_freq = rotary.get_buffer("full_attention_inv_freq").clone()
 
 
 def one_token_late(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Count positions from the third token on as if there were one more before it."""
     position_ids = position_ids + (position_ids > 1).long()
     return type(self).forward(self, x, position_ids, *args, **kwargs)
 
@@ -248,13 +242,11 @@ def round_to_bfloat16(x: Tensor) -> Tensor:
 
 
 def as_float8(x: Tensor) -> Tensor:
-    """Round to float8 with one scale for the tensor, and back."""
     scale = x.abs().max() / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
 def as_tf32(x: Tensor) -> Tensor:
-    """Round to the 10 bits of a TF32 mantissa."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
 
@@ -270,12 +262,10 @@ def linear_in(rounding: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 
 def with_rounded_weight(self: Any, x: Tensor) -> Tensor:
-    """Multiply by the weight in bfloat16."""
     return linear(x, round_to_bfloat16(self.weight))
 
 
 def silu_of_bfloat16(_self: Any, x: Tensor) -> Tensor:
-    """Compute the activation in bfloat16."""
     return silu(x.bfloat16()).to(x.dtype)
 
 
@@ -287,7 +277,6 @@ def round_hidden_states(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def logits_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Divide the logits by 1.001 behind the head."""
     outputs = type(self).forward(self, *args, **kwargs)
     outputs.logits = outputs.logits / 1.001
     return outputs
@@ -302,17 +291,14 @@ def left_out(_self: Any, x: Tensor) -> Tensor:
 
 
 def mean_removed(self: Any, x: Tensor) -> Tensor:
-    """Normalize as LayerNorm does."""
     return type(self).forward(self, x - x.mean(-1, keepdim=True))
 
 
 def without_one(self: Any, x: Tensor) -> Tensor:
-    """Multiply by the weight instead of by one plus the weight."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
 
 def gate_and_up_swapped(self: Any, x: Tensor) -> Tensor:
-    """Activate the wrong half of a fused projection."""
     return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
@@ -327,7 +313,6 @@ def scaled(factor: float) -> Callable[..., Any]:
 
 
 def residual_scaled(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Add a ten-thousandth of the residual a second time."""
     return type(self).forward(self, hidden_states, *args, **kwargs) + 1e-4 * hidden_states
 
 
@@ -339,7 +324,6 @@ def residual_after_norm(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tens
 
 
 def feed_forward_residual_twice(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """Add the residual of the feed-forward network twice."""
     attending = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
     hidden_states = hidden_states + attending
     return 2 * hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
@@ -402,13 +386,11 @@ def second_half_stale(known: Tensor) -> Tensor:
 
 
 def one_row_stale(known: Tensor, row: int = 5) -> Tensor:
-    """Leave one row behind."""
     known[row] *= 1.05
     return known
 
 
 def heads_swapped(known: Tensor, width: int = 8) -> Tensor:
-    """Exchange the columns of the first two heads."""
     return torch.cat([known[:, width : 2 * width], known[:, :width], known[:, 2 * width :]], 1)
 
 
@@ -416,13 +398,11 @@ def heads_swapped(known: Tensor, width: int = 8) -> Tensor:
 
 
 def swapped_experts(model: PreTrainedModel) -> None:
-    """Exchange the first two experts of the second layer."""
     for name in ("gate_up_proj", "down_proj"):
         weight(f"model.layers.1.mlp.experts.{name}", lambda known: known[[1, 0, *range(2, len(known))]])(model)
 
 
 def scores_of_bfloat16(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the router's logits in bfloat16."""
     return type(self).forward(self, round_to_bfloat16(hidden_states))
 
 
@@ -454,12 +434,10 @@ def rounded_for_router(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def up_before_gate(known: Tensor) -> Tensor:
-    """Exchange the halves of a fused projection."""
     return torch.cat(known.chunk(2, 1)[::-1], 1)
 
 
 def one_expert_stale(known: Tensor) -> Tensor:
-    """Leave one expert behind by a thousandth."""
     known[2] = drifted(1e-3)(known[2])
     return known
 

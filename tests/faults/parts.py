@@ -49,26 +49,13 @@ class DetachedKL(ReferenceKL):
         return dataclasses.replace(super().loss_term(view), per_token=super().loss_term(view).per_token.detach())
 
 
-class Twice(RLCallback):
-    """A weight with the current policy, in addition to the ratio of the loss."""
-
-    name = "twice"
-    reads_at_loss = ("rollout_logprobs",)
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return (view.logprobs.detach() - view.require("rollout_logprobs")).clamp(-2, 2).exp()
+def twice(view: LossView) -> Tensor:
+    return (view.logprobs.detach() - view.require("rollout_logprobs")).clamp(-2, 2).exp()
 
 
-class Exploding(RLCallback):
-    """Weights that leave one token."""
-
-    name = "exploding"
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        first = torch.arange(view.width, device=view.logprobs.device) == 0
-        return torch.where(first & (view.sample_ids[:, None] % 64 == 0), 1e6, 1.0).to(view.logprobs.dtype)
+def exploding(view: LossView) -> Tensor:
+    first = torch.arange(view.width, device=view.logprobs.device) == 0
+    return torch.where(first & (view.sample_ids[:, None] % 64 == 0), 1e6, 1.0).to(view.logprobs.dtype)
 
 
 class PostRejection(OPSM):
@@ -96,14 +83,8 @@ class Unmasked(RLCallback):
         return {"unmasked/entropy": Stat.of(view.entropy)}
 
 
-class LogOutside(RLCallback):
-    """A valid loss term that is NaN outside of the valid tokens."""
-
-    name = "log_outside"
-
-    @override
-    def loss_term(self, view: LossView) -> LossTerm:
-        return LossTerm(per_token=view.logprobs * view.valid_tokens.float().log(), coef=0.1)
+def log_outside(view: LossView) -> LossTerm:
+    return LossTerm(per_token=view.logprobs * view.valid_tokens.float().log(), coef=0.1)
 
 
 class LateEdit(RLCallback):
@@ -178,17 +159,14 @@ class Random(RLCallback):
 
 
 def over_everyone(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Center over rows that are not rewarded as well."""
     return torch.where(rewarded, scores - torch.stack([scores[groups == group].mean() for group in groups]), 0.0)
 
 
 def over_the_batch(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Center over the batch instead of the group."""
     return torch.where(rewarded, scores - scores[rewarded].mean(), 0.0)
 
 
 def by_position(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Group by four neighbors instead of by prompt."""
     whole = scores[: len(scores) // 4 * 4].reshape(-1, 4)
     centred = (whole - whole.mean(-1, keepdim=True)).flatten()
     return torch.where(rewarded, torch.nn.functional.pad(centred, (0, len(scores) - len(centred))), 0.0)
@@ -221,7 +199,6 @@ class FirstTokenAlone(Estimator):
 
 
 def without_gradient(view: LossView) -> Tensor:
-    """Return a loss whose ratio is detached."""
     return (
         view.logprobs * 0
         + (-(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")).detach()
@@ -229,17 +206,14 @@ def without_gradient(view: LossView) -> Tensor:
 
 
 def wrong_way(view: LossView) -> Tensor:
-    """Return a loss of the wrong sign."""
     return (view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
 
 
 def by_row(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
-    """Score the place in the list."""
     return [float(row % 2) for row in range(len(completions))]
 
 
 def without_some(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer with half of the parameters."""
     return torch.optim.AdamW(groups[0]["params"][::2], lr=0.05)
 
 
@@ -291,7 +265,6 @@ class Altering(TransformersEngine):
 
 
 def without_eos(completion: Completion) -> Completion:
-    """Drop the sampled end of a response."""
     if len(completion.token_ids) < 2 or completion.token_ids[-1] != 1:
         return completion
     logprobs = None if completion.logprobs is None else completion.logprobs[:-1]
@@ -299,27 +272,22 @@ def without_eos(completion: Completion) -> Completion:
 
 
 def at_temperature_one(request: Request) -> Request:
-    """Ignore the temperature."""
     return with_sampling(request, temperature=1.0)
 
 
 def a_version_late(completion: Completion) -> Completion:
-    """Read the version after the response."""
     return dataclasses.replace(completion, version=completion.version + 1)
 
 
 def mark_as_truncated(completion: Completion) -> Completion:
-    """Set the finish reason of every response to length."""
     return dataclasses.replace(completion, finish=FinishReason.LENGTH)
 
 
 def only_in_rollouts(request: Request) -> Request:
-    """Ignore the temperature of trained samples; the runs allow them eight tokens."""
     return at_temperature_one(request) if request.sampling.max_new_tokens == 8 else request
 
 
 def another_prefix(request: Request) -> Request:
-    """Continue the cached prefix of another prompt, for some samples."""
     if request.sample_id % 5 or request.sampling.max_new_tokens != 8:
         return request
     return dataclasses.replace(request, prefix_ids=(9, *request.prefix_ids[1:]))

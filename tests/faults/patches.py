@@ -37,23 +37,19 @@ def change_rows(change: Callable[[Rollout], Rollout]) -> Any:
 
 
 def rolled_ids(rollout: Rollout) -> Rollout:
-    """Give every row the ids of the previous row."""
     return rollout.replace(response_ids=rollout.response_ids.roll(1, 0))
 
 
 def finish_by_width(rollout: Rollout) -> Rollout:
-    """Set the finish reason of the longest rows to length."""
     longest = rollout.response_lengths == rollout.response_lengths.max()
     return rollout.replace(finish=longest.to(torch.uint8))
 
 
 def in_bfloat16(logprobs: Tensor, *_: Any) -> Tensor:
-    """Round log-probabilities."""
     return logprobs.bfloat16().to(logprobs.dtype)
 
 
 def exclude_nobody(rollout: Rollout, corrections: Corrections) -> Any:
-    """Exclude no row, ignoring the corrections."""
     trained = rollout.trained & rollout.real
     valid = rollout.action_mask & trained[:, None]
     return rollout.replace(trained=trained, valid_tokens=valid, rewarded=rollout.rewarded & trained), {}
@@ -69,7 +65,6 @@ def callers(depth: int) -> list[str]:
 
 
 def old_forgets_temperature(self: PolicyModel, layout: Any) -> Any:
-    """Ignore the temperature in the pass before the update."""
     if "lightning_rl.rollouts.logprob_passes" in callers(12):
         with patch.object(self, "temperature", 1.0):
             return FORWARD(self, layout)
@@ -77,13 +72,11 @@ def old_forgets_temperature(self: PolicyModel, layout: Any) -> Any:
 
 
 def all_forget_temperature(self: PolicyModel, layout: Any) -> Any:
-    """Ignore the temperature everywhere."""
     with patch.object(self, "temperature", 1.0):
         return FORWARD(self, layout)
 
 
 def per_microbatch(self: StepWeights, reduction: Any, microbatch: Any) -> Tensor:
-    """Use denominators of the microbatch instead of those of the step."""
     here = torch.zeros_like(self.rollout.trained)
     here[microbatch.index] = True
     rows, width = microbatch.layout.shape
@@ -93,39 +86,33 @@ def per_microbatch(self: StepWeights, reduction: Any, microbatch: Any) -> Tensor
 
 
 def renormalized(result: Tensor, per_token: Tensor, factor: Tensor, valid: Tensor) -> Tensor:
-    """Divide by the number of kept tokens."""
     return result * valid.sum() / (valid & (factor != 0)).sum().clamp(min=1)
 
 
 def score_at_the_last_position(
     scores: Tensor, token_rewards: Tensor | None, valid: Tensor, _turn_rewards: Tensor | None = None
 ) -> Tensor:
-    """Lose the score if the last position is masked."""
     shaped = torch.zeros_like(valid, dtype=scores.dtype) if token_rewards is None else token_rewards * valid
     shaped[:, -1] = shaped[:, -1] + scores
     return shaped * valid
 
 
 def shaped_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
-    """Log the penalty instead of the raw KL."""
     if view.ref_logprobs is None:
         return stats
     return {**stats, "kl/ref": Stat.of(-0.05 * (view.logprobs - view.ref_logprobs) + 0.3, view.valid_tokens)}
 
 
 def other_rows(result: Any, *_: Any) -> Any:
-    """Return the advantages of the previous row."""
     rollout, rewards = result
     return rollout.replace(advantages=rollout.advantages.roll(1, 0)), rewards
 
 
 def one_late(rollout: Rollout, *_: Any) -> Rollout:
-    """Return the log-probabilities of the previous token."""
     return rollout.replace(old_logprobs=rollout.require("old_logprobs").roll(1, 1))
 
 
 def noisy(rollout: Rollout, *_: Any) -> Rollout:
-    """Return noisy log-probabilities."""
     return rollout.replace(old_logprobs=rollout.require("old_logprobs") + 1e-3)
 
 
@@ -143,13 +130,10 @@ def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
 
 
 def mean_over_microbatches(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Divide a normalized loss by the number of microbatches."""
     return lambda loss: backward(loss / len(microbatches))
 
 
 def last_microbatch_alone(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Clear the gradient before every backward pass."""
-
     def backward_alone(loss: Tensor) -> None:
         policy.zero_grad()
         backward(loss)
@@ -158,8 +142,6 @@ def last_microbatch_alone(backward: Any, microbatches: Any, policy: Any) -> Call
 
 
 def clipping_each_microbatch(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Clip the accumulated gradient after every backward pass."""
-
     def backward_clipped(loss: Tensor) -> None:
         backward(loss)
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.02)
@@ -168,7 +150,6 @@ def clipping_each_microbatch(backward: Any, microbatches: Any, policy: Any) -> C
 
 
 def unclipped(norm: Tensor, parallel: Any, model: Any, limit: float) -> Tensor:
-    """Undo the clipping."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad *= max(float(norm) / limit, 1.0)
@@ -176,18 +157,15 @@ def unclipped(norm: Tensor, parallel: Any, model: Any, limit: float) -> Tensor:
 
 
 def ever_on_policy(view: LossView, *_: Any) -> LossView:
-    """Use the current log-probabilities as the old ones."""
     return view.replace(old_logprobs=view.logprobs.detach())
 
 
 def without_entropy_bonus(loss: Any, algorithm: Any, view: LossView, weights_of: Any) -> Any:
-    """Leave the entropy bonus of 0.1 out of the loss."""
     entropy = torch.where(view.valid_tokens, view.entropy, 0.0)
     return loss._replace(total=loss.total + 0.1 * (entropy * weights_of(algorithm.reduction)).sum())
 
 
 def without_last_token(rollout: Rollout) -> Rollout:
-    """Remove the last token of every response from its mask."""
     place = torch.arange(rollout.width)
     mask = rollout.action_mask & (place < rollout.response_lengths[:, None] - 1)
     return rollout.replace(
@@ -196,19 +174,16 @@ def without_last_token(rollout: Rollout) -> Rollout:
 
 
 def without_first_group(result: Any, *_: Any) -> Any:
-    """Lose a sampled and scored group."""
     rollout = result.rollout
     return result._replace(rollout=rollout.select(rollout.groups != rollout.groups[0]))
 
 
 def twice_the_temperature(self: PolicyModel, layout: Any) -> Any:
-    """Divide the logits by the temperature twice."""
     with patch.object(self, "temperature", self.temperature**2):
         return FORWARD(self, layout)
 
 
 def divided_values(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
-    """Divide values by the temperature."""
     values = VALUES(self, states, layout)
     return None if values is None else values / self.temperature
 
@@ -217,7 +192,6 @@ VALUES = PolicyModel._values  # noqa: SLF001
 
 
 def deaf_to_dual_clip(self: ClippedSurrogate, view: LossView) -> Tensor:
-    """Return PPO's loss without the third bound."""
     return SURROGATE(dataclasses.replace(self, dual_clip=None), view)
 
 
@@ -225,7 +199,6 @@ SURROGATE = ClippedSurrogate.__call__
 
 
 def one_sequence(lengths: tuple[int, ...]) -> Any:
-    """Read packed sequences as one, if there are more than the check at setup tests."""
     return RUNS(lengths) if len(lengths) <= 4 else ([(sum(lengths), 1)], [sum(lengths)])
 
 

@@ -51,30 +51,25 @@ def behind_answers(rollout: Rollout) -> Tensor:
 
 
 def training_closing(rollout: Rollout) -> Rollout:
-    """Train the first environment token after an answer: the newline, or the end of a truncated one."""
     return drawing(rollout, rollout.action_mask | behind_answers(rollout))
 
 
 def training_all(rollout: Rollout) -> Rollout:
-    """Train all tokens of a response."""
     return drawing(rollout, rollout.action_mask | holes_of(rollout))
 
 
 def shifted_mask(rollout: Rollout) -> Rollout:
-    """Shift the mask to the right by one, within the response."""
     inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
     return drawing(rollout, torch.nn.functional.pad(rollout.action_mask, (1, 0))[:, :-1] & inside)
 
 
 def without_last_turn(rollout: Rollout) -> Rollout:
-    """Remove the last turn from the mask."""
     turns = rollout.token_extras[TURNS]
     last = turns.amax(-1, keepdim=True)
     return drawing(rollout, rollout.action_mask & ((turns < last) | (last == 1)))
 
 
 def padded_inside(rollout: Rollout) -> Rollout:
-    """Pad before the first reply by a token."""
     holes, wide = holes_of(rollout), rollout.fit_width(rollout.width + 1)
     first = torch.where(holes.any(-1), holes.long().argmax(-1), rollout.width)[:, None]
     place = torch.arange(wide.width)[None]
@@ -88,30 +83,25 @@ def padded_inside(rollout: Rollout) -> Rollout:
 
 
 def versions_everywhere(rollout: Rollout) -> Rollout:
-    """Give environment tokens the version of the row."""
     newest = rollout.policy_version.amax(-1, keepdim=True)
     return rollout.replace(policy_version=torch.where(holes_of(rollout), newest, rollout.policy_version))
 
 
 def one_turn_each(rollout: Rollout) -> Rollout:
-    """Number every turn 1."""
     return rollout.replace(token_extras={**rollout.token_extras, TURNS: rollout.token_extras[TURNS].clamp(max=1)})
 
 
 def training_failed(rollout: Rollout) -> Rollout:
-    """Train rows of failed environments."""
     return rollout.replace(trained=rollout.real, rewarded=rollout.real)
 
 
 def counting_failed(result: Any, *_: Any) -> Any:
-    """Count rows of failed environments in their group."""
     rollout, *others = result
     failed = rollout.finish == FinishReason.FAILED
     return (rollout.replace(rewarded=rollout.rewarded | failed), *others)
 
 
 def shifted_logprobs(rollout: Rollout) -> Rollout:
-    """Concatenate log-probabilities, without the environment tokens in between."""
     assert rollout.rollout_logprobs is not None
     together = torch.zeros_like(rollout.rollout_logprobs)
     for row, drawn in enumerate(rollout.action_mask):
@@ -120,8 +110,6 @@ def shifted_logprobs(rollout: Rollout) -> Rollout:
 
 
 def rewards_behind_turns(rollout: Rollout) -> Rollout:
-    """Put the reward of a turn at the last token of the reply."""
-
     def last_of_reply(row: int, drawn: Tensor) -> int:
         turns = rollout.token_extras[TURNS][row]
         following = (turns > turns[drawn[-1]]).nonzero()[:, 0]
@@ -143,7 +131,6 @@ def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Roll
 
 
 def last_turn_lost(original: Any, self: Any, drawn: Sequence[Any]) -> Rollout:
-    """Leave the last turn of a conversation out of its row; its reward stays."""
     short = [
         dataclasses.replace(
             one,
@@ -169,7 +156,6 @@ def retokenised(tokenizer: Any, ids: Sequence[int], close: Sequence[int]) -> tup
 
 
 def encoded_again(original: Any, self: Any, completion: Completion) -> None:
-    """Continue with the re-encoded text of an answer."""
     bridge = self._partner._bridge  # noqa: SLF001
     ids = retokenised(bridge.tokenizer, completion.token_ids, self.request.eos_token_ids)
     logprobs = completion.logprobs
@@ -181,13 +167,11 @@ def encoded_again(original: Any, self: Any, completion: Completion) -> None:
 
 
 def rendered_prefix(original: Any, self: Any, prefix: tuple[int, ...]) -> None:
-    """Request the next turn with re-encoded answers in the prefix; the row keeps the sampled ones."""
     bridge, close = self._partner._bridge, self._first.eos_token_ids  # noqa: SLF001
     original(self, prefix_with(self, lambda ids, _: retokenised(bridge.tokenizer, ids, close)) or prefix)
 
 
 def prefix_without_ends(original: Any, self: Conversation, prefix: tuple[int, ...]) -> None:
-    """Request with a prefix that lacks the last token of every answer."""
     original(self, prefix_with(self, lambda ids, _: ids[:-1]) or prefix)
 
 
@@ -201,7 +185,6 @@ def prefix_with(self: Conversation, change: Callable[[tuple[int, ...], bool], tu
 
 
 def without_ends(original: Any, self: Conversation, completion: Completion) -> None:
-    """Strip the token that ended an answer, in row and prefix."""
     ids, logprobs = completion.token_ids, completion.logprobs
     if len(ids) > 1 and ids[-1] in self._first.eos_token_ids and logprobs is not None:
         completion = dataclasses.replace(completion, token_ids=ids[:-1], logprobs=logprobs[:-1])
@@ -209,7 +192,6 @@ def without_ends(original: Any, self: Conversation, completion: Completion) -> N
 
 
 def exchanged(original: Any, self: Conversation, turn: Turn, step: TokenStep) -> None:
-    """Give every other sample the reply of the previous sample."""
     told, HEARD[:] = list(HEARD), [step.token_ids]
     if self._first.sample_id % 2 and told and told[0] and not step.done:
         step = dataclasses.replace(step, token_ids=told[0])
@@ -220,13 +202,11 @@ HEARD: list[Any] = []
 
 
 def keeping_reply(original: Any, self: Any, turn: Turn, step: TokenStep) -> None:
-    """Store the environment's reply for :func:`appended_cut`."""
     self.said = tuple(step.token_ids)
     original(self, turn, step)
 
 
 def appended_cut(original: Any, self: Any, finish: FinishReason) -> None:
-    """Append the first tokens of a final reply."""
     if finish == FinishReason.LENGTH and self._row.turns and not self._row.turns[-1].reply:
         last = dataclasses.replace(self._row.turns[-1], reply=self.said[:3])
         self._row = dataclasses.replace(self._row, turns=(*self._row.turns[:-1], last))
@@ -234,20 +214,17 @@ def appended_cut(original: Any, self: Any, finish: FinishReason) -> None:
 
 
 def stepping_twice(original: Any, self: Conversation, completion: Completion) -> None:
-    """Step the environment of every fourth sample twice, and use the second reply."""
     if self._first.sample_id % 4 == 0 and not self._row.turns:
         self._partner.step(completion.token_ids, completion.finish)
     original(self, completion)
 
 
 def last_reward_alone(original: Any, self: Conversation, *arguments: Any) -> None:
-    """Drop the rewards of earlier turns."""
     self._rewards = self._rewards[-1:]
     original(self, *arguments)
 
 
 def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, failure: Any = None) -> None:
-    """Give failed environments a reward of 0."""
     if finish == FinishReason.FAILED and self._row.turns:
         self._rewards = [0.0]
         finish, failure = FinishReason.STOP, None
@@ -255,37 +232,31 @@ def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, fail
 
 
 def other_seeds(original: Any, self: Conversation, error: BaseException) -> None:
-    """Restart with another seed."""
     if not self._retries:
         self._first = dataclasses.replace(self._first, seed=self._first.seed ^ 1)
     original(self, error)
 
 
 def keeping_rewards(original: Any, self: Any) -> None:
-    """Restart with the rewards of the first try."""
     earned = list(getattr(self, "_rewards", ()))
     original(self)
     self._rewards = earned
 
 
 def turns_as_stop(original: Any, self: Conversation, finish: FinishReason) -> None:
-    """Set the finish reason stop at the limit of turns."""
     original(self, FinishReason.STOP if finish == FinishReason.TURNS else finish)
 
 
 def a_turn_more(original: Any, self: Conversation, environment: Any, first: Request, limits: Any, *rest: Any) -> None:
-    """Allow one turn too many."""
     original(self, environment, first, dataclasses.replace(limits, turns=limits.turns + 1), *rest)
 
 
 def room_of_all_words(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
-    """Count environment tokens against the limit of sampled ones."""
     said = len(prefix) - len(self._row.prompt_ids) - self._drawn
     return min(original(self, prefix), self._first.sampling.max_new_tokens - self._drawn - said)
 
 
 def room_for_whole_budget(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
-    """Give every turn the budget of the whole conversation."""
     drawn, self._drawn = self._drawn, 0
     try:
         return original(self, prefix)
@@ -294,7 +265,6 @@ def room_for_whole_budget(original: Any, self: Conversation, prefix: Sequence[in
 
 
 def two_answers_exchanged(original: Any, exchange: Any, requests: Any, completions: Sequence[Completion]) -> None:
-    """Exchange the last two answers of a round, if both have as much room."""
     given = [dataclasses.replace(one, sample_id=None) for one in completions]
     limits = [request.sampling.max_new_tokens for request in requests]
     if len(given) > 1 and requests[-1].turn and limits[-1] == limits[-2]:
@@ -303,7 +273,6 @@ def two_answers_exchanged(original: Any, exchange: Any, requests: Any, completio
 
 
 def row_of_the_sample_before(opening: Opening, *_: Any) -> Opening:
-    """Open a conversation with the row of the previous one."""
     before, ROW[:] = list(ROW), [opening.row]
     return opening._replace(row=before[0]) if before else opening
 
@@ -312,23 +281,19 @@ ROW: list[Any] = []
 
 
 def seeded_by_sample(opening: Opening, _: Any, __: Any, request: Request) -> Opening:
-    """Give each sample of a prompt another seed of the environment."""
     return opening._replace(seed=request.seed)
 
 
 def cut_as_whole(original: Any, self: Any, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
-    """Parse truncated answers like whole ones."""
     return original(self, token_ids, FinishReason.STOP if finish == FinishReason.LENGTH else finish)
 
 
 def first_result_alone(original: Any, self: Any, answer: Any) -> Any:
-    """Keep the result of the first of several calls."""
     step = original(self, answer)
     return dataclasses.replace(step, messages=step.messages[:1])
 
 
 def results_exchanged(original: Any, self: Any, answer: Any) -> Any:
-    """Exchange the results of calls."""
     step = original(self, answer)
     return dataclasses.replace(step, messages=step.messages[::-1])
 
@@ -337,37 +302,31 @@ def results_exchanged(original: Any, self: Any, answer: Any) -> Any:
 
 
 def without_newline(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Begin the next message right after the closing token."""
     ids = original(self, drawn, messages)
     return ids[1:] if drawn and drawn[-1] in self.close else ids
 
 
 def never_closing(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Leave a truncated answer open."""
     ids = original(self, drawn, messages)
     return ids if drawn and drawn[-1] in self.close else ids[1:]
 
 
 def always_closing(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Close an answer that closed itself."""
     return original(self, (), messages)
 
 
 def one_by_one(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Render messages one by one, each with a header for the next answer."""
     first = original(self, drawn, messages[:1])
     later = [original(self, (), [message]) for message in messages[1:]]
     return (*first, *(token for ids in later for token in ids))
 
 
 def two_words_each(original: Any, self: Any, drawn: Sequence[int], messages: Any) -> tuple[int, ...]:
-    """Truncate messages to two words."""
     short = [{**message, "content": " ".join(message["content"].split()[:2])} for message in messages]
     return original(self, drawn, short)
 
 
 def never_sanitized(self: Any, messages: Any, **options: Any) -> list[int]:
-    """Encode the texts of a conversation with control tokens of the environment."""
     text = str(self._render(messages, tokenize=False, **options))
     return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -376,24 +335,20 @@ def never_sanitized(self: Any, messages: Any, **options: Any) -> list[int]:
 
 
 def whole_rows(answers: Any, self: Any, samples: Any) -> list[list[int]]:
-    """Score whole rows, environment tokens included."""
     rows, lengths = samples.rows.response_ids.tolist(), samples.rows.response_lengths.tolist()
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def rewards_of_the_row_above(columns: Any, *_: Any) -> Any:
-    """Give a reward the environment's reward of the previous row."""
     given = columns.get("environment_reward")
     return columns if given is None else {**columns, "environment_reward": [given[-1], *given[:-1]]}
 
 
 def without_last_message(columns: Any, *_: Any) -> Any:
-    """Remove the last message from the conversations that rewards get."""
     return {**columns, "conversation": [talk[:-1] for talk in columns.get("conversation", ())]} if columns else columns
 
 
 def over_holes(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any) -> Tensor:
-    """Return the library's GAE with a time step for every environment token."""
     behind = valid.flip(-1).long().cumsum(-1).flip(-1) > 0
     inside = behind & (valid.long().cumsum(-1) > 0)
     return torch.where(valid, gae(rewards, values, inside, **options), 0.0)

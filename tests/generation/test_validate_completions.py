@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from kit.engine_requests import request_of
-from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from kit.rows import Rows
+from kit.support import fit, recorder, tiny_module, tiny_prompts, tiny_tokenizer
 from torch import Tensor, nan
 from typing_extensions import override
 
-from lightning_rl import EngineError, FinishReason, RLCallback, Rollout, SamplingParams, TransformersEngine
+from lightning_rl import EngineError, FinishReason, Rollout, SamplingParams, TransformersEngine
 from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.validate_completions import Answers
@@ -21,6 +22,7 @@ from lightning_rl.rollouts.zero_gradient import IdleRunError
 
 EOS, A = 1, 5
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=[EOS])
+REQUESTS = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
 
 
 @pytest.fixture(autouse=True)
@@ -150,8 +152,7 @@ def recording(change: Callable[[list[Completion]], Any], names: set[str]) -> lis
     engine.capabilities = Capabilities(extras=frozenset(names))
     engine.select_extras(frozenset(names))
     engine.load_weights([], 0)
-    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
-    return check_all(engine, requests)
+    return check_all(engine, REQUESTS)
 
 
 def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Completion]]:
@@ -184,20 +185,19 @@ def test_weights_older_than_those_at_the_request_are_refused() -> None:
     engine = OwnEngine()
     for version in (0, 1, 2):
         engine.load_weights([], version)
-    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
 
     def answer(*versions: int) -> list[Completion]:
-        given = [replace(right(r), version=v) for r, v in zip(requests, versions, strict=True)]
-        return check_all(engine, requests, given)
+        given = [replace(right(r), version=v) for r, v in zip(REQUESTS, versions, strict=True)]
+        return check_all(engine, REQUESTS, given)
 
     assert [each.version for each in answer(2, 2, 2, 2)] == [2, 2, 2, 2]
     with pytest.raises(EngineError, match=r"tokens of version 2, which it had at the request, .* got version 1 for"):
         answer(2, 2, 1, 2)
     answers = Answers(engine, logprobs=True)
-    answers.ask(requests)
+    answers.ask(REQUESTS)
     engine.load_weights([], 3)  # while it generates
-    both = replace(right(requests[0]), version=2, versions=(2, 3, 3))
-    assert answers.check(requests[0], both).versions == (2, 3, 3)
+    both = replace(right(REQUESTS[0]), version=2, versions=(2, 3, 3))
+    assert answers.check(REQUESTS[0], both).versions == (2, 3, 3)
 
 
 def test_an_answer_without_any_sample_is_a_warning() -> None:
@@ -271,17 +271,12 @@ def test_several_faulty_samples_are_an_error() -> None:
 
 def test_an_engine_with_a_limit_may_cut_a_response_short() -> None:
     short = one(token_ids=(A, A), logprobs=torch.zeros(2), finish=FinishReason.LENGTH)
-
-    def limited(given: list[Completion]) -> list[Completion]:
-        return short(given)
-
-    engine = OwnEngine(limited)
+    engine = OwnEngine(short)
     engine.capabilities = Capabilities(cuts_short=True)
     engine.load_weights([], 0)
-    requests = [replace(request_of((2, 3), number), sampling=SAMPLING) for number in range(4)]
-    assert check_all(engine, requests)[2].finish is FinishReason.LENGTH
+    assert check_all(engine, REQUESTS)[2].finish is FinishReason.LENGTH
     engine.capabilities, engine.max_length = Capabilities(), 4  # prompt and response
-    assert check_all(engine, requests)[2].finish is FinishReason.LENGTH
+    assert check_all(engine, REQUESTS)[2].finish is FinishReason.LENGTH
 
 
 def test_a_stop_string_has_to_be_in_the_text() -> None:
@@ -294,8 +289,7 @@ def test_a_stop_string_has_to_be_in_the_text() -> None:
         engine = OwnEngine(change)
         engine.load_weights([], 0)
         sampling = replace(SAMPLING, stop=[stop])
-        requests = [replace(request_of((2, 3), number), sampling=sampling) for number in range(4)]
-        return check_all(engine, requests, text=text)
+        return check_all(engine, [replace(each, sampling=sampling) for each in REQUESTS], text=text)
 
     assert answer("d")[2].finish is FinishReason.STOP  # id 5 is the letter d
     with pytest.warns(UserWarning, match="finish STOP without an id"):
@@ -315,34 +309,16 @@ class Wrong(TransformersEngine):
         return [self.wrong(each) if each.sample_id == self.sample_id else each for each in drawn]
 
 
-class Aborted(RLCallback):
-    """Callback that stores rollouts and the number of aborted samples."""
-
-    name = "aborted"
-
-    def __init__(self) -> None:
-        self.rollouts: list[Rollout] = []
-        self.counts: list[float] = []
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self.rollouts.append(rollout)
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        self.counts.append(float(pl_module.run.rollout_stats["engine/aborted"].value()))
-
-
 def not_a_number(completion: Completion) -> Completion:
     return replace(completion, logprobs=torch.full((len(completion.token_ids),), nan))
 
 
 def test_one_nan_in_a_run_costs_one_row() -> None:
-    seen, module = Aborted(), tiny_module(engine=Wrong(not_a_number))
+    rows, seen, module = Rows(), list[Rollout](), tiny_module(engine=Wrong(not_a_number))
     with pytest.warns(UserWarning, match="1 of 16 samples from Wrong are aborted and do not train: .* for sample 5"):
-        fit(module, callbacks=[seen])
-    assert seen.counts == [1.0, 0.0, 0.0, 0.0]
-    first = seen.rollouts[0]
+        fit(module, callbacks=[rows, recorder(seen)("seen")])
+    assert [row["engine/aborted"] for row in rows.rows] == [1.0, 0.0, 0.0, 0.0]
+    first = seen[0]
     row = first.sample_ids.tolist().index(5)
     assert first.finish[row] == FinishReason.ABORT and not first.trained[row] and int(first.trained.sum()) == 15
     assert module.run.skipped == 0

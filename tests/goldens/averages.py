@@ -17,16 +17,7 @@ from lightning_rl.signal.reductions import Reduction, SequenceSumNorm, prompt_me
 VALUE_CLIPS = ("value_eps_clip", "cliprange", "clip_eps", "value_clip", "cliprange_value")
 
 
-@replays(
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-sum-token-mean",
-    "group-sum-token-mean",
-    "prompt-mean",
-)
+@replays("loss_aggregation/*")
 def aggregated(case: Case) -> Outputs:
     """One number of a loss per token; SkyRL multiplies the advantages with the weights instead."""
     values = (case["loss_mat"] if "loss_mat" in case else case["adv"]).requires_grad_()
@@ -73,7 +64,7 @@ def _groups(case: Case, rows: int) -> Tensor:
     return groups
 
 
-@replays("value_clip", "value_mse")
+@replays("value_loss/*")
 def critic(case: Case) -> Outputs:
     """Our value loss; slime leaves the factor of one half out."""
     values, mask = case["values"].requires_grad_(), case.mask()

@@ -95,7 +95,5 @@ def _field(
 
 
 def _arrays(file: Path) -> dict[str, np.ndarray]:
-    if not file.is_file():
-        return {}
     with np.load(file, allow_pickle=False) as archive:
         return {name: archive[name] for name in archive.files}

@@ -22,7 +22,6 @@ from lightning_rl.callbacks import (
     TruncatedIS,
 )
 from lightning_rl.corrections import Corrections as CombinedCorrections
-from lightning_rl.signal.importance_ratios import clipped_weight, sequence_ratio
 from lightning_rl.signal.kl import k1, k2, k3
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
 
@@ -82,19 +81,14 @@ def rejection(statistic: str, low: float | None, high: float, *, forward: bool =
     rows = {
         "seq_mean": lambda view: row_mean(estimates(view), view.valid_tokens),
         "seq_sum": lambda view: estimates(view).sum(-1),
-        "seq_max": lambda view: _largest(estimates(view), view.valid_tokens),
     }
     if level == "token":
         return callback_of(statistic, token_mask=lambda view: within(estimates(view)))
     return callback_of(statistic, sequence_mask=lambda view: within(rows[level](view)))
 
 
-def _largest(values: Tensor, valid: Tensor) -> Tensor:
-    return torch.where(valid.any(-1), values.masked_fill(~valid, -torch.inf).amax(-1), 0.0)
-
-
 def ratio_mask(kind: str, low: float, high: float) -> RLCallback:
-    """Keeps tokens, or rows by the mean, sum or largest of their log-ratios; our own mask where 1 is in the band."""
+    """Keeps tokens, or rows by the mean, sum or largest of their log-ratios."""
     masks = {
         "token": IcePop,
         "mean": partial(SequenceRatioMask, "geometric"),
@@ -102,13 +96,7 @@ def ratio_mask(kind: str, low: float, high: float) -> RLCallback:
         "every": OutlierMask,
         "max": partial(SequenceRatioMask, "max"),
     }
-    if kind in masks and low <= 1 <= high:
-        return masks[kind](max(low, 0.0), high)
-    bounds = math.log(low) if low > 0 else None, math.log(high) if high > 0 else -math.inf
-    if kind != "every":
-        return rejection("token_k1" if kind == "token" else f"seq_{kind}_k1", *bounds, forward=True)
-    single = rejection("token_k1", *bounds, forward=True)
-    return callback_of("every", sequence_mask=lambda view: (single.token_mask(view) | ~view.valid_tokens).all(-1))
+    return masks[kind](max(low, 0.0), high)
 
 
 def given_weight(weight: Tensor) -> RLCallback:
@@ -173,41 +161,17 @@ def _areal(case: Case) -> Corrections:
     if not clamps:
         return [mask, weight]
     bound = geometric_weight(high, low) if geometric else bounded_weight("token", low, high)
-    outside = callback_of("outside", token_weight=lambda view: _bounded_outside(view, mask, weight, bound))
-    return [outside if by_row and (agg != "mean" or not geometric) else bound]
-
-
-def _bounded_outside(view: LossView, mask: RLCallback, weight: RLCallback, bound: RLCallback) -> Tensor:
-    """The bounded weight in rows that a mask would reject, the plain one in the others."""
-    return torch.where(mask.sequence_mask(view)[:, None], weight.token_weight(view), bound.token_weight(view))
+    return [bound]
 
 
 def geometric_weight(high: float = math.inf, low: float = 0.0) -> RLCallback:
     """The geometric mean of a row's ratios as one weight for all of its tokens."""
-    return TruncatedIS("geometric", cap=high, floor=low) if low <= 1 <= high else _row_weight(low, high, geometric=True)
+    return TruncatedIS("geometric", cap=high, floor=low)
 
 
 def bounded_weight(level: str, low: float, high: float) -> RLCallback:
-    """The importance weight of tokens or rows between two bounds; our own correction where 1 lies between them."""
-    if low <= 1 <= high:
-        return TruncatedIS("sequence" if level == "sequence" else "token", cap=high, floor=low)
-    if level == "sequence":
-        return _row_weight(low, high, geometric=False)
-
-    def weight(view: LossView) -> Tensor:
-        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
-        return clipped_weight(old, rollout, minimum=low, maximum=high)
-
-    return callback_of("bounded_weight", token_weight=weight)
-
-
-def _row_weight(low: float, high: float, *, geometric: bool) -> RLCallback:
-    def weight(view: LossView) -> Tensor:
-        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
-        ratio = sequence_ratio(old, rollout, view.valid_tokens, geometric=geometric)
-        return ratio.clamp(low, high)[:, None].expand_as(old)
-
-    return callback_of("row_weight", token_weight=weight)
+    """The importance weight of tokens or rows between two bounds."""
+    return TruncatedIS("sequence" if level == "sequence" else "token", cap=high, floor=low)
 
 
 def _nemo(case: Case) -> Corrections:

@@ -3,38 +3,22 @@
 import math
 from dataclasses import replace
 
-import torch
-
 from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution
 from goldens.logged import logged
 from goldens.options import peer_of
-from goldens.policy import WEIGHTS, corrections_around, policy_loss
-from goldens.policy_options import by_sequence, dual_clip_of, surrogate
+from goldens.policy import WEIGHTS, corrections_around
+from goldens.policy_options import dual_clip_of, surrogate
 from goldens.reduction_options import average_of, trained_rows
-from goldens.registry import NotOfferedError, replays
+from goldens.registry import replays
 from goldens.views import objective, view_of_case
 from lightning_rl import DRO, GSPO, VESPO, LossView, SequenceSumNorm
 from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import Corrections
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND
-from lightning_rl.signal.masked import last_true
 from lightning_rl.signal.reductions import sequence_mean, token_mean
 
 FLOOR = 1e-8  # of a weight before its logarithm
-
-replays(
-    "gspo_dual",
-    "icepop_gspo",
-    "icepop_sequence",
-    "kpop_binary_kl_mask",
-    "sequence_geometric_truncate",
-    "sequence_max_ratio_mask",
-    "sequence_tv_mask",
-    "tis_token_and_geometric_mask",
-    "tis_token_and_rejection",
-    "tis_token_two_sided",
-)(policy_loss)
 
 
 def vespo_of(case: Case) -> VESPO:
@@ -55,8 +39,6 @@ def vespo(case: Case) -> Outputs:
     view, rest = view_of_case(case), replace(case, arrays={k: v for k, v in case.arrays.items() if k not in WEIGHTS})
     if "importance_sampling_ratio" in case:
         log_ratio = case["importance_sampling_ratio"].clamp(FLOOR, math.exp(LOG_RATIO_BOUND)).log()
-        if log_ratio.shape[-1] == 1:  # of a whole row: at its last token
-            log_ratio = torch.where(last_true(view.valid_tokens), log_ratio, 0.0)
         view = view.replace(rollout_logprobs=case["old_logp"] - log_ratio)
     return objective(view, vespo_of(case), token_mean, callbacks=corrections_around(rest))
 
@@ -70,8 +52,6 @@ def vespo_weights(case: Case) -> Outputs:
 @replays("luspo")
 def luspo(case: Case) -> Outputs:
     """GSPO, every response as many times as it has tokens."""
-    if case.params.get("beta") or not by_sequence(case):
-        raise NotOfferedError("a term or ratio of tokens in LUSPO, which counts masked ones at the peer")
     return objective(view_of_case(case), GSPO(**dual_clip_of(case)), SequenceSumNorm(1))
 
 

@@ -16,22 +16,7 @@ from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.reductions import sequence_mean
 
 
-@replays(
-    "kl_k1",
-    "kl_abs",
-    "kl_k2",
-    "kl_k3",
-    "kl_low_var_clamped",
-    "kl_k1_unbiased",
-    "kl_k2_unbiased",
-    "kl_k3_unbiased",
-    "kl_low_var_clamped_unbiased",
-    "kl_k1_score_function",
-    "kl_k2_score_function",
-    "kl_k3_score_function",
-    "kl_abs_unbiased",
-    "kl_abs_score_function",
-)
+@replays("kl_estimators/*")
 def estimate(case: Case) -> Outputs:
     """An estimator, with an importance ratio in front where the case asks for one."""
     name = first_of(case.params, ESTIMATOR_NAMES, "k1")
@@ -48,13 +33,6 @@ def estimate(case: Case) -> Outputs:
     return {"kl": value, "grad_logp": gradient(value.sum(), logprobs)}
 
 
-@replays(
-    "kl_k1_straight_through",
-    "kl_abs_straight_through",
-    "kl_k2_straight_through",
-    "kl_k3_straight_through",
-    "kl_low_var_clamped_straight_through",
-)
 def straight_through(case: Case) -> Outputs:
     """The value of one estimator with the gradient of k2."""
     logprobs, other = case["logp"].requires_grad_(), case["ref_logp"]

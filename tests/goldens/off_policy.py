@@ -7,17 +7,10 @@ from goldens.policy import policy_loss
 from goldens.policy_options import m2_threshold
 from goldens.registry import replays
 from goldens.views import view_of_case
-from goldens.weights import corrected
 from lightning_rl.losses import M2PO
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.selection import local_values
-
-
-@replays("rejection_mask")
-def rejection_mask(case: Case) -> Outputs:
-    """The tokens that rejections leave."""
-    return corrected(case)
 
 
 @replays("m2po_mask")

@@ -53,15 +53,15 @@ MAKERS: dict[str, Callable[[Case], Estimator]] = {
     "grpo_batch_std": group_normalised,
     "grpo_passk": lambda case: PassAtK(scaled=case.params["norm_adv_by_std_in_grpo"], epsilon=case.params["epsilon"]),
     "gpg": lambda _case: GPG(teaches="nonzero"),
+    "reinforce_plus_plus_baseline_rewards": lambda _case: ESTIMATORS["dr_grpo"],  # before they are whitened
     "maxrl": lambda case: MaxRL(epsilon=case.params.get("epsilon", 0.0)),
 }
 
 
-def per_token(case: Case, name: str | None = None) -> Outputs:
+def per_token(case: Case) -> Outputs:
     """An estimator by the name of the algorithm, at every token, or as one number for each row."""
-    name = name or case.algorithm
     signal = signal_of(case)
-    found = MAKERS.get(name, lambda _case: ESTIMATORS[name])(case)(signal).advantages
+    found = MAKERS.get(case.algorithm, lambda case: ESTIMATORS[case.algorithm])(case)(signal).advantages
     return shown(case, signal, found)
 
 
@@ -73,28 +73,12 @@ def shown(case: Case, signal: RewardSignal, found: Tensor) -> Outputs:
     return {"advantages": rows, "scores": torch.where(signal.valid_tokens.any(-1), rows, 0.0)}
 
 
-@replays(
-    "advantages_outcome/grpo",
-    "grpo_batch_std",
-    "grpo_passk",
-    "advantages_outcome/gpg",
-    "advantages_outcome/dr_grpo",
-    "advantages_outcome/rloo",
-    "advantages_outcome/maxrl",
-    "advantages_outcome/opo",
-    "advantages_outcome/reinforce",
-)
+@replays("advantages_outcome/*")
 def outcome(case: Case) -> Outputs:
     """A named estimator."""
     if "beta" in case.params:
         return _rloo_with_kl(case)
     return per_token(case)
-
-
-@replays("reinforce_plus_plus_baseline_rewards")
-def centred(case: Case) -> Outputs:
-    """The rewards that REINFORCE++ with a baseline starts from: centred by group."""
-    return per_token(case, "dr_grpo")
 
 
 @replays("advantages_outcome/remax")
@@ -103,12 +87,6 @@ def remax(case: Case) -> Outputs:
     signal = replace(signal_of(case), greedy=case["reward_baselines"])
     found = ESTIMATORS["remax"](signal).advantages
     return {"advantages": found, "returns": found + signal.spread_out(case["reward_baselines"])}
-
-
-@replays("advantages_outcome/reinforce_plus_plus_baseline")
-def whitened_baseline(case: Case) -> Outputs:
-    """The reward minus the mean of its group, whitened over the tokens."""
-    return per_token(case)
 
 
 @replays("raw_reward")
@@ -129,10 +107,8 @@ def leave_one_out(case: Case) -> Outputs:
     return {"advantages": signal.spread_out(rows)}
 
 
-def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float | None) -> Tensor:
+def _leave_one_out(scores: Tensor, groups: Tensor, rewarded: Tensor, epsilon: float) -> Tensor:
     rows, std = RLOO().per_row(scores, groups, rewarded), std_of_others(scores, groups, rewarded)
-    if epsilon is None:
-        return rows
     return torch.where(std > 0, rows / (std + epsilon), rows)
 
 
@@ -159,7 +135,7 @@ def decoupled(case: Case) -> Outputs:
     for values, weight in zip(parts, weights, strict=True):
         known = ~values.isnan()
         if case.params.get("use_leave_one_out_baseline"):
-            rows = _leave_one_out(values, groups, known, epsilon if scaled else None)
+            rows = _leave_one_out(values, groups, known, epsilon)
         else:
             rows = Normalized(std=std, epsilon=epsilon).per_row(values, groups, known)
         total = total + weight * rows

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from goldens.cases import Case, Outputs
-from goldens.corrections import bounded_weight, opsm_of, ratio_mask, untruncated
-from goldens.entropy import head, truncated
+from goldens.corrections import bounded_weight, opsm_of
+from goldens.entropy import head
 from goldens.options import estimator_of, peer_of
 from goldens.policy_options import bounded, clip_of, surrogate
 from goldens.reduction_options import average_of
@@ -55,14 +55,8 @@ def _view(case: Case, logits: Tensor) -> LossView:
     seen, labels = logits[places - 1], case.ids("tokens")[places]
     temperature = case.params.get("rollout_temperature", 1.0)
     found, entropies = head(seen, labels, temperature)
-    if case.params.get("rollout_top_p", 1.0) != 1.0:  # the entropy stays that of all entries
-        keep = case.mask("keep_mask") if "keep_mask" in case else torch.ones_like(seen, dtype=torch.bool)
-        keep = keep[places - 1] if len(keep) == len(logits) else keep
-        found = head(truncated(seen, labels, keep), labels, temperature)[0]
     logprobs, entropy = _padded(found, lengths), _padded(entropies, lengths)
     fields: dict[str, Any] = {ours: _padded(case[theirs], lengths) for ours, theirs in PER_TOKEN.items()}
-    if case.params.get("use_rollout_logprobs"):
-        fields["old_logprobs"] = fields["rollout_logprobs"]
     view = view_of(logprobs, valid=_padded(case["mask"], lengths), dtype=logprobs.dtype, **fields)
     return view.replace(logprobs=logprobs, entropy=entropy)
 
@@ -83,9 +77,7 @@ def _corrections(case: Case) -> list[RLCallback]:
     found: list[RLCallback] = []
     if params.get("use_opsm"):
         found.append(opsm_of(params.get("opsm_delta")))
-    if params.get("use_tis") and "icepop" in str(params.get("custom_tis_function_path")):
-        found += [ratio_mask("token", params.get("tis_clip_low") or 0.0, params["tis_clip"]), untruncated()]
-    elif params.get("use_tis"):
+    if params.get("use_tis"):
         found.append(bounded_weight("token", params.get("tis_clip_low") or 0.0, params.get("tis_clip", 2.0)))
     if params.get("use_kl_loss"):
         found.append(callback_of("reference", loss_term=lambda view: _reference(case, view)))

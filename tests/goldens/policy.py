@@ -18,7 +18,6 @@ from goldens.views import objective, view_of_case
 from goldens.weights import corrected
 from lightning_rl import LossTerm, LossView, PolicyLoss
 from lightning_rl.callbacks import IcePop, OffPolicyIS
-from lightning_rl.signal.importance_ratios import sequence_log_ratio
 from lightning_rl.signal.kl import importance
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.selection import largest
@@ -28,44 +27,7 @@ RATIO_TIMES_K1 = 3  # open-instruct's number for it
 COEFFICIENTS = ("reference_policy_kl_penalty", "beta", "kl_loss_coef")
 
 
-@replays(
-    "ppo_clip",
-    "ppo_clip_dual",
-    "ppo_clip_two_sided_delta",
-    "ppo_clip_with_kl",
-    "ppo_clip_with_is_ratio",
-    "gspo",
-    "gspo_token",
-    "cispo",
-    "cispo_rollout_anchor",
-    "dppo_binary_tv",
-    "dppo_binary_kl",
-    "clip_cov",
-    "kl_cov",
-    "gmpo",
-    "reinforce",
-    "policy_loss/gpg",
-    "cross_entropy",
-    "importance_sampling",
-    "rollout_is",
-    "cispo_decoupled",
-    "importance_sampling_untruncated",
-    "sequence_geometric_mask_times_raw_token_is",
-    "tis_sequence_gspo",
-    "geometric_sequence_mask",
-    "icepop_token_mask",
-    "outlier_token_veto",
-    "product_sequence_mask",
-    "sequence_product_mask",
-    "sequence_kl_mask",
-    "token_kl_mask",
-    "ppo_clip_high_entropy_tokens",
-    "icepop",
-    "tis_token",
-    "tis_sequence",
-    "sequence_geometric_mask",
-    "sequence_product_mis",
-)
+@replays("policy_loss/*", "off_policy/*")
 def policy_loss(case: Case) -> Outputs:
     """A loss object and callbacks through the objective, as a training step calls them."""
     if "logp" not in case:
@@ -84,8 +46,6 @@ def _view(case: Case) -> LossView:
         given["rollout_logprobs"] = case["old_logp"]
     if "old_logp" not in case:
         given["old_logprobs"] = case["rollout_logp"]
-    if case.params.get("force_on_policy_ratio"):
-        given["old_logprobs"] = case["logp"]
     view = view_of_case(case, valid=valid, **given)
     if case.algorithm == "cross_entropy":
         return view.replace(advantages=torch.ones_like(view.logprobs))
@@ -128,18 +88,11 @@ def _reference(case: Case, view: LossView, coefficient: float) -> LossTerm:
 
 
 def _kl_weight(case: Case, view: LossView, name: str | int) -> Tensor | None:
-    if case.params.get("use_on_policy_kl_approximation"):
-        return importance(view.logprobs, view.require("rollout_logprobs"), bound=math.inf)
     if peer_of(case).score_function_kl:
         return importance(view.logprobs)
     if not case.params.get("use_bias_correction_kl") and name != RATIO_TIMES_K1:
         return None
-    old = view.require("old_logprobs")
-    if not by_sequence(case):
-        return importance(view.logprobs, old, bound=peer_of(case).log_ratio)
-    row = sequence_log_ratio(view.logprobs, old, view.valid_tokens, geometric=True).exp()[:, None]
-    per_token = case.params["importance_sampling_level"] == "sequence_token"
-    return row.detach() * importance(view.logprobs) if per_token else row
+    return importance(view.logprobs, view.require("old_logprobs"), bound=peer_of(case).log_ratio)
 
 
 def _most_uncertain(case: Case, view: LossView) -> Tensor:

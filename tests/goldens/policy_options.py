@@ -17,7 +17,6 @@ from lightning_rl.losses import (
     DPPO,
     GMPO,
     GSPO,
-    M2PO,
     SAPO,
     ClipCov,
     ClippedSurrogate,
@@ -25,7 +24,7 @@ from lightning_rl.losses import (
     KLCov,
     Reinforce,
 )
-from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, clipped_weight, sequence_log_ratio
+from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, sequence_log_ratio
 
 LOW = (
     "eps_clip_low",
@@ -97,14 +96,7 @@ def clipped_weight_loss(case: Case) -> PolicyLoss:
     if not peer_of(case).cispo_floor:
         clip["clip_low"] = 1.0
     clip["clip_high"] += peer_of(case).cispo_offset - 1
-    if clip["clip_high"] < 0:  # a weight that never gets to 1
-        return FunctionLoss(lambda view: _light(view, 1 + clip["clip_high"]))
     return CISPO(**clip, anchor=case.params.get("cispo_anchor", "old"))
-
-
-def _light(view: LossView, cap: float) -> Tensor:
-    weight = clipped_weight(view.logprobs, view.require("old_logprobs"), minimum=0.0, maximum=cap)
-    return weight * Reinforce()(view)
 
 
 def temperatures(case: Case) -> dict[str, float]:
@@ -145,13 +137,6 @@ def penalised(case: Case) -> PolicyLoss:
 
 
 LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
-    "ppo_clip": surrogate,
-    "ppo_clip_dual": surrogate,
-    "ppo_clip_two_sided_delta": surrogate,
-    "ppo_clip_with_kl": surrogate,
-    "ppo_clip_with_is_ratio": surrogate,
-    "ppo_clip_high_entropy_tokens": surrogate,
-    "opsm": surrogate,
     "gspo": per_sequence,
     "gspo_token": per_sequence,
     "gspo_dual": per_sequence,
@@ -163,7 +148,6 @@ LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
     "dppo_binary_kl": trust_region,
     "clip_cov": drawn,
     "kl_cov": penalised,
-    "m2po": lambda case: M2PO(**clip_of(case), threshold=m2_threshold(case)),
     "gmpo": lambda case: GMPO(**clip_of(case)),
     "sapo": lambda case: SAPO(**temperatures(case)),
     "reinforce": lambda _case: Reinforce(),
@@ -171,9 +155,6 @@ LOSSES: Mapping[str, Callable[[Case], PolicyLoss]] = {
     "cross_entropy": lambda _case: Reinforce(),
     "importance_sampling": lambda _case: ClippedSurrogate(clip_low=1.0, clip_high=math.inf),
     "rollout_is": lambda _case: Reinforce(),
-    "off_policy_is_current_over_rollout": lambda case: (
-        Reinforce() if case.params["base_loss"] == "reinforce" else surrogate(case)
-    ),
 }
 """Our loss for a peer's algorithm; corrections around a loss that is not named here are around PPO's surrogate."""
 

@@ -7,7 +7,7 @@ from goldens.cases import Case, Outputs
 from goldens.layouts import prediction_aligned
 from goldens.normalization import rewards_normalised, tokens_normalised
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of
-from goldens.registry import NotOfferedError, replays
+from goldens.registry import replays
 from goldens.token_advantages import PIPELINES, decays
 from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import masked_fill_invalid, whiten
@@ -19,10 +19,7 @@ NO_LOGPROB = 1.0  # what TRL puts at padding
 @replays("ppo_advantage_pipeline")
 def pipeline(case: Case) -> Outputs:
     """The pipeline of one peer."""
-    known = {"AReaL": _areal, "trl": _trl, **PIPELINES}
-    if case.peer not in known:
-        raise NotOfferedError("a layout that is unknown")
-    return known[case.peer](case)
+    return {"AReaL": _areal, "trl": _trl, **PIPELINES}[case.peer](case)
 
 
 def _areal(case: Case) -> Outputs:

@@ -45,10 +45,7 @@ def average_of(case: Case) -> Average:
     if "token_level_loss" in params:
         return by_tokens if params["token_level_loss"] else by_rows
     longest = int(params.get("max_completion_length") or params.get("loss_scale_factor") or case.mask().shape[-1])
-    items, steps = params.get("num_items_in_batch"), float(params.get("gradient_accumulation_steps") or 1)
-    counted = by_tokens
-    if isinstance(items, int | float):
-        counted = replace(by_tokens, total_of="tokens", divisor=float(items))
+    steps = float(params.get("gradient_accumulation_steps") or 1)
     by_rows, by_tokens = replace(by_rows, divisor=steps), replace(by_tokens, divisor=steps)
     modes = {
         "seq-mean-token-mean": by_rows,
@@ -57,8 +54,8 @@ def average_of(case: Case) -> Average:
         "token-sum": Average(total_of="tokens"),
         "grpo": by_rows,
         "sapo": by_rows,
-        "dapo": counted,
-        "cispo": counted,
+        "dapo": by_tokens,
+        "cispo": by_tokens,
         "dr_grpo": Average(reduction=SequenceSumNorm(longest), divisor=steps),
     }
     mode = params.get("aggregation") or params.get("loss_agg_mode") or params.get("loss_type")

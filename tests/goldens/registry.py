@@ -8,11 +8,11 @@ from goldens.cases import Case, Outputs
 Replay = Callable[[Case], Outputs]
 
 REPLAYS: dict[str, Replay] = {}
-"""By the name of the algorithm, or by ``topic/algorithm`` where one name means two things."""
+"""By the name of the algorithm, by ``topic/algorithm`` where one name means two things, ``topic/*`` for the others."""
 
 
 class NotOfferedError(Exception):
-    """Raised by a replay for a variant that the library has no counterpart of; the message is the reason."""
+    """Raised for an algorithm that the library has no counterpart of; the message is the reason."""
 
 
 def replays(*algorithms: str) -> Callable[[Replay], Replay]:
@@ -32,12 +32,12 @@ def replay_of(case: Case) -> Replay:
     """The function for a case.
 
     Raises:
-        NotOfferedError: if there is none.
+        NotOfferedError: if the library does not have the algorithm.
     """
-    found = REPLAYS.get(f"{case.topic}/{case.algorithm}") or REPLAYS.get(case.algorithm)
-    if found is None:
-        raise NotOfferedError(NOT_OFFERED.get(case.algorithm, "unknown algorithm"))
-    return found
+    if case.algorithm in NOT_OFFERED:
+        raise NotOfferedError(NOT_OFFERED[case.algorithm])
+    names = (f"{case.topic}/{case.algorithm}", case.algorithm, f"{case.topic}/*")
+    return next(REPLAYS[name] for name in names if name in REPLAYS)
 
 
 INTERPOLATED = (

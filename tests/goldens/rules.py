@@ -44,8 +44,6 @@ def _advantages(positions: Tensor, ours: Tensor) -> Prediction:
 
 
 def _singleton(case: Case) -> Prediction:
-    if case.algorithm in ("reward_norm", "reward_norm_masked"):
-        return _alone_among_the_rewarded(case)
     return _advantages(_members(case).sum(-1) == 1, torch.tensor(0.0))
 
 
@@ -62,13 +60,11 @@ def _singleton_standardised(case: Case) -> Prediction:
     number = members.sum(-1)
     if not (number == 1).any():
         return {}
-    scaled = case.params.get("norm_adv_by_std_in_grpo", True)
     total = torch.zeros(len(number), dtype=torch.float64)
-    names = [f"reward_{key}" for key in case.params["gdpo_reward_keys"]]
-    for name, weight in zip(names, case.params["gdpo_reward_weights"] or [1.0] * len(names), strict=True):
-        gap = case[name].double() - members @ case[name].double() / number
-        std = (members @ gap.square() / (number - 1).clamp(min=1)).sqrt()
-        total += weight * (gap / (std + case.params["epsilon"]) if scaled else gap)
+    for key in case.params["gdpo_reward_keys"]:
+        rewards = case[f"reward_{key}"].double()
+        gap = rewards - members @ rewards / number
+        total += gap / ((members @ gap.square() / (number - 1).clamp(min=1)).sqrt() + case.params["epsilon"])
     return _whitened(total, case.mask("attention_mask")[:, case.params["prompt_length"] :])
 
 
@@ -89,39 +85,10 @@ def _overlong(case: Case) -> Prediction:
 
 
 def _around_the_mean(case: Case) -> Prediction:
-    mean, std, values = case.params["mean_level"], case.params["std_level"], case["x"].double()
-    if (mean, std) not in ((None, "batch"), (None, "group"), ("batch", "group")):
+    if (case.params["mean_level"], case.params["std_level"]) != (None, "batch"):
         return {}
-    counted = next((case.mask(name) for name in ("loss_mask", "mask") if name in case), values == values)
-    number = counted.sum()
-    leave_one_out = number / (number - 1) if case.params["mean_leave1out"] else 1.0
-    centred = values if mean is None else (values - values[counted].mean()) * leave_one_out
-    ours = torch.zeros_like(values)
-    for rows in _populations(case, std):
-        here = torch.zeros_like(counted)
-        here[rows] = counted[rows]
-        if here.any() and centred[here].max() > centred[here].min():
-            deviation = centred[here].std(correction=int(case.params["std_unbiased"]))
-            ours[here] = centred[here] / (deviation + case.params["eps"])
-    return {"y": (counted, ours)}
-
-
-def _populations(case: Case, level: str) -> tuple[Tensor, ...]:
-    rows, size = torch.arange(len(case["x"])), case.params["group_size"]
-    sizes = case.params.get("group_sizes") or [size] * (len(rows) // size)
-    return (rows,) if level == "batch" else rows.split(sizes)
-
-
-def _alone_among_the_rewarded(case: Case) -> Prediction:
-    """A row whose group, or batch, has no other rewarded row to take its mean from."""
-    params = case.params
-    rewarded = case.mask("loss_mask") if "loss_mask" in case else torch.ones(len(case["x"]), dtype=torch.bool)
-    if params["mean_level"] is None or not params["mean_leave1out"]:
-        return {}
-    alone = torch.zeros_like(rewarded)
-    for rows in _populations(case, params["mean_level"]):
-        alone[rows] = rewarded[rows] & (rewarded[rows].sum() == 1)
-    return {"y": (alone, torch.tensor(0.0))}
+    values = case["x"].double()
+    return {"y": (torch.ones_like(values, dtype=torch.bool), values / (values.std() + case.params["eps"]))}
 
 
 def _no_baseline(case: Case) -> Prediction:
@@ -134,8 +101,6 @@ def _valid_mean(case: Case) -> Prediction:
     half = len(mask) // 2
     sizes = torch.tensor([half, len(mask) - half])
     tokens = torch.tensor([mask[:half].sum(), mask[half:].sum()]).repeat_interleave(sizes)
-    if case.params["loss_reduction"] == "sequence_mean":
-        tokens = mask.sum(-1) * sizes.repeat_interleave(sizes)
     whitened = (values - values[mask].mean()) / values[mask].std(correction=0)
     return {"scaled_advantages": (mask, torch.where(mask, whitened / tokens[:, None].clamp(min=1), 0.0))}
 
@@ -152,7 +117,7 @@ def _row_without_tokens(case: Case) -> Prediction:
 RULES: tuple[Rule, ...] = (
     Rule(
         name="a group of one row gets an advantage of 0",
-        reason="verl, SkyRL and AReaL's leave-one-out return the raw reward, which has no baseline",
+        reason="verl and SkyRL return the raw reward, which has no baseline",
         algorithms=(
             "grpo",
             "dr_grpo",
@@ -161,8 +126,6 @@ RULES: tuple[Rule, ...] = (
             "gpg",
             "optimal_token_baseline",
             "tir_optimal_token_baseline",
-            "reward_norm",
-            "reward_norm_masked",
         ),
         predicts=_singleton,
     ),
@@ -195,11 +158,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="a standard deviation is taken around the mean of the same values",
-        reason=(
-            "AReaL takes deviations from 0, or those of a group from the batch's mean, so a constant added to all "
-            "rewards changes the result"
-        ),
-        algorithms=("reward_norm", "reward_norm_masked", "advantage_norm"),
+        reason="AReaL takes deviations from 0, so a constant added to all rewards changes the result",
+        algorithms=("reward_norm",),
         predicts=_around_the_mean,
     ),
     Rule(

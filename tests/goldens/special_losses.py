@@ -85,7 +85,6 @@ def bypass(case: Case) -> Outputs:
     "dppo_binary_tv_plus_squared_log_ratio",
     "ipo_symmetric_probability_mask",
     "reference_kl_policy_gradient",
-    "cross_entropy_weighted",
     "three_component_loss",
 )
 def components(case: Case) -> Outputs:

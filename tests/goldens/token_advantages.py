@@ -9,13 +9,13 @@ from torch import Tensor
 from goldens.cases import Case, Outputs
 from goldens.layouts import by_episode
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of, peer_of
-from goldens.outcome import per_token, signal_of
+from goldens.outcome import signal_of
 from goldens.registry import replays
 from lightning_rl import RLOO, DrGRPO, Normalized
 from lightning_rl.advantages import LengthAdaptive, RelativePosition
 from lightning_rl.advantages.optimal_token_baseline import beyond_the_others, logit_gradients, minus_optimal_baseline
 from lightning_rl.signal.discounted_returns import discounted_returns, gae, turn_gae
-from lightning_rl.signal.masked import global_moments, masked_fill_invalid, whiten
+from lightning_rl.signal.masked import masked_fill_invalid, whiten
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 
@@ -168,17 +168,9 @@ def _returns(gamma: float, rewards: Tensor, inside: Tensor) -> Tensor:
     return discounted_returns(rewards, inside, gamma=gamma)
 
 
-@replays(
-    "advantages_token/reinforce_plus_plus_baseline",
-    "advantages_token/grpo",
-    "advantages_token/dr_grpo",
-    "advantages_token/rloo",
-    "gae_pipeline",
-)
+@replays("advantages_token/*")
 def pipelines(case: Case) -> Outputs:
     """An estimator in the middle of a peer's pipeline."""
-    if case.peer not in PIPELINES:
-        return per_token(case)
     return PIPELINES[case.peer](case)
 
 
@@ -218,13 +210,8 @@ def _openrlhf(case: Case) -> Outputs:
         gamma = 1.0 if name in rows else options["gamma"]
         advantages = found = discounted_returns(shaped, every(case, "kl"), gamma=gamma)
     if name in ("gae", "reinforce", "reinforce_baseline"):
-        scaled = not params.get("no_std_norm")
-        advantages = whiten(advantages, mask, unbiased=False) if scaled else _centred(advantages, mask)
+        advantages = whiten(advantages, mask, unbiased=False)
     return {"advantages": advantages, "returns": found}
-
-
-def _centred(values: Tensor, mask: Tensor) -> Tensor:
-    return global_moments(values, mask).deviation.to(values.dtype)
 
 
 def _slime(case: Case) -> Outputs:

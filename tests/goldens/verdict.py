@@ -1,17 +1,20 @@
 """The verdict on one case: matched, differs on purpose, not offered or failed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-import goldens.replays  # noqa: F401 - registers every replay
 from goldens.cases import Case, Outputs
 from goldens.compare import Difference, difference
 from goldens.registry import NotOfferedError, not_compared, replay_of
 from goldens.rules import RULES, Rule
+
+for file in Path(__file__).parent.glob("[!_]*.py"):
+    import_module(f"goldens.{file.stem}")  # which registers its replays
 
 
 class Status(StrEnum):
@@ -32,7 +35,7 @@ class Verdict:
     detail: str = ""
 
 
-def verdict(case: Case, rules: Sequence[Rule] = RULES) -> Verdict:
+def verdict(case: Case) -> Verdict:
     """Replay a case and compare every recorded field."""
     try:
         outputs = replay_of(case)(case)
@@ -40,10 +43,10 @@ def verdict(case: Case, rules: Sequence[Rule] = RULES) -> Verdict:
         return Verdict(case, Status.NOT_OFFERED, str(reason))
     except Exception as error:  # noqa: BLE001 - an exception fails this case alone
         return Verdict(case, Status.FAILED, f"call  {type(error).__name__}: {error}".splitlines()[0])
-    return _compared(case, outputs, rules)
+    return _compared(case, outputs)
 
 
-def _compared(case: Case, outputs: Outputs, rules: Sequence[Rule]) -> Verdict:
+def _compared(case: Case, outputs: Outputs) -> Verdict:
     compared: dict[str, Difference] = {}
     for name, field in case.outputs.items():
         if name in outputs:
@@ -58,7 +61,7 @@ def _compared(case: Case, outputs: Outputs, rules: Sequence[Rule]) -> Verdict:
     different = {name: one for name, one in compared.items() if one.found}
     if not different:
         return Verdict(case, Status.MATCHED)
-    for rule in rules:
+    for rule in RULES:
         if _explained(rule, case, different):
             return Verdict(case, Status.RULE, rule.name)
     worst = max(different, key=lambda name: _sortable(different[name].largest))
@@ -72,10 +75,7 @@ def _sortable(error: float) -> float:
 def _explained(rule: Rule, case: Case, different: dict[str, Difference]) -> bool:
     if case.algorithm not in rule.algorithms:
         return False
-    try:
-        predicted = rule.predicts(case)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
-        return False  # the rule is about inputs or parameters that this case does not have
+    predicted = rule.predicts(case)
     return all(name in predicted and _as_predicted(found, *predicted[name]) for name, found in different.items())
 
 

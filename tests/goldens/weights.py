@@ -1,13 +1,9 @@
 """Effect of the corrections of a case on its tokens, without a policy loss."""
 
-from torch import Tensor
-
 from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution, corrections_of, readers_of
 from goldens.options import peer_ratio
 from goldens.views import view_of_case
-from lightning_rl import LossView
-from lightning_rl.signal.masked import row_mean
 
 
 def corrected(case: Case) -> Outputs:
@@ -25,11 +21,5 @@ def corrected(case: Case) -> Outputs:
         rejected = view.valid_tokens & Contribution(view, readers_of(case, "rollout_rs")).kept
     if case.peer == "SkyRL":  # masks stand in the mask alone
         weight = done.weight
-    if case.params.get("rollout_is_batch_normalize") and "_" in str(case.params["rollout_is_threshold"]):
-        weight = weight / _mean(weight, view)
     by_row = "sequence" in (case.params.get("tis_ratio_type"), str(case.params.get("mode")).split("_")[0])
     return {**found, "modified_mask": rejected, "is_weights": weight[:, :1] if by_row else weight}
-
-
-def _mean(values: Tensor, view: LossView) -> Tensor:
-    return row_mean(values.reshape(1, -1), view.valid_tokens.reshape(1, -1))

@@ -66,6 +66,7 @@ class Agents:
             self._agents.append(
                 subprocess.Popen(
                     [*self._before[len(self._agents)], *self._command],
+                    cwd=self.folder,
                     env=self._environment,
                     stdout=said,
                     stderr=subprocess.STDOUT,

@@ -13,7 +13,18 @@ from lightning_rl import FinishReason, RLLightningModule, Rollout
 from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
 
 
-class Echo(TokenEnvironment):
+class Talk(TokenEnvironment):
+    """Begins with the prompt of its row, and holds nothing."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        return ()
+
+    @override
+    def close(self) -> None: ...
+
+
+class Echo(Talk):
     """Repeats the first token of an answer and its place in the conversation, until an answer begins with an even one.
 
     Args:
@@ -38,10 +49,6 @@ class Echo(TokenEnvironment):
         if done:
             return TokenStep(done=True, reward=reward)
         return TokenStep(token_ids=(first, 2 + self.turn), reward=reward, metrics={"echoes": 1.0})
-
-    @override
-    def close(self) -> None:
-        pass
 
 
 def new_echo() -> Echo:

@@ -6,32 +6,18 @@ It goes on from the newest checkpoint, writes ``started`` when training begins a
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import AdamW
-from typing_extensions import override
 
+from kit.killed_run import Started
 from kit.scripted_server import KEY
 from kit.support import tiny_module, tiny_prompts, weights_of
-from lightning_rl import RLCallback, VLLMServerEngine
+from lightning_rl import VLLMServerEngine
 from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
 from lightning_rl.generation.vllm import server_pool
-
-
-class Started(RLCallback):
-    """Tells that training has begun."""
-
-    name = "started"
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @override
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        (self.folder / "started").touch()
 
 
 def main(folder: Path, staleness: int, urls: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
@@ -203,43 +203,16 @@ def other_device() -> Iterator[list[Copy]]:
         yield device.copies
 
 
-class _OtherAccelerator(Accelerator):
+class _OtherAccelerator(CPUAccelerator):
     """Accelerator of the other device for a Trainer."""
 
     @override
     def setup_device(self, device: torch.device) -> None: ...
 
-    @override
-    def teardown(self) -> None: ...
-
-    @override
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
-
-    @staticmethod
-    @override
-    def parse_devices(devices: Any) -> Any:
-        return devices
-
     @staticmethod
     @override
     def get_parallel_devices(devices: Any) -> Any:
         return [OTHER]
-
-    @staticmethod
-    @override
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    @override
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    @override
-    def name() -> str:
-        return "other"
 
 
 def trainer_options() -> dict[str, Any]:

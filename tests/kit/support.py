@@ -519,9 +519,12 @@ def recorder(seen: list[Rollout]) -> Callable[[str], RLCallback]:
     return named
 
 
-def callback_of(name: str, **methods: Callable[[Any], Any]) -> RLCallback:
-    """A callback that contributes what plain functions of the rollout or view return."""
-    bodies = {method: lambda _self, seen, *_, body=body: body(seen) for method, body in methods.items()}
+def callback_of(name: str, **members: Any) -> RLCallback:
+    """A callback that contributes what plain functions of the rollout or view return; the others are attributes."""
+    bodies = {
+        member: (lambda _self, seen, *_, body=body: body(seen)) if callable(body) else body
+        for member, body in members.items()
+    }
     return type(name.title(), (RLCallback,), {"name": name, **bodies})()
 
 

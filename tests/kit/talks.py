@@ -7,16 +7,17 @@ from typing import Any
 
 from typing_extensions import override
 
+from kit.conversations import Talk
 from kit.vllm_models import prompts_of
 from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenEnvironment, TokenStep, Transcript
+from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenStep, Transcript
 from lightning_rl.generation import Request
 
 TURNS = 6
 What = list[tuple[tuple[int, ...], FinishReason, list[list[float]]]]
 
 
-class Echo(TokenEnvironment):
+class Echo(Talk):
     """Return tokens that depend on seed and turn, after a pause."""
 
     def __init__(self, heard: list[int] | None = None, pause: float = 0.0) -> None:
@@ -35,10 +36,6 @@ class Echo(TokenEnvironment):
         if self.heard is not None:
             self.heard.append(self.seed)
         return TokenStep(token_ids=[2 + (self.seed + sum(token_ids)) % 100, 5])
-
-    @override
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 def openings(number: int = 16, *, pause: float = 0.0, **options: Any) -> list[Opening]:

@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from kit.conversations import Talk
 from kit.engine_requests import launch
 from kit.vllm_models import VOCABULARY, a_model, prompts_of, synced
 from kit.vllm_rank import an_engine
 from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenEnvironment, TokenStep, converse
+from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenStep, converse
 from lightning_rl.generation import Request
 from lightning_rl.generation.validate_completions import Answers
 
 NUMBER = 7
 
 
-class Counting(TokenEnvironment):
+class Counting(Talk):
     """Ends after some turns, others for each sample."""
 
     @override
@@ -35,10 +36,6 @@ class Counting(TokenEnvironment):
         """Says how many turns are left."""
         self.left -= 1
         return TokenStep(token_ids=[3 + self.left]) if self.left else TokenStep(done=True)
-
-    @override
-    def close(self) -> None:
-        """Holds nothing."""
 
 
 def opening(number: int, ids: Sequence[int]) -> Opening:

@@ -8,23 +8,11 @@ from typing import Any
 import pytest
 import torch
 from kit.ranks import STRATEGIES, run_ranks
+from kit.rows import Rows
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts
-from lightning.pytorch import Callback
-from typing_extensions import override
 
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.rewards import RewardError
-
-
-class Figures(Callback):
-    """Keeps every figure that a row of the log would have."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
-        self.rows.append(pl_module.run.metrics.values())
 
 
 def rank(folder: Path, strategy: str) -> None:
@@ -40,7 +28,7 @@ def rank(folder: Path, strategy: str) -> None:
         return parity_reward(prompts, completions, completion_ids=completion_ids)
 
     warnings.simplefilter("ignore")
-    figures, module = Figures(), tiny_module(rewards={"breaks": breaks}, max_reward_failure_rate=0.5)
+    figures, module = Rows(), tiny_module(rewards={"breaks": breaks}, max_reward_failure_rate=0.5)
     with pytest.raises(RewardError, match=r"(?s)rollout 2.* failed on 8 of 16 rows .*raised KeyError\('no answer'\)"):
         fit(
             module, data=tiny_prompts(16, 4), callbacks=[figures], default_root_dir=folder, devices=2,

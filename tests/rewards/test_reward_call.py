@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from kit.rows import Rows
 from kit.support import fit, tiny_module, tiny_tokenizer
-from lightning.pytorch import Callback
 from transformers import TrainerState
-from typing_extensions import override
 
 from lightning_rl import PromptDataModule
 from lightning_rl.audit.checks.reward_checks import rows_valued_otherwise
@@ -177,17 +176,6 @@ def test_a_missing_column_ends_the_run_at_once_and_fails_no_row() -> None:
         fit(module, data=PromptDataModule(rows, 4))
 
 
-class Figures(Callback):
-    """Keeps every figure that a row of the log would have."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
-        self.rows.append(pl_module.run.metrics.row())
-
-
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
 def test_functions_written_for_trl_run_unchanged_in_a_fit(chat: bool) -> None:
     steps: list[tuple[int, int, float]] = []
@@ -211,7 +199,7 @@ def test_functions_written_for_trl_run_unchanged_in_a_fit(chat: bool) -> None:
         log_extra("text", [content(text) for text in completions])
         return [None if place % 2 else 1.0 for place in range(len(completions))]
 
-    tokenizer, figures = tiny_tokenizer(), Figures()
+    tokenizer, figures = tiny_tokenizer(), Rows()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     rows = [{"prompt": CHAT if chat else "a b", "answer": letter} for letter in "abcdefgh"]
     module = tiny_module(rewards=[correctness, lengths, sometimes], tokenizer=tokenizer)

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from kit.rows import Rows
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts, weights_of
-from lightning.pytorch import Callback
-from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLLightningModule
 from lightning_rl.checkpointing import INTERRUPTED
@@ -63,19 +62,13 @@ def test_a_failing_rollout_is_said_once_and_its_samples_lie_in_a_file(tmp_path: 
 
 
 def test_failures_are_counted_and_their_rows_are_not_rewarded(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
-
-    class Figures(Callback):
-        @override
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
-            seen.append(pl_module.run.metrics.row())
-
+    seen = Rows()
     odd = Breaks(2, answer=lambda values: [math.nan, *values[1:]])
     module = tiny_module(rewards={"odd": odd, "logged": (Breaks(1, answer=explode), 0)})
     with pytest.warns(UserWarning, match="rows get no reward"):
-        fit(module, data=tiny_prompts(8, 4), callbacks=[Figures()], default_root_dir=tmp_path)
+        fit(module, data=tiny_prompts(8, 4), callbacks=[seen], default_root_dir=tmp_path)
     names = ("reward/failed", "reward_failed/odd", "reward_failed/logged", "reward/missing")
-    assert [[row[name] for name in names] for row in seen] == [[0, 0, ROWS, 0], [1, 1, 0, 1 / ROWS]]
+    assert [[row[name] for name in names] for row in seen.rows] == [[0, 0, ROWS, 0], [1, 1, 0, 1 / ROWS]]
 
 
 def test_a_rollout_without_any_reward_ends_the_run_and_it_goes_on_from_there(tmp_path: Path) -> None:

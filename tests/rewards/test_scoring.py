@@ -116,14 +116,6 @@ def test_rubbish_fails_every_row_of_its_call_and_says_what_came(returned: Any, g
     assert not found.scored.any() and found.raw["other"].tolist() == [1.0, 1.0]
 
 
-def test_an_interrupt_is_not_mistaken_for_a_failing_reward() -> None:
-    def interrupted(prompts: Sequence[int], completions: Sequence[str], **_: Any) -> Values:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        scores([interrupted], 2)
-
-
 @pytest.mark.parametrize("failure", [None, math.nan, 5.0])
 def test_a_weight_of_zero_only_logs(failure: float | None) -> None:
     with warnings.catch_warnings():

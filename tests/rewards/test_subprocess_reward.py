@@ -201,28 +201,6 @@ def test_a_function_that_cannot_be_loaded_fails_its_rows() -> None:
     assert rows == (0, 1) and cause.startswith("could not be loaded in a process: Traceback") and "no number" in cause
 
 
-SCRIPT = """
-import os, sys, time
-from lightning_rl.rewards import SubprocessReward, Rewards
-def hangs(prompts, completions, **_):
-    open(sys.argv[1] + ".new", "w").write(str(os.getpid())); os.rename(sys.argv[1] + ".new", sys.argv[1])
-    while True: pass
-Rewards({"x": SubprocessReward(hangs)})(["q"], ["a"], completion_ids=[[1]], columns={})
-"""
-
-
-@pytest.mark.nightly
-def test_processes_die_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "run.py").write_text(SCRIPT.replace("sys.argv[1]", repr(str(tmp_path / "pid"))))
-    trainer = subprocess.Popen([sys.executable, str(tmp_path / "run.py")])
-    assert wait_for((tmp_path / "pid").exists)
-    worker = int((tmp_path / "pid").read_text())
-    assert is_alive(worker)
-    trainer.kill()
-    trainer.wait()
-    assert eventually_dead(worker)
-
-
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:max_staleness=1 trains on samples of earlier weights")
 @pytest.mark.parametrize("staleness", [0, 1])

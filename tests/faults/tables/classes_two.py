@@ -24,10 +24,9 @@ import lightning_rl.policy.lora
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.rollouts.sample
 import lightning_rl.update
-from faults.fault import Fault, engine, user
+from faults.fault import OLD_TO_ROLLOUT, PPO, Fault, engine, hooked, made, user
 from faults.patches import after
 from lightning_rl import (
-    GAE,
     ClippedSurrogate,
     LossTerm,
     LossView,
@@ -50,7 +49,6 @@ from lightning_rl.signal.kl import k2, k3
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.update import StepWeights
 
-PPO: dict[str, Any] = {"advantages": GAE(), "critic": "shared"}
 SLOW: dict[str, Any] = {"optimizer": partial(AdamW, lr=1e-3)}  # the policy keeps drawing different samples
 SEVERAL: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}  # the ratio leaves 1
 LORA: dict[str, Any] = {"policy": lambda: lora_policy(torch.float32)}
@@ -155,43 +153,28 @@ class PPOWithKL(ClippedSurrogate):
 
 
 def all_masked(terms: list[tuple[str, LossTerm]], *_: Any) -> list[tuple[str, LossTerm]]:
-    """Mask every loss term."""
     return [(name, dataclasses.replace(term, masked=True)) for name, term in terms]
 
 
 # Masks that average.
 
 
-class Renormalizes(RLCallback):
-    """Mask of every second token that divides by the share that it keeps in the microbatch."""
-
-    name = "renormalizes"
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        kept = every_other(view) & view.valid_tokens
-        return kept * (view.valid_tokens.sum() / kept.sum().clamp(min=1)).to(view.logprobs.dtype)
+def renormalizes(view: LossView) -> Tensor:
+    kept = every_other(view) & view.valid_tokens
+    return kept * (view.valid_tokens.sum() / kept.sum().clamp(min=1)).to(view.logprobs.dtype)
 
 
-class RenormalizesRows(RLCallback):
-    """Mask of every second token that divides by the share that it keeps of a response."""
-
-    name = "renormalizes_rows"
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        kept = every_other(view) & view.valid_tokens
-        return kept * (view.valid_tokens.sum(1) / kept.sum(1).clamp(min=1))[:, None].to(view.logprobs.dtype)
+def renormalizes_rows(view: LossView) -> Tensor:
+    kept = every_other(view) & view.valid_tokens
+    return kept * (view.valid_tokens.sum(1) / kept.sum(1).clamp(min=1))[:, None].to(view.logprobs.dtype)
 
 
 def averaged_factor(factor: PolicyFactor, corrections: Corrections, view: LossView) -> PolicyFactor:
-    """Average the masks of several callbacks instead of multiplying them."""
     masks = [callback.token_mask(view).to(view.logprobs.dtype) for callback in corrections.contributors("token_mask")]
     return factor._replace(factor=torch.stack(masks).mean(0)) if masks else factor
 
 
 def mean_of_row(view: LossView) -> Tensor:
-    """Return the mean loss of a response at each of its tokens, so that masks remove shares of the mean."""
     valid = view.valid_tokens
     per_token = torch.where(valid, surrogate(ratio_of(view), view.require("advantages")), 0.0)
     return (per_token.sum(1) / valid.sum(1).clamp(min=1))[:, None].expand_as(per_token)
@@ -201,12 +184,10 @@ def mean_of_row(view: LossView) -> Tensor:
 
 
 def without_minimum(view: LossView) -> Tensor:
-    """Clip the ratio and forget the unclipped branch."""
     return -ratio_of(view).clamp(0.8, 1.2) * view.require("advantages")
 
 
 def on_the_wrong_side(view: LossView) -> Tensor:
-    """Bound the ratio from below where the advantage is positive, and from above where it is negative."""
     ratio, advantages = ratio_of(view), view.require("advantages")
     return -torch.where(advantages > 0, ratio.clamp(min=0.8), ratio.clamp(max=1.2)) * advantages
 
@@ -222,13 +203,11 @@ class Optimistic(ClippedSurrogate):
 
 
 def bounds_swapped(self: ClippedSurrogate, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Clip with the lower distance above and the higher one below."""
     clipped = ratio.clamp(1 - self.clip_high, 1 + self.clip_low)
     return torch.maximum(-ratio * advantages, -clipped * advantages)
 
 
 def no_unclipped_branch(self: ClippedSurrogate, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Return the clipped branch alone."""
     return -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
 
 
@@ -236,19 +215,16 @@ def no_unclipped_branch(self: ClippedSurrogate, ratio: Tensor, advantages: Tenso
 
 
 def surprised(view: LossView) -> Tensor:
-    """Add the surprise of a token to its advantage, with its gradient."""
     return surrogate(ratio_of(view), view.require("advantages") - 0.1 * view.logprobs)
 
 
 def actor_critic(view: LossView) -> Tensor:
-    """Compute the advantage from the current values, with their gradient."""
     values = view.logprobs * 0 if view.current_values is None else view.current_values
     returns = torch.zeros_like(values) if view.returns is None else view.returns
     return surrogate(ratio_of(view), returns - values)
 
 
 def attached(view: LossView, *_: Any) -> LossView:
-    """Attach the advantages to the graph of the log-probabilities, with the same values."""
     return view.replace(advantages=view.require("advantages") * (view.logprobs - view.logprobs.detach() + 1))
 
 
@@ -263,28 +239,23 @@ class RatioToReference(ClippedSurrogate):
 
 
 def around_reference(view: LossView) -> Tensor:
-    """PPO around the reference, as a function."""
     return surrogate(policy_ratio(view.logprobs, view.require("ref_logprobs")), view.require("advantages"))
 
 
 def reference_as_old(rollout: Rollout, *_: Any) -> Rollout:
-    """Store the reference's log-probabilities as the old ones."""
     return rollout.replace(old_logprobs=rollout.require("ref_logprobs"))
 
 
 def ratio_in_bfloat16(logprobs: Tensor, old_logprobs: Tensor, *, bound: float = 20.0) -> Tensor:
-    """Compute the ratio in bfloat16."""
     ratio = torch.exp((logprobs.bfloat16() - old_logprobs.bfloat16()).clamp(-bound, bound))
     return ratio.to(logprobs.dtype)
 
 
 def half_precise(view: LossView) -> Tensor:
-    """PPO with a ratio in bfloat16."""
     return surrogate(ratio_in_bfloat16(view.logprobs, view.require("old_logprobs")), view.require("advantages"))
 
 
 def rounded_ratio(view: LossView) -> Tensor:
-    """PPO with a ratio that is computed in float32 and rounded to bfloat16."""
     return surrogate(ratio_of(view).bfloat16().to(view.logprobs.dtype), view.require("advantages"))
 
 
@@ -296,16 +267,8 @@ class HalfPreciseIS(TruncatedIS):
         return ratio_in_bfloat16(view.require("old_logprobs"), view.require("rollout_logprobs")).clamp(max=self.cap)
 
 
-class WeightToReference(RLCallback):
-    """Importance weight whose denominator is the reference instead of the engine."""
-
-    name = "weight_to_reference"
-    reads_at_loss = ("old_logprobs", "ref_logprobs")
-    ratio = ("old", "rollout")
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return policy_ratio(view.require("old_logprobs"), view.require("ref_logprobs")).clamp(max=2.0)
+def weight_to_reference(view: LossView) -> Tensor:
+    return policy_ratio(view.require("old_logprobs"), view.require("ref_logprobs")).clamp(max=2.0)
 
 
 # Value clipping.
@@ -320,12 +283,10 @@ class UnclippedValues(ValueLoss):
 
 
 def plain_error(self: ValueLoss, values: Tensor, old_values: Tensor, returns: Tensor) -> Tensor:
-    """Ignore the clip."""
     return (values - returns).square() / 2
 
 
 def values_of_now(view: LossView, *_: Any) -> LossView:
-    """Clip around the current values."""
     return view if view.current_values is None else view.replace(values=view.current_values.detach())
 
 
@@ -333,19 +294,16 @@ def values_of_now(view: LossView, *_: Any) -> LossView:
 
 
 def mean_of_whole_sequences(valid_tokens: Tensor, trained: Tensor, groups: Tensor, global_sum: GlobalSum) -> Tensor:
-    """Divide by the tokens of responses and of prompts, which have two tokens."""
     return valid_tokens.double() / global_sum(valid_tokens.sum().double() + 2 * trained.sum()).clamp(min=1)
 
 
 def with_prompts(weights: Tensor, step: StepWeights, *_: Any) -> Tensor:
-    """Count prompt tokens in the denominator of a step."""
     rows = torch.cat([microbatch.index for microbatch in step.microbatches])
     tokens = step.rollout.valid_tokens[rows].sum()
     return weights * tokens / (tokens + step.rollout.prompt_lengths[rows].sum())
 
 
 def share_of_response(view: LossView) -> Tensor:
-    """Multiply each row by its response's share of the whole sequence."""
     length = view.valid_tokens.sum(1)
     share = length / (length + view.prompt_lengths).clamp(min=1)
     return surrogate(ratio_of(view), view.require("advantages")) * share[:, None]
@@ -354,15 +312,8 @@ def share_of_response(view: LossView) -> Tensor:
 # Entropy bonus.
 
 
-class LowEntropy(RLCallback):
-    """Entropy bonus of a user that adds the entropy to the loss."""
-
-    name = "low_entropy"
-    trains_entropy = True
-
-    @override
-    def loss_term(self, view: LossView) -> LossTerm:
-        return LossTerm(per_token=view.entropy, coef=0.05)
+def low_entropy(view: LossView) -> LossTerm:
+    return LossTerm(per_token=view.entropy, coef=0.05)
 
 
 class EntropyPenalty(EntropyBonus):
@@ -374,49 +325,25 @@ class EntropyPenalty(EntropyBonus):
 
 
 def negated(terms: list[tuple[str, LossTerm]], *_: Any) -> list[tuple[str, LossTerm]]:
-    """Subtract loss terms."""
     return [(name, dataclasses.replace(term, coef=-term.coef)) for name, term in terms]
 
 
 # Weights that collapse.
 
 
-class ProbabilityAsWeight(RLCallback):
-    """Weight by the probability of a response instead of a ratio: about 0 everywhere."""
-
-    name = "probability_as_weight"
-    reads_at_loss = ("old_logprobs", "rollout_logprobs")
-    ratio = ("old", "rollout")
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        old = torch.where(view.valid_tokens, view.require("old_logprobs"), 0.0)
-        return old.sum(1, keepdim=True).exp().clamp(max=2.0).expand_as(old)
+def probability_as_weight(view: LossView) -> Tensor:
+    old = torch.where(view.valid_tokens, view.require("old_logprobs"), 0.0)
+    return old.sum(1, keepdim=True).exp().clamp(max=2.0).expand_as(old)
 
 
-class AlwaysCapped(RLCallback):
-    """Weight by a ratio to log-probabilities of another temperature: at the cap everywhere."""
-
-    name = "always_capped"
-    reads_at_loss = ("old_logprobs", "rollout_logprobs")
-    ratio = ("old", "rollout")
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
-        return (old - 4 * rollout + 0.5).exp().clamp(max=1.5)
+def always_capped(view: LossView) -> Tensor:
+    old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
+    return (old - 4 * rollout + 0.5).exp().clamp(max=1.5)
 
 
-class VanishingWeight(RLCallback):
-    """Weight that falls with the length of a response, to about 0, and declares no ratio."""
-
-    name = "vanishing_weight"
-    reads_at_loss = ("old_logprobs",)
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        old = torch.where(view.valid_tokens, view.require("old_logprobs"), 0.0)
-        return (4 * old.sum(1, keepdim=True)).exp().expand_as(old)
+def vanishing_weight(view: LossView) -> Tensor:
+    old = torch.where(view.valid_tokens, view.require("old_logprobs"), 0.0)
+    return (4 * old.sum(1, keepdim=True)).exp().expand_as(old)
 
 
 class CumulativeLogprobs(TransformersEngine):
@@ -441,28 +368,22 @@ REWARD_METRICS = lightning_rl.rollouts.estimate_signal.reward_metrics
 
 
 def metrics_of_shaped(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str, Stat]:
-    """Log the shaped reward under the task's name."""
     return REWARD_METRICS(rollout.replace(rewards=shaped.sum(-1)), scores, shaped)
 
 
 def scores_as_rewards(result: Any, *_: Any) -> Any:
-    """Overwrite the task's reward with the score, bonuses included."""
     rollout, signal = result
     return rollout.replace(rewards=signal.scores), signal
 
 
-class RenamesForDashboard(Callback):
-    """Replace the task's reward by the shaped one on its way into the logger, for a dashboard of one curve."""
+def renames_for_dashboard(trainer: Any, pl_module: Any) -> None:
+    write = trainer.logger.log_metrics
 
-    @override
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        write = trainer.logger.log_metrics
+    def renamed(metrics: dict[str, float], step: int | None = None) -> None:
+        changes = {"reward/task": metrics["reward/shaped"]} if "reward/shaped" in metrics else {}
+        write({**metrics, **changes}, step=step)
 
-        def renamed(metrics: dict[str, float], step: int | None = None) -> None:
-            changes = {"reward/task": metrics["reward/shaped"]} if "reward/shaped" in metrics else {}
-            write({**metrics, **changes}, step=step)
-
-        trainer.logger.log_metrics = renamed
+    trainer.logger.log_metrics = renamed
 
 
 class WritesShaped(RLCallback):
@@ -494,24 +415,16 @@ class LogsK2(ReferenceKL):
         return Stat.many({"reference_kl/estimate": raw, "reference_kl/positive": raw > 0}, view.valid_tokens)
 
 
-class NearReference(RLCallback):
-    """KL of a user that trains k3 and logs k2."""
+def near_reference(view: LossView) -> LossTerm:
+    return LossTerm(per_token=k3(view.logprobs, view.require("ref_logprobs")), coef=0.1)
 
-    name = "near_reference"
-    reads_at_loss = ("ref_logprobs",)
 
-    @override
-    def loss_term(self, view: LossView) -> LossTerm:
-        return LossTerm(per_token=k3(view.logprobs, view.require("ref_logprobs")), coef=0.1)
-
-    @override
-    def metrics(self, view: LossView) -> dict[str, Stat]:
-        raw = k2(view.logprobs.detach(), view.require("ref_logprobs"))
-        return {"near_reference/kl": Stat.of(raw, view.valid_tokens)}
+def near_reference_metrics(view: LossView) -> dict[str, Stat]:
+    raw = k2(view.logprobs.detach(), view.require("ref_logprobs"))
+    return {"near_reference/kl": Stat.of(raw, view.valid_tokens)}
 
 
 def estimate_of_k2(stats: dict[str, Stat], callback: ReferenceKL, view: LossView) -> dict[str, Stat]:
-    """Log k2 in place of the callback's estimator."""
     raw = k2(view.logprobs.detach(), view.require("ref_logprobs"))
     return {**stats, "reference_kl/estimate": Stat.of(raw, view.valid_tokens)}
 
@@ -554,7 +467,6 @@ class Quiet(TransformersEngine):
 
 
 def by_length(completions: list[Completion], *_: Any) -> list[Completion]:
-    """Sort checked completions."""
     return sorted(completions, key=lambda each: len(each.token_ids))
 
 
@@ -585,7 +497,6 @@ REQUEST_SEED = lightning_rl.rollouts.sample.request_seed
 
 
 def seed_of_place(run_seed: int, rollout: int, sample_id: int) -> int:
-    """Return the seed of a sample's place in its rollout."""
     return REQUEST_SEED(run_seed, 0, sample_id % 16)
 
 
@@ -593,14 +504,12 @@ def seed_of_place(run_seed: int, rollout: int, sample_id: int) -> int:
 
 
 def sometimes(prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, **_: Any) -> list[Any]:
-    """Score responses that begin with an even id by the parity of their length, and no others."""
     return [float(len(ids) % 2) if ids and ids[0] % 2 == 0 else None for ids in completion_ids]
 
 
 def swallows_errors(
     prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, **_: Any
 ) -> list[float]:
-    """Return 0 where the scorer fails."""
     scores: list[float] = []
     for ids in completion_ids:
         try:
@@ -611,7 +520,6 @@ def swallows_errors(
 
 
 def all_scored(scores: Any, *_: Any) -> Any:
-    """Treat a missing reward as a reward of 0."""
     return scores._replace(scored=torch.ones_like(scores.scored))
 
 
@@ -619,14 +527,12 @@ GROUP_STATISTICS = lightning_rl.advantages.group_relative.group_statistics
 
 
 def statistics_of_all(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Any:
-    """Count rows without a reward as zeros in the statistics of their group."""
     filled = torch.where(rewarded, scores, 0.0)
     known = GROUP_STATISTICS(filled, groups, torch.ones_like(rewarded))
     return known._replace(spread=known.spread & rewarded)
 
 
 def zeros_in_the_mean(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Subtract the mean of all samples of a prompt, with 0 for those without a reward."""
     same = groups[:, None] == groups
     return torch.where(
         rewarded, scores - torch.where(rewarded, scores, 0.0).expand_as(same).mul(same).sum(1) / same.sum(1), 0.0
@@ -634,7 +540,6 @@ def zeros_in_the_mean(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tenso
 
 
 def zeros_are_rewards(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
-    """Treat rows without a reward as rewarded with 0."""
     same = groups[:, None] == groups
     filled = torch.where(rewarded, scores, 0.0)
     return filled - filled.expand_as(same).mul(same).sum(1) / same.sum(1)
@@ -655,14 +560,12 @@ def agrees(ids: Sequence[int], answer: int) -> float:
 
 
 def by_answer(prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, answer: Any) -> list[float]:
-    """Score each response by its answer."""
     return [agrees(ids, one) for ids, one in zip(completion_ids, answer, strict=True)]
 
 
 def by_next_answer(
     prompts: Sequence[Any], completions: Sequence[str], *, completion_ids: Any, answer: Any
 ) -> list[float]:
-    """Score each response by the answer of the next row."""
     return [agrees(ids, one) for ids, one in zip(completion_ids, [*answer[1:], *answer[:1]], strict=True)]
 
 
@@ -679,19 +582,16 @@ class LateServer:
 
 
 def shifted_columns(arguments: dict[str, Any], *_: Any) -> dict[str, Any]:
-    """Pass each row the columns of the row before."""
     columns = {name: [*values[-1:], *values[:-1]] for name, values in arguments["columns"].items()}
     return {**arguments, "columns": columns}
 
 
 def shifted_completions(arguments: dict[str, Any], *_: Any) -> dict[str, Any]:
-    """Pass each row the response of the row before."""
     moved = {name: [*arguments[name][-1:], *arguments[name][:-1]] for name in ("completions", "completion_ids")}
     return {**arguments, **moved}
 
 
 def shifted_once(prompts: Sequence[Any], rows: int) -> list[Any]:
-    """Repeat prompts for their rows, one row late."""
     repeated = [prompt for prompt in prompts for _ in range(rows // len(prompts))]
     return [*repeated[-1:], *repeated[:-1]]
 
@@ -725,8 +625,12 @@ ALL: tuple[Fault, ...] = (
         halving,
     ),
     # token masks that average
-    user("mask that divides by what it keeps of a microbatch", Renormalizes, options={"max_tokens_per_microbatch": 24}),
-    user("mask that divides by what it keeps of a response", RenormalizesRows),
+    user(
+        "mask that divides by what it keeps of a microbatch",
+        made(token_weight=renormalizes),
+        options={"max_tokens_per_microbatch": 24},
+    ),
+    user("mask that divides by what it keeps of a response", made(token_weight=renormalizes_rows)),
     library(
         "masks of two callbacks averaged",
         "loss|halving|headless|corrections",
@@ -774,7 +678,13 @@ ALL: tuple[Fault, ...] = (
         options=SEVERAL,
         max_steps=LONG,
     ),
-    user("importance weight to the reference", WeightToReference, reference_in_loss),
+    user(
+        "importance weight to the reference",
+        made(
+            token_weight=weight_to_reference, reads_at_loss=("old_logprobs", "ref_logprobs"), ratio=("old", "rollout")
+        ),
+        reference_in_loss,
+    ),
     # a ratio in bfloat16
     loss("ratio of log-probabilities in bfloat16", half_precise),
     loss("ratio rounded to bfloat16", rounded_ratio),
@@ -818,7 +728,7 @@ ALL: tuple[Fault, ...] = (
     ),
     loss("loss scaled by the response's share of the sequence", share_of_response),
     # an entropy bonus with the wrong sign
-    user("entropy added to the loss", LowEntropy),
+    user("entropy added to the loss", made(loss_term=low_entropy, trains_entropy=True)),
     user("entropy bonus with the wrong sign", lambda: EntropyPenalty(0.05)),
     library(
         "entropy bonus subtracted by the library",
@@ -827,9 +737,12 @@ ALL: tuple[Fault, ...] = (
         lambda: EntropyBonus(0.05),
     ),
     # weights that collapse
-    user("weights of about 0", ProbabilityAsWeight),
-    user("weights at their cap", AlwaysCapped),
-    user("weights of about 0 without a declared ratio", VanishingWeight),
+    user("weights of about 0", made(token_weight=probability_as_weight, **OLD_TO_ROLLOUT)),
+    user("weights at their cap", made(token_weight=always_capped, **OLD_TO_ROLLOUT)),
+    user(
+        "weights of about 0 without a declared ratio",
+        made(token_weight=vanishing_weight, reads_at_loss=("old_logprobs",)),
+    ),
     engine("cumulative log-probabilities", CumulativeLogprobs, callbacks=lambda: [TruncatedIS()]),
     # a shaped reward logged as the task's
     library(
@@ -844,11 +757,14 @@ ALL: tuple[Fault, ...] = (
         [after(lightning_rl.rollouts.estimate_signal, "estimate_advantages", scores_as_rewards)],
         short,
     ),
-    user("shaped reward on its way into the logger", RenamesForDashboard, short),
+    user("shaped reward on its way into the logger", hooked(on_fit_start=renames_for_dashboard), short),
     user("shaped reward written into the logger", WritesShaped, short),
     # k2 logged and k3 trained
     user("k2 logged by a subclass that trains k3", lambda: LogsK2(0.1, as_loss=True)),
-    user("k2 logged by a user's KL that trains k3", NearReference),
+    user(
+        "k2 logged by a user's KL that trains k3",
+        made(loss_term=near_reference, metrics=near_reference_metrics, reads_at_loss=("ref_logprobs",)),
+    ),
     library(
         "KL of the reference logged as k2",
         "metric kl/ref",

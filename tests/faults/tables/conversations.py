@@ -154,17 +154,14 @@ class RewardOnHoles(Estimator):
 
 
 def forgetful(request: Request) -> Request:
-    """Continue only the last eight tokens, like a truncated cache."""
     return replace(request, prefix_ids=request.prefix_ids[-8:]) if request.turn else request
 
 
 def hotter_later(request: Request) -> Request:
-    """Sample later turns at another temperature."""
     return replace(request, sampling=replace(request.sampling, temperature=0.5)) if request.turn else request
 
 
 def over_the_drawn(rollout: Rollout, policy: Any, plan_of: Any) -> Stat:
-    """Use the log-probability of sampled tokens as that of environment tokens."""
     return Stat.of(rollout.require("rollout_logprobs"), rollout.valid_tokens)
 
 
@@ -175,7 +172,6 @@ def logged(name: str, value: Any) -> Any:
 
 
 def first_environment(self: Environments, prompt: Any) -> str:
-    """Use the first environment for every row."""
     return next(iter(self.factories))
 
 

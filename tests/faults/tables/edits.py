@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from faults.fault import Fault, user
-from lightning_rl import GAE, LossView, RLCallback, Rollout
+from faults.fault import PPO, STEPS, Fault, made, user
+from lightning_rl import LossView, RLCallback, Rollout
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.advantages.group_relative import DrGRPO
 from lightning_rl.callbacks import ReferenceKL
-
-STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
-PPO = {"advantages": GAE(), "critic": "shared"}
 
 
 class ShapedInPlace(ReferenceKL):
@@ -30,38 +27,20 @@ class ShapedInPlace(ReferenceKL):
         return reward
 
 
-class NumpyMask(RLCallback):
-    """Clips rewards in a NumPy array that shares memory, in ``reward_mask``."""
-
-    name = "numpy_mask"
-
-    @override
-    def reward_mask(self, rollout: Rollout) -> Tensor:
-        rewards = rollout.rewards.numpy()
-        rewards -= 0.5 * (rewards > 0) * (np.arange(len(rewards)) % 2)
-        return torch.ones(len(rollout), dtype=torch.bool)
+def numpy_mask(rollout: Rollout) -> Tensor:
+    rewards = rollout.rewards.numpy()
+    rewards -= 0.5 * (rewards > 0) * (np.arange(len(rewards)) % 2)
+    return torch.ones(len(rollout), dtype=torch.bool)
 
 
-class SortingObserver(RLCallback):
-    """Sorts an array of advantages to print the largest, which sorts the trained ones."""
-
-    name = "sorting_observer"
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        rollout.require("advantages").numpy().sort(axis=0)
+def sorting_observer(rollout: Rollout) -> None:
+    rollout.require("advantages").numpy().sort(axis=0)
 
 
-class NumpyWeight(RLCallback):
-    """Scales advantages of the view through an array, and returns weights of 1."""
-
-    name = "numpy_weight"
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        advantages = view.require("advantages").numpy()
-        advantages *= 1.0 + 0.5 * (advantages > 0)
-        return torch.ones_like(view.logprobs.detach())
+def numpy_weight(view: LossView) -> Tensor:
+    advantages = view.require("advantages").numpy()
+    advantages *= 1.0 + 0.5 * (advantages > 0)
+    return torch.ones_like(view.logprobs.detach())
 
 
 class SetBetween(RLCallback):
@@ -99,7 +78,6 @@ class LivingArray(RLCallback):
 
 
 def clipping_loss(view: LossView) -> Tensor:
-    """Return a loss that clips advantages in the view."""
     view.require("advantages").data.clamp_(-0.3, 0.3)
     return -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
 
@@ -123,9 +101,9 @@ FAULTS: tuple[Fault, ...] = (
         culprit="reference_kl",
         options={**PPO, **STEPS},
     ),
-    user("a reward mask that clips an array", NumpyMask),
-    user("an observer that sorts an array", SortingObserver),
-    user("a weight that scales advantages in an array", NumpyWeight),
+    user("a reward mask that clips an array", made(reward_mask=numpy_mask)),
+    user("an observer that sorts an array", made(observe=sorting_observer)),
+    user("a weight that scales advantages in an array", made(token_weight=numpy_weight)),
     user("another storage for the advantages between steps", SetBetween, options=STEPS),
     user("a provided array that goes on changing", LivingArray, options={**STEPS, "advantages": "dr_grpo"}),
     Fault("a loss that clips the advantages of the view", "clipping_loss", options={"loss": clipping_loss}),

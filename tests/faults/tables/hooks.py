@@ -12,22 +12,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
-from faults.fault import Fault, user
-from lightning_rl import LossView, RLCallback, RLLightningModule
+from faults.fault import SMALL, STEPS, Fault, hooked, made, user
+from lightning_rl import LossView, RLLightningModule
 from lightning_rl.policy import Plan
 
-STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
-SMALL = {"max_tokens_per_microbatch": 24}
 
-
-class HalvedGradients(Callback):
-    """Halves the gradient after every backward pass."""
-
-    @override
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        for parameter in pl_module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
+def halved_gradients(trainer: Any, pl_module: Any) -> None:
+    for parameter in pl_module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
 
 
 class KeptInValidation(Callback):
@@ -45,31 +38,19 @@ class KeptInValidation(Callback):
                     weight.lerp_(self.start[name], 0.5)
 
 
-class RoundedAtSave(Callback):
-    """Rounds the trained weights to half precision when saving."""
-
-    @override
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        with torch.no_grad():
-            for weight in pl_module.parameters():
-                weight.copy_(weight.half())
+def rounded_at_save(trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+    with torch.no_grad():
+        for weight in pl_module.parameters():
+            weight.copy_(weight.half())
 
 
-class ClearedState(Callback):
-    """Clears the optimizer's state in each epoch."""
-
-    @override
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        for optimizer in trainer.optimizers:
-            optimizer.state.clear()
+def cleared_state(trainer: Any, pl_module: Any) -> None:
+    for optimizer in trainer.optimizers:
+        optimizer.state.clear()
 
 
-class ClippedAgain(Callback):
-    """Clips every parameter's gradient by value after the clipping by norm."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        nn.utils.clip_grad_value_(pl_module.parameters(), 1e-4)
+def clipped_again(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    nn.utils.clip_grad_value_(pl_module.parameters(), 1e-4)
 
 
 class AveragedWeights(Callback):
@@ -87,53 +68,38 @@ class AveragedWeights(Callback):
                 parameter.copy_(mean)
 
 
-class PatientRate(Callback):
-    """Sets the learning rate to 0 after two steps."""
-
-    @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx >= 2:
-            for group in trainer.optimizers[0].param_groups:
-                group["lr"] = 0.0
+def patient_rate(trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    if batch_idx >= 2:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.0
 
 
-class TrimmedPlan(Callback):
-    """Removes the last microbatch from the plan of the current rollout."""
-
-    @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        current = pl_module.run.current
-        if current is not None and batch.step:
-            plan = Plan(tuple(step[:-1] if len(step) > 1 else step for step in current.plan.minibatches))
-            pl_module.run.current = dataclasses.replace(current, plan=plan)
+def trimmed_plan(trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    current = pl_module.run.current
+    if current is not None and batch.step:
+        plan = Plan(tuple(step[:-1] if len(step) > 1 else step for step in current.plan.minibatches))
+        pl_module.run.current = dataclasses.replace(current, plan=plan)
 
 
-class EveryOtherRow(RLCallback):
-    """Masks every other row of a microbatch."""
-
-    name = "every_other_row"
-
-    @override
-    def token_mask(self, view: LossView) -> Tensor:
-        return (torch.arange(len(view)) % 2 == 0)[:, None].expand_as(view.valid_tokens).clone()
+def every_other_row(view: LossView) -> Tensor:
+    return (torch.arange(len(view)) % 2 == 0)[:, None].expand_as(view.valid_tokens).clone()
 
 
 def halved_by_the_module(self: RLLightningModule) -> None:
-    """Halve the gradient in a hook of the user's module class."""
     for parameter in self.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(0.5)
 
 
 FAULTS: tuple[Fault, ...] = (
-    user("a hook that halves gradients after the backward", HalvedGradients, options=SMALL),
+    user("a hook that halves gradients after the backward", hooked(on_after_backward=halved_gradients), options=SMALL),
     Fault(
         "a module's own hook that halves gradients",
         "on_after_backward",
         options=SMALL,
         patches=[patch.object(RLLightningModule, "on_after_backward", halved_by_the_module)],
     ),
-    user("a hook that clips again", ClippedAgain),
+    user("a hook that clips again", hooked(on_before_optimizer_step=clipped_again)),
     user("averaged weights left in place", AveragedWeights),
     user(
         "averaged weights not put back after validation",
@@ -144,19 +110,19 @@ FAULTS: tuple[Fault, ...] = (
     ),
     user(
         "weights rounded when they are saved",
-        RoundedAtSave,
+        hooked(on_save_checkpoint=rounded_at_save),
         partial(ModelCheckpoint, every_n_train_steps=1),
         check="quiet_hooks",
         trainer={"enable_checkpointing": True},
     ),
     user(
         "the optimizer's state cleared at each epoch",
-        ClearedState,
+        hooked(on_train_epoch_start=cleared_state),
         check="quiet_hooks",
         data=lambda: tiny_prompts(8, 4),
         trainer={"max_epochs": 3},
     ),
-    user("a hook that ends learning by the rate", PatientRate),
-    user("a hook that trims the plan", TrimmedPlan, options={**STEPS, **SMALL}),
-    user("a mask by the place in a microbatch", EveryOtherRow),
+    user("a hook that ends learning by the rate", hooked(on_train_batch_start=patient_rate)),
+    user("a hook that trims the plan", hooked(on_train_batch_start=trimmed_plan), options={**STEPS, **SMALL}),
+    user("a mask by the place in a microbatch", made(token_mask=every_other_row)),
 )

@@ -6,25 +6,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
-from typing_extensions import override
 
 import lightning_rl.algorithm
 import lightning_rl.metrics
 import lightning_rl.module
 import lightning_rl.rollouts.estimate_signal
-from faults.fault import Fault, user
+from faults.fault import PPO, SMALL, STEPS, Fault, hooked, user
 from faults.patches import after, logging
-from lightning_rl import GAE, Rollout, Stat
+from lightning_rl import Rollout, Stat
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
 from lightning_rl.metrics import MetricLog
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.update import StepGradient
-
-STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
-SMALL = {"max_tokens_per_microbatch": 24}
-PPO = {"advantages": GAE(), "critic": "shared"}
 
 
 def in_row(name: str, change: Callable[[float], float]) -> Any:
@@ -37,27 +31,23 @@ def in_row(name: str, change: Callable[[float], float]) -> Any:
 
 
 def a_row_late(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
-    """Log the reward of the previous row."""
     before = getattr(log, "before", row)
     log.before = row  # pyrefly: ignore[missing-attribute]
     return {**row, "reward/task": before.get("reward/task", 0.0)}
 
 
 def smoothed(row: dict[str, float], log: MetricLog, *_: Any) -> dict[str, float]:
-    """Log a running mean."""
     mean = 0.9 * getattr(log, "mean", row.get("kl/rollout", 0.0)) + 0.1 * row.get("kl/rollout", 0.0)
     log.mean = mean  # pyrefly: ignore[missing-attribute]
     return {**row, "kl/rollout": mean}
 
 
 def mean_of_means(parts: Tensor) -> Tensor:
-    """Merge populations as if all had the same size."""
     count, mean, squares, maximum = parts.unbind(-1)
     return torch.stack([count.sum(0), mean.mean(0), squares.sum(0), maximum.amax(0)], -1)
 
 
 def last_part(self: StepGradient, loss: Any) -> None:
-    """Keep the loss of the last microbatch."""
     self.stats.append(loss.stats)
     self.parts = {name: part.double() for name, part in loss.parts.items()}
 
@@ -92,23 +82,17 @@ def in_signal(name: str, stat: Callable[[Rollout], Stat]) -> Any:
 
 
 def kept_alone(result: Any, *_: Any) -> Any:
-    """Count the kept groups instead of the sampled ones."""
     kept = result.rollout.groups.unique().numel()
     return result._replace(stats={**result.stats, "groups/sampled": Stat.single(float(kept)).sum()})
 
 
-class Percent(Callback):
-    """Converts the rewards in the log to percentages."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        stats = pl_module.run.metrics.groups["rollout"]
-        place = stats.keys.index("reward/task")
-        stats.moments[place, 1] *= 100
+def percent(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    stats = pl_module.run.metrics.groups["rollout"]
+    place = stats.keys.index("reward/task")
+    stats.moments[place, 1] *= 100
 
 
 def without(name: str, row: Mapping[str, float], *_: Any) -> dict[str, float]:
-    """A row without a figure."""
     return {key: value for key, value in row.items() if key != name}
 
 
@@ -189,5 +173,5 @@ FAULTS: tuple[Fault, ...] = (
             )
         ],
     ),
-    user("a hook that rescales what waits to be logged", Percent),
+    user("a hook that rescales what waits to be logged", hooked(on_before_optimizer_step=percent)),
 )

@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.rollouts.generator
-from faults.fault import Fault, user
+from faults.fault import Fault, made, user
 from faults.patches import after
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.data import Prompt
@@ -18,24 +18,16 @@ from lightning_rl.distributed import Collectives
 
 
 def sum_of_this_rank(self: Collectives, values: Tensor) -> Tensor:
-    """A sum that leaves the other ranks out."""
     return values
 
 
 def same_hand(hands: Sequence[list[Prompt]], *_: Any) -> list[list[Prompt]]:
-    """The prompts of the first rank for everyone."""
     return [list(hands[0]) for _ in hands]
 
 
-class BestOfRank(RLCallback):
-    """Logs the best reward of this rank as one number, which the log averages over ranks."""
-
-    name = "best_of_rank"
-
-    @override
-    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
-        lengths = rollout.response_lengths.double() * rollout.rewards
-        return {"best_of_rank/reward": Stat.single(lengths.max())}
+def best_of_rank(rollout: Rollout) -> Mapping[str, Stat]:
+    lengths = rollout.response_lengths.double() * rollout.rewards
+    return {"best_of_rank/reward": Stat.single(lengths.max())}
 
 
 class OwnCoefficient(RLCallback):
@@ -72,6 +64,8 @@ FAULTS: tuple[Fault, ...] = (
         patches=[after(lightning_rl.rollouts.generator, "distribute_prompts", same_hand)],
         ranks=2,
     ),
-    user("a user's figure that is the mean of two ranks' best", BestOfRank, options=SLOW, ranks=2),
+    user(
+        "a user's figure that is the mean of two ranks' best", made(rollout_metrics=best_of_rank), options=SLOW, ranks=2
+    ),
     user("a coefficient that each of two ranks adapts by itself", OwnCoefficient, options=SLOW, ranks=2),
 )

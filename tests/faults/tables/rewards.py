@@ -12,15 +12,14 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.advantages.gae
-from faults.fault import Fault, user
+from faults.fault import OLD_TO_ROLLOUT, Fault, made, user
 from faults.patches import after
-from lightning_rl import GAE, LossView, PromptDataModule, RLCallback
+from lightning_rl import GAE, LossView, PromptDataModule
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
 from lightning_rl.rewards import Rewards
 from lightning_rl.signal.discounted_returns import gae
 
-STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
 TWICE_OVER = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}
 PPO = {"critic": "shared"}
 AGAIN: dict[str, Any] = {
@@ -78,12 +77,10 @@ class MemoByLength:
 
 
 def silent_on_some(completions: Sequence[Any], **columns: Any) -> list[float | None]:
-    """Score answers of an even length only."""
     return [None if len(ids) % 2 else float(sum(ids) % 2) for ids in columns["completion_ids"]]
 
 
 def growing_prompts(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Append to the prompts of the data."""
     values = []
     for prompt, ids in zip(prompts, columns["completion_ids"], strict=True):
         prompt.append(0)
@@ -92,7 +89,6 @@ def growing_prompts(prompts: Sequence[Any], completions: Sequence[Any], **column
 
 
 def popping_answers(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Remove answers from the lists of the data."""
     values = []
     for answers, ids in zip(columns["answers"], columns["completion_ids"], strict=True):
         right = answers.pop() if answers else 0
@@ -101,13 +97,11 @@ def popping_answers(prompts: Sequence[Any], completions: Sequence[Any], **column
 
 
 def beside_the_longest(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Compare each answer with the longest one of the call."""
     lengths = [len(ids) for ids in columns["completion_ids"]]
     return [length / max([1, *lengths]) + length % 2 for length in lengths]
 
 
 def answer_above(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Score the answer of the previous row."""
     ids = list(columns["completion_ids"])
     return [float(len(row) % 2) for row in [*ids[-1:], *ids[:-1]]]
 
@@ -145,7 +139,6 @@ class OwnReturns(Estimator):
 
 
 def bootstrapped(rewards: Tensor, values: Tensor, valid: Tensor, **options: Any) -> Tensor:
-    """Return the library's GAE with a value of 0.7 after the end of every response."""
     return gae(rewards, values, valid, **options | {"bootstrap": values.new_full((len(values),), 0.7)})
 
 
@@ -157,49 +150,24 @@ def log_gap(one: Tensor, other: Tensor) -> Tensor:
     return (one - other).detach().clamp(-2, 2)
 
 
-class SaysOld(RLCallback):
-    """Declares old/rollout, and weighs with the current policy."""
-
-    name = "says_old"
-    reads_at_loss = ("rollout_logprobs", "old_logprobs")
-    ratio = ("old", "rollout")
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return log_gap(view.logprobs, view.require("rollout_logprobs")).exp()
+def says_old(view: LossView) -> Tensor:
+    return log_gap(view.logprobs, view.require("rollout_logprobs")).exp()
 
 
-class UpsideDown(RLCallback):
-    """Declares old/rollout, and weighs with rollout/old."""
-
-    name = "upside_down"
-    reads_at_loss = ("rollout_logprobs", "old_logprobs")
-    ratio = ("old", "rollout")
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return log_gap(view.require("rollout_logprobs"), view.require("old_logprobs")).exp()
+def upside_down(view: LossView) -> Tensor:
+    return log_gap(view.require("rollout_logprobs"), view.require("old_logprobs")).exp()
 
 
-class SaysNothing(RLCallback):
-    """Weighs with old/rollout without declaring it, in addition to a correction with the same weight."""
-
-    name = "says_nothing"
-    reads_at_loss = ("rollout_logprobs", "old_logprobs")
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        return log_gap(view.require("old_logprobs"), view.require("rollout_logprobs")).exp()
+def says_nothing(view: LossView) -> Tensor:
+    return log_gap(view.require("old_logprobs"), view.require("rollout_logprobs")).exp()
 
 
 def squared_ratio(view: LossView) -> Tensor:
-    """Return the surrogate with the squared ratio of the current policy."""
     gap = (view.logprobs - view.require("old_logprobs")).clamp(-2, 2)
     return -(2 * gap).exp() * view.require("advantages")
 
 
 def own_ratio(view: LossView) -> Tensor:
-    """Return a surrogate with an undeclared ratio to the engine's policy."""
     gap = (view.logprobs - view.require("rollout_logprobs")).clamp(-2, 2)
     return -gap.exp() * view.require("advantages")
 
@@ -257,9 +225,18 @@ FAULTS: tuple[Fault, ...] = (
         patches=[patch.object(lightning_rl.advantages.gae, "gae", bootstrapped)],
     ),
     Fault("returns that are the critic's own values", "OwnReturns", options={**PPO, "advantages": OwnReturns()}),
-    user("a weight that says old and takes the current policy", SaysOld, options=TWICE_OVER),
-    user("a weight that is upside down", UpsideDown, **STALE),
-    user("a second weight of the same ratio that declares none", SaysNothing, TruncatedIS, **STALE),
+    user(
+        "a weight that says old and takes the current policy",
+        made(token_weight=says_old, **OLD_TO_ROLLOUT),
+        options=TWICE_OVER,
+    ),
+    user("a weight that is upside down", made(token_weight=upside_down, **OLD_TO_ROLLOUT), **STALE),
+    user(
+        "a second weight of the same ratio that declares none",
+        made(token_weight=says_nothing, reads_at_loss=("rollout_logprobs", "old_logprobs")),
+        TruncatedIS,
+        **STALE,
+    ),
     Fault("a loss with its ratio squared", "squared_ratio", options={**TWICE_OVER, "loss": squared_ratio}),
     user(
         "a loss with the ratio of a weight",

@@ -12,9 +12,9 @@ import lightning_rl.policy.attention
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.update
 from faults import parts, patches
-from faults.fault import Fault, engine, rows, user
+from faults.fault import PPO, SMALL, STEPS, Fault, engine, made, rows, user
 from faults.patches import after
-from lightning_rl import GAE, ClippedSurrogate, Rollout, Stat
+from lightning_rl import ClippedSurrogate, Rollout, Stat
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL
 from lightning_rl.corrections import Corrections
@@ -26,10 +26,7 @@ from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.kl import k3
 from lightning_rl.update import StepWeights
 
-STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
-PPO = {"advantages": GAE(), "critic": "shared"}
 KL = partial(ReferenceKL, 0.1, as_loss=True)
-SMALL = {"max_tokens_per_microbatch": 24}
 
 FAULTS: tuple[Fault, ...] = (
     rows("token ids of another row", patches.rolled_ids, check="trained_tokens"),
@@ -218,9 +215,18 @@ FAULTS: tuple[Fault, ...] = (
         check="gradient_liveness",
         options={"loss": parts.without_gradient},
     ),
-    user("ratio counted twice", parts.Twice, culprit="twice.token_weight", check="joint_ratio", options=STEPS),
     user(
-        "weights that leave one token", parts.Exploding, culprit="exploding.token_weight", check="weights_keep_samples"
+        "ratio counted twice",
+        made(token_weight=parts.twice, reads_at_loss=("rollout_logprobs",)),
+        culprit="twice.token_weight",
+        check="joint_ratio",
+        options=STEPS,
+    ),
+    user(
+        "weights that leave one token",
+        made(token_weight=parts.exploding),
+        culprit="exploding.token_weight",
+        check="weights_keep_samples",
     ),
     user(
         "metrics after rejection",
@@ -329,7 +335,7 @@ FAULTS: tuple[Fault, ...] = (
     user(
         "masked values not cleaned",
         KL,
-        parts.LogOutside,
+        made(loss_term=parts.log_outside),
         culprit="",
         check="loss_masked_values",
         options=STEPS,

@@ -68,41 +68,34 @@ class Drawing(TransformersEngine):
 
 
 def top_two(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Apply top-k."""
     return scores.masked_fill(scores < scores.topk(2).values[-1], -torch.inf)
 
 
 def nucleus(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Apply a top-p of 0.7."""
     ordered, order = scores.sort(descending=True)
     before = ordered.exp().cumsum(-1) - ordered.exp()
     return scores.index_fill(0, order[before > 0.7], -torch.inf)
 
 
 def hotter(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Double the temperature."""
     return scores / 2
 
 
 def no_early_end(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Apply a minimum number of tokens."""
     if len(drawn) >= 6:
         return scores
     return scores.index_fill(0, torch.tensor(request.eos_token_ids), -torch.inf)
 
 
 def no_repetition(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Penalize earlier tokens."""
     return scores.index_add(0, torch.tensor(drawn, dtype=torch.int64), torch.full((len(drawn),), -1.5))
 
 
 def some_greedy(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Sample every fourth sample greedily."""
     return scores * 1000 if request.sample_id % 4 == 0 else scores
 
 
 def nearly_greedy(scores: Tensor, drawn: list[int], request: Request) -> Tensor:
-    """Divide the temperature by six."""
     return scores * 6
 
 
@@ -151,17 +144,14 @@ class Reordering(TransformersEngine):
 
 
 def next_prompt(requests: Sequence[Request], drawn: Sequence[Completion]) -> list[int]:
-    """Return those of the next prompt."""
     return [(place + 4) % len(drawn) for place in range(len(drawn))]
 
 
 def without_beginning(request: Request) -> Request:
-    """Keep the last token of a prompt."""
     return dataclasses.replace(request, prefix_ids=request.prefix_ids[-1:])
 
 
 def stopped_early(completion: Completion) -> Completion:
-    """Truncate after four tokens."""
     if len(completion.token_ids) <= 4 or completion.logprobs is None:
         return completion
     short = {"token_ids": completion.token_ids[:4], "logprobs": completion.logprobs[:4]}
@@ -169,7 +159,6 @@ def stopped_early(completion: Completion) -> Completion:
 
 
 def with_an_end(completion: Completion) -> Completion:
-    """Append an EOS to truncated answers."""
     if completion.finish != FinishReason.LENGTH or completion.logprobs is None:
         return completion
     ids, logprobs = (*completion.token_ids[:-1], 1), completion.logprobs.clone()
@@ -191,12 +180,10 @@ class Silent(TransformersEngine):
 
 
 def seed_of_prompt(run_seed: int, rollout: int, sample_id: int) -> int:
-    """Return one seed for all samples of a prompt."""
     return request_seed(run_seed, rollout, sample_id // 4)
 
 
 def seed_of_place(run_seed: int, rollout: int, sample_id: int) -> int:
-    """Return one seed per place in the group, in every rollout."""
     return request_seed(run_seed, 0, sample_id % 4)
 
 

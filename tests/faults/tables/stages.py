@@ -10,7 +10,7 @@ from kit.support import tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 
-from faults.fault import Fault, user
+from faults.fault import Fault, made, user
 from lightning_rl import LossView, RLCallback, Rollout, Stat
 
 LONGEST = 24
@@ -18,158 +18,80 @@ RAGGED = {"max_new_tokens": LONGEST, "eos_token_ids": [1, 5, 9]}
 """Responses of very different lengths, so that the padded width of a rollout is seldom the longest one allowed."""
 
 
-class WidthMask(RLCallback):
-    """Masks rows of the full width as truncated."""
-
-    name = "width_mask"
-
-    @override
-    def reward_mask(self, rollout: Rollout) -> Tensor:
-        return rollout.response_lengths < rollout.width
+def width_mask(rollout: Rollout) -> Tensor:
+    return rollout.response_lengths < rollout.width
 
 
-class NotTooLong(RLCallback):
-    """Gives no reward to rows longer than the mean of this rank."""
-
-    name = "not_too_long"
-
-    @override
-    def reward_mask(self, rollout: Rollout) -> Tensor:
-        return rollout.response_lengths <= rollout.response_lengths.double().mean() * 1.2
+def not_too_long(rollout: Rollout) -> Tensor:
+    return rollout.response_lengths <= rollout.response_lengths.double().mean() * 1.2
 
 
-class ShortGroups(RLCallback):
-    """Filters groups whose responses fill the batch's width."""
-
-    name = "short_groups"
-
-    @override
-    def keep_groups(self, rollout: Rollout) -> Tensor:
-        limit = rollout.width * 0.4
-        lengths = rollout.response_lengths.double()
-        means = [lengths[rollout.groups == group].mean() for group in rollout.groups]
-        return torch.stack(means) <= limit if means else lengths > 0
+def short_groups(rollout: Rollout) -> Tensor:
+    limit = rollout.width * 0.4
+    lengths = rollout.response_lengths.double()
+    means = [lengths[rollout.groups == group].mean() for group in rollout.groups]
+    return torch.stack(means) <= limit if means else lengths > 0
 
 
-class FoursWithSpread(RLCallback):
-    """Dynamic sampling that reshapes by another group size."""
-
-    name = "fours_with_spread"
-
-    @override
-    def keep_groups(self, rollout: Rollout) -> Tensor:
-        keep, whole = torch.ones(len(rollout), dtype=torch.bool), len(rollout) // 4 * 4
-        spread = rollout.rewards[:whole].reshape(-1, 4).std(-1) > 0
-        keep[:whole] = spread.repeat_interleave(4)
-        return keep
+def fours_with_spread(rollout: Rollout) -> Tensor:
+    keep, whole = torch.ones(len(rollout), dtype=torch.bool), len(rollout) // 4 * 4
+    spread = rollout.rewards[:whole].reshape(-1, 4).std(-1) > 0
+    keep[:whole] = spread.repeat_interleave(4)
+    return keep
 
 
-class LongestTenth(RLCallback):
-    """Excludes the longest tenth of the rows of this rank."""
-
-    name = "longest_tenth"
-
-    @override
-    def exclude(self, rollout: Rollout) -> Tensor:
-        if not len(rollout):
-            return torch.zeros(0, dtype=torch.bool)
-        return rollout.response_lengths > torch.quantile(rollout.response_lengths.double(), 0.9)
+def longest_tenth(rollout: Rollout) -> Tensor:
+    if not len(rollout):
+        return torch.zeros(0, dtype=torch.bool)
+    return rollout.response_lengths > torch.quantile(rollout.response_lengths.double(), 0.9)
 
 
-class ListedDifficulty(RLCallback):
-    """Joins a list of difficulties in file order with rows in batch order."""
-
-    name = "listed_difficulty"
-
-    @override
-    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
-        return {"extras/difficulty": torch.linspace(0.5, 1.5, max(len(rollout), 1))[: len(rollout)]}
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        weight = view.extras["difficulty"].to(view.logprobs.dtype)
-        return weight[:, None].expand_as(view.logprobs).detach()
+def listed_difficulty(view: LossView) -> Tensor:
+    weight = view.extras["difficulty"].to(view.logprobs.dtype)
+    return weight[:, None].expand_as(view.logprobs).detach()
 
 
-class StandardizedOnRank(RLCallback):
-    """Provides rewards standardized over the rows of this rank, and weighs with them."""
-
-    name = "standardized_on_rank"
-
-    @override
-    def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
-        centred = rollout.rewards - rollout.rewards.mean()
-        return {"extras/standardized": centred / centred.square().mean().sqrt().clamp(min=1e-3)}
-
-    @override
-    def token_weight(self, view: LossView) -> Tensor:
-        weight = view.extras["standardized"].sigmoid().to(view.logprobs.dtype)
-        return weight[:, None].expand_as(view.logprobs).detach()
+def provided_listed_difficulty(rollout: Rollout) -> Mapping[str, Tensor]:
+    return {"extras/difficulty": torch.linspace(0.5, 1.5, max(len(rollout), 1))[: len(rollout)]}
 
 
-class ListedBonus(RLCallback):
-    """A bonus joined by position: the n-th of a list to the n-th row."""
-
-    name = "listed_bonus"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> Tensor:
-        return torch.tensor([0.0, 0.5, 0.1])[torch.arange(len(rollout)) % 3]
+def standardized_on_rank(view: LossView) -> Tensor:
+    weight = view.extras["standardized"].sigmoid().to(view.logprobs.dtype)
+    return weight[:, None].expand_as(view.logprobs).detach()
 
 
-class ShorterThanRank(RLCallback):
-    """A bonus for rows shorter than the mean of this rank, without declaring the comparison."""
-
-    name = "shorter_than_rank"
-
-    @override
-    def reward_bonus(self, rollout: Rollout) -> Tensor:
-        lengths = rollout.response_lengths.float()
-        return 0.1 * (lengths.mean() - lengths)
+def provided_standardized_on_rank(rollout: Rollout) -> Mapping[str, Tensor]:
+    centred = rollout.rewards - rollout.rewards.mean()
+    return {"extras/standardized": centred / centred.square().mean().sqrt().clamp(min=1e-3)}
 
 
-class Patience(RLCallback):
-    """Spreads a token reward evenly over the padded width."""
-
-    name = "patience"
-
-    @override
-    def token_reward(self, rollout: Rollout) -> Tensor:
-        share = torch.arange(rollout.width) / rollout.width
-        return -0.2 * share.expand(len(rollout), -1).contiguous()
+def listed_bonus(rollout: Rollout) -> Tensor:
+    return torch.tensor([0.0, 0.5, 0.1])[torch.arange(len(rollout)) % 3]
 
 
-class Fill(RLCallback):
-    """Measures the filled share of the batch's width."""
-
-    name = "fill"
-
-    @override
-    def rollout_metrics(self, rollout: Rollout) -> Mapping[str, Stat]:
-        return {"fill/share": Stat.of(rollout.response_lengths / rollout.width, rollout.real)}
+def shorter_than_rank(rollout: Rollout) -> Tensor:
+    lengths = rollout.response_lengths.float()
+    return 0.1 * (lengths.mean() - lengths)
 
 
-class UpperHalf(RLCallback):
-    """Measures the entropy of every second row of a microbatch."""
-
-    name = "upper_half"
-
-    @override
-    def metrics(self, view: LossView) -> Mapping[str, Stat]:
-        even = torch.arange(len(view)) % 2 == 0
-        return {"upper_half/entropy": Stat.of(view.entropy, view.valid_tokens & even[:, None])}
+def patience(rollout: Rollout) -> Tensor:
+    share = torch.arange(rollout.width) / rollout.width
+    return -0.2 * share.expand(len(rollout), -1).contiguous()
 
 
-class MeanOfMeans(RLCallback):
-    """Measures the mean of each microbatch."""
+def fill(rollout: Rollout) -> Mapping[str, Stat]:
+    return {"fill/share": Stat.of(rollout.response_lengths / rollout.width, rollout.real)}
 
-    name = "mean_of_means"
 
-    @override
-    def metrics(self, view: LossView) -> Mapping[str, Stat]:
-        surprise, valid = -view.logprobs.detach(), view.valid_tokens
-        mean = surprise[valid].mean() if valid.any() else torch.tensor(0.0)
-        return {"mean_of_means/surprise": Stat.single(mean)}
+def upper_half(view: LossView) -> Mapping[str, Stat]:
+    even = torch.arange(len(view)) % 2 == 0
+    return {"upper_half/entropy": Stat.of(view.entropy, view.valid_tokens & even[:, None])}
+
+
+def mean_of_means(view: LossView) -> Mapping[str, Stat]:
+    surprise, valid = -view.logprobs.detach(), view.valid_tokens
+    mean = surprise[valid].mean() if valid.any() else torch.tensor(0.0)
+    return {"mean_of_means/surprise": Stat.single(mean)}
 
 
 class RightAnswers(RLCallback):
@@ -190,24 +112,40 @@ PAIRS = {"group_size": 2}
 
 
 FAULTS: tuple[Fault, ...] = (
-    user("a reward mask that takes the widest row for truncated", WidthMask, options=RAGGED),
-    user("a reward mask by the mean length of a rank", NotTooLong, options=RAGGED),
-    user("a filter by the padded width", ShortGroups, options=RAGGED),
+    user("a reward mask that takes the widest row for truncated", made(reward_mask=width_mask), options=RAGGED),
+    user("a reward mask by the mean length of a rank", made(reward_mask=not_too_long), options=RAGGED),
+    user("a filter by the padded width", made(keep_groups=short_groups), options=RAGGED),
     user(
-        "a filter that reshapes by another group size", FoursWithSpread, options=PAIRS, data=lambda: tiny_prompts(48, 8)
+        "a filter that reshapes by another group size",
+        made(keep_groups=fours_with_spread),
+        options=PAIRS,
+        data=lambda: tiny_prompts(48, 8),
     ),
-    user("the longest tenth of a rank left out", LongestTenth, options=RAGGED),
-    user("a difficulty from a list by position", ListedDifficulty),
-    user("a provided reward standardised on a rank", StandardizedOnRank),
-    user("a bonus from a list by position", ListedBonus),
+    user("the longest tenth of a rank left out", made(exclude=longest_tenth), options=RAGGED),
+    user(
+        "a difficulty from a list by position", made(token_weight=listed_difficulty, provide=provided_listed_difficulty)
+    ),
+    user(
+        "a provided reward standardised on a rank",
+        made(token_weight=standardized_on_rank, provide=provided_standardized_on_rank),
+    ),
+    user("a bonus from a list by position", made(reward_bonus=listed_bonus)),
     user(
         "a bonus that compares with the rows of a rank and does not say so",
-        ShorterThanRank,
+        made(reward_bonus=shorter_than_rank),
         options={"advantages": "reinforce_plus_plus"},
     ),
-    user("a token reward over the padded width", Patience, options={**RAGGED, "advantages": "reinforce_plus_plus"}),
-    user("a user's figure as a share of the padded width", Fill, options=RAGGED),
-    user("a user's figure over every second row of a microbatch", UpperHalf),
-    user("a user's figure that is a mean of means", MeanOfMeans, options={"max_tokens_per_microbatch": 24}),
+    user(
+        "a token reward over the padded width",
+        made(token_reward=patience),
+        options={**RAGGED, "advantages": "reinforce_plus_plus"},
+    ),
+    user("a user's figure as a share of the padded width", made(rollout_metrics=fill), options=RAGGED),
+    user("a user's figure over every second row of a microbatch", made(metrics=upper_half)),
+    user(
+        "a user's figure that is a mean of means",
+        made(metrics=mean_of_means),
+        options={"max_tokens_per_microbatch": 24},
+    ),
     user("the length of right answers by the rewards of the row above", RightAnswers),
 )

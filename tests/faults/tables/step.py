@@ -18,16 +18,13 @@ from typing_extensions import override
 
 import lightning_rl.module
 import lightning_rl.update
-from faults.fault import Fault, user
+from faults.fault import PPO, SMALL, STEPS, Fault, hooked, user
 from faults.patches import accumulating, after
-from lightning_rl import GAE, LossView, ValueLoss
+from lightning_rl import LossView, ValueLoss
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.policy import Plan, PolicyModel
 
-STEPS = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
-SMALL = {"max_tokens_per_microbatch": 24}
-PPO = {"advantages": GAE(), "critic": "shared"}
 FORWARD, VALUES, STEP = PolicyModel.forward, PolicyModel._values, LightningOptimizer.step  # noqa: SLF001
 ACCUMULATE, VIEW, LOSS = (
     lightning_rl.module.accumulate_gradient,
@@ -41,7 +38,6 @@ UPDATE = "update|accumulation|microbatch|backward"
 
 
 def without_last_microbatch(plan: Plan, *_: Any) -> Plan:
-    """Remove the last incomplete microbatch from the plan."""
     return Plan(tuple(step[:-1] if len(step) > 1 else step for step in plan.minibatches))
 
 
@@ -55,7 +51,6 @@ def with_microbatches(change: Callable[[Any], Any]) -> Any:
 
 
 def second_backward_lost(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Skip the second backward pass of a step."""
     seen: list[None] = []
 
     def some_backward(loss: Tensor) -> None:
@@ -67,8 +62,6 @@ def second_backward_lost(backward: Any, microbatches: Any, policy: Any) -> Calla
 
 
 def rounding_gradients(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
-    """Accumulate the gradient in bfloat16."""
-
     def rounded_backward(loss: Tensor) -> None:
         backward(loss)
         for parameter in policy.parameters():
@@ -94,22 +87,18 @@ def in_update(change: Callable[[Tensor, Any], Tensor]) -> Any:
 
 
 def under_autocast(logprobs: Tensor, layout: Any) -> Tensor:
-    """Round as under autocast, in the update only."""
     return logprobs + (logprobs.bfloat16().float() - logprobs).detach()
 
 
 def with_dropout(logprobs: Tensor, layout: Any) -> Tensor:
-    """Add errors of a few percent, as with dropout in the update only."""
     return logprobs + 0.05 * torch.sin(37 * logprobs.detach()) * (logprobs.detach() != 0)
 
 
 def of_row_above(logprobs: Tensor, layout: Any) -> Tensor:
-    """Return log-probabilities of the previous row."""
     return logprobs.roll(1, 0)
 
 
 def without_gradient_at_eos(logprobs: Tensor, layout: Any) -> Tensor:
-    """Detach the end of the text."""
     end = layout.scatter((layout.targets == 1).to(logprobs.dtype)) > 0
     return torch.where(end, logprobs.detach(), logprobs)
 
@@ -118,26 +107,22 @@ def without_gradient_at_eos(logprobs: Tensor, layout: Any) -> Tensor:
 
 
 def detached_values(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
-    """Detach the values."""
     values = VALUES(self, states, layout)
     return None if values is None else values.detach()
 
 
 def values_times_zero(self: PolicyModel, states: Tensor, layout: Any) -> Tensor | None:
-    """Multiply the gradient of the values by 0."""
     values = VALUES(self, states, layout)
     return None if values is None else values.detach() + 0.0 * values
 
 
 def without_value_loss(self: Algorithm, view: LossView, weights_of: Any) -> Any:
-    """Leave the logged value loss out of the loss."""
     loss = LOSS(self, view, weights_of)
     silent = dataclasses.replace(self.value_loss, coef=0.0)
     return loss._replace(total=LOSS(self.replace(value_loss=silent), view, weights_of).total)
 
 
 def without_entropy_gradient(rows: Any, outputs: Any, *, entropy_gradient: bool = False) -> LossView:
-    """Detach the entropy."""
     return VIEW(rows, outputs)
 
 
@@ -163,7 +148,6 @@ def last_token(view: LossView) -> Tensor:
 
 
 def shifted_by_one(view: LossView) -> Tensor:
-    """Return a loss over logprobs[:, :-1], so the last token never trains."""
     loss = -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
     return torch.where(last_token(view), 0.0, loss)
 
@@ -172,20 +156,15 @@ def shifted_by_one(view: LossView) -> Tensor:
 
 
 def cut_policy() -> Qwen2ForCausalLM:
-    """Return a policy whose first layer is detached from the second."""
     model = tiny_policy()
     model.model.layers[0].register_forward_hook(lambda _layer, _inputs, output: output.detach())
     return model
 
 
-class ForgottenGradients(Callback):
-    """Clears the gradients of norms before the step."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            if "norm" in name:
-                parameter.grad = None
+def forgotten_gradients(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    for name, parameter in pl_module.named_parameters():
+        if "norm" in name:
+            parameter.grad = None
 
 
 class FrozenLayer(Callback):
@@ -201,20 +180,12 @@ class FrozenLayer(Callback):
         pl_module.policy.model.model.layers[1].load_state_dict(self.kept)
 
 
-class ForgottenMoments(Callback):
-    """Resets the optimizer before every step."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        optimizer.state.clear()
+def forgotten_moments(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
 
 
-class StepsAhead(Callback):
-    """Steps the optimizer in a hook, in addition to the loop."""
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        getattr(optimizer, "optimizer", optimizer).step()
+def steps_ahead(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+    getattr(optimizer, "optimizer", optimizer).step()
 
 
 class Impatient(AdamW):
@@ -238,20 +209,17 @@ class Hesitant(AdamW):
 
 
 def step_twice(self: LightningOptimizer, *arguments: Any, **options: Any) -> Any:
-    """Step twice with the same gradient."""
     STEP(self, *arguments, **options)
     return STEP(self, *arguments, **options)
 
 
 def half_asleep(groups: list[dict[str, Any]]) -> AdamW:
-    """Return an optimizer with a rate of 0 for the last parameters."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     half = len(parameters) // 2
     return AdamW([{"params": parameters[:half]}, {"params": parameters[half:], "lr": 0.0}], lr=0.05)
 
 
 def rate_in_whole_numbers(optimizer: Any) -> LambdaLR:
-    """Warm up with an integer division."""
     return LambdaLR(optimizer, lambda step: step // 1000)
 
 
@@ -277,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("dropout in the update, without an old pass", "update|policy", patches=[in_update(with_dropout)]),
     Fault("the update sees the log-probabilities of the row above", "update|policy", patches=[in_update(of_row_above)]),
     Fault("a first layer cut off from the gradient", "parameter|policy|layers", options={"policy": cut_policy}),
-    user("gradients of norms forgotten before the step", ForgottenGradients),
+    user("gradients of norms forgotten before the step", hooked(on_before_optimizer_step=forgotten_gradients)),
     Fault(
         "gradients summed up in bfloat16",
         f"{UPDATE}|gradient",
@@ -329,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
         "optimizer|update|step",
         patches=[patch.object(LightningOptimizer, "step", step_twice)],
     ),
-    user("a hook that steps before the step", StepsAhead),
+    user("a hook that steps before the step", hooked(on_before_optimizer_step=steps_ahead)),
     Fault(
         "a constant rate of 0 by an integer division",
         "rate_in_whole_numbers|scheduler|rate|lr",
@@ -342,7 +310,7 @@ FAULTS: tuple[Fault, ...] = (
         "bfloat16|optimizer|parameter|weights",
         options={"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=1e-6)},
     ),
-    user("moments forgotten before every step", ForgottenMoments),
+    user("moments forgotten before every step", hooked(on_before_optimizer_step=forgotten_moments)),
     Fault(
         "a gradient that is never cleared",
         f"{UPDATE}|optimizer|gradient",

@@ -7,25 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import launch, request_of
+from generation.vllm.served_engines import an_engine, push
+from kit.engine_requests import request_of
 from kit.scripted_server import KEY, VOCABULARY, Answer, ScriptedServer, servers
-from kit.support import fit, recorder, tiny_model, tiny_module, tiny_prompts, weights_of
+from kit.support import fit, recorder, tiny_module, tiny_prompts, weights_of
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from lightning_rl import EngineError, RLLightningModule, Rollout, VLLMServerEngine
 from lightning_rl.generation import Canary, Completion, Request
-from lightning_rl.generation.vllm import discovery, server_pool
 from lightning_rl.generation.vllm.discovery import ServerList
 
 MODEL: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 0.02)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
-    monkeypatch.setattr(discovery, "READ", 0.005)
 
 
 class Listed:
@@ -53,23 +45,6 @@ class Listed:
         with self.read:
             self.urls, enough = urls, self.readings + 4
             assert self.read.wait_for(lambda: self.readings >= enough, 20), "the list was not read"
-
-
-def the_model(seed: int = 0) -> PreTrainedModel:
-    return tiny_model("llama", seed, dtype=torch.float32)
-
-
-def an_engine(listing: Any, **options: Any) -> VLLMServerEngine:
-    known: dict[str, Any] = {"api_key": KEY, "canary": False, "patience": 20, "timeout": 20, **options}
-    engine = VLLMServerEngine(listing, **known)
-    launch(engine, the_model())
-    engine.expect(the_model().named_parameters())
-    push(engine, 0)
-    return engine
-
-
-def push(engine: VLLMServerEngine, version: int) -> None:
-    engine.load_weights(the_model(seed=version).named_parameters(), version)
 
 
 def requests(number: int) -> list[Request]:

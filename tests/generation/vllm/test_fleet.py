@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import pytest
 import torch
 from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, VOCABULARY, ScriptedServer
 from kit.support import tiny_model
 
 from lightning_rl import VLLMServerEngine
-from lightning_rl.generation.vllm import server_pool
 
 GROUP = 8
 
@@ -70,12 +68,6 @@ def check(number: int, every: int) -> None:
     assert {completion.version for completion in drawn} == {0} and len(fleet.dead) >= 2
     names = [body["request_id"] for server in (*fleet.servers, *fleet.dead) for body in server.requests]
     assert {int(name.split("-")[1]) for name in names} == set(range(number))
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 0.05)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.02)
 
 
 def test_every_request_is_answered_once_while_servers_die() -> None:

@@ -2,13 +2,12 @@
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.marks import wait_for
 from kit.scripted_server import KEY, ScriptedServer, servers
 from kit.support import tiny_policy
 
@@ -38,7 +37,7 @@ def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: 
             assert watched.refresh() == []
             watched.watch(watched.servers)
             odd.set()
-            wait_until(lambda: not watched.ready())
+            assert wait_for(lambda: not watched.ready())
             asked = server.calls.count("/health")
             server.until(lambda known: known.calls.count("/health") > asked + 3)
             odd.clear()
@@ -46,12 +45,6 @@ def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: 
         finally:
             watched.close()
     assert f"{server.url} is back, with the current weights" in [record.message for record in caplog.records]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
 
 
 def test_a_wait_ends_after_the_patience_with_the_reason_of_each_server() -> None:
