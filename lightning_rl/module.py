@@ -49,10 +49,10 @@ class RLLightningModule(BaseModule):
     A rollout is used for ``steps_per_rollout`` = minibatches_per_rollout x epochs_per_rollout optimizer steps.
     ``on_train_batch_start`` generates it before the first of these steps. Corrections are callbacks of the Trainer.
 
-    ``Trainer.fit`` calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``, ``on_fit_start`` and
-    ``on_train_start``, then ``begin_step``, ``on_train_batch_start`` and ``training_step`` for each optimizer step, and
-    ``teardown`` at the end. This class has the hooks of each step. Its base class :class:`BaseModule` has all
-    other hooks, including those of evaluation and checkpoints.
+    ``Trainer.fit`` calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``,
+    ``on_fit_start`` and ``on_train_start``. For each optimizer step, it calls ``begin_step``, ``on_train_batch_start``
+    and ``training_step``, and at the end ``teardown``. This class has the hooks of each step. Its base class
+    :class:`BaseModule` has all other hooks, including those of evaluation and checkpoints.
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
