@@ -27,7 +27,7 @@ Anchor = Literal["old", "rollout"]
 
 
 class OPSM(RLCallback):
-    """Masks responses with negative advantage in the policy loss if their drift exceeds a threshold.
+    """Masks a response in the policy loss if its advantage is negative and its drift exceeds a threshold.
 
     This callback logs ``opsm/drift``, the mean drift of the responses that are trained on. ``RLLightningModule`` logs
     ``opsm/rejected``, the fraction of responses that are masked.

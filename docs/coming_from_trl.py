@@ -7,7 +7,7 @@ from lightning_rl.translation.trl_options import OPTIONS, Option
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- docs/coming_from_trl.py writes what follows -->\n", "<!-- up to here -->\n"
-WITHOUT = {"different": "accepted, not used; `from-trl` prints the reason", "refused": "`from-trl` prints the reason"}
+REASON = "`from-trl` prints the reason"
 OPTION_HEAD = """
 | option of TRL | in lightning-rl | | note |
 |---|---|---|---|
@@ -18,8 +18,9 @@ def rows(options: Mapping[str, Option]) -> str:
     """Return the rows of a table; options that differ only by name share one, as do those without a counterpart."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, option in options.items():
-        note = option.note if option.ours else WITHOUT[option.verdict]
-        groups.setdefault((option.ours, option.verdict, note), []).append(f"`{name}`")
+        note = option.note if option.ours else REASON
+        verdict = "ignored" if option.verdict == "different" and not option.ours else option.verdict
+        groups.setdefault((option.ours, verdict, note), []).append(f"`{name}`")
     return "".join(f"| {', '.join(names)} | {' | '.join(cells)} |\n" for cells, names in groups.items())
 
 

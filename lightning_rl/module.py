@@ -47,12 +47,13 @@ class RLLightningModule(BaseModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
     A rollout is used for ``steps_per_rollout`` = minibatches_per_rollout x epochs_per_rollout optimizer steps.
-    ``on_train_batch_start`` generates it before the first of these steps. Corrections are callbacks of the Trainer.
+    ``on_train_batch_start`` prepares it before the first of these steps. Corrections are callbacks of the Trainer.
 
     ``Trainer.fit`` calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``,
-    ``on_fit_start`` and ``on_train_start``. For each optimizer step, it calls ``begin_step``, ``on_train_batch_start``
-    and ``training_step``, and at the end ``teardown``. This class has the hooks of each step. Its base class
-    :class:`BaseModule` has all other hooks, including those of evaluation and checkpoints.
+    ``on_fit_start`` and ``on_train_start``. For each optimizer step, the data module calls ``begin_step``, and the
+    Trainer calls ``on_train_batch_start`` and ``training_step``. At the end of the fit, the Trainer calls ``teardown``.
+    This class has the hooks of each step. Its base class :class:`BaseModule` has all other hooks, including those of
+    evaluation and checkpoints.
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
@@ -134,7 +135,7 @@ class RLLightningModule(BaseModule):
     @override
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
-        """Make the rollout of the step index, unless it is the current rollout."""
+        """Make the rollout for the step index, unless it is the current rollout."""
         if batch.rollout in self.fault_tolerance.skip_rollouts:
             self.run.skip_rollout(batch)
         elif self.run.lacks_rollout(batch):
@@ -190,7 +191,7 @@ class RLLightningModule(BaseModule):
     @override
     @refuse_stop_iteration
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
-        """Make one optimizer step; skip it if the rollout is skipped, or if no rank has a token to train on."""
+        """Take one optimizer step; skip it if the rollout is skipped, or if no rank has a token to train on."""
         run, parallel = self.run, self.parallel
         if batch.rollout in self.fault_tolerance.skip_rollouts:
             run.skipped += 1

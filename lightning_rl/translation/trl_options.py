@@ -181,7 +181,7 @@ SECTIONS: dict[str, Table] = {
         | same("the class and its option `level=`", vllm_importance_sampling_mode="sequence_mask")
         | same("`cap` or `high`", vllm_importance_sampling_clip_max=3.0)
         | same("`floor` or `low`", vllm_importance_sampling_clip_min=None)
-        | same("the old name of `vllm_importance_sampling_clip_max`", vllm_importance_sampling_cap=None)
+        | same("as `vllm_importance_sampling_clip_max`, of which it is the old name", vllm_importance_sampling_cap=None)
     ),
     "Several turns": inert("`Conversations(max_turns=)` is one more; by default 8", max_tool_calling_iterations=None),
     "Optimizer": (
@@ -201,7 +201,7 @@ SECTIONS: dict[str, Table] = {
         | same("the schedule; below 1 it is a share of the steps, as in TRL", warmup_steps=0)
     ),
     "Precision and memory": (
-        same('`Trainer(precision="bf16-mixed")`, which is the default, as in TRL', bf16=None)
+        same('`Trainer(precision="bf16-mixed")`, which the recipe has unless `bf16` is false', bf16=None)
         | same('`Trainer(precision="16-mixed")`', fp16=False)
         | inert("training and evaluation share the Trainer's `precision`", bf16_full_eval=False, fp16_full_eval=False)
         | inert("call `torch.set_float32_matmul_precision` in the recipe", tf32=None)
