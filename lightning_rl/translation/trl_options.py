@@ -181,7 +181,7 @@ SECTIONS: dict[str, Table] = {
         | same("the class and its option `level=`", vllm_importance_sampling_mode="sequence_mask")
         | same("`cap` or `high`", vllm_importance_sampling_clip_max=3.0)
         | same("`floor` or `low`", vllm_importance_sampling_clip_min=None)
-        | same("as `vllm_importance_sampling_clip_max`, of which it is the old name", vllm_importance_sampling_cap=None)
+        | same("as `vllm_importance_sampling_clip_max`; this is its old name", vllm_importance_sampling_cap=None)
     ),
     "Several turns": inert("`Conversations(max_turns=)` is one more; by default 8", max_tool_calling_iterations=None),
     "Optimizer": (
@@ -198,7 +198,7 @@ SECTIONS: dict[str, Table] = {
             lr_scheduler_type="linear",
         )
         | refusal("write the schedule as `lr_scheduler=`, a function of the optimizer", lr_scheduler_kwargs=None)
-        | same("the schedule; below 1 it is a share of the steps, as in TRL", warmup_steps=0)
+        | same("an option of the schedule; a value below 1 is a share of the steps, as in TRL", warmup_steps=0)
     ),
     "Precision and memory": (
         same('`Trainer(precision="bf16-mixed")`, which the recipe has unless `bf16` is false', bf16=None)
