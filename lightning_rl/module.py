@@ -52,8 +52,8 @@ class RLLightningModule(BaseModule):
     ``Trainer.fit`` calls ``configure_callbacks``, ``setup``, ``configure_model``, ``configure_optimizers``,
     ``on_fit_start`` and ``on_train_start``. For each optimizer step, the data module calls ``begin_step``, and the
     Trainer calls ``on_train_batch_start`` and ``training_step``. At the end of the fit, the Trainer calls ``teardown``.
-    This class has the hooks of each step. Its base class :class:`BaseModule` has all other hooks, including those of
-    evaluation and checkpoints.
+    This class defines the hooks of each step. Its base class :class:`BaseModule` defines all other hooks, including
+    those of evaluation and checkpoints.
 
     Args:
         policy: Name or path of a causal language model, or a callable that builds one.
@@ -135,7 +135,7 @@ class RLLightningModule(BaseModule):
     @override
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
-        """Make the rollout for the step index, unless it is the current rollout."""
+        """Make the rollout for the step index, unless it is the current rollout or is skipped."""
         if batch.rollout in self.fault_tolerance.skip_rollouts:
             self.run.skip_rollout(batch)
         elif self.run.lacks_rollout(batch):

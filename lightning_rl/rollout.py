@@ -23,8 +23,8 @@ GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to th
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum over the vocabulary of squared old probabilities
 # In ``token_extras``, for each response token: k = 1, 2, ... if the policy sampled it in turn k; 0 if the environment
-# appended it, such as the result of a tool; -k if it belongs to a new context. After turn k, the environment discarded
-# all tokens so far and put the new context in their place, see :func:`context_starts`.
+# appended it, such as the result of a tool; -k if it belongs to a new context that the environment
+# started after turn k. Later tokens do not attend to the tokens before the new context (:func:`context_starts`).
 TURNS = "turns"
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
