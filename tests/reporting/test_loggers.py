@@ -86,7 +86,7 @@ def test_mlflow_holds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     train(logger)
     client, run = logger.experiment, str(logger.run_id)
     assert [entry.step for entry in client.get_metric_history(run, "reward/task")] == [1, 3, 5]
-    assert client.get_run(run).data.params["module/minibatches"] == "2"
+    assert client.get_run(run).data.params["module/minibatches_per_rollout"] == "2"
     table = client.load_table(str(logger.experiment_id), "samples.json", [run])
     assert table["rollout"].tolist() == [0, 0, 2, 2]
     check_rows(list(table), table.values.tolist())
