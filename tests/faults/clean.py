@@ -34,7 +34,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from faults.fault import STEPS, Fault, made
+from faults.fault import STEPS, Fault, correction
 from faults.runs import audit_run
 from lightning_rl import (
     GAE,
@@ -304,13 +304,15 @@ CONFIGURATIONS: tuple[Fault, ...] = (
     configuration("a group mean as a function", {"advantages": centred, "rewards": fraction(0.3)}),
     configuration("a biased deviation", {"advantages": GRPO(unbiased=False, epsilon=1e-4), "rewards": fraction(1e-3)}),
     configuration("a loss as a function", {"loss": own_surrogate, **MANY_STEPS}),
-    configuration("a figure over unsure and over good tokens", MANY_STEPS, lambda: [made(metrics=unsure_tokens)()]),
+    configuration(
+        "a figure over unsure and over good tokens", MANY_STEPS, lambda: [correction(metrics=unsure_tokens)()]
+    ),
     configuration(
         "weights by the difficulty of a prompt",
         STEPS,
-        lambda: [made(token_weight=difficulty, provide=provided_difficulty, compares_rows=True)()],
+        lambda: [correction(token_weight=difficulty, provide=provided_difficulty, compares_rows=True)()],
     ),
-    configuration("a mask by the place of a token", STEPS, lambda: [made(token_mask=ends_alone)()]),
+    configuration("a mask by the place of a token", STEPS, lambda: [correction(token_mask=ends_alone)()]),
     configuration("adapters", {"policy": lora}, lambda: [KL()]),
     configuration("embeddings frozen by the user", {"policy": partly_frozen, **STEPS}),
     configuration("a rollout generated ahead", {"max_staleness": 1, **STEPS}, lambda: [TruncatedIS(), IcePop()]),

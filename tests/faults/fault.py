@@ -59,15 +59,15 @@ class Fault:
         return self.callbacks(), {**self.options, **{key: make() for key, make in self.fresh.items()}}, self.data()
 
 
-def made(**members: Any) -> Callable[[], RLCallback]:
-    """Return a maker of callbacks of functions of the rollout or view, with the name of the first of them."""
+def correction(**members: Any) -> Callable[[], RLCallback]:
+    """Return a factory of corrections with these functions as methods; the name is that of the first function."""
     return partial(callback_of, next(iter(members.values())).__name__, **members)
 
 
-def hooked(**hooks: Callable[..., None]) -> Callable[[], Callback]:
-    """Return a maker of callbacks of Lightning of functions, with the name of the first of them."""
-    bodies = {hook: lambda _self, *given, body=body, **_: body(*given) for hook, body in hooks.items()}
-    return type(next(iter(hooks.values())).__name__, (Callback,), bodies)
+def hooks(**functions: Callable[..., None]) -> Callable[[], Callback]:
+    """Return a Lightning callback class with these functions as hooks; the name is that of the first function."""
+    bodies = {hook: lambda _self, *given, body=body, **_: body(*given) for hook, body in functions.items()}
+    return type(next(iter(functions.values())).__name__, (Callback,), bodies)
 
 
 def user(name: str, *makers: Callable[[], Callback], culprit: str | None = None, **given: Any) -> Fault:

@@ -24,7 +24,7 @@ import lightning_rl.policy.lora
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.rollouts.sample
 import lightning_rl.update
-from faults.fault import OLD_TO_ROLLOUT, PPO, Fault, engine, hooked, made, user
+from faults.fault import OLD_TO_ROLLOUT, PPO, Fault, correction, engine, hooks, user
 from faults.patches import after
 from lightning_rl import (
     ClippedSurrogate,
@@ -627,10 +627,10 @@ ALL: tuple[Fault, ...] = (
     # token masks that average
     user(
         "mask that divides by what it keeps of a microbatch",
-        made(token_weight=renormalizes),
+        correction(token_weight=renormalizes),
         options={"max_tokens_per_microbatch": 24},
     ),
-    user("mask that divides by what it keeps of a response", made(token_weight=renormalizes_rows)),
+    user("mask that divides by what it keeps of a response", correction(token_weight=renormalizes_rows)),
     library(
         "masks of two callbacks averaged",
         "loss|halving|headless|corrections",
@@ -680,7 +680,7 @@ ALL: tuple[Fault, ...] = (
     ),
     user(
         "importance weight to the reference",
-        made(
+        correction(
             token_weight=weight_to_reference, reads_at_loss=("old_logprobs", "ref_logprobs"), ratio=("old", "rollout")
         ),
         reference_in_loss,
@@ -728,7 +728,7 @@ ALL: tuple[Fault, ...] = (
     ),
     loss("loss scaled by the response's share of the sequence", share_of_response),
     # an entropy bonus with the wrong sign
-    user("entropy added to the loss", made(loss_term=low_entropy, trains_entropy=True)),
+    user("entropy added to the loss", correction(loss_term=low_entropy, trains_entropy=True)),
     user("entropy bonus with the wrong sign", lambda: EntropyPenalty(0.05)),
     library(
         "entropy bonus subtracted by the library",
@@ -737,11 +737,11 @@ ALL: tuple[Fault, ...] = (
         lambda: EntropyBonus(0.05),
     ),
     # weights that collapse
-    user("weights of about 0", made(token_weight=probability_as_weight, **OLD_TO_ROLLOUT)),
-    user("weights at their cap", made(token_weight=always_capped, **OLD_TO_ROLLOUT)),
+    user("weights of about 0", correction(token_weight=probability_as_weight, **OLD_TO_ROLLOUT)),
+    user("weights at their cap", correction(token_weight=always_capped, **OLD_TO_ROLLOUT)),
     user(
         "weights of about 0 without a declared ratio",
-        made(token_weight=vanishing_weight, reads_at_loss=("old_logprobs",)),
+        correction(token_weight=vanishing_weight, reads_at_loss=("old_logprobs",)),
     ),
     engine("cumulative log-probabilities", CumulativeLogprobs, callbacks=lambda: [TruncatedIS()]),
     # a shaped reward logged as the task's
@@ -757,13 +757,13 @@ ALL: tuple[Fault, ...] = (
         [after(lightning_rl.rollouts.estimate_signal, "estimate_advantages", scores_as_rewards)],
         short,
     ),
-    user("shaped reward on its way into the logger", hooked(on_fit_start=renames_for_dashboard), short),
+    user("shaped reward on its way into the logger", hooks(on_fit_start=renames_for_dashboard), short),
     user("shaped reward written into the logger", WritesShaped, short),
     # k2 logged and k3 trained
     user("k2 logged by a subclass that trains k3", lambda: LogsK2(0.1, as_loss=True)),
     user(
         "k2 logged by a user's KL that trains k3",
-        made(loss_term=near_reference, metrics=near_reference_metrics, reads_at_loss=("ref_logprobs",)),
+        correction(loss_term=near_reference, metrics=near_reference_metrics, reads_at_loss=("ref_logprobs",)),
     ),
     library(
         "KL of the reference logged as k2",

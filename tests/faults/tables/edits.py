@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from faults.fault import PPO, STEPS, Fault, made, user
+from faults.fault import PPO, STEPS, Fault, correction, user
 from lightning_rl import LossView, RLCallback, Rollout
 from lightning_rl.advantages import Advantages, RewardSignal
 from lightning_rl.advantages.group_relative import DrGRPO
@@ -101,9 +101,9 @@ FAULTS: tuple[Fault, ...] = (
         culprit="reference_kl",
         options={**PPO, **STEPS},
     ),
-    user("a reward mask that clips an array", made(reward_mask=numpy_mask)),
-    user("an observer that sorts an array", made(observe=sorting_observer)),
-    user("a weight that scales advantages in an array", made(token_weight=numpy_weight)),
+    user("a reward mask that clips an array", correction(reward_mask=numpy_mask)),
+    user("an observer that sorts an array", correction(observe=sorting_observer)),
+    user("a weight that scales advantages in an array", correction(token_weight=numpy_weight)),
     user("another storage for the advantages between steps", SetBetween, options=STEPS),
     user("a provided array that goes on changing", LivingArray, options={**STEPS, "advantages": "dr_grpo"}),
     Fault("a loss that clips the advantages of the view", "clipping_loss", options={"loss": clipping_loss}),

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
-from faults.fault import SMALL, STEPS, Fault, hooked, made, user
+from faults.fault import SMALL, STEPS, Fault, correction, hooks, user
 from lightning_rl import LossView, RLLightningModule
 from lightning_rl.policy import Plan
 
@@ -92,14 +92,14 @@ def halved_by_the_module(self: RLLightningModule) -> None:
 
 
 FAULTS: tuple[Fault, ...] = (
-    user("a hook that halves gradients after the backward", hooked(on_after_backward=halved_gradients), options=SMALL),
+    user("a hook that halves gradients after the backward", hooks(on_after_backward=halved_gradients), options=SMALL),
     Fault(
         "a module's own hook that halves gradients",
         "on_after_backward",
         options=SMALL,
         patches=[patch.object(RLLightningModule, "on_after_backward", halved_by_the_module)],
     ),
-    user("a hook that clips again", hooked(on_before_optimizer_step=clipped_again)),
+    user("a hook that clips again", hooks(on_before_optimizer_step=clipped_again)),
     user("averaged weights left in place", AveragedWeights),
     user(
         "averaged weights not put back after validation",
@@ -110,19 +110,19 @@ FAULTS: tuple[Fault, ...] = (
     ),
     user(
         "weights rounded when they are saved",
-        hooked(on_save_checkpoint=rounded_at_save),
+        hooks(on_save_checkpoint=rounded_at_save),
         partial(ModelCheckpoint, every_n_train_steps=1),
         check="quiet_hooks",
         trainer={"enable_checkpointing": True},
     ),
     user(
         "the optimizer's state cleared at each epoch",
-        hooked(on_train_epoch_start=cleared_state),
+        hooks(on_train_epoch_start=cleared_state),
         check="quiet_hooks",
         data=lambda: tiny_prompts(8, 4),
         trainer={"max_epochs": 3},
     ),
-    user("a hook that ends learning by the rate", hooked(on_train_batch_start=patient_rate)),
-    user("a hook that trims the plan", hooked(on_train_batch_start=trimmed_plan), options={**STEPS, **SMALL}),
-    user("a mask by the place in a microbatch", made(token_mask=every_other_row)),
+    user("a hook that ends learning by the rate", hooks(on_train_batch_start=patient_rate)),
+    user("a hook that trims the plan", hooks(on_train_batch_start=trimmed_plan), options={**STEPS, **SMALL}),
+    user("a mask by the place in a microbatch", correction(token_mask=every_other_row)),
 )

@@ -12,7 +12,7 @@ import lightning_rl.algorithm
 import lightning_rl.metrics
 import lightning_rl.module
 import lightning_rl.rollouts.estimate_signal
-from faults.fault import PPO, SMALL, STEPS, Fault, hooked, user
+from faults.fault import PPO, SMALL, STEPS, Fault, hooks, user
 from faults.patches import after, logging
 from lightning_rl import Rollout, Stat
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
@@ -173,5 +173,5 @@ FAULTS: tuple[Fault, ...] = (
             )
         ],
     ),
-    user("a hook that rescales what waits to be logged", hooked(on_before_optimizer_step=percent)),
+    user("a hook that rescales what waits to be logged", hooks(on_before_optimizer_step=percent)),
 )

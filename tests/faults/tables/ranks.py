@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.rollouts.generator
-from faults.fault import Fault, made, user
+from faults.fault import Fault, correction, user
 from faults.patches import after
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.data import Prompt
@@ -65,7 +65,10 @@ FAULTS: tuple[Fault, ...] = (
         ranks=2,
     ),
     user(
-        "a user's figure that is the mean of two ranks' best", made(rollout_metrics=best_of_rank), options=SLOW, ranks=2
+        "a user's figure that is the mean of two ranks' best",
+        correction(rollout_metrics=best_of_rank),
+        options=SLOW,
+        ranks=2,
     ),
     user("a coefficient that each of two ranks adapts by itself", OwnCoefficient, options=SLOW, ranks=2),
 )

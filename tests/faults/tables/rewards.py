@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.advantages.gae
-from faults.fault import OLD_TO_ROLLOUT, Fault, made, user
+from faults.fault import OLD_TO_ROLLOUT, Fault, correction, user
 from faults.patches import after
 from lightning_rl import GAE, LossView, PromptDataModule
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
@@ -227,13 +227,13 @@ FAULTS: tuple[Fault, ...] = (
     Fault("returns that are the critic's own values", "OwnReturns", options={**PPO, "advantages": OwnReturns()}),
     user(
         "a weight that says old and takes the current policy",
-        made(token_weight=says_old, **OLD_TO_ROLLOUT),
+        correction(token_weight=says_old, **OLD_TO_ROLLOUT),
         options=TWICE_OVER,
     ),
-    user("a weight that is upside down", made(token_weight=upside_down, **OLD_TO_ROLLOUT), **STALE),
+    user("a weight that is upside down", correction(token_weight=upside_down, **OLD_TO_ROLLOUT), **STALE),
     user(
         "a second weight of the same ratio that declares none",
-        made(token_weight=says_nothing, reads_at_loss=("rollout_logprobs", "old_logprobs")),
+        correction(token_weight=says_nothing, reads_at_loss=("rollout_logprobs", "old_logprobs")),
         TruncatedIS,
         **STALE,
     ),

@@ -12,7 +12,7 @@ import lightning_rl.policy.attention
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.update
 from faults import parts, patches
-from faults.fault import PPO, SMALL, STEPS, Fault, engine, made, rows, user
+from faults.fault import PPO, SMALL, STEPS, Fault, correction, engine, rows, user
 from faults.patches import after
 from lightning_rl import ClippedSurrogate, Rollout, Stat
 from lightning_rl.algorithm import Algorithm
@@ -217,14 +217,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     user(
         "ratio counted twice",
-        made(token_weight=parts.twice, reads_at_loss=("rollout_logprobs",)),
+        correction(token_weight=parts.twice, reads_at_loss=("rollout_logprobs",)),
         culprit="twice.token_weight",
         check="joint_ratio",
         options=STEPS,
     ),
     user(
         "weights that leave one token",
-        made(token_weight=parts.exploding),
+        correction(token_weight=parts.exploding),
         culprit="exploding.token_weight",
         check="weights_keep_samples",
     ),
@@ -335,7 +335,7 @@ FAULTS: tuple[Fault, ...] = (
     user(
         "masked values not cleaned",
         KL,
-        made(loss_term=parts.log_outside),
+        correction(loss_term=parts.log_outside),
         culprit="",
         check="loss_masked_values",
         options=STEPS,

@@ -10,7 +10,7 @@ from kit.support import tiny_prompts
 from torch import Tensor
 from typing_extensions import override
 
-from faults.fault import Fault, made, user
+from faults.fault import Fault, correction, user
 from lightning_rl import LossView, RLCallback, Rollout, Stat
 
 LONGEST = 24
@@ -112,39 +112,40 @@ PAIRS = {"group_size": 2}
 
 
 FAULTS: tuple[Fault, ...] = (
-    user("a reward mask that takes the widest row for truncated", made(reward_mask=width_mask), options=RAGGED),
-    user("a reward mask by the mean length of a rank", made(reward_mask=not_too_long), options=RAGGED),
-    user("a filter by the padded width", made(keep_groups=short_groups), options=RAGGED),
+    user("a reward mask that takes the widest row for truncated", correction(reward_mask=width_mask), options=RAGGED),
+    user("a reward mask by the mean length of a rank", correction(reward_mask=not_too_long), options=RAGGED),
+    user("a filter by the padded width", correction(keep_groups=short_groups), options=RAGGED),
     user(
         "a filter that reshapes by another group size",
-        made(keep_groups=fours_with_spread),
+        correction(keep_groups=fours_with_spread),
         options=PAIRS,
         data=lambda: tiny_prompts(48, 8),
     ),
-    user("the longest tenth of a rank left out", made(exclude=longest_tenth), options=RAGGED),
+    user("the longest tenth of a rank left out", correction(exclude=longest_tenth), options=RAGGED),
     user(
-        "a difficulty from a list by position", made(token_weight=listed_difficulty, provide=provided_listed_difficulty)
+        "a difficulty from a list by position",
+        correction(token_weight=listed_difficulty, provide=provided_listed_difficulty),
     ),
     user(
         "a provided reward standardised on a rank",
-        made(token_weight=standardized_on_rank, provide=provided_standardized_on_rank),
+        correction(token_weight=standardized_on_rank, provide=provided_standardized_on_rank),
     ),
-    user("a bonus from a list by position", made(reward_bonus=listed_bonus)),
+    user("a bonus from a list by position", correction(reward_bonus=listed_bonus)),
     user(
         "a bonus that compares with the rows of a rank and does not say so",
-        made(reward_bonus=shorter_than_rank),
+        correction(reward_bonus=shorter_than_rank),
         options={"advantages": "reinforce_plus_plus"},
     ),
     user(
         "a token reward over the padded width",
-        made(token_reward=patience),
+        correction(token_reward=patience),
         options={**RAGGED, "advantages": "reinforce_plus_plus"},
     ),
-    user("a user's figure as a share of the padded width", made(rollout_metrics=fill), options=RAGGED),
-    user("a user's figure over every second row of a microbatch", made(metrics=upper_half)),
+    user("a user's figure as a share of the padded width", correction(rollout_metrics=fill), options=RAGGED),
+    user("a user's figure over every second row of a microbatch", correction(metrics=upper_half)),
     user(
         "a user's figure that is a mean of means",
-        made(metrics=mean_of_means),
+        correction(metrics=mean_of_means),
         options={"max_tokens_per_microbatch": 24},
     ),
     user("the length of right answers by the rewards of the row above", RightAnswers),

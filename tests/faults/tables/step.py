@@ -18,7 +18,7 @@ from typing_extensions import override
 
 import lightning_rl.module
 import lightning_rl.update
-from faults.fault import PPO, SMALL, STEPS, Fault, hooked, user
+from faults.fault import PPO, SMALL, STEPS, Fault, hooks, user
 from faults.patches import accumulating, after
 from lightning_rl import LossView, ValueLoss
 from lightning_rl.algorithm import Algorithm
@@ -245,7 +245,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("dropout in the update, without an old pass", "update|policy", patches=[in_update(with_dropout)]),
     Fault("the update sees the log-probabilities of the row above", "update|policy", patches=[in_update(of_row_above)]),
     Fault("a first layer cut off from the gradient", "parameter|policy|layers", options={"policy": cut_policy}),
-    user("gradients of norms forgotten before the step", hooked(on_before_optimizer_step=forgotten_gradients)),
+    user("gradients of norms forgotten before the step", hooks(on_before_optimizer_step=forgotten_gradients)),
     Fault(
         "gradients summed up in bfloat16",
         f"{UPDATE}|gradient",
@@ -297,7 +297,7 @@ FAULTS: tuple[Fault, ...] = (
         "optimizer|update|step",
         patches=[patch.object(LightningOptimizer, "step", step_twice)],
     ),
-    user("a hook that steps before the step", hooked(on_before_optimizer_step=steps_ahead)),
+    user("a hook that steps before the step", hooks(on_before_optimizer_step=steps_ahead)),
     Fault(
         "a constant rate of 0 by an integer division",
         "rate_in_whole_numbers|scheduler|rate|lr",
@@ -310,7 +310,7 @@ FAULTS: tuple[Fault, ...] = (
         "bfloat16|optimizer|parameter|weights",
         options={"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=1e-6)},
     ),
-    user("moments forgotten before every step", hooked(on_before_optimizer_step=forgotten_moments)),
+    user("moments forgotten before every step", hooks(on_before_optimizer_step=forgotten_moments)),
     Fault(
         "a gradient that is never cleared",
         f"{UPDATE}|optimizer|gradient",
