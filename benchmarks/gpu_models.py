@@ -32,7 +32,7 @@ DENSE_PEAK = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, 
 """FLOP a second of bfloat16 without sparsity, as data sheets say."""
 
 CONVENTIONS = ("causal attention", "full attention")
-"""What of the scores an MFU counts: half of them, as a causal kernel computes, or all, as 6 N + 12 L h T does."""
+"""Attention scores that an MFU counts: half of them, as a causal kernel computes, or all, as 6 N + 12 L h T does."""
 
 
 def random_model(

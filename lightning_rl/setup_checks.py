@@ -100,7 +100,8 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     rewards, critic = Rewards.of(options["rewards"]), Critic.of(options["critic"])
     conversations = Conversations.of(options["environment"])
     sources: dict[str, Any] = {name: import_by_name(**{name: options[name]}) for name in ("policy", "reference")}
-    sources |= {"critic": None if critic is None else import_by_name(critic=critic.source)}
+    critic = critic and replace(critic, source=import_by_name(critic=critic.source))
+    sources["critic"] = critic and critic.source
     check_sources(**sources)
     if conversations is not None:
         conversations = conversations.resolve()
@@ -109,7 +110,7 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **options,
         **sources,
-        "critic": None if critic is None else replace(critic, source=sources["critic"]),
+        "critic": critic,
         "rewards": rewards,
         "environment": conversations,
         "advantages": resolve_advantages(import_by_name(advantages=options["advantages"])),

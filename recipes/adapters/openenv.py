@@ -17,7 +17,7 @@ from lightning_rl.processes.errors import CallError
 from lightning_rl.utils.arguments import check_texts
 
 UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, RecursionError)
-"""What ``parse`` may raise of a text that is no action; errors of pydantic and JSON are ValueErrors."""
+"""Errors that ``parse`` may raise for a text without an action; errors of pydantic and JSON are ValueErrors."""
 
 
 class Observed(NamedTuple):

@@ -16,7 +16,7 @@ STEPS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
 SMALL: dict[str, Any] = {"max_tokens_per_microbatch": 24}
 PPO: dict[str, Any] = {"advantages": GAE(), "critic": "shared"}
 OLD_TO_ROLLOUT: dict[str, Any] = {"reads_at_loss": ("old_logprobs", "rollout_logprobs"), "ratio": ("old", "rollout")}
-"""What a weight declares that is the ratio of the policy before the update to the engine's."""
+"""Attributes of a correction whose weight is the ratio of the old policy to the engine's."""
 
 
 @dataclass(frozen=True)

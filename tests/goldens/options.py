@@ -62,7 +62,7 @@ IMPLICIT: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
     "std_ddof": lambda value: {"unbiased": bool(value)},
     "masked_positions": lambda value: {"steps": MASKED[value]} if value in MASKED else {},
 }
-"""What a record says of a function's constants, as changes of the peer's conventions."""
+"""Constants that a record states for a function, as changes of the peer's conventions."""
 
 MASKED: Mapping[str, Steps] = {
     "carried through": "valid",
@@ -108,7 +108,7 @@ KL_NAMES = {
     2: "k3",
     3: "k1",
 }
-"""What peers call an estimator, where that differs from our name; 3 is k1 times the importance ratio."""
+"""Peers' names of estimators that differ from ours; 3 is k1 times the importance ratio."""
 
 
 def peer_of(case: Case) -> Peer:

@@ -43,10 +43,10 @@ def verdict(case: Case) -> Verdict:
         return Verdict(case, Status.NOT_OFFERED, str(reason))
     except Exception as error:  # noqa: BLE001 - an exception fails this case alone
         return Verdict(case, Status.FAILED, f"call  {type(error).__name__}: {error}".splitlines()[0])
-    return _compared(case, outputs)
+    return _compare(case, outputs)
 
 
-def _compared(case: Case, outputs: Outputs) -> Verdict:
+def _compare(case: Case, outputs: Outputs) -> Verdict:
     compared: dict[str, Difference] = {}
     for name, field in case.outputs.items():
         if name in outputs:

@@ -25,7 +25,7 @@ from lightning_rl.callbacks import AdaptiveKL, EntropyBonus, TruncatedIS
 from lightning_rl.checkpointing import latest_checkpoint
 
 RANKS = {"plain": 1, "ahead": 1, "ddp": 2, "fsdp2": 2}
-"""How many processes each kind of run has."""
+"""Number of processes of each kind of run."""
 
 
 class Started(RLCallback):

@@ -28,7 +28,7 @@ from lightning_rl.metrics import is_of_the_clock
 
 Result = dict[str, Any]
 Sample = tuple[tuple[int, ...], tuple[bool, ...], int, float]
-"""What was said, which of it by the policy, why it ended and what it was worth."""
+"""Token ids of a response, its action mask, finish reason and reward."""
 
 
 class Watch(RLCallback):

@@ -336,7 +336,7 @@ def probability_as_weight(view: LossView) -> Tensor:
     return old.sum(1, keepdim=True).exp().clamp(max=2.0).expand_as(old)
 
 
-def always_capped(view: LossView) -> Tensor:
+def constant_weight(view: LossView) -> Tensor:
     old, rollout = view.require("old_logprobs"), view.require("rollout_logprobs")
     return (old - 4 * rollout + 0.5).exp().clamp(max=1.5)
 
@@ -738,7 +738,7 @@ ALL: tuple[Fault, ...] = (
     ),
     # weights that collapse
     user("weights of about 0", correction(token_weight=probability_as_weight, **OLD_TO_ROLLOUT)),
-    user("weights at their cap", correction(token_weight=always_capped, **OLD_TO_ROLLOUT)),
+    user("weights at their cap", correction(token_weight=constant_weight, **OLD_TO_ROLLOUT)),
     user(
         "weights of about 0 without a declared ratio",
         correction(token_weight=vanishing_weight, reads_at_loss=("old_logprobs",)),

@@ -217,12 +217,12 @@ FAULTS: dict[str, Any] = {
     "label-of-half": lambda answer: changed(
         answer, weight_versions=[{**answer["choices"][0]["weight_versions"][0], "end": 2}]
     ),
-    "never-pushed": lambda answer: relabelled(answer, number=7),
-    "other-version": lambda answer: relabelled(answer, version=7),
+    "never-pushed": lambda answer: relabel(answer, number=7),
+    "other-version": lambda answer: relabel(answer, version=7),
 }
 
 
-def relabelled(answer: Answer, **fields: Any) -> Answer:
+def relabel(answer: Answer, **fields: Any) -> Answer:
     assert isinstance(answer, dict)
     (span,) = answer["choices"][0]["weight_versions"]
     label = Label.read(span["version"])
