@@ -48,7 +48,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test test-all test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
+.PHONY: help install demo test test-all test-vllm-nightly test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,8 +61,11 @@ demo: $(INSTALLED) ## Train a tiny model on a laptop
 test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
-test-all: test-verifiers test-adapters test-loggers test-liger test-launch bench-trl $(VLLM_INSTALLED) ## Every test that make test and make test-vllm leave out
+test-all: $(INSTALLED) $(VLLM_INSTALLED) $(ADAPTERS:%=.venv-adapters/%/.installed) ## Every test that make test and make test-vllm leave out
+	$(MAKE) --jobs=$(WORKERS) --output-sync=target test-vllm-nightly test-adapters test-verifiers bench-trl test-loggers test-liger test-launch
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
+
+test-vllm-nightly: $(VLLM_INSTALLED)
 	$(VLLM_BIN)/pytest $(WATCHED) -m nightly tests/vllm
 
 test-mutations: $(INSTALLED) ## Inject known silent bugs into a copy, one at a time; a test must fail for each
@@ -95,12 +98,12 @@ bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL 
 docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a warning or a dead link is an error
 	$(SITE_BIN)/python docs/site.py
 
-test-adapters: $(ADAPTERS:%=.venv-adapters/%/.installed) ## Tests of the adapters, each with its package in a separate environment
-	for extra in $(ADAPTERS); do \
-		.venv-adapters/$$extra/bin/python -m pytest -m "not nightly" tests/recipes/test_$${extra//-/_}.py; \
-		.venv-adapters/$$extra/bin/python -m pytest -m "not nightly" tests/test_docs_blocks.py -k environments.md; \
-		[ $$extra != reasoning-gym ] || .venv-adapters/$$extra/bin/python -m pytest tests/recipes/test_every_recipe.py tests/recipes/test_gpu_commands.py -k reasoning; \
-	done
+test-adapters: $(ADAPTERS:%=test-%) ## Tests of the adapters, each with its package in a separate environment
+
+$(ADAPTERS:%=test-%): test-%: .venv-adapters/%/.installed
+	$(<D)/bin/python -m pytest -m "not nightly" tests/recipes/test_$(subst -,_,$*).py
+	$(<D)/bin/python -m pytest -m "not nightly" tests/test_docs_blocks.py -k environments.md
+	[ $* != reasoning-gym ] || $(<D)/bin/python -m pytest tests/recipes/test_every_recipe.py tests/recipes/test_gpu_commands.py -k reasoning
 
 test-oldest: build/uv ## The tests of each commit with the oldest version of everything that pyproject.toml allows
 	$(RESOLVE) --resolution lowest-direct --no-annotate pyproject.toml -o build/oldest.txt

@@ -151,15 +151,17 @@ class CommonPrompts(NamedTuple):
 
 def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
     """Return the prompts that the first row of a group shares with others, including their extras."""
+    number, inputs = torch.arange(len(sequences.row), device=sequences.row.device), (sequences.lengths - 1).clamp(min=1)
+    if rows.prompt_lengths.sum() < WORTH * inputs.sum():  # all prompts together are too few tokens
+        return CommonPrompts(number, torch.zeros_like(number))
     first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
     outside = torch.arange(rows.prompt_ids.shape[1], device=first.device) >= rows.prompt_lengths[:, None]
     alike = rows.prompt_lengths == rows.prompt_lengths[first]
     for tensor in (rows.prompt_ids, *rows.prompt_extras.values()):
         same = tensor == tensor.index_select(0, first)
         alike &= (same.flatten(2).all(-1) if same.dim() > 2 else same).logical_or_(outside).all(-1)
-    number, begins = torch.arange(len(sequences.row), device=first.device), (sequences.begin == 0).nonzero()[:, 0]
+    begins = (sequences.begin == 0).nonzero()[:, 0]
     lender = number.index_put((begins,), torch.where(alike, begins[first], begins))
-    inputs = (sequences.lengths - 1).clamp(min=1)
     tokens = torch.minimum(torch.minimum(inputs, inputs[lender]), rows.prompt_lengths[sequences.row])
     saved = torch.where(lender == number, 0, tokens)
     return CommonPrompts(lender, saved * (saved.sum() >= WORTH * inputs.sum()))

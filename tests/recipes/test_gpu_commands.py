@@ -52,7 +52,7 @@ COMMANDS = sorted(
     and (path.stem not in LAPTOP or "--engine vllm" in command)
 )
 MACHINES: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
-SIZES = {"rollouts": 1, "prompts_per_rollout": 4, "max_new_tokens": 8, "samples": 2, "warm_start": 4}
+SIZES = {"rollouts": 1, "prompts_per_rollout": 4, "max_new_tokens": 8, "samples": 2, "warm_start": 4, "rows": 64}
 EXTRAS = {"lora": "peft", "reasoning": "reasoning_gym"}
 
 

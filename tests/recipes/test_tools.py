@@ -19,7 +19,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tools.py"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_held_out_greedy_success_rises(seed: int, tmp_path: Path) -> None:
     command = [sys.executable, RECIPE, "--tiny", "--seed", str(seed)]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
