@@ -1,7 +1,6 @@
 """Collation of completions into the rows of a rollout; tokens of an environment are not actions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 import torch
@@ -12,30 +11,24 @@ from lightning_rl.environments import ConversationRow, Turn
 from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, FinishReason, Rollout, pad_lists, pad_rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnRow:
-    """A row as lists of token ids, before collation.
-
-    Args:
-        row: Turns of the row.
-        group: Index of the prompt that it answers.
-        sample_id: Identity of the sample.
-        finish: Reason why generation ended.
-    """
-
-    row: ConversationRow
-    group: int
-    sample_id: int
-    finish: FinishReason
-
-
 def lay_out(
-    rows: Sequence[DrawnRow], *, dtype: torch.dtype, recorded: frozenset[str], logprobs: bool, turns: bool
+    rows: Sequence[ConversationRow],
+    *,
+    groups: Sequence[int],
+    sample_ids: Sequence[int],
+    finish: Sequence[FinishReason],
+    dtype: torch.dtype,
+    recorded: frozenset[str],
+    logprobs: bool,
+    turns: bool,
 ) -> Rollout:
     """Return a rollout without rewards; only tokens that the policy sampled are actions and have a log-probability.
 
     Args:
-        rows: Rows of this rank.
+        rows: Turns of each row of this rank.
+        groups: Prompt index of each row.
+        sample_ids: Id of each row.
+        finish: Finish reason of each row.
         dtype: Dtype of rewards and log-probabilities.
         recorded: Names of the per-token extras that completions hold.
         logprobs: True if completions hold log-probabilities.
@@ -44,18 +37,11 @@ def lay_out(
     Raises:
         ValueError: If a completion lacks values that its engine promised.
     """
-    talks = [drawn.row for drawn in rows]
-    rollout = Rollout.of_samples(
-        [talk.prompt_ids for talk in talks],
-        [talk.response_ids for talk in talks],
-        groups=[drawn.group for drawn in rows],
-        sample_ids=[drawn.sample_id for drawn in rows],
-        finish=[drawn.finish for drawn in rows],
-        dtype=dtype,
-    )
-    answers, numbers = [turn for talk in talks for turn in talk.turns], rollout.action_mask.long()
+    prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
+    rollout = Rollout.of_samples(prompts, responses, groups=groups, sample_ids=sample_ids, finish=finish, dtype=dtype)
+    answers, numbers = [turn for row in rows for turn in row.turns], rollout.action_mask.long()
     if turns:
-        numbers = pad_lists([talk.turn_numbers for talk in talks], torch.int64)[0]
+        numbers = pad_lists([row.turn_numbers for row in rows], torch.int64)[0]
     drawn = numbers > 0
 
     def spread(values: Tensor, fill: float = 0) -> Tensor:
@@ -64,7 +50,7 @@ def lay_out(
             raise ValueError(f"expected a value for each of {number} sampled tokens from the engine, got {len(values)}")
         return values.new_full(drawn.shape, fill).masked_scatter_(drawn, values)
 
-    extras = {name: _pad(talks, name, _token_extra) for name in sorted(recorded)}
+    extras = {name: _pad(rows, name, _token_extra) for name in sorted(recorded)}
     if turns:
         extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(answers).to(dtype))}
     return rollout.replace(
@@ -73,15 +59,15 @@ def lay_out(
         policy_version=spread(_versions(answers), -1),
         rollout_logprobs=spread(_logprobs(answers).to(dtype)) if logprobs else None,
         token_extras=extras,
-        prompt_extras={name: _pad(talks, name, _prompt_extra) for name in sorted(recorded & {ROUTES})},
+        prompt_extras={name: _pad(rows, name, _prompt_extra) for name in sorted(recorded & {ROUTES})},
     )
 
 
 def _pad(
-    talks: Sequence[ConversationRow], name: str, extra_of: Callable[[ConversationRow, str], Tensor | None]
+    rows: Sequence[ConversationRow], name: str, extra_of: Callable[[ConversationRow, str], Tensor | None]
 ) -> Tensor:
     """Pad one extra of all rows to a tensor, with 0 where a row lacks it."""
-    values = [extra_of(talk, name) for talk in talks]
+    values = [extra_of(row, name) for row in rows]
     known = next((value for value in values if value is not None), torch.zeros(0, dtype=torch.uint8))
     empty = known.new_zeros(0, *known.shape[1:])
     return pad_rows([empty if value is None else value for value in values], known.dtype)[0]

@@ -36,7 +36,7 @@ from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.subprocess_reward import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
-from lightning_rl.rollouts.collate import DrawnRow, lay_out
+from lightning_rl.rollouts.collate import lay_out
 
 GREEDY_IDS = 2**62  # first sample id of greedy completions; larger than that of any sample that trains
 
@@ -343,22 +343,26 @@ class Sampler:
         return self._start_rewards(self._samples(requests, self.converse(requests.by_prompt)))
 
     def _samples(self, requests: SampleRequests, transcripts: Sequence[Transcript]) -> Samples:
-        size = len(requests.requests)
-        drawn = [
-            DrawnRow(row=each.row, group=prompt.index, sample_id=request.sample_id, finish=each.finish)
-            for (prompt, request), each in zip(requests.by_prompt, transcripts, strict=True)
-        ]
+        size, asked = len(requests.requests), requests.by_prompt
         return Samples(
             prompts=requests.prompts,
-            rows=self._lay_out(drawn[:size]),
-            greedy=None if requests.greedy is None else self._lay_out(drawn[size:]),
+            rows=self._lay_out(asked[:size], transcripts[:size]),
+            greedy=None if requests.greedy is None else self._lay_out(asked[size:], transcripts[size:]),
             pairs=[pair for each in transcripts for pair in each.pairs],
             outcomes=() if self.environments is None else [each.outcome for each in transcripts],
         )
 
-    def _lay_out(self, drawn: Sequence[DrawnRow]) -> Rollout:
-        logprobs, turns = self.engine.capabilities.returns_logprobs, self.environments is not None
-        rows = lay_out(drawn, dtype=self.dtype, recorded=self.engine.extras, logprobs=logprobs, turns=turns)
+    def _lay_out(self, asked: Sequence[tuple[Prompt, Request]], transcripts: Sequence[Transcript]) -> Rollout:
+        rows = lay_out(
+            [each.row for each in transcripts],
+            groups=[prompt.index for prompt, _ in asked],
+            sample_ids=[request.sample_id for _, request in asked],
+            finish=[each.finish for each in transcripts],
+            dtype=self.dtype,
+            recorded=self.engine.extras,
+            logprobs=self.engine.capabilities.returns_logprobs,
+            turns=self.environments is not None,
+        )
         masks = rows.token_extras.get(SAMPLING_MASK)
         if masks is not None and not (holds(masks, rows.response_ids) | ~rows.action_mask).all():
             name = type(self.engine).__name__

@@ -130,7 +130,7 @@ def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Roll
     return rollout.replace(token_extras={**rollout.token_extras, TURN_REWARDS: moved})
 
 
-def last_turn_lost(original: Any, self: Any, drawn: Sequence[Any]) -> Rollout:
+def last_turn_lost(original: Any, self: Any, asked: Any, transcripts: Sequence[Any]) -> Rollout:
     short = [
         dataclasses.replace(
             one,
@@ -140,9 +140,9 @@ def last_turn_lost(original: Any, self: Any, drawn: Sequence[Any]) -> Rollout:
         )
         if len(one.row.turns) > 2
         else one
-        for one in drawn
+        for one in transcripts
     ]
-    return original(self, short)
+    return original(self, asked, short)
 
 
 # Conversations.
