@@ -41,6 +41,7 @@ SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 latex2mathml==3.81.1
 SITE_BIN := .venv-docs/bin
 SITE_INSTALLED := .venv-docs/.installed
 ADAPTERS := gem openenv reasoning-gym textarena
+VLLM_NIGHTLY := $(shell grep -l mark.nightly tests/vllm/test_*.py)
 PYTHON_OF_GPU ?= $(BIN)/python
 LOCK := requirements.lock
 UV ?= uv==0.13.9
@@ -48,7 +49,7 @@ RESOLVED_TORCH ?= torch==2.13.0+cpu
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 
-.PHONY: help install demo test test-all test-vllm-nightly test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
+.PHONY: help install demo test test-all $(VLLM_NIGHTLY) test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,11 +63,11 @@ test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
 test-all: $(INSTALLED) $(VLLM_INSTALLED) $(ADAPTERS:%=.venv-adapters/%/.installed) ## Every test that make test and make test-vllm leave out
-	$(MAKE) --jobs=$(WORKERS) --output-sync=target test-vllm-nightly test-adapters test-verifiers bench-trl test-loggers test-liger test-launch
+	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-verifiers bench-trl test-loggers test-liger test-launch
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
 
-test-vllm-nightly: $(VLLM_INSTALLED)
-	$(VLLM_BIN)/pytest $(WATCHED) -m nightly tests/vllm
+$(VLLM_NIGHTLY): $(VLLM_INSTALLED)
+	$(VLLM_BIN)/pytest $(WATCHED) -m nightly $@
 
 test-mutations: $(INSTALLED) ## Inject known silent bugs into a copy, one at a time; a test must fail for each
 	$(BIN)/python -m tests.mutations

@@ -19,9 +19,8 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "tools.py"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(2))
-def test_held_out_greedy_success_rises(seed: int, tmp_path: Path) -> None:
-    command = [sys.executable, RECIPE, "--tiny", "--seed", str(seed)]
+def test_held_out_greedy_success_rises(tmp_path: Path) -> None:
+    command = [sys.executable, RECIPE, "--tiny"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     found = re.search(r"^val/greedy/pass@1 before=(\S+) after=(\S+)$", ran.stderr, re.MULTILINE)
     assert found, ran.stderr[-500:]
