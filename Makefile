@@ -62,7 +62,7 @@ demo: $(INSTALLED) ## Train a tiny model on a laptop
 test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
-test-all: $(INSTALLED) $(VLLM_INSTALLED) $(ADAPTERS:%=.venv-adapters/%/.installed) ## Every test that make test and make test-vllm leave out
+test-all: $(INSTALLED) ## Every test that make test and make test-vllm leave out
 	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-verifiers bench-trl test-loggers test-liger test-launch
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
 

@@ -34,6 +34,8 @@ def check_equal(folder: Path, undisturbed: Path) -> None:
     ("kind", "rank"),
     [
         ("ddp", 1),
+        ("ddp", 0),
+        ("fsdp2", 1),
         ("fsdp2", 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""The recipe of several turns learns on every seed, also ahead and on two ranks; trained environment tokens show."""
+"""The recipe of several turns learns on two seeds, also ahead and on two ranks; trained environment tokens show."""
 
 import csv
 import re

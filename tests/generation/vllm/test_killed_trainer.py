@@ -80,5 +80,5 @@ def check(folder: Path, moments: int, staleness: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_trainer_that_is_killed_five_times_with_two_servers_resumes_bitwise(staleness: int, tmp_path: Path) -> None:
-    check(tmp_path, 5, staleness)
+def test_a_trainer_that_is_killed_ten_times_with_two_servers_resumes_bitwise(staleness: int, tmp_path: Path) -> None:
+    check(tmp_path, 10, staleness)
