@@ -1,5 +1,7 @@
 """kill -9 of a rank or of a node under torchrun: the run comes back by itself, and ends as if nothing had happened."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,20 @@ def agents_of(folder: Path, kind: str, nodes: int) -> Agents:
     folder.mkdir()
     command = [killed_run.__file__, folder, kind, str(nodes), "1"]
     return Agents(folder, command, nodes=nodes, devices=RANKS // nodes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of undisturbed runs on one node, by kind."""
+
+    @cache
+    def run(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp("undisturbed") / kind
+        with agents_of(folder, kind, 1) as agents:
+            agents.finish()
+        return folder
+
+    return run
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
@@ -40,10 +56,8 @@ def check_equal(folder: Path, undisturbed: Path) -> None:
     ],
 )
 def test_a_rank_that_is_killed_comes_back_by_itself_and_the_run_ends_bitwise_equal(
-    kind: str, rank: int, tmp_path: Path
+    kind: str, rank: int, undisturbed: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with agents_of(tmp_path / "whole", kind, 1) as whole:
-        whole.finish()
     with agents_of(tmp_path / "killed", kind, 1) as killed:
         killed.wait_for("step=5.ckpt")
         lives = [killed.process(other) for other in range(RANKS)]
@@ -51,17 +65,17 @@ def test_a_rank_that_is_killed_comes_back_by_itself_and_the_run_ends_bitwise_equ
         killed.finish()
         lives += [killed.process(other) for other in range(RANKS)]
     assert len(set(lives)) == 2 * RANKS, "all ranks restarted"
-    check_equal(tmp_path / "killed", tmp_path / "whole")
+    check_equal(tmp_path / "killed", undisturbed(kind))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_node_that_is_lost_and_replaced_lets_the_run_end_bitwise_equal(kind: str, tmp_path: Path) -> None:
-    with agents_of(tmp_path / "whole", kind, 2) as whole:
-        whole.finish()
+def test_a_node_that_is_lost_and_replaced_lets_the_run_end_bitwise_equal(
+    kind: str, undisturbed: Callable[[str], Path], tmp_path: Path
+) -> None:
     with agents_of(tmp_path / "killed", kind, 2) as killed:
         killed.wait_for("step=5.ckpt")
         killed.kill_node()
         killed.start()
         killed.finish()
-    check_equal(tmp_path / "killed", tmp_path / "whole")
+    check_equal(tmp_path / "killed", undisturbed(kind))

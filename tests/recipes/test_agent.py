@@ -42,7 +42,7 @@ def run(folder: Path, *options: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", ["--seed 0", "--seed 1", "--max_staleness 1"])
+@pytest.mark.parametrize("options", ["--seed 1", "--max_staleness 1"])
 def test_held_out_greedy_success_rises(options: str, tmp_path: Path) -> None:
     run(tmp_path, *options.split())
 
@@ -55,9 +55,7 @@ def test_held_out_greedy_success_rises_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("leaks", [True, False])
 def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_the_audit(
-    leaks: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    leaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if leaks:
         lay_out = Sampler._lay_out  # noqa: SLF001
@@ -68,8 +66,11 @@ def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_
     for expected in ("the audit of rollout", "The number of training batches"):
         warnings.filterwarnings("ignore", expected)
     agent.main(seed=0)
-    first, *_, last = logprobs_of_the_environment(tmp_path)
-    assert last - first > 2 if leaks else abs(last - first) < 1.5
+    if leaks:
+        first, *_, last = logprobs_of_the_environment(tmp_path)
+        assert last - first > 2
+    else:
+        check(tmp_path, capsys.readouterr().out)
     assert {finding.check for finding in audit.findings} == ({"trained_tokens"} if leaks else set())
 
 

@@ -2,9 +2,6 @@
 
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,22 +9,21 @@ from typing import Any
 import pytest
 import torch
 from kit import killed_client
+from kit.forks import PATH, Fork
 from kit.scripted_server import ScriptedServer, servers
 
 HOLDS: dict[str, Any] = {"architecture": "Qwen2ForCausalLM"}
 LIMIT = 120  # seconds for anything
 
 
-def start(folder: Path, staleness: int, urls: list[str]) -> "subprocess.Popen[bytes]":
+def start(folder: Path, staleness: int, urls: list[str]) -> Fork:
     folder.mkdir(exist_ok=True)
-    tests = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
-    command = [sys.executable, killed_client.__file__, str(folder), str(staleness), *urls]
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    (folder / "log").touch()
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": PATH}
+    return Fork(0, [killed_client.__file__, str(folder), str(staleness), *urls], environment, folder / "log")
 
 
-def wait_for_start(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+def wait_for_start(process: Fork, folder: Path) -> None:
     end = time.monotonic() + LIMIT
     while not (folder / "started").exists():
         assert process.poll() is None and time.monotonic() < end, (folder / "log").read_text()[-2000:]
@@ -50,7 +46,7 @@ def kill_and_finish(folder: Path, staleness: int, urls: list[str], delay: float)
         wait_for_start(process, folder)
         time.sleep(delay)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait(LIMIT)
     finished = (folder / "result").exists()
     left = [path.name for path in (folder / "storage").iterdir()]
