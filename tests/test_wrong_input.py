@@ -186,6 +186,10 @@ NUMBERS: dict[str, Case] = {
         lambda: FaultTolerance(on_checkpoint_error="stop"),
         "on_checkpoint_error raise or warn, got 'stop'",
     ),
+    "two of FaultTolerance": (
+        fitted(FaultTolerance(), FaultTolerance(skip_rollouts=[1])),
+        "expected one FaultTolerance in callbacks=, got 2: pass all options to one",
+    ),
     "max_turn_tokens above all": (
         made(environment=Echo, max_turn_tokens=9),
         "expected max_turn_tokens of at most 8, the max_new_tokens of sampling .*, got 9: raise max_new_tokens, or",

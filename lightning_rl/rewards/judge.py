@@ -19,6 +19,7 @@ import regex
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, text_of
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_rows, check_text
+from lightning_rl.utils.http import check_key
 from lightning_rl.utils.terminal import visible
 
 TEMPLATE = """You are given a prompt and a response to it. Judge how well the response serves the user.
@@ -198,7 +199,7 @@ class Judge:
                 f"expected the key of {self.base_url} in the environment variable {self.api_key_env}, which is "
                 "not set: set it, name another with api_key_env=, or pass api_key_env=None without a key"
             )
-        return key
+        return check_key(key, self.base_url)
 
     def _body(self, prompt: Any, completion: Any, columns: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:
         text = text_of(completion).encode(errors="replace").decode()  # JSON cannot encode lone surrogates

@@ -203,6 +203,7 @@ class Rewards:
         total = torch.zeros(len(rows), dtype=torch.float64)
         applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
         raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=dtype) for name in self.by_name}
+        weighted: dict[str, Tensor] = {}
         for call in calls:
             missing = torch.tensor([value is None for value in call.values], dtype=torch.bool)
             exact = torch.tensor([math.nan if value is None else value for value in call.values], dtype=torch.float64)
@@ -210,9 +211,15 @@ class Rewards:
             raw[call.name] = torch.where(finite, exact, math.nan).to(dtype)
             if (weight := self.weights[call.name]) != 0:
                 applied, failed = applied | finite, failed | ~(finite | missing)
-                total = total + torch.where(finite, exact, 0.0) * weight
+                weighted[call.name] = torch.where(finite, exact, 0.0) * weight
+                total = total + weighted[call.name]
         _warn_of_no_value((~applied & ~failed).nonzero()[:, 0].tolist(), rows)
-        scored = applied & ~failed & torch.isfinite(total.to(dtype))
+        if (overflow := applied & ~failed & ~torch.isfinite(total.to(dtype))).any():
+            name = max(weighted, key=lambda name: float(weighted[name][overflow].abs().max()))
+            failure = Failure(tuple(overflow.nonzero()[:, 0].tolist()), f"makes a total reward too large for {dtype}")
+            calls = [call._replace(failures=[*call.failures, failure]) if call.name == name else call for call in calls]
+        failed = failed | overflow
+        scored = applied & ~failed
         return Scores(torch.where(scored, total, 0.0).to(dtype), raw, scored, failed, calls)
 
 

@@ -9,6 +9,7 @@ from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURN_REWARDS, TUR
 from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
+from lightning_rl.utils.naming import in_words
 
 
 def estimate_signal(
@@ -52,7 +53,9 @@ def estimate_advantages(
     if earned is not None:
         earned = torch.where(rollout.rewarded[:, None], earned, 0.0)
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens, earned)
-    _check_finite(shaped, rollout)  # before normalization spreads it to other samples
+    adding = [callback.name for callback in corrections.contributors("reward_bonus", "token_reward")]
+    cause = f"look at reward_bonus and token_reward of {in_words(adding)}" if adding else "look at the turn rewards"
+    _check_finite("rewards", shaped, rollout, cause)  # before normalization spreads it to other samples
     rewards = RewardSignal(
         scores=scores,
         rewarded=rollout.rewarded,
@@ -70,7 +73,8 @@ def estimate_advantages(
     )
     who = f"the estimator {estimator.name}"
     advantages, returns = corrections.call(who, estimator, rewards, shown=rewards.tensors)
-    _check_finite(advantages, rollout)
+    cause = "its rewards are finite, so look at the estimator, and at the values or log-probabilities that it reads"
+    _check_finite(f"advantages from {who}", advantages, rollout, cause)
     return rollout.replace(advantages=advantages, returns=returns), rewards
 
 
@@ -106,12 +110,9 @@ def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
     return place == first[index]
 
 
-def _check_finite(advantages: Tensor, rollout: Rollout) -> None:
-    if torch.isfinite(advantages).all():
+def _check_finite(what: str, values: Tensor, rollout: Rollout, cure: str) -> None:
+    if torch.isfinite(values).all():
         return
-    row, position = (~torch.isfinite(advantages)).nonzero()[0].tolist()
-    advantage, sample = float(advantages[row, position]), int(rollout.sample_ids[row])
-    raise ValueError(
-        f"expected finite rewards and advantages, got {advantage} for sample {sample} at position {position}: a bonus, "
-        "token reward or provided field of a callback is not finite"
-    )
+    row, position = (~torch.isfinite(values)).nonzero()[0].tolist()
+    value, sample = float(values[row, position]), int(rollout.sample_ids[row])
+    raise ValueError(f"expected finite {what}, got {value} for sample {sample} at position {position}: {cure}")

@@ -47,6 +47,20 @@ class Cancelled(RuntimeError):  # noqa: N818
     """Call cancelled because the client was closed."""
 
 
+def check_key(key: str, server: str) -> str:
+    """Return a key that a header can hold.
+
+    Raises:
+        ValueError: If it has another character; the message does not contain the key.
+    """
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"expected a key of printable ASCII characters for {server}, got one with another, such as a line "
+            "break or a curly quote: copy the key again"
+        )
+    return key
+
+
 class Client:
     """HTTP client of one server, for any thread and for coroutines of :data:`LOOP`.
 
@@ -56,12 +70,12 @@ class Client:
         hints: Advice for statuses of a refusal.
 
     Raises:
-        ValueError: If the URL is invalid.
+        ValueError: If the URL or the key is invalid.
     """
 
     def __init__(self, url: str, key: str | None = None, hints: Mapping[int, str] = MappingProxyType({})) -> None:
         self.url, self._hints = read_url(url).geturl(), hints
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"Authorization": f"Bearer {check_key(key, self.url)}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
         self._deadlines: set[asyncio.Timeout] = set()  # of the calls in flight
         self._closed = False

@@ -55,7 +55,13 @@ def add_first(trainer: Trainer, kind: type[Callback]) -> None:
 
 
 def add_missing(trainer: Trainer, kind: type[CallbackT]) -> tuple[list[CallbackT], CallbackT]:
-    """Return the callbacks to add for a class, none if the trainer has one, and the callback of the run."""
+    """Return the callbacks to add for a class, none if the trainer has one, and the callback of the run.
+
+    Raises:
+        ValueError: If the trainer has several.
+    """
     present = [callback for callback in callbacks_of(trainer) if isinstance(callback, kind)]
+    if len(present) > 1:
+        raise ValueError(f"expected one {kind.__name__} in callbacks=, got {len(present)}: pass all options to one")
     added = [] if present else [kind()]
     return added, (*present, *added)[0]

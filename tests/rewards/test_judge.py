@@ -204,6 +204,17 @@ def test_counts_are_logged_for_each_call(serve: Any) -> None:
     }
 
 
+@pytest.mark.parametrize("end", ["\u201d", "\n", "\u00e9"])
+def test_a_key_that_no_header_holds_is_refused_and_not_shown(
+    end: str, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", f"{SECRET}{end}")
+    endpoint = serve(by_length)
+    with pytest.raises(ValueError, match="expected a key of printable ASCII characters for") as refused:
+        ask(of(endpoint, api_key_env="JUDGE_KEY"), ["x"])
+    assert SECRET not in str(refused.value) and not endpoint.requests
+
+
 def test_a_missing_key_a_missing_column_and_token_ids_are_refused_before_anything_is_sent(serve: Any) -> None:
     endpoint = serve(by_length)
     with pytest.raises(ValueError, match=r"in the environment variable NO_SUCH_KEY, which is not set: set it, name"):

@@ -77,6 +77,16 @@ def test_a_value_that_is_not_finite_takes_its_row_out(value: float) -> None:
     assert found.calls[0].failures == [Failure((1,), f"returned {value}")] and not found.calls[1].failures
 
 
+@pytest.mark.parametrize(("value", "weight"), [(1e39, 1.0), (3e38, 10.0)])
+def test_a_total_too_large_for_its_dtype_takes_its_row_out(value: float, weight: float) -> None:
+    found = scores({"said": (says(0.5, value), weight), "other": says(1.0, 1.0)}, 2)
+    assert found.scored.tolist() == [True, False] and found.failed.tolist() == [False, True]
+    assert found.total.tolist() == [0.5 * weight + 1.0, 0.0]
+    failure = Failure((1,), "makes a total reward too large for torch.float32")
+    assert found.calls[0].failures == [failure] and not found.calls[1].failures
+    assert scores({"said": (says(0.5, value), weight)}, 2, dtype=torch.float64).scored.all()
+
+
 def test_an_exception_takes_out_its_whole_batch_and_nothing_is_called_again() -> None:
     fragile, calls = fails_for(1, 3)
     found = scores({"fragile": fragile, "logged": (says(*[2.0] * 4), 0.0)}, 4)

@@ -100,7 +100,7 @@ def test_a_bonus_that_is_not_finite_raises_and_names_the_sample(estimator: Any, 
 def test_a_token_reward_that_is_not_finite_raises_and_names_the_sample_and_the_position(estimator: Any) -> None:
     broken = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, NAN]])
     rollout = rollout_of([1.0, 0.0, 2.0], [[1, 1], [1, 1], [1, 1]])
-    with pytest.raises(ValueError, match="for sample 102 at position 1"):
+    with pytest.raises(ValueError, match=r'for sample 102 at position 1: .* of "penalty"'):
         signal(rollout, estimator, callback_of("penalty", token_reward=lambda _: broken))
 
 
@@ -110,7 +110,9 @@ def test_an_advantage_that_is_not_finite_raises_and_names_the_sample(poison: flo
     values = rollout.require("values") + torch.tensor([[0.0, 0.0], [0.0, poison], [0.0, 0.0]])
     with pytest.raises(ValueError, match=r"expected finite .* for sample 101"):
         signal(rollout.replace(values=values), PLAIN)
-    with pytest.raises(ValueError, match=r"expected finite .* for sample 102 at position 0"):
+    with pytest.raises(
+        ValueError, match=r"advantages from the estimator <lambda>, got .* for sample 102 at position 0"
+    ):
         signal(rollout, lambda scores, _groups, _rewarded: torch.where(scores == 2, poison, scores))
 
 

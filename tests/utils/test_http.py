@@ -141,3 +141,9 @@ def test_https_needs_a_trusted_certificate(certificate: tuple[Path, Path], monke
         with closing(Client(server.url.replace("https", "http"), KEY)) as client, pytest.raises(Unanswered):
             client.call("GET", "/version", timeout=20)
         assert server.calls == ["/version"]
+
+
+def test_a_key_that_no_header_holds_is_refused_and_not_shown() -> None:
+    with pytest.raises(ValueError, match="expected a key of printable ASCII") as refused:
+        Client("http://127.0.0.1:1", "secret\n")
+    assert "secret" not in str(refused.value)
