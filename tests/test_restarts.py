@@ -20,7 +20,7 @@ def agents_of(folder: Path, kind: str, nodes: int) -> Agents:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of undisturbed runs on one node, by kind."""
 
     @cache
@@ -56,7 +56,7 @@ def check_equal(folder: Path, undisturbed: Path) -> None:
     ],
 )
 def test_a_rank_that_is_killed_comes_back_by_itself_and_the_run_ends_bitwise_equal(
-    kind: str, rank: int, undisturbed: Callable[[str], Path], tmp_path: Path
+    kind: str, rank: int, whole_run: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with agents_of(tmp_path / "killed", kind, 1) as killed:
         killed.wait_for("step=5.ckpt")
@@ -65,17 +65,17 @@ def test_a_rank_that_is_killed_comes_back_by_itself_and_the_run_ends_bitwise_equ
         killed.finish()
         lives += [killed.process(other) for other in range(RANKS)]
     assert len(set(lives)) == 2 * RANKS, "all ranks restarted"
-    check_equal(tmp_path / "killed", undisturbed(kind))
+    check_equal(tmp_path / "killed", whole_run(kind))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_node_that_is_lost_and_replaced_lets_the_run_end_bitwise_equal(
-    kind: str, undisturbed: Callable[[str], Path], tmp_path: Path
+    kind: str, whole_run: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with agents_of(tmp_path / "killed", kind, 2) as killed:
         killed.wait_for("step=5.ckpt")
         killed.kill_node()
         killed.start()
         killed.finish()
-    check_equal(tmp_path / "killed", undisturbed(kind))
+    check_equal(tmp_path / "killed", whole_run(kind))

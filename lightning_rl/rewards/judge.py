@@ -71,7 +71,7 @@ class Judge:
     Raises:
         ImportError: If openai is not installed.
         ValueError: If an option is out of range or a field of the template is not a column name; at a call if the key
-            or a column is missing.
+            is missing or no header can hold it, or a column is missing.
     """
 
     model: str

@@ -64,6 +64,7 @@ class SandboxService:
         Raises:
             SandboxUnavailable: If the service fails to run a program within the limits.
             OSError: If the key cannot be read.
+            ValueError: If the key has a character that no header can hold.
         """
         result = self.run("print(4)")
         if not (result.ok and result.stdout == "4\n"):
@@ -82,6 +83,7 @@ class SandboxService:
         Raises:
             SandboxUnavailable: If the service does not answer or reports an error.
             OSError: If the key cannot be read.
+            ValueError: If the key has a character that no header can hold.
         """
         code, stdin = (text.encode(errors="replace").decode() for text in (source, stdin))  # without lone surrogates
         body: dict[str, Any] = {"code": code, "language": "python", "stdin": stdin, "run_timeout": self.seconds}

@@ -43,8 +43,8 @@ class Scores(NamedTuple):
 
     total: Float[Tensor, " B"]  # weighted sum; 0 if the row is not scored
     raw: dict[str, Float[Tensor, " B"]]  # values of each function; NaN where missing
-    scored: Bool[Tensor, " B"]  # at least one function applied, and none of non-zero weight failed
-    failed: Bool[Tensor, " B"]  # a function of non-zero weight failed
+    scored: Bool[Tensor, " B"]  # at least one function applied, and the row did not fail
+    failed: Bool[Tensor, " B"]  # a function of non-zero weight failed, or the total is too large for its dtype
     calls: Sequence[RewardCall] = ()
 
 

@@ -50,7 +50,8 @@ class SubprocessReward:
     Args:
         reward: Any reward function.
         processes: Number of processes.
-        seconds: Time limit of a call on all rows; with ``per_sample``, of a call on one row.
+        seconds: Time limit of a call on all rows; with ``per_sample``, of a call on one row. Loading the reward in a
+            process has a limit of 120 s.
         per_sample: Call the reward on one row at a time, each a separate task; for a reward that does not compare rows.
         memory: Address space of each process in bytes; None for no limit.
         environment: Environment variables of the processes, added to those of the trainer; by default no GPU and one

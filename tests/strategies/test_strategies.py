@@ -58,7 +58,7 @@ def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_case_equals_one_device(strategy: str, tmp_path: Path) -> None:
     replayed = ["replayed"] if strategy != "tensor" else []  # tensor parallelism splits no experts
-    compiled = ["compiled"] if strategy == "fsdp2" else []
+    compiled = ["compiled"] if strategy in ("ddp", "fsdp2") else []
     runs(tmp_path, 2, strategy, [*CASES, *replayed, *compiled])
 
 
