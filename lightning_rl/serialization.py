@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Set, Sized
 from difflib import get_close_matches
 from enum import Enum
@@ -38,6 +39,10 @@ SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 MODULES = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
 MODULES += ("environments.conversation_options", "policy.model_options")
+
+# jsonargparse prints a mapping or list of functions by the first type of a union, that of one function, with this
+# warning. As an error it makes jsonargparse try the next type.
+warnings.filterwarnings("error", r"\s*Unable to serialize\s+instance\s+[\[{]")
 MODULES += ("signal.kl", "signal.masked", "signal.reductions")
 NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Sandbox", "SandboxService"}
 NEVER |= {"VLLMEngine", "VLLMServerEngine"}  # start processes, open connections or load models

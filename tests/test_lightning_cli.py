@@ -1,6 +1,7 @@
 """LightningCLI with YAML: the documented file, on a tiny local model; every command, every kind of option."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,26 @@ def test_print_config_shows_every_default_and_loads_again(folder: Path, capsys: 
     }  # fmt: skip
     (folder / "again.yaml").write_text(yaml.safe_dump(config))
     assert printed(capsys, "--config", "again.yaml") == config
+
+
+TRAIN = """
+from lightning.pytorch.cli import LightningCLI
+from lightning_rl import PromptDataModule, RLLightningModule
+
+LightningCLI(RLLightningModule, PromptDataModule)
+"""
+
+
+def test_functions_by_name_are_printed_where_warnings_are_not_errors(folder: Path) -> None:
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    config["model"]["environment"] = {"echo": "my_rewards.brevity"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-W", "default", "-c", TRAIN, "fit", "--config", "run.yaml", "--print_config"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    shown, given = yaml.safe_load(ran.stdout)["model"], config["model"]
+    assert {name: shown[name] for name in ("rewards", "environment")} == {
+        "rewards": given["rewards"], "environment": given["environment"],
+    }  # fmt: skip
 
 
 @pytest.mark.nightly

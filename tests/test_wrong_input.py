@@ -172,7 +172,7 @@ NUMBERS: dict[str, Case] = {
     ),
     "environment a lock": (
         made(environment=partial(print, Lock()), environment_workers=1),
-        "expected a factory that can be sent to another process for environment environment, got functools.partial",
+        "expected a factory for environment environment that can be sent to another process, got functools.partial",
     ),
     "max_reward_failure_rate": (
         made(max_reward_failure_rate=2),

@@ -33,7 +33,7 @@ from lightning_rl.environments.outcome import FailedEnvironmentsError
 from lightning_rl.environments.tools import begins_itself, schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
 from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
-from lightning_rl.processes.pool import STARTUP_SECONDS, Pool, Worker
+from lightning_rl.processes.pool import STARTUP_SECONDS, Pool, Worker, dump
 from lightning_rl.processes.worker import adopt_orphans, children, reap
 from lightning_rl.rollout import FinishReason
 
@@ -86,7 +86,8 @@ class WorkerPool(Pool):
         conversation_seconds: float = 600.0,
     ) -> None:
         for name, factory in factories.items():
-            _check_pickle(name, factory)
+            advice = "create its state inside of it, or run with Conversations(workers=0)"
+            dump(factory, f"a factory for environment {name}", advice)
         super().__init__(cloudpickle.dumps(Host(factories)), processes=workers)
         self.workers, self.step_seconds, self.conversation_seconds = workers, step_seconds, conversation_seconds
         self.descriptions: dict[str, Description] = {}
@@ -192,7 +193,10 @@ class _Remote:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Lease a worker and create an environment there."""
-        self._worker = self._pool.lease()
+        try:
+            self._worker = self._pool.lease()
+        except CallError as error:
+            raise _interrupt_of(error) or error from None
         return self._ask("reset", self._factory, dict(row), seed)
 
     def reward(self) -> Any:
@@ -234,10 +238,8 @@ class _Remote:
 
     def _failure(self, worker: Worker, call: str, error: CallError, late: str) -> Exception:
         """Return the error of a call; after an exception close the environment."""
-        if error.kind == INTERRUPT:
-            return FailedEnvironmentsError(
-                f"a rollout was left unfinished and starts over on resume: an environment {error.message}"
-            )
+        if (interrupt := _interrupt_of(error)) is not None:
+            return interrupt
         if error.kind == TIMEOUT:
             return CallError(TIMEOUT, late)
         if error.kind == DEATH:
@@ -269,15 +271,14 @@ class RemoteTokenEnvironment(_Remote):
         return TokenStep(**self._ask("step", tuple(token_ids), finish))
 
 
+def _interrupt_of(error: CallError) -> FailedEnvironmentsError | None:
+    """Return the error of a rollout that a signal interrupted; None for any other failure."""
+    if error.kind != INTERRUPT:
+        return None
+    return FailedEnvironmentsError(
+        f"a rollout was left unfinished and starts over on resume: an environment {error.message}"
+    )
+
+
 def _task(call: str, *arguments: Any) -> bytes:
     return cloudpickle.dumps(((call, *arguments), {}))
-
-
-def _check_pickle(name: str, factory: Any) -> None:
-    try:
-        cloudpickle.dumps(factory)
-    except Exception as error:
-        raise ValueError(
-            f"expected a factory that can be sent to another process for environment {name}, got {factory!r:.200} "
-            f"({type(error).__name__}: {error}): create its state inside of it, or run with Conversations(workers=0)"
-        ) from error

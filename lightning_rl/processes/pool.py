@@ -21,6 +21,7 @@ from pathlib import Path
 from signal import SIGABRT, Signals
 from typing import Any
 
+import cloudpickle
 from typing_extensions import override
 
 from lightning_rl.processes.errors import DEATH, INTERRUPT, LOADING, TIMEOUT, CallError
@@ -71,7 +72,6 @@ class Pool:
         self._idle: list[Worker] = []
         self._live: set[Worker] = set()
         self._servers: list[_Server] = []  # one, once it is needed
-        self._failure = ""  # reason why no worker can start
         weakref.finalize(self, _end_all, self._owner, self._live, self._servers)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,14 +118,19 @@ class Pool:
         """Return a free worker; wait until there is one.
 
         Raises:
-            CallError: If the function cannot be loaded in a process, or the task was cancelled.
+            CallError: If the function cannot be loaded in a process, if the task was cancelled, or if a signal stops
+                the run.
         """
         self._free.acquire()
         try:
             with self._lock:
+                server = self._server()
+            server.load()  # without the lock, so that close() can end it
+            with self._lock:
                 if task is not None and task.abandoned:
                     raise CallError(DEATH, "was cancelled")
-                worker = self._ready() or self._fork()
+                worker = self._ready() or server.fork()
+                self._live.add(worker)
                 if task is not None:
                     task.worker = worker
             worker.start()
@@ -144,22 +149,14 @@ class Pool:
             self._live.discard(worker)
         return None
 
-    def _fork(self) -> "Worker":
-        """Return a new worker, from a new server unless one is running."""
-        if self._failure:
-            raise CallError(LOADING, self._failure)
-        if self._servers and not self._servers[0].alive:
-            self._servers.pop().close()
+    def _server(self) -> "_Server":
+        """Return the server, or a new one if it has died."""
+        if self._servers and self._servers[0].failure == "" and not self._servers[0].alive:
+            self._servers.pop().end()
         if not self._servers:
             environment = {**os.environ, **QUIET, **self.environment}
-            server = _Server(self.function, self.memory, environment)
-            if server.failure:
-                self._failure = server.failure
-                raise CallError(LOADING, self._failure)
-            self._servers.append(server)
-        worker = self._servers[0].fork()
-        self._live.add(worker)
-        return worker
+            self._servers.append(_Server(self.function, self.memory, environment))
+        return self._servers[0]
 
     def release(self, worker: "Worker", *, keep: bool, task: "_Task | None" = None) -> None:
         """Return a worker to the pool, or end it."""
@@ -172,10 +169,9 @@ class Pool:
         self._free.release()
 
     def pids(self) -> list[int]:
-        """Return the ids of all processes: the server, guards and workers."""
+        """Return the ids of all processes: the server and the workers, each with its guard."""
         with self._lock:
-            servers = [server.popen.pid for server in self._servers]
-            return [*servers, *(pid for worker in self._live for pid in worker.pids)]
+            return [pid for process in (*self._servers, *self._live) for pid in process.pids]
 
     def close(self) -> None:
         """End every process: calls in progress fail, queued tasks are cancelled, later ones start new processes."""
@@ -183,7 +179,7 @@ class Pool:
             task.cancel()
         with self._lock:
             _end_all(self._owner, self._live, self._servers)
-            self._idle, self._failure = [], ""
+            self._idle = []
 
 
 class _Task(Future[Any]):
@@ -293,33 +289,54 @@ class Worker:
             return self._code
 
 
-class _Server:
-    """Server process from which workers are forked; ``failure`` is the reason why it could not load the function."""
+class _Server(Worker):
+    """Server process from which workers are forked.
+
+    Attributes:
+        failure: Reason why it could not load the function, or an empty string; None until :meth:`load` returns.
+    """
 
     def __init__(self, function: bytes, memory: int | None, environment: Mapping[str, str]) -> None:
-        self._control, theirs = Pipe()
-        with theirs:
-            self.popen = subprocess.Popen(
+        control, theirs = Pipe()
+        life, guard = socket.socketpair()
+        super().__init__(control, life)
+        self._loading = threading.Lock()
+        self.failure: str | None = None
+        with theirs, guard:
+            self._popen = subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        setup = {"path": sys.path, "memory": memory, "function": function}
-        try:
-            self._control.send(setup)
-            late = not self._control.poll(STARTUP_SECONDS)
-            self.failure = f"not loaded within {STARTUP_SECONDS:g} s" if late else self._control.recv()
-        except (EOFError, OSError):
-            self.failure = f"the process exited with status {self.popen.wait()}"
-        if self.failure:
-            self.close()
+            with contextlib.suppress(OSError):  # a server that has died: load() reports it
+                reduction.send_handle(control, guard.fileno(), self._popen.pid)
+                control.send({"path": sys.path, "memory": memory, "function": function})
 
-    @property
-    def alive(self) -> bool:
-        """True while the process runs."""
-        return self.popen.poll() is None
+    def load(self) -> None:
+        """Wait until the function is loaded.
+
+        Raises:
+            CallError: If it cannot be loaded in time, or if a signal stops the run.
+        """
+        with self._loading:
+            if self.failure is None:
+                self.failure = self._load()
+        if self.failure:
+            raise CallError(LOADING, self.failure)
+
+    def _load(self) -> str:
+        try:
+            self.start()
+            if self._replies(STARTUP_SECONDS):
+                return self._connection.recv()
+            failure = self._late(STARTUP_SECONDS)
+        except (EOFError, OSError):
+            failure = self._death()
+        if failure.kind == INTERRUPT:
+            raise failure
+        return f"the process {failure.message}"
 
     def fork(self) -> Worker:
         """Fork a worker."""
@@ -327,40 +344,61 @@ class _Server:
         life, guard = socket.socketpair()
         with tasks, guard, contextlib.suppress(OSError):  # a server that has died: the first task reports it
             for descriptor in (tasks.fileno(), guard.fileno()):
-                reduction.send_handle(self._control, descriptor, self.popen.pid)
+                reduction.send_handle(self._connection, descriptor, self._popen.pid)
         return Worker(connection, life)
 
-    def close(self) -> None:
-        """End the process."""
-        self._control.close()
-        try:
-            self.popen.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
+    @override
+    def end(self, patience: float = 0.0) -> int | None:
+        code = super().end(patience)
+        self._popen.wait()
+        return code
 
 
 def open_reply(reply: bytes) -> Any:
     """Return the result in a reply of :func:`.worker.answer`.
 
     Raises:
-        CallError: If the call raised.
+        CallError: If the call raised, or its result cannot be unpickled.
     """
-    kind, *values = pickle.loads(reply)
+    try:
+        kind, *values = pickle.loads(reply)
+    except Exception as error:  # noqa: BLE001  methods of foreign code
+        failure = CallError.of(error)
+        raise CallError(
+            failure.kind, f"returned a value that cannot be unpickled: {error!r:.500}", failure.log
+        ) from None
     if kind == "raised":
         raise CallError(*values)
     return values[0]
 
 
+def dump(value: Any, role: str, advice: str) -> bytes:
+    """Return a value pickled by cloudpickle.
+
+    Args:
+        value: Value.
+        role: Description for the error, such as "a reward".
+        advice: Advice for the error.
+
+    Raises:
+        ValueError: If it cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        raise ValueError(
+            f"expected {role} that can be sent to another process, got {type(error).__name__}: {error}: {advice}"
+        ) from error
+
+
 def _end_all(owner: int, live: "set[Worker]", servers: "list[_Server]") -> None:
-    """Kill all workers at once and wait for each, then end the server."""
+    """Kill all workers at once, then the server."""
     if os.getpid() != owner:
         return  # a fork shares the connections
-    for worker in live:
-        worker.kill()
-    for worker in live:
-        worker.end()
-    for server in servers:
-        server.close()
+    for processes in (live, servers):  # workers first, because the guard of a server kills them as well
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.end()
     live.clear()
     servers.clear()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 HURRY = 3.0  # seconds that a call may take after a signal stopped the run
+LONGEST = 1e6  # seconds; timers accept no more
 
 
 class RewardTimeoutError(BaseException):
@@ -89,12 +90,12 @@ CLOCK = Clock()
 
 
 def remaining(seconds: float | None) -> Any:
-    """Return the time limit, which is shorter after a signal stopped the run."""
-    if not CLOCK.stopped_by:
-        return seconds
-    return HURRY if seconds is None else min(seconds, HURRY)
+    """Return the time limit in seconds, which is shorter after a signal stopped the run; None for no limit."""
+    if CLOCK.stopped_by:
+        return HURRY if seconds is None else min(seconds, HURRY)
+    return None if seconds is None else min(seconds, LONGEST)
 
 
 def _set_timer(seconds: float | None) -> None:
     """Send the signal after some seconds; never for None."""
-    signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else min(seconds, 1e6))
+    signal.setitimer(signal.ITIMER_REAL, 0.0 if seconds is None else seconds)

@@ -1,7 +1,7 @@
-"""Program of the processes of a pool: a server that loads a function and forks workers that call it, each with a guard.
+"""Program of the processes of a pool: a server that loads a function and forks workers that call it.
 
-It runs as a script and imports nothing of this library, so that it starts fast. The guard of a worker kills it and all
-its descendants when the pool closes their life line or the trainer exits.
+It runs as a script and imports nothing of this library, so that it starts fast. Server and workers have a guard each,
+which kills the process and all its descendants when the pool closes its life line or the trainer exits.
 """
 
 import contextlib
@@ -38,7 +38,10 @@ def main() -> None:
 
 
 def serve(control: Connection) -> NoReturn:
-    """Load the function, then fork a worker whenever the pool sends its descriptors."""
+    """Load the function with a guard, then fork a worker whenever the pool sends its descriptors."""
+    fork_with_guard(socket.socket(fileno=reduction.recv_handle(control)))
+    control.send((os.getppid(), os.getpid()))
+    faulthandler.enable()  # SIGABRT prints a traceback
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the trainer
     setup = control.recv()
@@ -71,7 +74,6 @@ def work(function: Callable[..., Any], tasks: int, life: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.enable()  # a crash or SIGABRT prints a traceback
     for name in ("numpy.random", "torch"):  # else all workers draw the same numbers; `random` seeds itself
         if name in sys.modules:
             sys.modules[name].seed()

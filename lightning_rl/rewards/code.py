@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
@@ -40,7 +40,8 @@ class CodeTests:
     The tests of a row are a list of tests, a single test, a mapping of lists ``{"inputs": [...], "outputs": [...]}``,
     or JSON of one of these. Code that only defines a function ``check``, as in HumanEval, is followed by a call of
     ``check`` with the function named in the column ``entry_point``. A row with other tests, invalid Python or code that
-    tests nothing gets NaN, is left out of training and is counted as failed; a warning shows the first.
+    tests nothing gets NaN, is left out of training and is counted as failed; a warning shows the first, and the file of
+    failed samples has each as ``reason``.
 
     Args:
         tests: Name of the column with the tests of each row.
@@ -66,7 +67,14 @@ class CodeTests:
             raise ValueError(f"expected sandbox to be a Sandbox(...) or SandboxService(...), got {self.sandbox!r:.200}")
         self.sandbox.check()
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *,
+        log_extra: Callable[[str, Sequence[Any]], object] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
         """Return the share of tests that each completion passes.
 
         Raises:
@@ -79,6 +87,9 @@ class CodeTests:
         cases = [_read(tests, name) for tests, name in zip(column, names, strict=True)]
         with ThreadPoolExecutor(self.parallel) as pool:
             scores = list(pool.map(self._score, texts, cases))
+        reasons = [str(score) if isinstance(score, Exception) else None for score in scores]
+        if log_extra is not None and any(reasons):
+            log_extra("reason", reasons)
         unreadable = [case for case in cases if isinstance(case, UnreadableReference)]
         warn_of_unreadable(unreadable, column=self.tests, option="tests", reward=self)
         if lost := [score for score in scores if isinstance(score, SandboxUnavailable)]:
@@ -87,12 +98,12 @@ class CodeTests:
                 f"First cause: {lost[0]}",
                 stacklevel=2,
             )
-        return [math.nan if isinstance(score, SandboxUnavailable) else score for score in scores]
+        return [math.nan if isinstance(score, Exception) else score for score in scores]
 
-    def _score(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | SandboxUnavailable | None:
-        """Return the share of tests that a program passes, or the reason why it could not run."""
+    def _score(self, text: str, tests: Sequence[Any] | UnreadableReference) -> float | Exception | None:
+        """Return the share of tests that a program passes, or the reason why there is none."""
         if isinstance(tests, UnreadableReference):
-            return math.nan
+            return tests
         if not tests:
             return None
         program = code_of(text)

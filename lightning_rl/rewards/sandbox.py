@@ -3,6 +3,8 @@
 The isolation is that of bubblewrap, a program that starts another one in new Linux namespaces.
 """
 
+import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -11,6 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from lightning_rl.processes.command import SandboxResult, run_with_limits
 from lightning_rl.utils.arguments import check_counts, check_numbers
@@ -81,14 +84,23 @@ class Sandbox:
             raise SandboxUnavailable(
                 f"expected a machine that can isolate programs, got no {in_words(missing)}: {CURE}"
             )
-        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as status:
+        with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as status, tempfile.TemporaryFile() as info:
             program.write(source.encode(errors="replace"))
             program.seek(0)
             descriptors = program.fileno(), status.fileno()
             command = [*_as_unused_user(), *self._bubblewrap(*descriptors), *self._program()]
-            result = run_with_limits(
-                command, stdin, seconds=self.seconds, output=self.output, env=_environment(), keep=descriptors
-            )
+            command[1:1] = ["--info-fd", str(info.fileno())]
+            try:
+                result = run_with_limits(
+                    command,
+                    stdin,
+                    seconds=self.seconds,
+                    output=self.output,
+                    env=_environment(),
+                    keep=(*descriptors, info.fileno()),
+                )
+            finally:
+                _reap(info)
             status.seek(0)
             if result.ending == "exited" and b"exit-code" not in status.read():  # which bubblewrap writes if it ran
                 reason = result.stderr.strip() or f"exit code {result.code} of bubblewrap"
@@ -126,6 +138,17 @@ def _as_unused_user() -> list[str]:
     mounts = ["bwrap", "--unshare-pid", "--die-with-parent", *_folders(), "--dir", "/tmp"]
     mounts += ["--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev", "--"]
     return [*mounts, "setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"]
+
+
+def _reap(info: IO[bytes]) -> None:
+    """Reap the process that bubblewrap started, if this one adopts orphans, as process 1 of a container does.
+
+    Args:
+        info: File that bubblewrap wrote for ``--info-fd``.
+    """
+    info.seek(0)
+    with contextlib.suppress(ValueError, LookupError, ChildProcessError):
+        os.waitpid(json.load(info)["child-pid"], 0)
 
 
 @cache

@@ -54,7 +54,8 @@ class Rewards:
 
     Args:
         functions: A function, a list of functions, or a mapping from name to function or (function, weight).
-        timeout: Time limit in seconds of a call in this process; None for no limit.
+        timeout: Time limit in seconds of a call in the main thread of this process, or of a coroutine; None for no
+            limit.
         max_failure_rate: The run ends with a checkpoint if rewards failed on at least this fraction of a rollout's
             rows; None disables the check.
 
@@ -392,16 +393,21 @@ def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | 
     """Await all coroutines concurrently; one that blocks the event loop fails the others as well."""
     if not drafts:
         return
-    begin, error = time.perf_counter(), RewardTimeoutError(f"took longer than {seconds or 0:g} s")
+    begin, late, interrupt = time.perf_counter(), f"took longer than {seconds or 0:g} s", ""
     try:
         CLOCK.run(lambda: wait([future for _, future in drafts], remaining(seconds)), None)
-    except RewardTimeoutError as interrupt:
-        error = interrupt
-    late = [future for _, future in drafts if not future.done()]
+    except RewardTimeoutError as error:
+        late = interrupt = str(error)
+    unfinished = [future for _, future in drafts if not future.done()]
+    block = LOOP.find_block() if unfinished and not interrupt else ""
+    if block:
+        late += (
+            ", because a coroutine blocks the event loop of rewards: use an asynchronous client or asyncio.to_thread"
+        )
     for draft, future in drafts:
-        if future in late:
+        if future in unfinished:
             future.cancel()
-            draft.fail(error)
+            draft.failures.append(Failure(tuple(range(len(draft.rows))), late, block))
         else:
             draft.values = draft.store(lambda future=future, draft=draft: values_of(future.result(), len(draft.rows)))
         draft.seconds += time.perf_counter() - begin

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
 from lightning_rl.processes.errors import DEATH, LOADING, CallError
-from lightning_rl.processes.pool import Pool
+from lightning_rl.processes.pool import Pool, dump
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
 from lightning_rl.rewards.values import InvalidRewardError, values_of
@@ -96,12 +97,16 @@ class SubprocessReward:
         return "trainer_state" not in self.__signature__.parameters
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Call the reward outside of a run and return its values; NaN for failed rows."""
+        """Call the reward outside of a run and return its values; NaN and a warning for failed rows."""
         ids = columns.pop("completion_ids", [()] * len(prompts))
         columns = {name: values for name, values in columns.items() if name not in EXTRAS}
         rows = Rows(prompts=prompts, completions=completions, completion_ids=ids, columns=columns)
         style = CallStyle.of(self.__name__, self.reward, list(columns))
-        return self.collect(self.submit(rows, style), Notes(len(rows))).values
+        values, failures = self.collect(self.submit(rows, style), Notes(len(rows)))
+        for failure in failures:
+            text = f"reward {self.__name__} {failure.cause} for rows {list(failure.rows)}\n{failure.traceback}"
+            warnings.warn(text.rstrip(), stacklevel=2)
+        return values
 
     def submit(self, rows: Rows, style: CallStyle, state: TrainerState | None = None) -> Submitted:
         """Start a call and return at once."""
@@ -141,13 +146,13 @@ class SubprocessReward:
             self._pool.close()
 
     def pids(self) -> list[int]:
-        """Process ids of the pool: its server, and the workers with their guards."""
+        """Process ids of the pool: server and workers, each with its guard."""
         return [] if self._pool is None else self._pool.pids()
 
     def _start(self) -> Pool:
         """Return the pool; pickle the reward at the first call."""
         if self._pool is None:
-            function = cloudpickle.dumps(with_notes(self.reward))
+            function = dump(with_notes(self.reward), f"a reward {self.__name__}", "create its state inside of it")
             self._pool = Pool(function, processes=self.processes, memory=self.memory, environment=self.environment)
             rank_zero_info(f"reward {self.__name__} runs in {self.processes} separate processes")
         return self._pool
@@ -186,7 +191,12 @@ def _task(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
             global_step=state.global_step, max_steps=state.max_steps, epoch=state.epoch
         )
     arguments, keywords = style.arguments(rows, given)
-    return cloudpickle.dumps(((arguments, keywords, sorted(style.extras), len(rows)), {}))
+    try:
+        return cloudpickle.dumps(((arguments, keywords, sorted(style.extras), len(rows)), {}))
+    except Exception:
+        for name, values in rows.columns.items():
+            dump(values, f"a column {name}", "pass plain values to a SubprocessReward")
+        raise
 
 
 def _add(results: Results, part: tuple[int, ...], future: "Future[Any]", notes: Notes) -> Failure | None:

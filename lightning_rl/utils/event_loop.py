@@ -1,13 +1,18 @@
 """EventLoop: coroutines in a background thread, for callers with or without a running loop."""
 
 import asyncio
+import contextlib
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
+
+BLOCKED_SECONDS = 1.0  # after which a loop that does not answer is blocked
 
 
 class EventLoop:
@@ -19,9 +24,7 @@ class EventLoop:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._loops: dict[
-            int, asyncio.AbstractEventLoop
-        ] = {}  # by process id, because a fork has no threads of its parent
+        self._threads: dict[int, _LoopThread] = {}  # by process id, because a fork has no threads of its parent
         self._lock = threading.Lock()
 
     @property
@@ -31,7 +34,7 @@ class EventLoop:
 
     def start(self, coroutine: Coroutine[Any, Any, Value]) -> "Future[Value]":
         """Schedule a coroutine, and return its future."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop())
+        return asyncio.run_coroutine_threadsafe(coroutine, self._thread().loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Value]) -> Value:
         """Return the result of a coroutine, or raise its error; an interrupt cancels it.
@@ -50,25 +53,44 @@ class EventLoop:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Schedule a call of a function in the loop."""
-        self._loop().call_soon_threadsafe(function)
+        self._thread().loop.call_soon_threadsafe(function)
+
+    def find_block(self) -> str:
+        """Return the stack of code that blocks the loop, or an empty string.
+
+        Until the loop answers again, coroutines start in a new one.
+        """
+        thread = self._thread()
+        thread.answered.clear()
+        thread.loop.call_soon_threadsafe(thread.answered.set)
+        if thread.answered.wait(BLOCKED_SECONDS):
+            return ""
+        frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001
+        return "".join(traceback.format_stack(frame))
 
     def _thread_name(self) -> str:
         return f"{self._name} of {os.getpid()}"
 
-    def _loop(self) -> asyncio.AbstractEventLoop:
+    def _thread(self) -> "_LoopThread":
         with self._lock:
-            loop = self._loops.get(os.getpid())
-            if loop is None:
-                loop = self._loops[os.getpid()] = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(loop,), name=self._thread_name(), daemon=True).start()
-            return loop
+            thread = self._threads.get(os.getpid())
+            if thread is None or not thread.answered.is_set():
+                thread = self._threads[os.getpid()] = _LoopThread(self._thread_name())
+                thread.start()
+            return thread
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop without end; SystemExit of a coroutine reaches its future, and the loop continues."""
-    while True:
-        try:
-            loop.run_forever()
-        except (SystemExit, KeyboardInterrupt):
-            continue
-        return
+class _LoopThread(threading.Thread):
+    """Thread that runs an event loop without end."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self.answered = threading.Event()
+        self.answered.set()
+
+    def run(self) -> None:
+        """Run the loop; an exit or a stop in a coroutine does not end it."""
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                self.loop.run_forever()

@@ -265,7 +265,7 @@ def test_factories_are_sent_or_refused(pool: WorkerPool) -> None:
     assert run(pool, ["well"], "lambda")[0].outcome.reward == 0.5
     assert [pool.describe(name).begins_itself for name in ("messages", "bad")] == [True, True]
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="a factory that can be sent to another process for environment x, got"):
+    with pytest.raises(ValueError, match="a factory for environment x that can be sent to another process, got"):
         WorkerPool({"x": lambda: lock}, workers=1)
     with pytest.raises(ValueError, match="breaks to be created in a worker process, got RuntimeError: no data"):
         pool.describe("breaks")

@@ -10,10 +10,11 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from kit.marks import gone, pids_with
+from kit.marks import gone, pids_with, wait_for
 
-from lightning_rl.processes.errors import DEATH, TIMEOUT, CallError
+from lightning_rl.processes.errors import DEATH, INTERRUPT, LOADING, TIMEOUT, CallError
 from lightning_rl.processes.pool import Pool
+from lightning_rl.processes.timeouts import CLOCK
 
 CALLS = 1_000
 KINDS = {
@@ -48,11 +49,82 @@ def test_of_a_thousand_calls_none_is_lost_and_nothing_is_left(tmp_path: Path) ->
     futures = [pool.submit(cloudpickle.dumps((pair, {})), 10.0) for pair in enumerate(kinds)]
     expected = [{"hangs": TIMEOUT, "dies": DEATH}.get(kind, number) for number, kind in enumerate(kinds)]
     assert [result_of(future) for future in futures] == expected
-    assert len(pool.pids()) <= 1 + 2 * 16 and pids_with(str(tmp_path))
+    assert len(pool.pids()) <= 2 + 2 * 16 and pids_with(str(tmp_path))
     pool.close()
     assert gone(str(tmp_path)) and not pool.pids()
     assert pool.submit(cloudpickle.dumps(((5, ""), {})), 60.0).result() == 5, "and it starts again"
     pool.close()
+
+
+class Hangs:
+    """Function that hangs while a process loads it."""
+
+    def __reduce__(self) -> Any:  # noqa: D105
+        return time.sleep, (1_000,)
+
+
+def loading_pool(mark: Path) -> tuple[Pool, Any]:
+    """Return a pool whose server hangs while it loads the function, and a call."""
+    pool = Pool(cloudpickle.dumps(Hangs()), processes=2, environment={"MARK": str(mark)})
+    call = pool.submit(cloudpickle.dumps(((), {})), 1.0)
+    assert wait_for(lambda: len(pool.pids()) == 2)
+    return pool, call
+
+
+def failure_of(call: Any) -> tuple[str, str]:
+    with pytest.raises(CallError) as caught:
+        call.result(60)
+    return caught.value.kind, caught.value.message
+
+
+def test_closing_ends_a_process_that_hangs_while_it_loads(tmp_path: Path) -> None:
+    pool, call = loading_pool(tmp_path)
+    pool.close()
+    assert failure_of(call) == (LOADING, "the process was ended by SIGKILL")
+    assert gone(str(tmp_path)) and not pool.pids()
+
+
+def test_loading_has_a_time_limit_and_prints_where_it_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lightning_rl.processes.pool.STARTUP_SECONDS", 3.0)
+    pool, call = loading_pool(tmp_path)
+    assert failure_of(call) == (LOADING, "the process took longer than 3 s")
+    assert "in serve" in capfd.readouterr().err and gone(str(tmp_path))
+    assert failure_of(pool.submit(b"", 1.0)) == (LOADING, "the process took longer than 3 s"), "without a second wait"
+    pool.close()
+
+
+def test_a_signal_that_stops_the_run_interrupts_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rl.processes.pool.HURRY", 0.1)
+    pool, call = loading_pool(tmp_path)
+    monkeypatch.setattr(CLOCK, "stopped_by", signal.SIGTERM)
+    assert failure_of(call) == (INTERRUPT, "was interrupted, because SIGTERM stopped the run")
+    assert gone(str(tmp_path))
+    pool.close()
+
+
+TRAINER = """
+import cloudpickle, sys, time
+from lightning_rl.processes.pool import Pool
+from lightning_rl.processes.timeouts import CLOCK
+
+class Hangs:
+    def __reduce__(self):
+        return time.sleep, (1_000,)
+
+Pool(cloudpickle.dumps(Hangs()), processes=1, environment={"MARK": sys.argv[1]}).submit(b"", 1.0).result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_that_hangs_while_it_loads_ends_with_the_trainer(tmp_path: Path, number: int) -> None:
+    mark = str(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", TRAINER, f"{mark}/"]) as trainer:
+        assert wait_for(lambda: len(pids_with(mark)) == 3), "trainer, guard and server"
+        trainer.send_signal(number)
+        assert trainer.wait(10) == -number
+    assert gone(mark)
 
 
 GUARDED = """

@@ -67,8 +67,10 @@ def test_another_column_and_what_is_no_test() -> None:
         ValueError, match=r"expected a column 'tests' for CodeTests\(tests='tests'\), got the columns \['cases'\]"
     ):
         reward()([""], [DOUBLE], cases=[CASES])
+    logged: dict[str, Any] = {}
     with pytest.warns(UserWarning, match='expected a test to be code or a mapping with strings "input" .* got 3'):
-        values = reward()(["", ""], [DOUBLE, DOUBLE], tests=[[3], CASES])
+        values = reward()(["", ""], [DOUBLE, DOUBLE], tests=[[3], CASES], log_extra=logged.__setitem__)
+    assert "got 3" in logged["reason"][0] and logged["reason"][1] is None
     assert math.isnan(values[0] or 0) and values[1] == 1.0, "a bad row costs no other"
 
 

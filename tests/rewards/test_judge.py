@@ -128,8 +128,10 @@ def test_after_the_last_retry_only_its_row_fails(serve: Any) -> None:
         return (500, b"broken") if "bad" in question(body) else (200, completion('{"score": 10}'))
 
     endpoint = serve(script)
+    logged: dict[str, Any] = {}
     with pytest.warns(UserWarning, match=r"for 1 of 3 completions.*InternalServerError.*500.*broken"):
-        values = ask(of(endpoint, retries=2), ["good", "bad", "fine"])
+        values = ask(of(endpoint, retries=2), ["good", "bad", "fine"], log_extra=logged.__setitem__)
+    assert list(logged) == ["reason"] and logged["reason"][::2] == [None, None] and "broken" in logged["reason"][1]
     assert values[0] == values[2] == 1.0 and values[1] is not None and math.isnan(values[1])
     assert len(endpoint.requests) == 5
 

@@ -79,8 +79,8 @@ def test_a_formula_that_hangs_scores_0_and_the_others_are_compared() -> None:
 
 
 def workers_of(reward: MathMatch) -> list[int]:
-    """Return the ids of the processes, which stand beside those of their guards, after that of the server."""
-    return reward.pool.pids()[2::2]
+    """Return the ids of the processes, each after that of its guard, without that of the server."""
+    return reward.pool.pids()[3::2]
 
 
 def test_a_process_that_dies_fails_its_row_alone() -> None:
@@ -110,7 +110,7 @@ def test_no_process_is_left_behind() -> None:
     reward(["?"], ["so $x$"], answer=["x+1"])
     pids = reward.pool.pids()
     del reward
-    assert len(pids) == 3 and wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20.0)
+    assert len(pids) == 4 and wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20.0)
 
 
 def plain_number(draw: random.Random) -> str:

@@ -267,6 +267,22 @@ def test_many_at_once_do_not_get_in_each_others_way() -> None:
     assert [result.stdout for result in results] == ["1\n1\n"] * 6
 
 
+PROCESS_1 = """
+import os
+from lightning_rl.processes.worker import adopt_orphans, children
+from lightning_rl.rewards import Sandbox
+
+adopt_orphans()
+for seconds, program in ((20.0, "print(1)"), (20.0, "exit(3)"), (0.5, "while True: pass")):
+    print(Sandbox(seconds=seconds).run(program).code, children())
+"""
+
+
+def test_no_process_is_left_unreaped_where_the_trainer_adopts_orphans() -> None:
+    ran = subprocess.run([sys.executable, "-c", PROCESS_1], capture_output=True, text=True, timeout=100, check=True)
+    assert ran.stdout == "0 []\n3 []\n137 []\n", ran.stderr
+
+
 def test_without_bubblewrap_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match=r'got no "bwrap", "setpriv", "prlimit": .*`apt install bubblewrap`'):

@@ -1,8 +1,10 @@
 """Rewards: names, weights, and rows that a function cannot score, which are left out and never scored 0."""
 
+import asyncio
 import itertools
 import math
 import re
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,7 +49,8 @@ def scores(rewards: Any, rows: int, **options: Any) -> Scores:
     completions = [f"said {row}" for row in range(rows)]
     ids = [[row] for row in range(rows)]
     known: dict[str, Any] = {"completion_ids": ids, "columns": {}, **options}
-    return Rewards(rewards)(list(range(rows)), completions, **known)
+    rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards)
+    return rewards(list(range(rows)), completions, **known)
 
 
 def test_values_are_weighted_and_summed_and_kept_raw() -> None:
@@ -300,3 +303,36 @@ def test_a_signal_that_is_raised_within_a_call_ends_it(interrupt: Any) -> None:
 
     with pytest.raises(interrupt):
         scores(interrupted, 1)
+
+
+def test_a_coroutine_that_blocks_the_event_loop_is_named_and_later_calls_are_not_affected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_rl.utils.event_loop.BLOCKED_SECONDS", 0.2)
+    released = threading.Event()
+
+    async def blocks(*_: Any, **__: Any) -> list[float]:
+        released.wait()
+        return [1.0]
+
+    async def fine(*_: Any, **__: Any) -> list[float]:
+        await asyncio.sleep(0.0)
+        return [2.0]
+
+    found = scores(Rewards({"blocks": blocks, "fine": fine}, timeout=0.5), 1)
+    assert found.failed.tolist() == [True]
+    for call in found.calls:
+        assert "0.5 s, because a coroutine blocks the event loop of rewards" in call.failures[0].cause
+        assert "released.wait()" in call.failures[0].traceback
+    assert scores(Rewards(fine, timeout=1e300), 1).total.tolist() == [2.0], "in a new event loop"
+    released.set()
+
+
+async def stop_the_loop(*_: Any, **__: Any) -> Any:
+    asyncio.get_running_loop().stop()
+    return [1.0]
+
+
+def test_a_coroutine_that_stops_the_event_loop_ends_nothing() -> None:
+    assert scores(stop_the_loop, 1).total.tolist() == [1.0]
+    assert scores(stop_the_loop, 1).total.tolist() == [1.0]

@@ -1,9 +1,11 @@
 """SubprocessReward rewards: a process that crashes, hangs or leaks fails only its rows, and nothing of it is left."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +111,46 @@ def test_exceptions_and_invalid_values_fail_their_rows() -> None:
     assert raised.cause == "raised KeyError('z')" and "in odd" in raised.traceback
 
 
+class Unreadable:
+    """Value that only the process of the reward can hold."""
+
+    def __reduce__(self) -> Any:  # noqa: D105
+        return int, ("not a number",)
+
+
+def test_values_and_extras_that_cannot_be_unpickled_fail_their_rows() -> None:
+    def odd(completions: Any, log_extra: Any, **_: Any) -> Any:
+        log_extra("extra", [Unreadable() if text == "extra" else 0 for text in completions])
+        return [Unreadable() if text == "value" else 1.0 for text in completions]
+
+    found = scores(isolated(odd, per_sample=True), ["value", "fine", "extra"])
+    assert found.scored.tolist() == [False, True, False]
+    ((rows, cause),) = causes(found)
+    assert rows == (0, 2) and cause.startswith("returned a value that cannot be unpickled: ValueError(")
+
+
+def test_a_reward_or_column_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+
+    def locked(completions: Any, **_: Any) -> Any:
+        return [float(lock.locked())] * len(completions)
+
+    with pytest.raises(ValueError, match=r"expected a reward locked that can be sent to another process, got .*lock"):
+        scores(isolated(locked), ["a"])
+    with pytest.raises(ValueError, match=r"expected a column answer that can be sent to another process, got .*lock"):
+        scores(isolated(lambda **_: [1.0]), ["a"], answer=[lock])
+
+
+def test_a_direct_call_warns_of_failures() -> None:
+    def breaks(completions: Any, **_: Any) -> Any:
+        return [1.0 / len(completions[0])]
+
+    with pytest.warns(
+        UserWarning, match=r"reward breaks raised ZeroDivisionError(.|\n)*for rows \[0\](.|\n)*in breaks"
+    ):
+        assert math.isnan(isolated(breaks)(["q"], [""])[0] or 0.0)
+
+
 def test_a_sample_that_hangs_fails_alone_and_its_process_is_replaced() -> None:
     def sleepy(prompts: Any, completions: Any, **_: Any) -> list[float]:
         if prompts[0] % 10 == 7:
@@ -118,7 +160,7 @@ def test_a_sample_that_hangs_fails_alone_and_its_process_is_replaced() -> None:
     reward = isolated(sleepy, per_sample=True, seconds=2.0, processes=2)
     found = scores(reward, ["x"] * 20)
     assert causes(found) == [((7, 17), "took longer than 2 s")] and found.scored.sum() == 18
-    assert len(reward.pids()) <= 5, "server, two workers and their guards"
+    assert len(reward.pids()) <= 6, "server, two workers and their guards"
 
 
 def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

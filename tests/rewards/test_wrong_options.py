@@ -112,6 +112,12 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
         {"model": "m", "template": "{completion} {x.y}"},
         r"with \{\{ and \}\} for braces, got the fields \['completion', 'x.y'\]",
     ),
+    (Judge, {"model": "m", "template": "{completion} {"}, r"expected template with \{\{ and \}\} for braces, got"),
+    (
+        Judge,
+        {"model": "m", "options": {"stream": True}},
+        r"expected options other than .*\"stream\".*, got \['stream'\]",
+    ),
     (SubprocessReward, {"reward": rated, "processes": 0}, "expected processes to be a whole number above 0, got 0"),
     (SubprocessReward, {"reward": rated, "seconds": float("nan")}, "expected seconds > 0, got nan"),
 ]
