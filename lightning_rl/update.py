@@ -151,6 +151,7 @@ def accumulate_gradient(
         FloatingPointError: If the policy's output is not finite at a valid token; the message names the sample. On an
             accelerator it is raised after all microbatches.
         RuntimeError: If log-probabilities differ with ``bitwise``.
+        ValueError: If the loss has no gradient.
         torch.OutOfMemoryError: If memory runs out without ``record_out_of_memory``, or while ranks exchange gradients.
     """
     weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
@@ -192,12 +193,22 @@ def accumulate_gradient(
                 loss = loss_of(microbatch, number)
             loss = loss_of(_empty(rollout), number) if loss is None and last and not alone else loss
             if loss is not None:
+                _check_gradient(loss.total, algorithm)
                 backward(loss.total)
                 gradient.add(loss)
         if gradient.out_of_memory and alone:
             break
     finite.check()
     return gradient
+
+
+def _check_gradient(loss: Tensor, algorithm: Algorithm) -> None:
+    if not loss.requires_grad:
+        off = "" if torch.is_grad_enabled() else ", because user code turned grad mode off"
+        raise ValueError(
+            f"expected a loss with a gradient, got none{off}: compute the loss {algorithm.loss.name} from "
+            "view.logprobs, without detach() or no_grad"
+        )
 
 
 def _prepare(algorithm: Algorithm, views: list[LossView], collectives: Collectives) -> Sequence[Tensor] | None:

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import an_algorithm, callback_of, fit, ragged_rollout, tiny_module, tiny_policy, weights_of
+from kit.support import an_algorithm, callback_of, differing, fit, ragged_rollout, tiny_module, tiny_policy, weights_of
 from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, RLCallback, RLLightningModule, Rollout, ValueLoss, sequence_mean
+from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, ValueLoss, sequence_mean
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.corrections import StepTrace
@@ -203,3 +203,28 @@ def test_requests_and_rewards_are_shown_in_the_order_in_which_they_come() -> Non
         lengths = [len(completion.token_ids) for _, completion in pairs]
         assert lengths == rollout.response_lengths.tolist()
         assert rollout.rewards.tolist() == [float(length % 2) for length in lengths]
+
+
+def test_a_loss_without_a_gradient_is_named() -> None:
+    def detached(view: LossView) -> Tensor:
+        return -view.logprobs.detach() * view.require("advantages")
+
+    with pytest.raises(ValueError, match="expected a loss with a gradient, got none: compute the loss detached from"):
+        fit(tiny_module(loss=detached))
+
+
+def test_a_reward_that_turns_grad_mode_off_changes_nothing() -> None:
+    def reward(completions: Any, **_: Any) -> list[float]:
+        torch.set_grad_enabled(False)
+        return [float(len(text)) for text in completions]
+
+    def plain(completions: Any, **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    try:
+        changed, same = (tiny_module(rewards={"length": function}) for function in (reward, plain))
+        for module in (changed, same):
+            fit(module)
+    finally:
+        torch.set_grad_enabled(True)
+    assert differing(changed, same) == []

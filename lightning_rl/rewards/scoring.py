@@ -315,7 +315,8 @@ class _Draft:
         """Return the result of a function; if it raises, mark every row as failed and return None."""
         begin = time.perf_counter()
         try:
-            return call()
+            with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored after a function that changes it
+                return call()
         except (KeyboardInterrupt, SIGTERMException):  # from a signal, not from the function
             raise
         except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well

@@ -42,7 +42,8 @@ def estimate_advantages(
         Rollout with ``advantages``, and ``returns`` from a token estimator; and the input of the estimator.
 
     Raises:
-        ValueError: If a reward or an advantage is not finite; with the id of the sample.
+        ValueError: If a reward or an advantage is not finite, with the id of the sample; or if the advantages are not a
+            float tensor [B, T] without gradient.
     """
     rollout = corrections.provide(rollout).sanitize()
     bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
@@ -73,6 +74,7 @@ def estimate_advantages(
     )
     who = f"the estimator {estimator.name}"
     advantages, returns = corrections.call(who, estimator, rewards, shown=rewards.tensors)
+    _check_advantages(who, advantages, rollout)
     cause = "its rewards are finite, so look at the estimator, and at the values or log-probabilities that it reads"
     _check_finite(f"advantages from {who}", advantages, rollout, cause)
     return rollout.replace(advantages=advantages, returns=returns), rewards
@@ -108,6 +110,16 @@ def _first_of_group(groups: Tensor, population: Tensor) -> Tensor:
     candidates = torch.where(population, place, len(groups))
     first = torch.full_like(groups, len(groups))[:number].scatter_reduce_(0, index, candidates, "amin")
     return place == first[index]
+
+
+def _check_advantages(who: str, advantages: Tensor, rollout: Rollout) -> None:
+    shape = rollout.response_ids.shape
+    if not isinstance(advantages, Tensor) or advantages.shape != shape or not advantages.is_floating_point():
+        tensor = isinstance(advantages, Tensor)
+        got = f"{advantages.dtype} {list(advantages.shape)}" if tensor else type(advantages).__name__
+        raise ValueError(f"expected {who} to return a float tensor {list(shape)}, got {got}")
+    if advantages.requires_grad:
+        raise ValueError(f"expected advantages from {who} without gradient, got one: detach the tensors that it reads")
 
 
 def _check_finite(what: str, values: Tensor, rollout: Rollout, cure: str) -> None:

@@ -69,7 +69,10 @@ def _suspects(current: CurrentRollout, step: int, gradient: StepGradient) -> tup
         return nonfinite, "hold a number that is not finite"
     pairs = zip(microbatches, gradient.losses, strict=False)
     lost = sorted(row for microbatch, loss in pairs if not torch.isfinite(loss) for row in microbatch.index.tolist())
-    return (lost, "have a loss that is not finite") if lost else (step_rows, "were trained in this step")
+    if not lost:
+        return step_rows, "were trained in this step"
+    parts = [name for name, part in gradient.parts.items() if name != "loss/total" and not torch.isfinite(part)]
+    return lost, f"have a loss that is not finite ({', '.join(parts) or 'a coefficient'})"
 
 
 def _nonfinite_rows(rollout: Rollout) -> list[int]:

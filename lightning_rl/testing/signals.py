@@ -33,6 +33,7 @@ ADVANTAGE = (
     "padding_width",
     "group_isolation",
     "reward_shift",
+    "advantage_direction",
     "row_order",
     "advantage_support",
     "knob_liveness",

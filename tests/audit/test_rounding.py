@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.parts import mean_minus_score
 from kit.support import an_algorithm, ragged_rollout
 from torch import Tensor
 from typing_extensions import override
@@ -21,6 +22,7 @@ from lightning_rl.policy import Outputs
 from lightning_rl.signal.kl import k3
 
 SIGNAL = ("reward_shift", "row_order", "group_isolation", "excluded_rows", "masked_values", "reward_conservation")
+SIGNAL += ("advantage_direction",)
 
 
 def evidence_of(rewards: Tensor, **options: Any) -> Evidence:
@@ -66,6 +68,15 @@ def test_a_mean_that_is_not_subtracted_whole_is_found_at_every_scale(scale: floa
     rewards = torch.rand(16, generator=torch.Generator().manual_seed(0)) * scale
     (finding,) = CHECKS["reward_shift"](evidence_of(rewards, advantages=MostOfTheMean()))
     assert finding.culprit == "estimator MostOfTheMean"
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_advantages_of_the_wrong_sign_are_found_at_every_scale(scale: float) -> None:
+    rewards = torch.rand(16, generator=torch.Generator().manual_seed(0)) * scale
+    (finding,) = CHECKS["advantage_direction"](evidence_of(rewards, advantages=mean_minus_score))
+    assert finding.culprit == "estimator mean_minus_score" and "unlearns" in finding.observed
+    (finding,) = CHECKS["advantage_direction"](evidence_of((rewards > scale / 2).float(), advantages=mean_minus_score))
+    assert len(finding.samples) == 4
 
 
 @pytest.mark.parametrize(("logged", "alarms"), [("k3", []), ("k1", ["metric kl/rollout"])])

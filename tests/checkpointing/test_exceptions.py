@@ -354,6 +354,7 @@ def test_gradients_that_are_not_finite_end_the_run_with_the_rollout_in_a_file(tm
             default_root_dir=tmp_path)  # fmt: skip
     path = tmp_path / "nonfinite" / "rollout-1-rank-0.pt"
     assert str(path) in str(raised.value) and "of rollout 1 rows" in str(raised.value)
+    assert "have a loss that is not finite (loss/policy)" in str(raised.value)
     recorded = torch.load(path, weights_only=True)
     assert recorded["number"] == 1 and 6 in recorded["suspects"]
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["lightning_rl"]["ranks"][0]["nonfinite_in_a_row"] == 2

@@ -166,6 +166,12 @@ def over_the_batch(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
     return torch.where(rewarded, scores - scores[rewarded].mean(), 0.0)
 
 
+def mean_minus_score(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    same = (groups[:, None] == groups[None]) & rewarded[None]
+    mean = torch.where(same, scores[None], 0.0).sum(-1) / same.sum(-1).clamp(min=1)
+    return torch.where(rewarded, mean - scores, 0.0)
+
+
 def by_position(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
     whole = scores[: len(scores) // 4 * 4].reshape(-1, 4)
     centred = (whole - whole.mean(-1, keepdim=True)).flatten()

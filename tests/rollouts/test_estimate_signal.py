@@ -8,9 +8,10 @@ import torch
 from kit.support import callback_of, ragged_rollout, rollout_of
 from torch import Tensor
 from torch.testing import assert_close
+from typing_extensions import override
 
 from lightning_rl import GAE, GRPO, RLOO, FinishReason, RawReward, Rollout
-from lightning_rl.advantages import Estimator, RowFunction, resolve_advantages
+from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import NoEOSMask
 from lightning_rl.corrections import Corrections, RLCallback, Stat
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
@@ -114,6 +115,24 @@ def test_an_advantage_that_is_not_finite_raises_and_names_the_sample(poison: flo
         ValueError, match=r"advantages from the estimator <lambda>, got .* for sample 102 at position 0"
     ):
         signal(rollout, lambda scores, _groups, _rewarded: torch.where(scores == 2, poison, scores))
+
+
+class Counted(Estimator):
+    """Returns whole numbers."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        return Advantages(signal.valid_tokens.long())
+
+
+def test_advantages_of_another_dtype_or_with_a_gradient_are_refused() -> None:
+    rollout = rollout_of([1.0, 0.0, 2.0], [[1, 1], [1, 1], [1, 1]])
+    with pytest.raises(
+        ValueError, match=r"estimator Counted to return a float tensor \[3, 2\], got torch.int64 \[3, 2\]"
+    ):
+        signal(rollout, Counted())
+    with pytest.raises(ValueError, match="advantages from the estimator <lambda> without gradient, got one: detach"):
+        signal(rollout, lambda scores, *_: scores * torch.ones((), requires_grad=True))
 
 
 @pytest.mark.parametrize("estimator", [GRPO(), RLOO(), RawReward(), PLAIN, GAE()])

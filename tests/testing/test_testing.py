@@ -16,6 +16,7 @@ from faults.parts import (
     Unmasked,
     by_position,
     by_row,
+    mean_minus_score,
     over_everyone,
     over_the_batch,
     wrong_way,
@@ -125,6 +126,7 @@ def test_a_wrong_reward_fails_with_its_property(reward: Any, broken: str) -> Non
         (over_everyone, {"excluded_rows"}),
         (over_the_batch, {"group_isolation"}),
         (by_position, {"row_order", "group_isolation", "excluded_rows"}),
+        (mean_minus_score, {"advantage_direction"}),
         pytest.param(OverPadding(), {"padding_width"}, marks=pytest.mark.nightly),
     ],
 )

@@ -62,7 +62,7 @@ def _owner_of(evidence: Evidence, parts: list[str], all_parts: int) -> str:
 
 @check(
     expected="one loss and gradient for every partition into microbatches",
-    cure="take denominators over the whole optimizer step, before the first backward",
+    cure="compute a token's loss from its own row, and denominators over the whole optimizer step",
 )
 def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Loss and gradient do not depend on the partition into microbatches, padding microbatches included."""

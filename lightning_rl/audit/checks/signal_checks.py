@@ -180,6 +180,30 @@ def reward_shift(evidence: Evidence) -> Iterator[Finding]:
         yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
 
 
+@check(
+    culprit=ESTIMATOR,
+    expected="an advantage that rises with the reward of its row",
+    observed="one that falls, so it unlearns good responses",
+    cure="subtract the baseline from the reward, not the reward from the baseline",
+)
+def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
+    """The advantage of the worst row of some group rises if its reward rises."""
+    rollout = evidence.groups
+    known = rollout.rewarded & rollout.valid_tokens.any(-1)
+    if not known.any():
+        return
+    members = [known & (rollout.groups == group) for group in rollout.groups[known].unique()]
+    worst = torch.stack([torch.where(rows, rollout.rewards, math.inf).argmin() for rows in members])
+    raised = rollout.rewards.clone()
+    raised[worst] += (rollout.rewards[known].max() - rollout.rewards[known].min()) or 1.0
+    changed = rollout.replace(rewards=raised)
+    gains = (evidence.advantages_of(changed) - evidence.advantages).double().sum(-1)[worst]
+    tolerance = signal_rounding(rollout, changed, evidence.advantages)[worst, 0] * rollout.valid_tokens.sum(-1)[worst]
+    falls = gains < -tolerance
+    if falls.any() and not (gains > tolerance).any():
+        yield Finding(samples=rollout.sample_ids[worst[falls]][:4].tolist())
+
+
 @check(expected="the same advantages for rows in another order", cure="join by sample_ids and groups")
 def row_order(evidence: Evidence) -> Iterator[Finding]:
     """Advantages of rows do not depend on their order."""

@@ -145,6 +145,12 @@ FAULTS: tuple[Fault, ...] = (
         options={"advantages": parts.over_everyone},
     ),
     Fault(
+        "advantages of the wrong sign",
+        "estimator mean_minus_score",
+        check="advantage_direction",
+        options={"advantages": parts.mean_minus_score},
+    ),
+    Fault(
         "batch mean for a group mean",
         "estimator over_the_batch",
         check="group_isolation",
