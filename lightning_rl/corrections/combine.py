@@ -15,6 +15,7 @@ from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout, RolloutT
+from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.mutation_guard import Fields
 
 ReturnT = TypeVar("ReturnT")
@@ -309,13 +310,16 @@ def _times(factor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _check(callback: RLCallback, method: str, contribution: Any, seen: Rollout) -> None:
-    """Raise an error if a contribution's type or shape differs from CONTRIBUTIONS."""
+    """Raise an error if a contribution's type or shape differs from CONTRIBUTIONS, or a coefficient is not finite."""
     returns = CONTRIBUTIONS[method].returns
     if returns in PLAIN_RETURNS:
         fits, expected = PLAIN_RETURNS[returns]
         if not fits(contribution):
             raise TypeError(f"expected {method} of {callback.name} to return {expected}, got {contribution!r:.100}")
     if returns == "term":
+        if not isinstance(contribution.coef, Tensor):
+            coef = {f"coef in {method} of {callback.name}": contribution.coef}
+            check_numbers(finite=True, **coef)
         contribution, returns = contribution.per_token, "token float"
     axes, _, kind = returns.partition(" ")
     if not kind:

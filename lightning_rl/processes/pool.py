@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from signal import SIGABRT, Signals
+from signal import SIGABRT, SIGKILL, Signals
 from typing import Any
 
 import cloudpickle
@@ -275,13 +275,19 @@ class Worker:
         with contextlib.suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
 
+    def _kill_by_id(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, SIGKILL)
+
     def end(self, patience: float = 0.0) -> int | None:
         """Kill the worker, after ``patience`` seconds to exit, and its descendants; return its exit status."""
         with self._lock:
             if self._life.fileno() >= 0:
                 wait([self._life], patience)
                 self.kill()
-                wait([self._life], KILL_SECONDS)
+                if not wait([self._life], KILL_SECONDS):  # a guard that is stopped
+                    self._kill_by_id()
                 with self._life, contextlib.suppress(OSError):
                     self._life.setblocking(False)  # noqa: FBT003
                     self._code = next(iter(self._life.recv(1)), None)
@@ -350,6 +356,7 @@ class _Server(Worker):
     @override
     def end(self, patience: float = 0.0) -> int | None:
         code = super().end(patience)
+        self._popen.kill()  # has exited, unless it was stopped
         self._popen.wait()
         return code
 

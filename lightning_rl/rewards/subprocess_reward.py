@@ -129,6 +129,9 @@ class SubprocessReward:
             CLOCK.run(lambda: wait([future for _, future in submitted.tasks]), None)
         except RewardTimeoutError as error:
             late = str(error)
+        except BaseException:  # Ctrl-C: at exit Python waits for the threads of the tasks
+            self.close()
+            raise
         unfinished = [future for _, future in submitted.tasks if not future.done()]
         for future in unfinished:
             future.cancel()  # else the next call queues behind them

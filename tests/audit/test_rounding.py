@@ -1,5 +1,6 @@
 """Tolerance of the checks follows from dtype and size, so no scale of rewards gives a finding."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,22 @@ def test_advantages_of_the_wrong_sign_are_found_at_every_scale(scale: float) -> 
     assert finding.culprit == "estimator mean_minus_score" and "unlearns" in finding.observed
     (finding,) = CHECKS["advantage_direction"](evidence_of((rewards > scale / 2).float(), advantages=mean_minus_score))
     assert len(finding.samples) == 4
+
+
+def without_easy_groups(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Return advantages that are 0 in groups of a mean of 0.8 or more."""
+    same = (groups[:, None] == groups[None]) & rewarded[None]
+    mean = torch.where(same, scores[None], 0.0).sum(-1) / same.sum(-1).clamp(min=1)
+    return torch.where(rewarded & (mean < 0.8), scores - mean, 0.0)
+
+
+def test_an_estimator_that_drops_easy_groups_gives_no_alarm() -> None:
+    good = torch.arange(16) % 4 > 0
+    evidence = evidence_of(0.9 * good.float(), advantages=without_easy_groups)
+    assert CHECKS["advantage_direction"](evidence) == []
+    rollout = evidence.groups  # the worst row without a token: a higher reward of the next one ends its advantage
+    rollout = rollout.replace(valid_tokens=rollout.valid_tokens & good[:, None])
+    assert CHECKS["advantage_direction"](replace(evidence, groups=rollout)) == []
 
 
 @pytest.mark.parametrize(("logged", "alarms"), [("k3", []), ("k1", ["metric kl/rollout"])])

@@ -147,6 +147,13 @@ def test_a_wrong_shape_or_type_is_refused_with_method_and_callback(
         call(Corrections([callback_of("sloppy", **{method: body})]), method, seen_by(method))
 
 
+@pytest.mark.parametrize("coef", [float("nan"), float("inf"), "x"])
+def test_a_coefficient_that_is_no_finite_number_is_refused(coef: Any) -> None:
+    term = callback_of("sloppy", loss_term=lambda seen: LossTerm(per_token=seen.logprobs, coef=coef))
+    with pytest.raises(ValueError, match="expected coef in loss_term of sloppy to be a number"):
+        call(Corrections([term]), "loss_term", seen_by("loss_term"))
+
+
 def test_a_weight_with_gradient_is_refused() -> None:
     with pytest.raises(ValueError, match="token_weight of leaky without gradient, got one: detach it"):
         Corrections([callback_of("leaky", token_weight=lambda seen: seen.logprobs.exp())]).policy_factor(view())

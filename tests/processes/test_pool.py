@@ -104,6 +104,17 @@ def test_a_signal_that_stops_the_run_interrupts_loading(tmp_path: Path, monkeypa
     pool.close()
 
 
+def test_a_pool_whose_server_is_stopped_can_be_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_rl.processes.pool.KILL_SECONDS", 0.5)
+    cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["behave"]))
+    pool = Pool(cloudpickle.dumps(behave), processes=1, environment={"MARK": str(tmp_path)})
+    assert pool.submit(cloudpickle.dumps(((5, ""), {})), 60.0).result() == 5
+    for pid in pool.pids():
+        os.kill(pid, signal.SIGSTOP)
+    pool.close()
+    assert gone(str(tmp_path))
+
+
 TRAINER = """
 import cloudpickle, sys, time
 from lightning_rl.processes.pool import Pool

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.marks import wait_for
+from kit.marks import gone, pids_with, wait_for
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from transformers import TrainerState
 
@@ -139,6 +139,26 @@ def test_a_reward_or_column_that_cannot_be_pickled_is_named() -> None:
         scores(isolated(locked), ["a"])
     with pytest.raises(ValueError, match=r"expected a column answer that can be sent to another process, got .*lock"):
         scores(isolated(lambda **_: [1.0]), ["a"], answer=[lock])
+
+
+HANGS = """
+import sys, time
+from lightning_rl.rewards import SubprocessReward
+
+def hangs(completions, **columns):
+    time.sleep(1_000)
+
+SubprocessReward(hangs, environment={"MARK": sys.argv[1]})(["q"], ["a"])
+"""
+
+
+def test_an_interrupted_call_ends_its_processes_and_the_trainer(tmp_path: Path) -> None:
+    mark = str(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", HANGS, f"{mark}/"]) as trainer:
+        assert wait_for(lambda: len(pids_with(mark)) == 5), "trainer, server and worker with their guards"
+        trainer.send_signal(signal.SIGINT)
+        assert trainer.wait(20) == -signal.SIGINT
+    assert gone(mark)
 
 
 def test_a_direct_call_warns_of_failures() -> None:

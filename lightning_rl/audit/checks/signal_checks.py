@@ -197,9 +197,10 @@ def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
     raised = rollout.rewards.clone()
     raised[worst] += (rollout.rewards[known].max() - rollout.rewards[known].min()) or 1.0
     changed = rollout.replace(rewards=raised)
-    gains = (evidence.advantages_of(changed) - evidence.advantages).double().sum(-1)[worst]
+    after = evidence.advantages_of(changed)
+    gains = (after - evidence.advantages).double().sum(-1)[worst]
     tolerance = signal_rounding(rollout, changed, evidence.advantages)[worst, 0] * rollout.valid_tokens.sum(-1)[worst]
-    falls = gains < -tolerance
+    falls = (gains < -tolerance) & (after[worst] != 0).any(-1)  # an estimator may drop a group
     if falls.any() and not (gains > tolerance).any():
         yield Finding(samples=rollout.sample_ids[worst[falls]][:4].tolist())
 
