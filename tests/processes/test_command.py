@@ -14,7 +14,7 @@ from lightning_rl.processes.command import run_command
 CHILDREN = """
 import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else signal.SIG_DFL)
-child = subprocess.Popen([sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"], stdout=-1)
+child = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(999)"], stdout=-1)
 child.stdout.readline()
 print(os.getpid(), child.pid, flush=True)
 sys.exit(0) if "ends" in sys.argv else child.wait()
