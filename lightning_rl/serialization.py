@@ -39,13 +39,13 @@ SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 MODULES = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
 MODULES += ("environments.conversation_options", "policy.model_options")
+MODULES += ("signal.kl", "signal.masked", "signal.reductions")
+NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Sandbox", "SandboxService"}
+NEVER |= {"VLLMEngine", "VLLMServerEngine"}  # start processes, open connections or load models
 
 # jsonargparse prints a mapping or list of functions by the first type of a union, that of one function, with this
 # warning. As an error it makes jsonargparse try the next type.
 warnings.filterwarnings("error", r"\s*Unable to serialize\s+instance\s+[\[{]")
-MODULES += ("signal.kl", "signal.masked", "signal.reductions")
-NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Sandbox", "SandboxService"}
-NEVER |= {"VLLMEngine", "VLLMServerEngine"}  # start processes, open connections or load models
 
 
 def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:

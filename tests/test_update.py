@@ -206,11 +206,13 @@ def test_requests_and_rewards_are_shown_in_the_order_in_which_they_come() -> Non
 
 
 def test_a_loss_without_a_gradient_is_named() -> None:
-    def detached(view: LossView) -> Tensor:
+    def without_gradient(view: LossView) -> Tensor:
         return -view.logprobs.detach() * view.require("advantages")
 
-    with pytest.raises(ValueError, match="expected a loss with a gradient, got none: compute the loss detached from"):
-        fit(tiny_module(loss=detached))
+    with pytest.raises(
+        ValueError, match="expected a loss with a gradient, got none: compute the loss without_gradient from"
+    ):
+        fit(tiny_module(loss=without_gradient))
 
 
 def test_a_reward_that_turns_grad_mode_off_changes_nothing() -> None:

@@ -132,11 +132,13 @@ def test_values_and_extras_that_cannot_be_unpickled_fail_their_rows() -> None:
 def test_a_reward_or_column_that_cannot_be_pickled_is_named() -> None:
     lock = threading.Lock()
 
-    def locked(completions: Any, **_: Any) -> Any:
+    def holds_lock(completions: Any, **_: Any) -> Any:
         return [float(lock.locked())] * len(completions)
 
-    with pytest.raises(ValueError, match=r"expected a reward locked that can be sent to another process, got .*lock"):
-        scores(isolated(locked), ["a"])
+    with pytest.raises(
+        ValueError, match=r"expected a reward holds_lock that can be sent to another process, got .*lock"
+    ):
+        scores(isolated(holds_lock), ["a"])
     with pytest.raises(ValueError, match=r"expected a column answer that can be sent to another process, got .*lock"):
         scores(isolated(lambda **_: [1.0]), ["a"], answer=[lock])
 
