@@ -6,10 +6,11 @@ from lightning_rl.audit.checks import Check
 
 REPEATED = (
     *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
-    *("advantage_direction", "contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields"),
+    *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields"),
     *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
     *("gradient_liveness", "loss_direction", "terms_add_up", "contributions_fit", "loss_fits", "metric_populations"),
     *("reward_conservation", "token_returns", "token_gradients", "silent_environments"),
+    "advantage_direction",
 )
 """Checks that repeat a stage of the run on changed copies, so the same code in every rollout."""
 

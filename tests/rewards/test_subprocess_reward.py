@@ -144,8 +144,10 @@ def test_a_reward_or_column_that_cannot_be_pickled_is_named() -> None:
 
 
 HANGS = """
-import sys, time
+import signal, sys, time
 from lightning_rl.rewards import SubprocessReward
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job in the background
 
 def hangs(completions, **columns):
     time.sleep(1_000)
