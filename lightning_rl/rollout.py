@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl.utils.device import to_device
 
@@ -40,6 +41,11 @@ class FinishReason(IntEnum):
     ABORT = 2
     TURNS = 3  # limit on turns in a conversation
     FAILED = 4  # failure of the environment
+
+    @override
+    def __reduce_ex__(self, proto: Any) -> tuple[type["FinishReason"], tuple[int]]:
+        """Pickle by value; Python 3.11.0 to 3.11.3 would pickle a call of getattr, which ``weights_only`` refuses."""
+        return type(self), (self.value,)
 
 
 def field_axes(axes: str, pad: float | int = 0) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class ChoiceMatch(AnswerMatch):
 @lru_cache(maxsize=64)
 def _start_pattern(letters: str) -> re.Pattern[str]:
     """Return a pattern for a letter at the start of an answer, after decoration such as ``option`` or brackets."""
-    decoration = r"(?:[\s*_`\"'()\[\]{}$:]|\\text\w*|\b(?i:option|choice)\b)*+"
+    decoration = r"(?:[\s*_`\"'()\[\]{}$:]|\\text\w*+|\b(?i:option|choice)\b)*"
     return re.compile(rf"{decoration}([{re.escape(letters)}])(?![^\W_]|['\u2019])")
 
 

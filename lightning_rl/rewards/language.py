@@ -14,7 +14,7 @@ from lightning_rl.utils.arguments import check_text, check_texts
 MIN_LETTERS = 12
 NO_PROSE = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$[^$]*\$\$|\$[^$\n]*\$"
-    r"|\\\((?:(?!\\[()]).)*+\\\)|\\\[(?:(?!\\[\[\]]).)*+\\\]|</?\w+>|\\\w+",
+    r"|\\\((?:(?!\\[()]).)*\\\)|\\\[(?:(?!\\[\[\]]).)*\\\]|</?\w+>|\\\w+",
     re.DOTALL,
 )
 

@@ -25,7 +25,8 @@ from lightning_rl.utils.arguments import check_numbers, check_texts
 MAX_DIGITS = 1000
 
 SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
-INTEGER = rf"(?:[0-9]{{1,3}}(?:{SEPARATOR}[0-9]{{3}})++(?![0-9])|[0-9]++)"
+GROUP = rf"{SEPARATOR}[0-9]{{3}}"
+INTEGER = rf"(?:[0-9]{{1,3}}(?:{GROUP})+(?!{GROUP}|[0-9])|[0-9]++)"
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]++)?|(?<![0-9A-Za-z_.])\.[0-9]++)"
 NUMERAL = r"(?:\{\s*+[-+]?" + DECIMAL + r"\s*+\}|[0-9])"
 CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)"

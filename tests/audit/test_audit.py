@@ -1,6 +1,7 @@
 """Audit: no findings on clean runs, findings on faults, and no changes of the run."""
 
 import re
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_rl import (
     Rollout,
 )
 from lightning_rl.audit import CHECKS, AuditError, SignalAudit, recheck
-from lightning_rl.audit.saved import load
+from lightning_rl.audit.saved import CLASSES, load
 from lightning_rl.callbacks import (
     OPSM,
     ReferenceKL,
@@ -73,6 +74,16 @@ def test_the_saved_file_reproduces_a_finding(tmp_path: Path, name: str, cured: l
     )
     if cured is not None:
         assert not recheck(path, tiny_module(**options), cured)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if isinstance(kind, EnumType)])
+def test_an_enumeration_in_the_file_is_pickled_by_value(
+    kind: type[Enum], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_getattr = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731  as Python 3.11.0 to 3.11.3
+    monkeypatch.setattr(Enum, "__reduce_ex__", by_getattr)
+    torch.save(list(kind), tmp_path / "members.pt")
+    assert load(tmp_path / "members.pt") == list(kind)
 
 
 def test_an_unknown_check_is_refused(finding_of_detached_kl: tuple[str, Path]) -> None:
