@@ -40,7 +40,7 @@ def test_a_slurm_job_trains_on_its_first_nodes_and_serves_on_the_others(tmp_path
     file = str(LAUNCH / "slurm.sbatch")
     options = {"SLURM_JOB_NODELIST": "node[0-2]", "TRAINERS": "2", "SHARED": str(shared), "GPUS": "2"}
     code, (serve, train) = call(tmp_path, file, "a-model", "train.py", "--steps", "3", **options)
-    assert code == 0 and train == "srun --nodes 2 --ntasks 4 --nodelist node0,node1 python train.py --steps 3"
+    assert code == 0 and train == "srun --nodes 2 --ntasks 4 --nodelist node0,node1 python3 train.py --steps 3"
     assert serve.startswith("srun --nodes 1 --ntasks 2 --nodelist node2 --output ")
     assert (tmp_path / "calls" / "servers").read_text() == "http://node2:8000 http://node2:8001 "
     assert len((tmp_path / "calls" / "key").read_text()) >= 43

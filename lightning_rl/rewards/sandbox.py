@@ -123,7 +123,7 @@ class Sandbox:
         limits["fsize"] = max(self.disk, self.output + 1)  # the output is a file
         limits["nproc"] = self.processes + 1  # with process 1, which is bubblewrap
         options = [f"--{name}={limit}" for name, limit in limits.items()]
-        return ["prlimit", *options, "--", sys.executable, "-I", "-B", MAIN]
+        return ["prlimit", *options, "--", _interpreter(), "-I", "-B", MAIN]
 
 
 def _as_unused_user() -> list[str]:
@@ -149,6 +149,13 @@ def _reap(info: IO[bytes]) -> None:
     info.seek(0)
     with contextlib.suppress(ValueError, LookupError, ChildProcessError):
         os.waitpid(json.load(info)["child-pid"], 0)
+
+
+def _interpreter() -> str:
+    """Return the path of this Python in the folders that a program sees; it may have been started by another path."""
+    if sys.prefix == sys.base_prefix:
+        return os.path.realpath(sys.executable)
+    return str(Path(sys.prefix, "bin", Path(sys.executable).name))
 
 
 @cache

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.forks import PATH
 from kit.marks import gone, pids_with, wait_for
 
 from lightning_rl.rewards import Sandbox, SandboxResult, SandboxUnavailable, sandbox
@@ -280,6 +281,15 @@ for seconds, program in ((20.0, "print(1)"), (20.0, "exit(3)"), (0.5, "while Tru
 
 def test_no_process_is_left_unreaped_where_the_trainer_adopts_orphans() -> None:
     ran = subprocess.run([sys.executable, "-c", PROCESS_1], capture_output=True, text=True, timeout=100, check=True)
+    assert ran.stdout == "0 []\n3 []\n137 []\n", ran.stderr
+
+
+def test_python_is_found_if_the_trainer_was_started_by_a_relative_path(tmp_path: Path) -> None:
+    command = [os.path.relpath(sys.executable, tmp_path), "-c", PROCESS_1]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": PATH}, capture_output=True, text=True, timeout=100,
+        check=True,
+    )  # fmt: skip
     assert ran.stdout == "0 []\n3 []\n137 []\n", ran.stderr
 
 
