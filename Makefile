@@ -4,7 +4,9 @@ SHELL := bash
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+GPU := $(wildcard /dev/nvidiactl /dev/kfd)
 BIN := .venv/bin
+DEMO := .venv/.demo
 INSTALLED := .venv/.installed
 WORKERS ?= 2
 # All tests of a file run on one worker, so module fixtures start once. Crashed workers are not replaced, because
@@ -44,10 +46,12 @@ ADAPTERS := gem openenv reasoning-gym textarena
 VLLM_NIGHTLY := $(shell grep -l mark.nightly tests/vllm/test_*.py)
 PYTHON_OF_GPU ?= $(BIN)/python
 LOCK := requirements.lock
+DEV_LOCK := requirements-dev.lock
 UV ?= uv==0.13.9
 RESOLVED_TORCH ?= torch==2.13.0+cpu
-RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --extra dev --no-emit-package torch \
+RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-package torch \
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+LOCKED = --constraint build/lock.txt --generate-hashes --python-version 3.11
 
 .PHONY: help install demo test test-all $(VLLM_NIGHTLY) test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
@@ -56,7 +60,7 @@ help: ## List these targets
 
 install: $(INSTALLED) ## Install the library and its tools into .venv
 
-demo: $(INSTALLED) ## Train a tiny model on a laptop
+demo: $(DEMO) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
 
 test: check-static ## Static checks and the tests for each commit
@@ -107,16 +111,18 @@ $(ADAPTERS:%=test-%): test-%: .venv-adapters/%/.installed
 	[ $* != reasoning-gym ] || $(<D)/bin/python -m pytest tests/recipes/test_every_recipe.py tests/recipes/test_gpu_commands.py -k reasoning
 
 test-oldest: build/uv ## The tests of each commit with the oldest version of everything that pyproject.toml allows
-	$(RESOLVE) --resolution lowest-direct --no-annotate pyproject.toml -o build/oldest.txt
+	$(RESOLVE) --extra dev --resolution lowest-direct pyproject.toml -o build/oldest.txt
 	$(PYTHON) tests/bounds.py build/oldest.txt
 	$(call try,.venv-oldest,build/oldest.txt)
 
 test-newest: build/uv ## The tests of each commit with the newest version of everything that pyproject.toml allows
-	$(RESOLVE) --upgrade --no-annotate pyproject.toml -o build/newest.txt
+	$(RESOLVE) --extra dev --upgrade pyproject.toml -o build/newest.txt
 	$(call try,.venv-newest,build/newest.txt)
 
-lock: build/uv ## Write requirements.lock: every package of .venv but torch, with the hashes of its files
-	$(RESOLVE) --upgrade --generate-hashes --no-annotate --python-version 3.11 pyproject.toml -o $(LOCK)
+lock: build/uv ## Write the locks of make demo and make test: packages other than torch, with the hashes of their files
+	$(RESOLVE) --extra dev --upgrade --python-version 3.11 pyproject.toml -o build/lock.txt
+	echo setuptools | $(RESOLVE) --extra report $(LOCKED) pyproject.toml - -o $(LOCK)
+	$(RESOLVE) --extra dev $(LOCKED) $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(LOCK)) pyproject.toml -o $(DEV_LOCK)
 
 licences: $(INSTALLED) ## Write docs/licences.md: the licence of every installed package
 	$(BIN)/python tests/licences.py > docs/licences.md
@@ -159,14 +165,21 @@ build/uv:
 	echo '$(RESOLVED_TORCH)' > $@/torch.txt
 
 # torch is not in the lock, so that TORCH can select its version and build; its dependencies are, and come first.
-$(INSTALLED): pyproject.toml $(LOCK) | $(BIN)/python
+$(DEMO): pyproject.toml $(LOCK) | $(BIN)/python
 	@echo "Installing the packages of $(LOCK) into .venv; pip checks their hashes"
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(LOCK)
 	@$(BIN)/python -m pip show --quiet torch 2> /dev/null || { \
 		echo "Installing $(TORCH) into .venv: hundreds of megabytes; TORCH=... selects another build"; \
+		$(if $(GPU),,$(BIN)/python -m pip install --quiet '$(TORCH)+cpu' 2> /dev/null ||) \
 		$(BIN)/python -m pip install --quiet '$(TORCH)'; }
-	@echo "Installing lightning-rl and its tools into .venv"
+	@echo "Installing lightning-rl into .venv"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip check
+	@touch $@
+
+$(INSTALLED): $(DEMO) $(DEV_LOCK)
+	@echo "Installing the tools of $(DEV_LOCK) into .venv; pip checks their hashes"
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --use-pep517 --require-hashes -r $(DEV_LOCK)
 	@$(BIN)/python -m pip check
 	@echo "Installed. make demo trains a small model, make help lists all targets"
 	@touch $@

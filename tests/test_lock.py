@@ -1,4 +1,4 @@
-"""The lock holds what pyproject.toml asks for, by hashes alone, and a lower bound that was not run is found."""
+"""The locks hold what pyproject.toml asks for, by hashes alone, and a lower bound that was not run is found."""
 
 import re
 import tomllib
@@ -10,8 +10,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
-PINS = dict(re.findall(r"^([a-z0-9-]+)==([\w.]+)", LOCK, re.MULTILINE))
+LOCKS = [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.lock", "requirements-dev.lock")]
+DEMO, TOOLS = [dict(re.findall(r"^([a-z0-9-]+)==([\w.]+)", lock, re.MULTILINE)) for lock in LOCKS]
+PINS = DEMO | TOOLS
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
@@ -24,11 +25,18 @@ def test_every_requirement_of_the_tools_is_locked_at_a_version_that_it_allows() 
     assert [str(one) for one in asked if PINS.get(canonicalize_name(one.name), "") not in one.specifier] == []
 
 
+def test_the_demo_installs_the_library_and_its_report_and_no_tool() -> None:
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["report"]]
+    asked = {canonicalize_name(Requirement(line).name) for line in lines} - {"torch"}
+    assert asked <= DEMO.keys() and not DEMO.keys() & TOOLS.keys()
+    assert {"deepspeed", "datasets", "hypothesis", "pandas", "pyrefly", "pytest"} <= TOOLS.keys()
+
+
 def test_every_file_has_a_hash_and_none_a_place() -> None:
-    entries = re.split(r"\n(?=\S)", LOCK.strip())
+    entries = [entry for lock in LOCKS for entry in re.split(r"\n(?=\S)", lock.strip())]
     assert len(entries) == len(PINS) > 80
     assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
-    assert "://" not in LOCK and "index-url" not in LOCK and "torch" not in PINS
+    assert not any("://" in lock or "index-url" in lock for lock in LOCKS) and "torch" not in PINS
 
 
 def test_a_bound_below_what_was_installed_is_untrue() -> None:

@@ -20,7 +20,7 @@ from lightning_rl.cli.main import MODULES
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = {"LICENSE", "MANIFEST.in", "README.md", "callbacks", "lightning_rl", "pyproject.toml"}
 TOP_LEVEL = SHIPPED | {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "SECURITY.md", "benchmarks", "docs", "recipes"}
-TOP_LEVEL |= {"CITATION.cff", "launch", "mkdocs.yml", "requirements.lock", "tests"}
+TOP_LEVEL |= {"CITATION.cff", "launch", "mkdocs.yml", "requirements.lock", "requirements-dev.lock", "tests"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES, VERSION = PROJECT["tool"]["setuptools"]["packages"], PROJECT["project"]["version"]
 
