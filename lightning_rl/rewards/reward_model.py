@@ -111,7 +111,7 @@ class RewardModel:
             module = self._build()
         device = self.device
         if device is None:
-            device = torch.accelerator.current_accelerator() or "cpu"
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         module = module.to(device=device, dtype=self.dtype).requires_grad_(requires_grad=False).eval()
         scorer = Scorer(module, self.label, self.max_tokens_per_microbatch)
         if self.max_tokens_per_microbatch > 1:

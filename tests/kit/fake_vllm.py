@@ -681,6 +681,8 @@ class FakeVLLM:
             return []
         serial = partial(_serial_loader, filesystem)  # torch saves tensors of a GPU through a stream
         patches = [patch.object(torch.cuda, name, value) for name, value in known.items()]
+        # a build for GPUs would ask its driver whether the optimizer's step is captured
+        patches.append(patch.object(torch.accelerator, "current_accelerator", lambda check_available=False: None))
         return [*patches, patch.object(filesystem, "_OverlappingCpuLoader", serial)]
 
 

@@ -204,6 +204,12 @@ def test_it_is_frozen_in_evaluation_mode_and_draws_no_random_number() -> None:
     assert not module.training and not any(parameter.requires_grad for parameter in module.parameters())
 
 
+def test_by_default_it_runs_on_a_device_of_this_machine() -> None:
+    """A build of torch for GPUs names one where there is no driver, too."""
+    reward = RewardModel(model=classifier_of, tokens="policy")
+    assert scores(reward, [[2]], [[3]]) == pytest.approx([alone([2, 3])], rel=1e-3)
+
+
 def test_it_is_built_at_the_first_call_and_a_copy_builds_its_own(tmp_path: Path) -> None:
     reward = RewardModel(model=tmp_path / "later", device="cpu")
     early = pickle.loads(pickle.dumps(reward))
