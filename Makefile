@@ -27,6 +27,8 @@ VERIFIERS_INSTALLED := .venv-verifiers/.installed
 VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters/test_completion_server.py \
 	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
 	tests/test_docs_blocks.py -k 'not docs_blocks or environments.md'
+PROGRAM_TESTS = $(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly" tests/rewards/test_sandbox.py \
+	tests/rewards/test_code.py tests/reporting/test_browser.py tests/test_docs_blocks.py -k 'not docs_blocks or rewards.md'
 LOGGERS ?= tensorboard==2.21.0 wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy alembic comet-ml==3.58.8
 LOGGERS_BIN := .venv-loggers/bin
 LOGGERS_INSTALLED := .venv-loggers/.installed
@@ -53,7 +55,7 @@ RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --no-annotate --no-emi
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 LOCKED = --constraint build/lock.txt --generate-hashes --python-version 3.11
 
-.PHONY: help install demo test test-all $(VLLM_NIGHTLY) test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
+.PHONY: help install demo test test-all $(VLLM_NIGHTLY) test-fresh test-programs test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,12 +71,19 @@ test: check-static ## Static checks and the tests for each commit
 test-all: $(INSTALLED) ## Every test that make test and make test-vllm leave out
 	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-verifiers bench-trl test-loggers test-liger test-launch
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
+	FRESH_SUITE=trixie tests/fresh_machine.sh demo test
 
 $(VLLM_NIGHTLY): $(VLLM_INSTALLED)
 	$(VLLM_BIN)/pytest $(WATCHED) -m nightly $@
 
 test-mutations: $(INSTALLED) ## Inject known silent bugs into a copy, one at a time; a test must fail for each
 	$(BIN)/python -m tests.mutations
+
+test-fresh: ## Run make demo and make test on a fresh Debian 12, as a user without rights; needs root and mounts
+	tests/fresh_machine.sh demo test
+
+test-programs: $(INSTALLED) ## The tests of each commit that need bubblewrap or Chromium, which a fresh machine lacks
+	$(PROGRAM_TESTS)
 
 test-faults: $(INSTALLED) ## Inject silent faults into a fit, one at a time; the audit must report each
 	$(BIN)/python -m tests.faults

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from kit import skips
 
 settings.register_profile("reproducible", deadline=None, derandomize=True)
 settings.load_profile("reproducible")
@@ -26,3 +27,11 @@ def pytest_collection_modifyitems(items: Sequence[Any]) -> None:
     addressed = [item.nodeid for item in items if re.search(r" at 0x[0-9a-f]+", item.nodeid)]
     if addressed:
         raise pytest.UsageError(f"expected names that every worker gives, got {addressed[0]}: pass ids=")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Lists the commands that run the skipped tests."""
+    if skipped := terminalreporter.getreports("skipped"):
+        terminalreporter.section("skipped tests, and the command that runs them")
+        for line in skips.lines(report.longrepr[2] for report in skipped):
+            terminalreporter.line(line)

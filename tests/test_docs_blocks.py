@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from environments.templates import tokenizer_of
 from kit.chatter import chat_tokenizer, chatter
+from kit.skips import need_sandbox
 from kit.support import fit, tiny_module, tiny_policy, tiny_tokenizer
 
 from lightning_rl.audit import SignalAudit
@@ -162,8 +162,8 @@ def test_a_block_runs_as_pasted(block: Block, beside: Path) -> None:
         if name in block.text:
             pytest.importorskip(library)
             chat(beside)
-    if "CodeTests()" in block.text and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    if "CodeTests(" in block.text:
+        need_sandbox()
     if "recheck(" in block.text:
         evidence(beside)
     if "load_from_checkpoint(" in block.text:

@@ -47,7 +47,7 @@ def site() -> ModuleType:
 def built() -> Path:
     """Build the site and return its folder."""
     if not BUILDER.exists():
-        pytest.skip("no environment with the builder of the site: make docs makes one")
+        pytest.skip("no environment with the builder of the site: make docs")
     done = subprocess.run([str(BUILDER), "docs/site.py"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return SITE

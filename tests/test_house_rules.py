@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from kit.skips import command_of
 
 ROOT = Path(__file__).resolve().parents[1]
 CALLBACKS = sorted((ROOT / "callbacks").glob("[!_]*.py"))
@@ -106,6 +107,21 @@ def test_every_callback_names_its_source() -> None:
 
 def test_every_callback_has_its_own_test_file() -> None:
     assert [file for file in CALLBACKS if not (ROOT / "tests" / "callbacks" / f"test_{file.name}").is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "command"),
+    [
+        ("could not import 'gem': No module named 'gem'", "make test-gem"),
+        ("could not import 'openenv.core': No module named 'openenv'", "make test-openenv"),
+        ("could not import 'tensorboard.plugin_util': No module named 'tensorboard'", "make test-loggers"),
+        ("no Chromium on the path: apt-get install chromium", "apt-get install chromium"),
+        ("a GPU notes no copies", "a GPU notes no copies"),
+        ("could not import 'unlisted': No module", "could not import 'unlisted': No module"),
+    ],
+)
+def test_a_skipped_test_has_a_command_that_runs_it(reason: str, command: str) -> None:
+    assert command_of(reason) == command
 
 
 def test_the_library_prints_nothing() -> None:

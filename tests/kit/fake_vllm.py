@@ -682,7 +682,7 @@ class FakeVLLM:
         serial = partial(_serial_loader, filesystem)  # torch saves tensors of a GPU through a stream
         patches = [patch.object(torch.cuda, name, value) for name, value in known.items()]
         # a build for GPUs would ask its driver whether the optimizer's step is captured
-        patches.append(patch.object(torch.accelerator, "current_accelerator", lambda check_available=False: None))
+        patches.append(patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None))
         return [*patches, patch.object(filesystem, "_OverlappingCpuLoader", serial)]
 
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from kit.skips import need_sandbox
 
 from lightning_rl.rewards import CodeTests, Sandbox, SandboxUnavailable, sandbox
 from lightning_rl.rewards.answer_match import UnreadableReference
@@ -18,10 +19,8 @@ BOX = Sandbox(seconds=30.0)
 
 
 def reward(**options: Any) -> CodeTests:
-    try:
-        return CodeTests(sandbox=BOX, **options)
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
+    need_sandbox()
+    return CodeTests(sandbox=BOX, **options)
 
 
 @pytest.mark.parametrize(

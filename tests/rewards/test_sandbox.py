@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from kit.forks import PATH
 from kit.marks import gone, pids_with, wait_for
+from kit.skips import need_sandbox
 
 from lightning_rl.rewards import Sandbox, SandboxResult, SandboxUnavailable, sandbox
 
@@ -34,10 +35,7 @@ OPEN = Open()
 
 @pytest.fixture(autouse=True)
 def _available() -> None:
-    try:
-        Sandbox().check()
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
+    need_sandbox()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
 
 pytestmark = [
-    pytest.mark.skipif(not PYTHON.exists(), reason="no environment with TRL: make bench-trl makes one"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="no environment with TRL: make bench-trl"),
     pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
 ]
 

@@ -30,7 +30,7 @@ from lightning_rl.environments.adapters.verifiers import Episode, Verifiers
 from lightning_rl.generation import Request, request_seed, turn_seed
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"),
+    pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="no verifiers: make test-verifiers"),
     pytest.mark.filterwarnings("ignore"),  # those of its 25 dependencies are not ours
 ]
 PLUGINS = Path(__file__).with_name("plugins")
