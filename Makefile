@@ -8,6 +8,8 @@ GPU := $(wildcard /dev/nvidiactl /dev/kfd)
 BIN := .venv/bin
 DEMO := .venv/.demo
 INSTALLED := .venv/.installed
+# Bytecode is written at the first import: that of all modules would take 200 MB.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 WORKERS ?= 2
 # All tests of a file run on one worker, so module fixtures start once. Crashed workers are not replaced, because
 # pytest-xdist may hang while it waits for the new one.
@@ -176,19 +178,19 @@ build/uv:
 # torch is not in the lock, so that TORCH can select its version and build; its dependencies are, and come first.
 $(DEMO): pyproject.toml $(LOCK) | $(BIN)/python
 	@echo "Installing the packages of $(LOCK) into .venv; pip checks their hashes"
-	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes -r $(LOCK)
+	@$(INSTALL) --no-deps --require-hashes -r $(LOCK)
 	@$(BIN)/python -m pip show --quiet torch 2> /dev/null || { \
 		echo "Installing $(TORCH) into .venv: hundreds of megabytes; TORCH=... selects another build"; \
-		$(if $(GPU),,$(BIN)/python -m pip install --quiet '$(TORCH)+cpu' 2> /dev/null ||) \
-		$(BIN)/python -m pip install --quiet '$(TORCH)'; }
+		$(if $(GPU),,$(INSTALL) '$(TORCH)+cpu' 2> /dev/null ||) \
+		$(INSTALL) '$(TORCH)'; }
 	@echo "Installing lightning-rl into .venv"
-	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@$(INSTALL) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -m pip check
 	@touch $@
 
 $(INSTALLED): $(DEMO) $(DEV_LOCK)
 	@echo "Installing the tools of $(DEV_LOCK) into .venv; pip checks their hashes"
-	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --use-pep517 --require-hashes -r $(DEV_LOCK)
+	@$(INSTALL) --no-deps --no-build-isolation --use-pep517 --require-hashes -r $(DEV_LOCK)
 	@$(BIN)/python -m pip check
 	@echo "Installed. make demo trains a small model, make help lists all targets"
 	@touch $@
