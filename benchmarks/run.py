@@ -44,6 +44,7 @@ BENCHMARKS = (
     Benchmark("fixed_costs"),
     Benchmark("consistency", "--rollouts 6 --rounds 1"),
     Benchmark("weight_sync"),
+    Benchmark("real_model", "--only float32", needs=ROOT / "models" / "SmolLM2-135M-Instruct"),
     Benchmark("weight_streaming", "--vocabulary 512 --width 64 --layers 2 --inner 128"),
     Benchmark("weight_transfer", "--layers 1 --pushes 1", python=VLLM, needs=VLLM),
     Benchmark("loading"),

@@ -40,8 +40,10 @@ def main(
         strategy: Strategy of Lightning, such as auto, ddp or fsdp2.
     """
     from functools import partial  # imports inside, so that --help is fast
+    from operator import eq
 
     import sorting_task as task
+    from learning_report import report
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import CSVLogger
     from torch.optim import AdamW
@@ -76,7 +78,7 @@ def main(
         logger=CSVLogger("runs", "sorting"), log_every_n_steps=1, val_check_interval=min(5, rollouts) * updates,
         callbacks=[NoEOSMask(), RolloutSummary(), *([TruncatedIS()] if max_staleness else [])],
     )  # fmt: skip
-    with task.report(trainer, module, data):
+    with report(trainer, module, data, rows=held_out, right=eq, title="Sorting"):
         trainer.fit(module, data)
     return trainer
 

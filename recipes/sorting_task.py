@@ -1,23 +1,16 @@
-"""Sorting short lists of digits: the quickstart's task, tokenizer, reward, warm-started policy and plots.
+"""Sorting short lists of digits: the quickstart's task, tokenizer, reward and warm-started policy.
 
 A prompt is a list of 4 to 8 digits, ``3 1 4 1 5 >``; the only correct response is ``1 1 3 4 5 <eos>``. The policy is
 warm-started on mostly wrong targets: greedy decoding mostly fails, but samples are correct often enough to learn from.
 """
 
 import copy
-import csv
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Trainer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -28,11 +21,6 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lightning_rl import PromptDataModule, RLLightningModule
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 WORDS = ("<pad>", "<eos>", ">", *"0123456789", "<unused-13>", "<unused-14>", "<unused-15>")
 IDS = {word: index for index, word in enumerate(WORDS)}
 PAD, EOS = IDS["<pad>"], IDS["<eos>"]
@@ -42,7 +30,6 @@ WARM_START_SEED = 20_000
 WARM_START_STEPS = 130
 WARM_START_LISTS = 128
 WARM_START_NOISE = 0.7
-REPORT = ("matplotlib", "rich")
 
 
 def sorting_tokenizer() -> PreTrainedTokenizerFast:
@@ -175,79 +162,3 @@ def warm_started(seed: int) -> Qwen2ForCausalLM:
         optimizer.step()
         schedule.step()
     return policy
-
-
-def learning_curve(csv_path: str | Path, picture_path: str | Path) -> None:
-    """Plot reward and held-out accuracy over optimizer steps, as a PNG.
-
-    Args:
-        csv_path: ``metrics.csv`` of Lightning's ``CSVLogger``, with the columns ``step``, ``reward/task`` and
-            ``val/reward/task``; blank cells are skipped.
-        picture_path: Path of the PNG.
-    """
-    from matplotlib.figure import Figure  # optional dependency
-
-    with Path(csv_path).open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # uses Agg, because pyplot is not involved
-    axes = figure.subplots()
-    for column, style in {
-        "reward/task": {"label": "sampled reward", "color": "tab:orange", "linewidth": 1.0},
-        "val/reward/task": {"label": "held-out accuracy, greedy", "color": "tab:blue", "linewidth": 2.0, "marker": "o"},
-    }.items():
-        points = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
-        axes.plot([step for step, _ in points], [value for _, value in points], **style)  # pyrefly: ignore[bad-argument-type]
-    axes.set(title="Learning to sort", xlabel="optimizer step", ylabel="fraction exactly sorted", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
-    figure.savefig(picture_path, format="png", dpi=150)
-
-
-def completion_table(
-    prompts: Sequence[str], answers: Sequence[str], before: Sequence[str], after: Sequence[str]
-) -> "Table":
-    """Return a table of completions of two policies, each marked ``ok`` or ``x``; only texts are compared, not EOS."""
-    from rich.table import Table  # optional dependency
-    from rich.text import Text
-
-    table = Table("prompt", "before", "after", title="Sorting")
-    for prompt, answer, *completions in zip(prompts, answers, before, after, strict=True):
-        marked = [
-            Text(f"ok  {text}", style="green") if text == answer else Text(f"x   {text}", style="red")
-            for text in completions
-        ]
-        table.add_row(Text(prompt), *marked)
-    return table
-
-
-@contextmanager
-def report(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) -> Iterator[None]:
-    """Print greedy completions and accuracy before and after a fit, and plot the learning curve.
-
-    Raises:
-        SystemExit: If a package is missing, or if optimizer steps and devices do not divide the prompts of a rollout.
-    """
-    if missing := [package for package in REPORT if find_spec(package) is None]:
-        raise SystemExit(f"expected {' and '.join(missing)} for the report: pip install 'lightning-rl[report]'")
-    prompts, parts = data.prompts_per_rollout, module.minibatches_per_rollout * trainer.world_size
-    if prompts % parts:
-        shares = [str(number) for number in range(1, prompts + 1) if prompts % number == 0]
-        raise SystemExit(f"expected --updates x --devices to be one of {', '.join(shares)}, got {parts}")
-    rows = held_out_prompts()
-    prompts, answers = [row["prompt"] for row in rows[:8]], [row["answer"] for row in rows[:8]]
-    before, first = _accuracy(trainer, module, data), module.generate(prompts)
-    yield
-    after, last = _accuracy(trainer, module, data), module.generate(prompts)
-    folder = Path(trainer.log_dir or ".")  # a collective
-    if not trainer.is_global_zero:
-        return
-    learning_curve(folder / "metrics.csv", folder / "learning_curve.png")
-    from rich.console import Console
-
-    Console().print(completion_table(prompts, answers, first, last))
-    sys.stdout.write(f"metrics and learning_curve.png: {folder}\naccuracy before={before:.3f} after={after:.3f}\n")
-
-
-def _accuracy(trainer: Trainer, module: RLLightningModule, data: PromptDataModule) -> float:
-    return trainer.validate(module, data, verbose=False)[0]["val/reward/task"]
