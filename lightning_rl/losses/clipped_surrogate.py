@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.policy_loss import RatioLoss
+from lightning_rl.signal.subgradients import clamp, maximum, minimum
 from lightning_rl.utils.arguments import check_numbers
 
 
@@ -51,10 +52,10 @@ class ClippedSurrogate(RatioLoss):
 
     def surrogate(self, ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Return the loss of each token from its importance ratio."""
-        loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
+        loss = maximum(-ratio * advantages, -clamp(ratio, 1 - self.clip_low, 1 + self.clip_high) * advantages)
         if self.dual_clip is None:
             return loss
-        return torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+        return torch.where(advantages < 0, minimum(loss, -self.dual_clip * advantages), loss)
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:

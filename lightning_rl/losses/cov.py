@@ -13,6 +13,7 @@ from lightning_rl.losses.clipped_surrogate import ClippedSurrogate
 from lightning_rl.losses.policy_loss import RatioLoss, prepared_tokens
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.selection import GlobalConcat, covariances, largest, shuffled_keys
+from lightning_rl.signal.subgradients import absolute_value
 from lightning_rl.utils.arguments import check_numbers
 
 
@@ -114,7 +115,7 @@ class KLCov(RatioLoss):
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
         surrogate = -self.importance(view) * view.require("advantages")
-        drift = (view.logprobs - view.require("old_logprobs")).abs()
+        drift = absolute_value(view.logprobs - view.require("old_logprobs"))
         return surrogate + torch.where(prepared_tokens(view), self.coef * drift, 0.0)
 
     @override

@@ -11,6 +11,7 @@ from lightning_rl.corrections import LossView
 from lightning_rl.losses.policy_loss import RatioLoss
 from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.masked import row_mean
+from lightning_rl.signal.subgradients import clamp, minimum
 from lightning_rl.utils.arguments import check_numbers
 
 
@@ -45,7 +46,7 @@ class GMPO(RatioLoss):
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:
         advantages, valid = view.require("advantages"), view.valid_tokens
         log_ratio, sign = view.logprobs - view.require("old_logprobs"), advantages.sign()
-        clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-self.clip_low, self.clip_high))
+        clipped = sign * minimum(sign * log_ratio, sign * clamp(log_ratio, -self.clip_low, self.clip_high))
         mean = row_mean(clipped, valid)
         ratio = policy_ratio(mean, torch.zeros_like(mean), bound=self.log_ratio_bound)
         return (-row_mean(advantages, valid) * ratio)[:, None].expand_as(view.logprobs)

@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lightning_rl.signal.subgradients import absolute_value, clamp, maximum
 from lightning_rl.utils.arguments import check_numbers
 
 
@@ -52,10 +52,10 @@ class ValueLoss:
             raise ValueError(f"expected tensors of one shape, got {got}")
         if self.clip is None:
             return self._error(values, returns)
-        clipped = old_values + (values - old_values).clamp(-self.clip, self.clip)
-        return torch.maximum(self._error(values, returns), self._error(clipped, returns))
+        clipped = old_values + clamp(values - old_values, -self.clip, self.clip)
+        return maximum(self._error(values, returns), self._error(clipped, returns))
 
     def _error(self, values: Tensor, returns: Tensor) -> Tensor:
-        gap = (values - returns).abs()
-        bounded = gap.clamp(max=self.huber)
+        gap = absolute_value(values - returns)
+        bounded = clamp(gap, high=self.huber)
         return bounded * (gap - 0.5 * bounded)  # quadratic up to the bound, then linear

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rl.signal.masked import masked_fill_invalid, row_mean
+from lightning_rl.signal.subgradients import clamp
 from lightning_rl.utils.arguments import check_numbers
 
 LOG_RATIO_BOUND = 20.0
@@ -22,7 +23,7 @@ def policy_ratio(
     logprobs: Float[Tensor, "*B"], old_logprobs: Float[Tensor, "*B"], *, bound: float = LOG_RATIO_BOUND
 ) -> Float[Tensor, "*B"]:
     """Return ``exp(logprobs - old_logprobs)``, with the exponent clamped to +-``bound`` to avoid overflow."""
-    return torch.exp((logprobs - old_logprobs).clamp(-bound, bound))
+    return torch.exp(clamp(logprobs - old_logprobs, -bound, bound))
 
 
 def clipped_weight(

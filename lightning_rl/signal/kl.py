@@ -27,6 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, policy_ratio
+from lightning_rl.signal.subgradients import absolute_value, clamp
 from lightning_rl.utils.arguments import check_numbers
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
@@ -45,7 +46,7 @@ def tangent_expm1(exponent: Float[Tensor, "..."], *, tangent: bool = True) -> Fl
     """
     if not tangent:
         return torch.expm1(exponent)
-    bounded = torch.expm1(exponent.clamp(max=TANGENT_BEYOND))
+    bounded = torch.expm1(clamp(exponent, high=TANGENT_BEYOND))
     return torch.where(exponent > TANGENT_BEYOND, TANGENT_SLOPE * (exponent - TANGENT_BEYOND + 1) - 1, bounded)
 
 
@@ -64,7 +65,7 @@ def absolute(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Flo
     .. math::
         |d| = |\log p - \log q|
     """
-    return (logprobs - other).abs()
+    return absolute_value(logprobs - other)
 
 
 def k2(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -121,8 +122,8 @@ def binary_kl(logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Fl
         tensor([0.1438])
     """
     least = math.log(SMALLEST)
-    log_p, log_q = logprobs.clamp(min=least), other.clamp(min=least)
-    rest_p, rest_q = (-torch.expm1(logprob).clamp(max=-SMALLEST) for logprob in (log_p, log_q))
+    log_p, log_q = clamp(logprobs, low=least), clamp(other, low=least)
+    rest_p, rest_q = (clamp(-torch.expm1(logprob), low=SMALLEST) for logprob in (log_p, log_q))
     return log_p.exp() * k3(log_p, log_q) + rest_p * k3(rest_p.log(), rest_q.log())
 
 
@@ -151,8 +152,8 @@ class Clamped:
 
     def __call__(self, logprobs: Float[Tensor, "..."], other: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return the clamped estimate of each token."""
-        gap = (logprobs - other).clamp(-self.log_ratio, self.log_ratio)
-        return self.estimator(gap, torch.zeros_like(gap)).clamp(-self.value, self.value)
+        gap = clamp(logprobs - other, -self.log_ratio, self.log_ratio)
+        return clamp(self.estimator(gap, torch.zeros_like(gap)), -self.value, self.value)
 
 
 def importance(
