@@ -46,6 +46,7 @@ TRL_INSTALLED := .venv-trl/.installed
 SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 latex2mathml==3.81.1
 SITE_BIN := .venv-docs/bin
 SITE_INSTALLED := .venv-docs/.installed
+MODEL := models/SmolLM2-135M-Instruct
 ADAPTERS := gem openenv reasoning-gym textarena
 VLLM_NIGHTLY := $(shell grep -l mark.nightly tests/vllm/test_*.py)
 PYTHON_OF_GPU ?= $(BIN)/python
@@ -57,7 +58,7 @@ RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --no-annotate --no-emi
 	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 LOCKED = --constraint build/lock.txt --generate-hashes --python-version 3.11
 
-.PHONY: help install demo test test-all $(VLLM_NIGHTLY) test-fresh test-programs test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
+.PHONY: help install demo model test test-all $(VLLM_NIGHTLY) test-fresh test-programs test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,15 +68,20 @@ install: $(INSTALLED) ## Install the library and its tools into .venv
 demo: $(DEMO) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
 
+model: $(MODEL) ## Download SmolLM2-135M-Instruct and convert it into models/
+
+$(MODEL): | $(DEMO)
+	$(BIN)/python recipes/smollm2.py $@
+
 test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
-test-all: $(INSTALLED) ## Every test that make test and make test-vllm leave out
+test-all: $(INSTALLED) $(MODEL) ## Every test that make test and make test-vllm leave out
 	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-verifiers bench-trl test-loggers test-liger test-launch
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
 	FRESH_SUITE=trixie tests/fresh_machine.sh demo test
 
-$(VLLM_NIGHTLY): $(VLLM_INSTALLED)
+$(VLLM_NIGHTLY): $(VLLM_INSTALLED) $(MODEL)
 	$(VLLM_BIN)/pytest $(WATCHED) -m nightly $@
 
 test-mutations: $(INSTALLED) ## Inject known silent bugs into a copy, one at a time; a test must fail for each
@@ -132,7 +138,7 @@ test-newest: build/uv ## The tests of each commit with the newest version of eve
 
 lock: build/uv ## Write the locks of make demo and make test: packages other than torch, with the hashes of their files
 	$(RESOLVE) --extra dev --upgrade --python-version 3.11 pyproject.toml -o build/lock.txt
-	echo setuptools | $(RESOLVE) --extra report $(LOCKED) pyproject.toml - -o $(LOCK)
+	echo setuptools | $(RESOLVE) --extra gguf --extra report $(LOCKED) pyproject.toml - -o $(LOCK)
 	$(RESOLVE) --extra dev $(LOCKED) $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package \1/p' $(LOCK)) pyproject.toml -o $(DEV_LOCK)
 
 licences: $(INSTALLED) ## Write docs/licences.md: the licence of every installed package
