@@ -97,7 +97,7 @@ def learning_curve(csv_path: str | Path, picture_path: str | Path, title: str) -
     for column, style in CURVES.items():
         if points := [(int(row["step"]), float(row[column])) for row in rows if row.get(column)]:
             axes.plot([step for step, _ in points], [value for _, value in points], **style)
-    axes.set(title=title, xlabel="optimizer step", ylabel="fraction right", ylim=(0, 1))
+    axes.set(title=title, xlabel="optimizer step", ylabel="fraction right", ylim=(0, 1.03))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
