@@ -2,7 +2,6 @@
 change.
 """
 
-import multiprocessing
 import random
 import threading
 from collections.abc import Sequence
@@ -76,6 +75,16 @@ class Cached(Remembered):
     @override
     def score(self, prompts: Any, ids: Any) -> list[float]:
         return [self.memo.setdefault(str(row), float(len(row))) for row in ids]
+
+
+class Shared:
+    """A number that refuses to be pickled, as one in the shared memory of multiprocessing does."""
+
+    value = 0.0
+
+    def __reduce__(self) -> Any:
+        """Refuse."""
+        raise RuntimeError("Synchronized objects should only be shared between processes through inheritance")
 
 
 class Moody(Judge):
@@ -168,7 +177,7 @@ def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: p
         return [0.0] * len(prompts)
 
     call = call_of(plain)
-    locked, modelled, value = Cached(), Cached(), multiprocessing.Value("i")
+    locked, modelled, shared = Cached(), Cached(), Shared()
     vars(locked)["lock"], vars(modelled)["model"] = threading.Lock(), torch.nn.Linear(1, 1)
     cases = {
         "unavailable": call._replace(function=None),
@@ -178,7 +187,7 @@ def test_a_function_that_cannot_be_asked_says_why(tmp_path: Path, monkeypatch: p
     }
     asked = list(cases.items())
     state = "reward judge holds state that cannot be copied"
-    asked += [(state, call._replace(function=each)) for each in (locked, modelled, lambda **_: [value.value] * 6)]
+    asked += [(state, call._replace(function=each)) for each in (locked, modelled, lambda **_: [shared.value] * 6)]
     asked += [("it accesses something outside of its process (open)", call._replace(function=writing))]
     for reason, other in asked:
         reply = ask_again(other, SAMPLES)
