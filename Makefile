@@ -54,8 +54,9 @@ LOCK := requirements.lock
 DEV_LOCK := requirements-dev.lock
 UV ?= uv==0.13.9
 RESOLVED_TORCH ?= torch==2.13.0+cpu
+TORCH_FILE = torch.txt
 RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-package torch \
-	--override build/uv/torch.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
+	--override build/uv/$(TORCH_FILE) $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 LOCKED = --constraint build/lock.txt --generate-hashes --python-version 3.11
 
 .PHONY: help install demo model test test-all $(VLLM_NIGHTLY) test-fresh test-programs test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
@@ -77,7 +78,7 @@ test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
 test-all: $(INSTALLED) $(MODEL) ## Every test that make test and make test-vllm leave out
-	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-verifiers bench-trl test-loggers test-liger test-launch
+	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-verifiers test-newest bench-trl test-loggers test-liger test-launch
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
 	FRESH_SUITE=trixie tests/fresh_machine.sh demo test
 
@@ -130,9 +131,14 @@ $(ADAPTERS:%=test-%): test-%: .venv-adapters/%/.installed
 test-oldest: build/uv ## The tests of each commit with the oldest version of everything that pyproject.toml allows
 	$(RESOLVE) --extra dev --resolution lowest-direct pyproject.toml -o build/oldest.txt
 	$(PYTHON) tests/bounds.py build/oldest.txt
+	$(call environment,.venv-oldest)
 	$(call try,.venv-oldest,build/oldest.txt)
 
+test-newest: TORCH = torch
+test-newest: TORCH_FILE = newest_torch.txt
 test-newest: build/uv ## The tests of each commit with the newest version of everything that pyproject.toml allows
+	$(call environment,.venv-newest)
+	.venv-newest/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > build/uv/$(TORCH_FILE)
 	$(RESOLVE) --extra dev --upgrade pyproject.toml -o build/newest.txt
 	$(call try,.venv-newest,build/newest.txt)
 
@@ -166,14 +172,18 @@ clean: ## Remove caches and builds, but neither .venv nor runs
 	rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-# $(call try,folder,requirements): the tests of each commit in a separate environment.
-define try
+# $(call environment,folder): a separate environment with torch and its dependencies.
+define environment
 	$(PYTHON) -m venv --clear $(1)
 	$(1)/bin/python -m pip install --quiet '$(TORCH)'
+endef
+
+# $(call try,folder,requirements): the tests of each commit in a separate environment.
+define try
 	$(1)/bin/python -m pip install --quiet --no-deps -r $(2)
 	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	$(1)/bin/python -m pip check
-	OMP_NUM_THREADS=1 $(1)/bin/pytest -m "not nightly" --ignore tests/vllm
+	OMP_NUM_THREADS=1 $(1)/bin/pytest $(WATCHED) -m "not nightly" --ignore tests/vllm
 endef
 
 build/uv:
