@@ -3,6 +3,7 @@
     make bench-trl                       # makes the environment of TRL, once
     python benchmarks/against_trl.py
     python benchmarks/against_trl.py --quick true
+    python benchmarks/against_trl.py --model FOLDER    # a pretrained model: its learning curves, and the lengths
 
 Each side is a process with one thread; they alternate step by step. Both train the same model on the same prompts in
 float32, and sample a scripted number of tokens per row; the numbers of sampled and trained tokens must be equal.
@@ -22,10 +23,14 @@ from typing import NamedTuple
 
 import torch
 from jsonargparse import auto_cli
+from learning_curves import LIBRARY as OURS
+from learning_curves import NAME as OF_MODEL
+from learning_curves import TRL, learn
 from measure import MIN_ROUNDS, ROOT, Report, Seconds
 from sides import PHASES, WARM, Cell, side
+from workload import Lengths
 
-TRL, OURS, FOUR = "TRL", "library", "library, four corrections"
+FOUR = "library, four corrections"
 VERSIONS = 'import json, importlib.metadata as m; print(json.dumps({f"{n} of TRL": m.version(n) for n in NAMES}))'
 
 
@@ -48,7 +53,15 @@ BARS = (
     Bar(2.6, Cell("10M", "geometric", 16, 64)),
     Bar(1.0, Cell("10M", "90/10", 16, 64)),
 )
+MIXES: tuple[Lengths, ...] = ("equal", "geometric", "90/10")
 QUICK = tuple(Bar(1.0, Cell("1M", kind, 4, 16), corrections=True) for kind in ("equal", "90/10"))
+
+
+def of_model(folder: str, *, quick: bool) -> tuple[Cell, Sequence[Bar]]:
+    """Return the cell whose curves are compared, and those of the lengths."""
+    learning = Cell(folder, "sampled", 8, 16, rollouts=2 if quick else 32, rate=1e-5, trl_microbatches=4)
+    prompts, longest = (2, 8) if quick else (4, 32)
+    return learning, [Bar(1.0, Cell(folder, lengths, prompts, longest)) for lengths in MIXES]
 
 
 def compare(report: Report, bar: Bar, python: Path, rounds: int) -> None:
@@ -63,7 +76,7 @@ def compare(report: Report, bar: Bar, python: Path, rounds: int) -> None:
             for each in sides.values():
                 each.step()
     whole = {name: each.tail("whole", rounds) for name, each in sides.items()}
-    report.table(f"{cell.title}: {sides[TRL].expected[0]} tokens", whole, base=TRL)
+    report.table(f"{cell.title}: {sides[TRL].expected} tokens", whole, base=TRL)
     rows = [
         (name, *(f"{median(each.tail(phase, rounds).cpu):.4f}" for phase in PHASES)) for name, each in sides.items()
     ]
@@ -95,15 +108,26 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def main(
-    *, rounds: int = MIN_ROUNDS, quick: bool = False, cells: str = "", trl_python: Path = ROOT / ".venv-trl/bin/python"
+    *,
+    rounds: int = MIN_ROUNDS,
+    quick: bool = False,
+    cells: str = "",
+    model: Path | None = None,
+    seeds: int = 3,
+    trl_python: Path = ROOT / ".venv-trl/bin/python",
 ) -> None:
-    """Compare all cells, or those whose title contains a text."""
+    """Compare all cells, or those whose title contains a text; of a model, if there is one, with learning curves."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if rounds < MIN_ROUNDS:
         raise ValueError(f"expected at least {MIN_ROUNDS} rounds, got {rounds}")
-    report = Report("against_trl", versions(trl_python))
-    for bar in QUICK if quick else BARS:
+    report = Report(OF_MODEL if model else "against_trl", versions(trl_python))
+    bars = QUICK if quick else BARS
+    if model:
+        learning, bars = of_model(str(model.resolve()), quick=quick)
+        if cells in learning.title:
+            learn(report, learning, trl_python, seeds)
+    for bar in bars:
         if cells in bar.cell.title:
             compare(report, bar, trl_python, rounds)
     report.finish()

@@ -20,37 +20,56 @@ from lightning.pytorch.loggers import CSVLogger
 from measure import peak_memory
 from torch import Tensor
 from torch.optim import AdamW
-from transformers import Qwen2ForCausalLM
 from typing_extensions import override
-from workload import EOS, SIZES, Phases, lengths_of, prompt_texts, qwen2, rewards_by_place, words
+from workload import Phases, Workload, workload
 
-from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams, TransformersEngine
+from lightning_rl import (
+    GRPO,
+    ClippedSurrogate,
+    PromptDataModule,
+    RLCallback,
+    RLLightningModule,
+    Rollout,
+    SamplingParams,
+    TransformersEngine,
+)
 from lightning_rl.callbacks import OPSM, NoEOSMask, RolloutKL, TruncatedIS
 from lightning_rl.data import StepIndex
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rollout import FinishReason
 
 
-class ScriptedLengths(TransformersEngine):
-    """Draws as many tokens for each row as it is told, and makes an EOS of the last one and of no other."""
+class TimedEngine(TransformersEngine):
+    """Notes how long it takes to draw."""
 
-    def __init__(self, lengths: Sequence[int], phases: Phases) -> None:
+    def __init__(self, phases: Phases) -> None:
         super().__init__()
         self.phases = phases
-        self.samplings = [SamplingParams(max_new_tokens=length, eos_token_ids=()) for length in lengths]
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        with self.phases.of("generation"):
+            return super()._draw(requests, logprobs=logprobs)
+
+
+class ScriptedLengths(TimedEngine):
+    """Draws as many tokens for each row as it is told, and makes an EOS of the last one and of no other."""
+
+    def __init__(self, work: Workload, phases: Phases) -> None:
+        super().__init__(phases)
+        self.eos = work.eos
+        self.samplings = [SamplingParams(max_new_tokens=length, eos_token_ids=()) for length in work.lengths]
 
     @override
     def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         scripted = [
             replace(request, sampling=self.samplings[request.sample_id % len(self.samplings)]) for request in requests
         ]
-        with self.phases.of("generation"):
-            drawn = super()._draw(scripted, logprobs=logprobs)
-        return [replace(each, token_ids=_with_eos(each.token_ids), finish=FinishReason.STOP) for each in drawn]
+        drawn = super()._draw(scripted, logprobs=logprobs)
+        return [replace(each, token_ids=self._with_eos(each.token_ids), finish=FinishReason.STOP) for each in drawn]
 
-
-def _with_eos(ids: Sequence[int]) -> tuple[int, ...]:
-    return (*(EOS + 1 if token == EOS else token for token in ids[:-1]), EOS)
+    def _with_eos(self, ids: Sequence[int]) -> tuple[int, ...]:
+        return (*(self.eos + 1 if token == self.eos else token for token in ids[:-1]), self.eos)
 
 
 class TimedModule(RLLightningModule):
@@ -77,7 +96,7 @@ class Steps(RLCallback):
     name = "steps"
 
     def __init__(self, phases: Phases) -> None:
-        self.phases, self.drawn, self.trained = phases, 0, 0
+        self.phases, self.drawn, self.trained, self.reward = phases, 0, 0, 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -90,6 +109,7 @@ class Steps(RLCallback):
     @override
     def observe(self, rollout: Rollout) -> None:
         self.drawn, self.trained = int(rollout.sampled_lengths.sum()), int(rollout.valid_tokens.sum())
+        self.reward = rollout.rewards.mean().item()
 
     @override
     def on_train_batch_end(self, *arguments: Any, **keywords: Any) -> None:
@@ -98,8 +118,8 @@ class Steps(RLCallback):
         seconds = self.phases.take()
         rollout, generation = seconds.pop("rollout"), seconds["generation"]
         seconds["scoring"] = rollout[0] - generation[0], rollout[1] - generation[1]
-        step = {"whole": whole, **seconds, "tokens": [self.drawn, self.trained], "peak": peak_memory()}
-        print(json.dumps(step), flush=True)
+        done = {"tokens": [self.drawn, self.trained], "reward": self.reward, "peak": peak_memory()}
+        print(json.dumps({"whole": whole, **seconds, **done}), flush=True)
         self.begin()
 
 
@@ -108,17 +128,20 @@ def main(cell: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    prompts, group, longest = cell["prompts"], cell["group"], cell["longest"]
-    torch.manual_seed(0)
-    model, phases = Qwen2ForCausalLM(qwen2(SIZES[cell["size"]])), Phases()
+    phases, work = Phases(), workload(**cell)
     module = TimedModule(
-        lambda: model,
-        rewards_by_place,
-        engine=ScriptedLengths(lengths_of(cell["lengths"], prompts * group, longest), phases),
-        tokenizer=words(),
-        group_size=group,
-        sampling=SamplingParams(max_new_tokens=longest),
-        optimizer=partial(AdamW, lr=1e-6, weight_decay=0.0, fused=True),
+        lambda: work.model,
+        work.rewards,
+        advantages=GRPO(epsilon=1e-4),
+        loss=ClippedSurrogate(clip_low=0.2, clip_high=0.2),
+        reduction="token_mean",
+        engine=ScriptedLengths(work, phases) if work.lengths else TimedEngine(phases),
+        tokenizer=work.tokenizer,
+        group_size=cell["group"],
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=cell["longest"]),
+        optimizer=partial(AdamW, lr=cell["rate"], weight_decay=0.0, fused=True),
+        max_grad_norm=1.0,
+        seed=cell["seed"],
     )
     module.phases = phases
     four: list[RLCallback] = [NoEOSMask(), OPSM(), RolloutKL(), TruncatedIS()]
@@ -135,7 +158,7 @@ def main(cell: dict[str, Any]) -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    trainer.fit(module, PromptDataModule(prompt_texts(8 * prompts), prompts))
+    trainer.fit(module, PromptDataModule(work.rows, cell["prompts"], shuffle=False))
 
 
 if __name__ == "__main__":

@@ -11,28 +11,30 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
-from transformers import LogitsProcessorList, Qwen2ForCausalLM, TrainerCallback
+from measure import peak_memory
+from torch import Tensor
+from transformers import LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from typing_extensions import override
-from workload import SIZES, Phases, ScriptedLengths, lengths_of, prompt_texts, qwen2, rewards_by_place, words
+from workload import Phases, ScriptedLengths, Workload, workload
 
 
-class ScriptedModel(Qwen2ForCausalLM):
-    """Generates by the script, and notes how long it takes."""
+def generate_by_script(model: Any, work: Workload, phases: Phases) -> None:
+    """Let a model generate by the script, if there is one, and note how long it takes."""
+    generate = model.generate
 
-    script: ScriptedLengths
-    phases: Phases
+    def scripted(*, input_ids: Tensor, **options: Any) -> Any:
+        script = [ScriptedLengths(work.lengths, input_ids.shape[1], work.eos)] if work.lengths else []
+        with phases.of("generation"):
+            return generate(input_ids=input_ids, logits_processor=LogitsProcessorList(script), **options)
 
-    @override
-    def generate(self, *arguments: Any, **options: Any) -> Any:
-        with self.phases.of("generation"):
-            scripted = LogitsProcessorList([self.script])
-            return super().generate(*arguments, logits_processor=scripted, **options)  # pyrefly: ignore[bad-argument-type]
+    model.generate = scripted
 
 
 class TimedTrainer(GRPOTrainer):
@@ -51,7 +53,7 @@ class TimedTrainer(GRPOTrainer):
             return super().training_step(*arguments, **keywords)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        self.trained = int(inputs["completion_mask"].sum())
+        self.trained += int(inputs["completion_mask"].sum())
         return super()._compute_loss(model, inputs)
 
 
@@ -60,8 +62,8 @@ class Steps(TrainerCallback):
 
     trainer: TimedTrainer
 
-    def __init__(self, phases: Phases) -> None:
-        self.phases, self.drawn = phases, 0
+    def __init__(self, work: Workload, phases: Phases) -> None:
+        self.work, self.phases, self.drawn, self.reward = work, phases, 0, 0.0
         self.begin()
 
     def begin(self) -> None:
@@ -71,10 +73,12 @@ class Steps(TrainerCallback):
         self.phases.take()
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
-    def rewards(self, completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    def rewards(self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **row: Any) -> list[float]:
         """Return the rewards, and count the sampled tokens."""
-        self.drawn = sum(map(len, completion_ids))
-        return rewards_by_place(completions)
+        self.drawn, self.trainer.trained = sum(map(len, completion_ids)), 0
+        rewards = self.work.rewards(completions, **row)
+        self.reward = fmean(rewards)
+        return rewards
 
     @override
     def on_pre_optimizer_step(self, *arguments: Any, **keywords: Any) -> None:
@@ -97,7 +101,8 @@ class Steps(TrainerCallback):
             "scoring": [a - b for a, b in zip(rollout, generation, strict=True)],
             "update": [a - b + c for a, b, c in zip(step, rollout, self.optimizer, strict=True)],
         }
-        print(json.dumps({"whole": whole, **phases, "tokens": [self.drawn, self.trainer.trained]}), flush=True)
+        done = {"tokens": [self.drawn, self.trainer.trained], "reward": self.reward, "peak": peak_memory()}
+        print(json.dumps({"whole": whole, **phases, **done}), flush=True)
         self.begin()
 
 
@@ -107,35 +112,42 @@ def main(cell: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     disable_progress_bar()
-    prompts, group, longest = cell["prompts"], cell["group"], cell["longest"]
-    torch.manual_seed(0)
-    phases, model = Phases(), ScriptedModel(qwen2(SIZES[cell["size"]]))
-    model.script = ScriptedLengths(lengths_of(cell["lengths"], prompts * group, longest))
-    model.phases = phases
-    steps = Steps(phases)
+    phases, work = Phases(), workload(**cell)
+    generate_by_script(work.model, work, phases)
+    steps = Steps(work, phases)
     trainer = TimedTrainer(
-        model=model,
+        model=work.model,
         reward_funcs=steps.rewards,
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=prompts * group,
-            gradient_accumulation_steps=1,
-            num_generations=group,
-            max_completion_length=longest,
-            learning_rate=1e-6,
+            per_device_train_batch_size=cell["prompts"] * cell["group"] // cell["trl_microbatches"],
+            gradient_accumulation_steps=cell["trl_microbatches"],
+            num_generations=cell["group"],
+            max_completion_length=cell["longest"],
+            temperature=1.0,
+            shuffle_dataset=False,
+            seed=cell["seed"],
+            learning_rate=cell["rate"],
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=1.0,
             max_steps=1_000_000,
             bf16=False,
             gradient_checkpointing=False,
             use_cpu=True,
+            loss_type="dapo",
+            scale_rewards="group",
+            epsilon=0.2,
             beta=0.0,
             num_iterations=1,
+            mask_truncated_completions=False,
             logging_steps=50,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in prompt_texts(8 * prompts)]),
-        processing_class=words(),
+        train_dataset=Dataset.from_list(work.rows),
+        processing_class=work.tokenizer,
         callbacks=[steps],
     )
     trainer.phases, steps.trainer = phases, trainer

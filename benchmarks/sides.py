@@ -15,26 +15,36 @@ PHASES, WARM = ("generation", "scoring", "update", "other"), 2
 
 
 class Cell(NamedTuple):
-    """Work of a step."""
+    """Work of a step; its size is a name or the folder of a model."""
 
     size: str
     lengths: Lengths
     prompts: int
     longest: int
     group: int = 8
+    rollouts: int = 8
+    rate: float = 1e-6
+    seed: int = 0
+    trl_microbatches: int = 1
 
     @property
     def title(self) -> str:
         """Of tables."""
-        return f"{self.size}, {self.lengths}, {self.prompts} x {self.group}, at most {self.longest} tokens"
+        return f"{Path(self.size).name}, {self.lengths}, {self.prompts} x {self.group}, at most {self.longest} tokens"
 
 
 class Side:
-    """A process that makes steps."""
+    """A process that makes steps.
 
-    def __init__(self, process: "subprocess.Popen[str]", errors: Any, expected: list[int]) -> None:
+    Args:
+        process: that makes them.
+        errors: its file of them.
+        expected: tokens of a step; 0 if the policy samples their number.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]", errors: Any, expected: int) -> None:
         self.process, self.errors, self.expected = process, errors, expected
-        self.peak = 0
+        self.peak, self.rewards = 0, list[float]()
         self.seconds = {name: Seconds([], []) for name in ("whole", *PHASES)}
 
     def step(self) -> None:
@@ -53,10 +63,12 @@ class Side:
             self.errors.seek(0)
             raise RuntimeError(f"expected a step of {self.process.args}, but it ended\n{self.errors.read()[-4000:]}")
         step = json.loads(line)
-        if step["tokens"] != self.expected:
-            raise RuntimeError(f"expected {self.expected} tokens drawn and trained, got {step['tokens']}")
+        expected = self.expected or step["tokens"][0]
+        if step["tokens"] != [expected] * 2:
+            raise RuntimeError(f"expected {expected} tokens drawn and trained, got {step['tokens']}")
         left = [whole - sum(step[name][place] for name in PHASES[:-1]) for place, whole in enumerate(step["whole"])]
-        self.peak = step.get("peak", 0)
+        self.peak = step["peak"]
+        self.rewards.append(step["reward"])
         for name, seconds in self.seconds.items():
             seconds.add(*(left if name == "other" else step[name]))
 
@@ -74,6 +86,6 @@ def side(python: Path, script: str, cell: Cell, *, corrections: bool = False) ->
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, stderr=errors, **pipes) as process:
         try:
-            yield Side(process, errors, [sum(lengths)] * 2)
+            yield Side(process, errors, sum(lengths))
         finally:
             process.kill()

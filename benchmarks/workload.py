@@ -1,22 +1,32 @@
-"""Workloads of benchmarks: models with random weights, prompts, response lengths; and a clock for phases.
+"""Workloads of benchmarks: models, prompts, rewards, response lengths; and a clock for phases.
 
 Imports only torch and transformers, so that it runs in the environment of another trainer.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+from addition import last_number_matches, sums
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 PAD, EOS, VOCABULARY, PROMPT = 0, 1, 16, 16
-Lengths = Literal["equal", "geometric", "90/10"]
+Lengths = Literal["equal", "geometric", "90/10", "sampled"]
 
 
 class Size(NamedTuple):
@@ -68,8 +78,13 @@ def prompt_texts(number: int) -> list[str]:
 
 
 def lengths_of(kind: Lengths, rows: int, longest: int) -> list[int]:
-    """Of responses: all of the longest, geometric with half of it as mean, or nine short ones to a longest."""
+    """Of responses: all of the longest, geometric with half of it as mean, or nine short ones to a longest.
+
+    None are given if the policy samples them.
+    """
     draw = torch.Generator().manual_seed(0)
+    if kind == "sampled":
+        return []
     if kind == "equal":
         return [longest] * rows
     if kind == "geometric":
@@ -83,22 +98,49 @@ def rewards_by_place(completions: Sequence[str], **_: Any) -> list[float]:
     return [float(place % 2) for place, _ in enumerate(completions)]
 
 
+class Workload(NamedTuple):
+    """Model, data and rewards of both sides of a comparison."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    rows: list[dict[str, Any]]
+    rewards: Callable[..., list[float]]
+    lengths: list[int]
+    eos: int
+
+
+def workload(
+    *, size: str, lengths: Lengths, prompts: int, longest: int, group: int, rollouts: int, seed: int, **_: Any
+) -> Workload:
+    """Return the work of a cell: with random weights and words, or the model of a folder and sums."""
+    script, number = lengths_of(lengths, prompts * group, longest), rollouts * prompts
+    if size in SIZES:
+        torch.manual_seed(0)
+        model, rows = Qwen2ForCausalLM(qwen2(SIZES[size])), [{"prompt": text} for text in prompt_texts(number)]
+        return Workload(model, words(), rows, rewards_by_place, script, EOS)
+    model: Any = AutoModelForCausalLM.from_pretrained(size, dtype="float32")
+    tokenizer: Any = AutoTokenizer.from_pretrained(size)
+    rewards = rewards_by_place if script else last_number_matches
+    return Workload(model, tokenizer, sums(number, seed=seed), rewards, script, tokenizer.eos_token_id)
+
+
 class ScriptedLengths(LogitsProcessor):
     """Lets each row of ``generate`` end where it is told, and nowhere else.
 
     Args:
         lengths: of the responses, EOS included.
-        prompt: tokens of every prompt.
+        prompt: tokens of every prompt, padding included.
+        eos: token.
     """
 
-    def __init__(self, lengths: Sequence[int], prompt: int = PROMPT) -> None:
-        self.lengths, self.prompt = torch.tensor(lengths), prompt
+    def __init__(self, lengths: Sequence[int], prompt: int = PROMPT, eos: int = EOS) -> None:
+        self.lengths, self.prompt, self.eos = torch.tensor(lengths), prompt, eos
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Score of the next token."""
         ends = self.lengths == input_ids.shape[1] - self.prompt + 1
         scores = scores.masked_fill(ends[:, None], -torch.inf)
-        scores[:, EOS] = torch.where(ends, 0.0, -torch.inf)
+        scores[:, self.eos] = torch.where(ends, 0.0, -torch.inf)
         return scores
 
 

@@ -10,7 +10,17 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SHARED = {"measure", "paced", "run", "sides", "side_of_library", "side_of_trl", "workload"}
+SHARED = {
+    "addition",
+    "learning_curves",
+    "measure",
+    "paced",
+    "run",
+    "sides",
+    "side_of_library",
+    "side_of_trl",
+    "workload",
+}
 OF_A_GPU = {path.stem for path in BENCHMARKS.glob("gpu_*.py")}  # by a separate command
 OF_DATA = {"score_gsm8k"}  # takes the folder of a data set
 
@@ -43,6 +53,27 @@ def test_fewer_rounds_than_a_median_needs_are_refused(measure: ModuleType) -> No
 def test_every_round_is_compared_with_the_round_beside_it(measure: ModuleType) -> None:
     slow, fast = measure.Seconds([2.0, 9.0], [4.0, 9.0]), measure.Seconds([1.0, 3.0], [1.0, 3.0])
     assert slow.of_all(fast) == measure.Seconds([2.0, 3.0], [4.0, 3.0])
+
+
+def test_a_seed_is_one_measurement_of_a_paired_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rewards = [(0, 0.5, 0.25), (0, 0.75, 0.75), (1, 0.25, 0.5), (1, 1.0, 0.5), (2, 0.5, 0.5), (2, 1.0, 0.25)]
+    points = [{"seed": seed, "library": own, "TRL": other} for seed, own, other in rewards]
+    mean, error = script("learning_curves").difference(points)  # of 0.125, 0.125 and 0.375
+    assert mean == pytest.approx(5 / 24)
+    assert error == pytest.approx(1 / 12)
+
+
+def test_the_last_number_of_a_message_is_its_answer() -> None:
+    texts = ["5 + 13 = 18.", "18 = 5 + 13", "118", "none", ""]
+    rewards = script("addition").last_number_matches([[{"content": text}] for text in texts], answer=["18"] * 5)
+    assert rewards == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_run_asks_for_no_sum_twice() -> None:
+    rows = script("addition").sums(256, seed=0)
+    assert len({row["prompt"][-1]["content"] for row in rows}) == 256
+    assert rows != script("addition").sums(256, seed=1)
 
 
 @pytest.mark.parametrize(("value", "status"), [(1.0, None), (1.1, 1)])
