@@ -27,6 +27,7 @@ class ValueLoss:
         ValueError: If an option is out of range; when called, if the tensors differ in shape.
 
     Example:
+        >>> import torch
         >>> values, old_values, returns = torch.tensor([[0.5]]), torch.tensor([[0.0]]), torch.tensor([[1.0]])
         >>> ValueLoss(clip=None)(values, old_values, returns), ValueLoss(clip=0.1)(values, old_values, returns)
         (tensor([[0.1250]]), tensor([[0.4050]]))
