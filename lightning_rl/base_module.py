@@ -180,8 +180,11 @@ class BaseModule(LightningModule):
             data.connect(self.tokenizer, longest, policy.vocabulary, check)
         options: dict[str, Any] = {"sampling": sampling, "rewards": self.rewards, "check": check}
         evaluated = self.evaluator.encode(policy.model, self.tokenizer, **options)
-        for one in (sampling, *evaluated):
+        for one in (sampling, *(questions.sampling for questions in evaluated)):
             setup_checks.check_eos(frozenset(one.eos_token_ids or ()), policy.vocabulary)
+        used = [(sampling, data.first(), data.template_options)] if data is not None else []
+        used += [(questions.sampling, next(iter(questions.prompts), None), {}) for questions in evaluated]
+        setup_checks.warn_of_eos(self.tokenizer, used)
 
     def _build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""

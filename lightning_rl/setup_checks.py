@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -12,11 +13,15 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.advantages import resolve_advantages
+from lightning_rl.data import Prompt
+from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
 from lightning_rl.environments import Conversations, EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine
@@ -28,7 +33,10 @@ from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import callbacks_of
+
+ANSWER = "quux"  # a text that no template writes
 
 
 def check_flags(trainer: Trainer) -> None:
@@ -250,6 +258,66 @@ def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
             f"expected eos_token_ids in [0, {vocabulary}), the policy's vocabulary, got {outside}: pass "
             "eos_token_ids= of this policy, or its tokenizer"
         )
+
+
+def wrong_eos(
+    sampling: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompt: Prompt | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Finding | None:
+    """Return a finding if the token that the chat template writes after an answer does not end a response.
+
+    Args:
+        sampling: Sampling parameters with EOS ids.
+        tokenizer: Tokenizer of the policy.
+        prompt: A prompt of the run, or None for chats; nothing is found for plain text, which uses no template.
+        options: Further arguments of the chat template.
+    """
+    ids = list(sampling.eos_token_ids or ())
+    ending = None if tokenizer is None else answer_end(tokenizer, options)
+    if tokenizer is None or ending is None or ending in ids or sampling.stop:
+        return None
+    if prompt is not None and not _is_chat(prompt, ending):
+        return None
+    name = f"{ending} ({tokenizer.convert_ids_to_tokens(ending)})"
+    return Finding(
+        check="eos",
+        observed=f"the chat template ends an answer with {name}, which does not end a response: answers continue to "
+        "max_new_tokens",
+        cure=f"eos_token_ids={[*ids, ending]}",
+        severity="error",
+    )
+
+
+def warn_of_eos(
+    tokenizer: PreTrainedTokenizerBase | None,
+    samplings: Iterable[tuple[SamplingParams, Prompt | None, Mapping[str, Any]]],
+) -> None:
+    """Warn once of each :func:`wrong_eos` of sampling parameters with a prompt and options of the chat template."""
+    faults = (wrong_eos(sampling, tokenizer, prompt, options) for sampling, prompt, options in samplings)
+    for observed, cure in dict.fromkeys((fault.observed, fault.cure) for fault in faults if fault is not None):
+        rank_zero_warn(f"{observed}; pass sampling=SamplingParams({cure}, ...)")
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int | None:
+    """Return the first special token that the chat template writes after an answer; None if it writes none."""
+    if not tokenizer.chat_template:
+        return None
+    talk: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(talk, tokenize=False, **options))
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return None
+    _, answer, after = text.rpartition(ANSWER)
+    written: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return next((token for token in written if token in special), None)
+
+
+def _is_chat(prompt: Prompt, ending: int) -> bool:
+    """Return True for chat messages, and for a prompt with the token after which a template ends messages."""
+    return not (isinstance(prompt.content, str) or is_token_ids(prompt.content)) or ending in prompt.token_ids
 
 
 def check_changes(names: Iterable[str], known: Iterable[str]) -> None:

@@ -55,8 +55,8 @@ class Evaluator:
         sampling: SamplingParams,
         rewards: Rewards,
         check: ColumnCheck | None,
-    ) -> list[SamplingParams]:
-        """Encode the prompts of all evaluations, and return the sampling parameters of each.
+    ) -> Sequence[Questions]:
+        """Encode the prompts of all evaluations, and return the questions of each.
 
         Args:
             model: Model of the policy.
@@ -70,7 +70,7 @@ class Evaluator:
         )
         options = {"model": model, "tokenizer": tokenizer, "sampling": sampling, "rewards": rewards, "check": check}
         self._questions = tuple(questions_of(evaluation, **options) for evaluation in self.evaluations)
-        return [questions.sampling for questions in self._questions]
+        return self._questions
 
     @property
     def greedy(self) -> Questions:

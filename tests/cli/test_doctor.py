@@ -136,7 +136,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         "max_steps=5 ends within a rollout", "max_steps=4",
     ),
     "template_end": (
-        lambda: found(module_of(tokenizer=templated(OTHER_END))), "error", "eos",
+        lambda: found(module_of(tokenizer=templated(OTHER_END)), chats()), "error", "eos",
         "the chat template ends an answer with 3 (b)", "eos_token_ids=[1, 3]",
     ),
     "raising": (
@@ -188,6 +188,10 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
 }  # fmt: skip
 
 
+def chats() -> PromptDataModule:
+    return PromptDataModule([{"prompt": [{"role": "user", "content": "c"}]}] * 8, 4)
+
+
 def templated(template: str) -> Any:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
@@ -203,6 +207,12 @@ def test_each_problem_is_found_with_its_fix(case: str) -> None:
     assert [one.severity for one in named] == [severity], named
     assert what in named[0].observed
     assert fix in named[0].cure
+
+
+def test_a_wrong_eos_of_which_the_fit_warns_is_one_finding() -> None:
+    findings = problems(found(module_of(tokenizer=templated(OTHER_END)), chats()))
+    assert [(one.check, "does not end a response" in one.observed) for one in findings].count(("eos", True)) == 1
+    assert not any(one.check == "setup" for one in findings)
 
 
 def facts(findings: list[Finding], check: str) -> list[str]:

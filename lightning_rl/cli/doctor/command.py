@@ -84,12 +84,15 @@ def examine(
         observed = f"skipped, because this Trainer would start {recipe.trainer.world_size} ranks"
         add([warning("setup", observed, cure)])
     else:
-        _examine_fit(recipe, add, prompts, limit)
+        texts = _examine_fit(recipe, add, prompts, limit)
+        reported = [finding.observed for finding in findings]
+        new = [text for text in texts if not any(observed in text for observed in reported)]
+        add(warning("setup", text, "follow the message or ignore it") for text in new)
     return findings
 
 
-def _examine_fit(recipe: Recipe, add: Add, prompts: int, limit: float) -> None:
-    """Start the fit, and add errors that prevent it and warnings of the library."""
+def _examine_fit(recipe: Recipe, add: Add, prompts: int, limit: float) -> list[str]:
+    """Start the fit, add errors that prevent it, and return the distinct warnings of the library."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -97,7 +100,7 @@ def _examine_fit(recipe: Recipe, add: Add, prompts: int, limit: float) -> None:
         except Exception as refused:  # noqa: BLE001  an error that prevents a fit is a finding
             add([error("setup", f"{type(refused).__name__}: {refused}", "follow the message; no step was made")])
     texts = [str(each.message) for each in caught if "lightning_rl" in Path(each.filename).parts]
-    add(warning("setup", text, "follow the message or ignore it") for text in dict.fromkeys(texts))
+    return list(dict.fromkeys(texts))
 
 
 def _say_fact(finding: Finding) -> None:

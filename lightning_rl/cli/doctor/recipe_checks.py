@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
 
 from packaging.requirements import Requirement
 from tokenizers import Tokenizer
@@ -15,12 +14,11 @@ from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
 from lightning_rl.run_spec import size_cure
+from lightning_rl.setup_checks import wrong_eos
 from lightning_rl.utils.finding import Finding
 
 PRINTED = ("torch", "lightning", "transformers")
 PROBES = ("12345 + 6.78 = ?", "Don't  stop,\nplease.\n\n", "naïve 数学 😀", "  return x[0]\t# done")
-ANSWER = "quux"
-CONVERSATION = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}]
 
 
 def versions(recipe: Recipe) -> Iterator[Finding]:
@@ -98,16 +96,9 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
     ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.tokenizer
     names = ", ".join(_token_name(tokenizer, token) for token in ids)
     yield fact("eos", f"responses end with {names or 'a stop string only'}")
-    ending = None  # the first special token that the template writes after an answer
-    if tokenizer is not None and tokenizer.chat_template:
-        _, answer, after = str(tokenizer.apply_chat_template(CONVERSATION, tokenize=False)).rpartition(ANSWER)
-        written: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
-        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        ending = next((token for token in written if token in special), None)
-    if ending is not None and ending not in ids and not module.sampling.stop:
-        name = _token_name(tokenizer, ending)
-        observed = f"the chat template ends an answer with {name}, which does not end a response: answers continue"
-        yield error("eos", f"{observed} to max_new_tokens", f"eos_token_ids={[*ids, ending]}")
+    data = module.data_module
+    if fault := wrong_eos(module.run.sampling, tokenizer, data.first(), data.template_options):
+        yield fault
 
 
 def bridges(module: RLLightningModule) -> Iterator[Finding]:
