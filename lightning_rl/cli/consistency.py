@@ -5,6 +5,8 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +27,6 @@ LONGEST = 24  # tokens of a prompt
 CHUNK = 32  # tokens of a chunk of a prefill
 HEADER = ("", "largest |Δ|", "mean KL", "largest KL", "first module that differs")
 UNLOCATED = 1e-3  # nats that rounding does not reach in float32, where modules cannot be compared
-NOISE = 1e-6  # nats of the KL that float32 computes of equal distributions
 WIDTHS = (28, 12, 10, 11, 0)
 
 
@@ -115,16 +116,16 @@ def consistency(source: ModelSource, engine: str = "transformers", prompts: int 
         raise SystemExit(str(refused)) from refused
     say(_line(HEADER))
     failed, unvisited, number = False, dict[str, int](), 0
-    for case in CASES[engine] if packing else map(_without_packing, CASES[engine]):
-        try:
-            found = measure(source, case, engine, prompts, tokens)
-        except (ImportError, ValueError) as refused:
-            say(_line((case.name, "-", "-", "-", next(iter(str(refused).splitlines()), type(refused).__name__))))
-            continue
-        say(_line((case.name, *_cells(found))))
-        unlocated = case.dtype == torch.float32 and not case.engine and not found.largest <= UNLOCATED
-        failed |= unlocated if found.module is None else not found.rounded
-        unvisited, number = unvisited or dict(found.unvisited), found.tokens
+    cases = CASES[engine] if packing else map(_without_packing, CASES[engine])
+    for _, alike in groupby(cases, attrgetter("model", "dtype", "adapter", "engine")):
+        for case, found in measure(source, list(alike), engine, prompts, tokens):
+            if isinstance(found, Exception):
+                reason = next(iter(str(found).splitlines()), type(found).__name__)
+                say(_line((case.name, "-", "-", "-", reason)))
+                continue
+            say(_line((case.name, *_cells(found))))
+            failed |= _fails(case, found)
+            unvisited, number = unvisited or dict(found.unvisited), max(number, found.tokens)
     if not number:
         raise SystemExit("expected at least one row that can be compared, got none: see the reasons above")
     say(f"\n{number} tokens; differences of their log-probabilities and KL over the vocabulary, in nats")
@@ -151,22 +152,35 @@ def _without_packing(case: Case) -> Case:
     return replace(case, model=replace(case.model, packing=False))
 
 
-def measure(source: ModelSource, case: Case, engine_name: str, prompts: int, tokens: int) -> Consistency:
-    """Build engine and trainer as a case says, send the weights, and compare."""
+def _fails(case: Case, found: Consistency) -> bool:
+    """Return True if a difference is more than rounding."""
+    exact = case.dtype == torch.float32 and not case.engine
+    return (found.module is not None and not found.rounded) or (exact and not found.largest <= UNLOCATED)
+
+
+def measure(
+    source: ModelSource, cases: Sequence[Case], engine_name: str, prompts: int, tokens: int
+) -> Iterator[tuple[Case, Consistency | Exception]]:
+    """Build engine and trainer once for cases of the same options, and compare; yield results or refusals."""
     limit = {"max_model_len": LONGEST + tokens} if engine_name == "vllm" else {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = _policy(source, case).to(device=device, dtype=case.dtype)
-    engine = ENGINES[engine_name](canary=None, **limit, **case.engine)
-    engine.select_extras(DISTRIBUTION)
+    first, engine = cases[0], None
     try:
+        policy = _policy(source, first).to(device=device, dtype=first.dtype)
+        engine = ENGINES[engine_name](canary=None, **limit, **first.engine)
+        engine.select_extras(DISTRIBUTION)
         engine.start(policy.model, None, device=device, dtype=policy.model.dtype)
         engine.expect(_weights(policy.model))
-        engine.load_weights(_weights(policy.model), version=0)
         rows = _prompts(prompts, policy.vocabulary)
-        return compare(policy, engine, rows, new_tokens=tokens, rows=case.rows, cached=case.cached)
+        for version, case in enumerate(cases):
+            engine.load_weights(_weights(policy.model), version=version)  # clears the prefix cache of vLLM
+            yield case, compare(policy, engine, rows, new_tokens=tokens, rows=case.rows, cached=case.cached)
+    except (ImportError, ValueError) as refused:
+        yield from ((case, refused) for case in cases)
     finally:
-        engine.close()
-        del policy
+        if engine is not None:
+            engine.close()
+        policy = None
         gc.collect()  # before the next model is loaded
 
 
@@ -205,12 +219,10 @@ def _prompts(number: int, vocabulary: int) -> list[list[int]]:
 
 
 def _cells(found: Consistency) -> tuple[str, ...]:
-    kl = [
-        "-" if one is None else f"{one:.1e}" if not one <= NOISE else f"<{NOISE:.0e}"
-        for one in (found.kl, found.largest_kl)
-    ]
+    numbers = (found.largest, found.kl, found.largest_kl)
+    cells = ["-" if number is None else f"{number:.1e}" if number else "0" for number in numbers]
     module = found.module or "-"
-    return f"{found.largest:.1e}" if found.largest else "0", *kl, f"{module} (rounding)" if found.rounded else module
+    return *cells, f"{module} (rounding)" if found.rounded else module
 
 
 def _line(cells: Sequence[str]) -> str:

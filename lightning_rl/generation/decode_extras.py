@@ -60,10 +60,12 @@ class DecodeExtras:
     def add_top(
         self, rows: Int[Tensor, " L"], alive: Bool[Tensor, " L"], logprobs: Float[Tensor, "L V"], step: int
     ) -> None:
-        """Record the likeliest tokens of the distributions of a step, for the rows that are alive."""
+        """Record the likeliest tokens of a step, or all in the order of their ids, for the rows that are alive."""
         if self.top_tokens != 0:
-            vocabulary = logprobs.shape[-1]
-            top, ids = logprobs[alive].topk(min(self.top_tokens or vocabulary, vocabulary), -1)
+            top, vocabulary = logprobs[alive], logprobs.shape[-1]
+            ids = torch.arange(vocabulary, device=top.device).expand_as(top)
+            if self.top_tokens is not None:
+                top, ids = top.topk(min(self.top_tokens, vocabulary), -1)
             self._write(TOP_IDS, rows[alive], ids.to(torch.int32), step)
             self._write(TOP_LOGPROBS, rows[alive], top, step)
 

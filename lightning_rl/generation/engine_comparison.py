@@ -14,6 +14,7 @@ from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
 from lightning_rl.policy.compilation import has_compilation
 from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
+from lightning_rl.policy.logprobs import logprobs_of
 from lightning_rl.policy.model import logit_divisor, unscaled_logits
 from lightning_rl.policy.module_values import (
     Compared,
@@ -29,6 +30,7 @@ from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
 
 DISTRIBUTION = frozenset((TOP_IDS, TOP_LOGPROBS))  # extras that the engine has to record
+LOCATED = 4  # rows with the largest differences, of which the values of modules are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,8 @@ class Consistency:
         largest: Largest difference of log-probabilities of sampled tokens, in nats.
         kl: Mean KL(engine || trainer) over the vocabulary, in nats; None if unknown.
         largest_kl: Largest KL of a token.
-        module: First module whose outputs differ though its inputs agree; None if there is none, or if the engine's
-            modules cannot be recorded.
+        module: First module whose outputs differ though its inputs agree; None if there is none, if no log-probability
+            differs, or if the engine's modules cannot be recorded.
         rounded: True if rounding explains its difference.
         unvisited: Number of experts that no token visits, by router, where there are any.
     """
@@ -67,47 +69,68 @@ def compare(
 ) -> Consistency:
     """Sample from a synced engine, and compare its distributions and the values of its modules with the policy's.
 
+    Modules are compared over the rows with the largest differences.
+
     Args:
         policy: Policy of the trainer.
         engine: Engine with the same weights, which records the extras :data:`DISTRIBUTION` of all tokens.
-        prompts: Token ids of the prompts. Two responses are sampled to each.
+        prompts: Token ids of the prompts. Two responses are sampled to each, one if ``rows`` is 1.
         new_tokens: Number of tokens of a response.
         rows: Number of requests that are generated together; by default all.
         cached: True to compare with the log-probabilities of generation, False with those of ``engine.score`` (at
             temperature 1).
     """
-    requests = _requests([prompt for prompt in prompts for _ in range(2)], policy.temperature, new_tokens)
+    samples = 1 if rows == 1 else 2
+    requests = _requests([prompt for prompt in prompts for _ in range(samples)], policy.temperature, new_tokens)
     completions = _generate(engine, requests, rows)
-    rollout = _rollout(requests, completions, samples=2)
+    rollout = _rollout(requests, completions, samples=samples)
     with count_experts(policy.model) as counts:
         outputs = policy(pack(rollout, packed=policy.packed).to(policy.model.device))
-    valid = rollout.valid_tokens
-    kl = None if outputs.rollout_kl is None or not cached else outputs.rollout_kl.cpu()[valid]
-    sampled = rollout.require("rollout_logprobs")[valid]
+    kl = None if outputs.rollout_kl is None or not cached else outputs.rollout_kl.cpu()
+    sampled = rollout.require("rollout_logprobs")
     if not cached:
-        sampled = torch.cat([row[-new_tokens:] for row in engine.score(_sequences(requests, completions))]).cpu()
+        scores = engine.score(_sequences(requests, completions))
+        sampled = torch.stack([row[-new_tokens:] for row in scores]).cpu()
+    gap = (outputs.logprobs.cpu().double() - sampled.double()).abs()
     found = Consistency(
-        tokens=int(valid.sum()),
-        largest=float((outputs.logprobs.cpu()[valid].double() - sampled.double()).abs().max()),
+        tokens=gap.numel(),
+        largest=float(gap.max()),
         kl=None if kl is None else float(kl.mean()),
         largest_kl=None if kl is None else float(kl.max()),
         unvisited=count_unvisited_experts(counts),
     )
-    distinct = list({request.prefix_ids: request for request in requests}.values())
-    return replace(found, **_locate(policy, engine, distinct, rows, cached=cached))
+    if found.largest == 0 and not found.largest_kl:
+        return found
+    del rollout, outputs
+    located = _rows_to_locate(requests, gap)
+    return replace(found, **_locate(policy, engine, requests, completions, located, rows, cached=cached))
+
+
+def _rows_to_locate(requests: Sequence[Request], gap: Tensor) -> list[int]:
+    """Return the rows with the largest differences, [rows, tokens], at most one of each prompt, in order."""
+    order = gap.amax(-1).argsort(descending=True, stable=True).tolist()
+    of_prompt = {requests[row].prefix_ids: row for row in reversed(order)}  # the largest one of a prompt
+    return sorted([row for row in order if of_prompt[requests[row].prefix_ids] == row][:LOCATED])
 
 
 def _locate(
-    policy: PolicyModel, engine: Engine, requests: list[Request], rows: int | None, *, cached: bool
+    policy: PolicyModel,
+    engine: Engine,
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    located: Sequence[int],
+    rows: int | None,
+    *,
+    cached: bool,
 ) -> dict[str, Any]:
-    """Return the first module that differs, by one sample of each prompt; none for a compiled one, without hooks."""
+    """Return the first module that differs over some rows; none for a compiled one, without hooks."""
     if has_compilation(policy.model):
         return {}
+    requests, completions = [requests[row] for row in located], [completions[row] for row in located]
     try:
         recording = engine.record_modules()
     except NotImplementedError:
         return {}
-    completions = [] if cached else _generate(engine, requests, rows)
     with recording as engine_values:
         if cached:
             completions = _generate(engine, requests, rows)
@@ -140,7 +163,7 @@ def _distributions(
     states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), sampled))[:, : head.in_features]
     with BatchInvariance() if is_batch_invariant(policy.model) else nullcontext():
         logits = unscaled_logits(policy.model, states.to(policy.model.device, policy.model.dtype))
-    trainer = (logits / logit_divisor(policy.model, policy.temperature)).log_softmax(-1).cpu()
+        trainer = logprobs_of(logits / logit_divisor(policy.model, policy.temperature)).cpu()
     ids, logprobs = (torch.cat([c.token_extras[name] for c in completions]) for name in (TOP_IDS, TOP_LOGPROBS))
     engine = torch.full_like(trainer, -torch.inf).scatter(1, ids.long(), logprobs.to(trainer.dtype))
     return Event(names[head], "output"), sampled, trainer, engine

@@ -304,7 +304,8 @@ class _Decode:
     def _sample(self, live: _Live, step: int) -> Tensor:
         """Sample a token for every row of the cache and store those of live rows."""
         scores, mask = self._filter(self._scores(live), live, step)
-        self.extras.add_top(live.rows, live.alive, scores, step)
+        logprobs = self._distribution(live, scores, mask)
+        self.extras.add_top(live.rows, live.alive, logprobs, step)
         mass = in_units(scores.exp()).cumsum_(-1)  # in place: a vocabulary is large
         target = (self.uniforms[live.rows, step, None] * mass[:, -1:]).to(mass.dtype)
         target = torch.minimum(target, mass[:, -1:] - 1)  # of a product that was rounded up
@@ -313,7 +314,7 @@ class _Decode:
             chosen = torch.where(self.greedy[live.rows, None], live.logits.argmax(-1, keepdim=True), chosen)
         rows = live.rows[live.alive]
         self.tokens[rows, step] = chosen[live.alive, 0]
-        self.logprobs[rows, step] = self._logprobs_of(live, scores, mask, chosen)[live.alive]
+        self.logprobs[rows, step] = logprobs.gather(1, chosen)[live.alive, 0]
         self.lengths[rows] = step + 1
         return chosen[:, 0]
 
@@ -329,9 +330,9 @@ class _Decode:
         """Return the divisor of a request's logits."""
         return temperature
 
-    def _logprobs_of(self, live: _Live, scores: Tensor, mask: Tensor | None, chosen: Tensor) -> Tensor:  # noqa: ARG002  a subclass reads them
-        """Return the log-probability of the token that each row sampled."""
-        return scores.gather(1, chosen)[:, 0]
+    def _distribution(self, live: _Live, scores: Tensor, mask: Tensor | None) -> Tensor:  # noqa: ARG002  a subclass reads them
+        """Return the log-probabilities of the vocabulary as they are recorded."""
+        return scores
 
     def _filter(self, scores: Tensor, live: _Live, step: int) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities renormalized over the tokens that pass the filters, and a mask of these."""
@@ -412,10 +413,11 @@ class _InvariantDecode(_Decode):
         return logit_divisor(self.model, temperature)
 
     @override
-    def _logprobs_of(self, live: _Live, scores: Tensor, mask: Tensor | None, chosen: Tensor) -> Tensor:
+    def _distribution(self, live: _Live, scores: Tensor, mask: Tensor | None) -> Tensor:
         logits = self._divide(live) if mask is None else self._divide(live).masked_fill(~mask, FILTERED)
         with BatchInvariance():
-            return logprobs_of(logits, chosen[:, 0])
+            logprobs = logprobs_of(logits)
+        return logprobs if mask is None else logprobs.masked_fill_(~mask, -torch.inf)
 
 
 def _decode_of(model: PreTrainedModel) -> type[_Decode]:

@@ -118,10 +118,10 @@ def head_logits(
         return torch.cat([logits.clone() for _, logits in _chunks(hidden, operand, bias, 1.0, soft_cap, None)])
 
 
-def logprobs_of(logits: Float[Tensor, "A V"], targets: Int[Tensor, " A"]) -> Float[Tensor, " A"]:
-    """Return log-probabilities of targets with the rounding of :func:`token_logprobs`."""
+def logprobs_of(logits: Float[Tensor, "A V"]) -> Float[Tensor, "A V"]:
+    """Return the log-probabilities of the vocabulary with the rounding of :func:`token_logprobs`."""
     _, _, total = _subtract_largest(scores := logits.clone())
-    return scores.gather(1, targets[:, None])[:, 0] - total.log()
+    return scores.sub_(total.log()[:, None])
 
 
 @contextmanager
@@ -277,14 +277,14 @@ class _Other(NamedTuple):
 
     Attributes:
         ids: Its likeliest tokens, [A, k].
-        probabilities: Their probabilities.
+        logprobs: Their log-probabilities.
         kl: KL from the policy, [A].
         rest: Probability of all other tokens; 0 if the policy has no other token.
         tail: Probability of all other tokens under the policy, above 0.
     """
 
     ids: Tensor
-    probabilities: Tensor
+    logprobs: Tensor
     kl: Tensor
     rest: Tensor
     tail: Tensor
@@ -292,32 +292,41 @@ class _Other(NamedTuple):
     @staticmethod
     def of(ids: Tensor, logprobs: Tensor, like: Tensor) -> "_Other":
         """Return the distribution of some tokens; the tensors of the comparison have the dtype of ``like``."""
-        probabilities = logprobs.to(like.dtype).exp()
-        rest = (1 - probabilities.sum(-1)).clamp(min=0)
-        return _Other(ids.long(), probabilities, torch.zeros_like(like), rest, torch.ones_like(like))
+        logprobs = logprobs.to(like.dtype)
+        rest = (1 - logprobs.exp().sum(-1)).clamp(min=0)
+        return _Other(ids.long(), logprobs, torch.zeros_like(like), rest, torch.ones_like(like))
 
     def compare(self, block: slice, scores: Tensor, weights: Tensor, total: Tensor) -> None:
         """Compute the KL of some tokens from logits, their exponentials and the sums of these."""
-        ids, probabilities = self.ids[block], self.probabilities[block]
+        ids, logprobs = self.ids[block], self.logprobs[block]
         tail = weights.scatter(1, ids, 0.0).sum(-1) / total
         rest = torch.where(tail > 0, self.rest[block], 0.0)
-        tail = torch.where(tail > 0, tail, 1.0)
+        of_rest = torch.where(tail > 0, _divergence(rest.log(), tail.log()), 0.0)
         own = scores.gather(1, ids) - total.log()[:, None]
-        of_top = torch.special.xlogy(probabilities, probabilities) - probabilities * own
-        self.rest[block], self.tail[block] = rest, tail
-        self.kl[block] = of_top.sum(-1) + torch.special.xlogy(rest, rest / tail)
+        self.rest[block], self.tail[block] = rest, torch.where(tail > 0, tail, 1.0)
+        self.kl[block] = _divergence(logprobs, own).sum(-1) + of_rest
 
     def logit_gradient(self, block: slice, scores: Tensor, by_kl: Tensor) -> Tensor:
         """Return the gradient of the logits from the policy's log-probabilities of the vocabulary.
 
         It is the policy minus the other distribution, in which all other tokens share the rest as under the policy.
         """
-        ids, probabilities, rest = self.ids[block], self.probabilities[block], self.rest[block]
+        ids, probabilities, rest = self.ids[block], self.logprobs[block].exp(), self.rest[block]
         mass = probabilities.sum(-1) + rest
         policy = scores.exp()
         of_top = policy.gather(1, ids) * mass[:, None] - probabilities
         policy *= (mass - rest / self.tail[block])[:, None]
         return policy.scatter_(1, ids, of_top).mul_(by_kl[:, None])
+
+
+def _divergence(logprobs: Tensor, own: Tensor) -> Tensor:
+    r"""Return :math:`q\log(q/p) + p - q` of each event, of which the sum over all events is the KL of q from p.
+
+    Each is at least 0, and exactly 0 for equal probabilities, so rounding does not add up over a vocabulary.
+    """
+    gap, probabilities = own - logprobs, logprobs.exp()
+    far = own.exp() - probabilities - torch.where(probabilities > 0, probabilities * gap, 0.0)
+    return torch.where(gap.abs() < 1, probabilities * (gap.expm1() - gap), far)
 
 
 def _subtract_largest(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Inputs and outputs of the modules of a model for each token, recorded on two sides and compared."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_rl.policy.packing import Layout
 
@@ -34,19 +36,21 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleValues:
-    """Values of modules, a tensor [tokens, F] per event and forward, in the order of their first call.
+    """Values of modules, tensors [tokens, F] per event and forward, in the order of their first call.
 
     Attributes:
         positions: Positions of the tokens of each forward.
         shapes: Shape of the input ids of each forward.
-        events: Values of each event by number of the forward.
+        events: Values of each event by number of the forward; modules that pass a tensor on share its copy.
         fused: Names of the modules of the other side that a fused module of this side replaces, such as ``qkv_proj``.
+        copies: Copy of each tensor that still exists, with the number of writes to it before.
     """
 
     positions: list[list[TokenPosition]] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    events: dict[Event, dict[int, Tensor]] = field(default_factory=dict)
+    events: dict[Event, dict[int, list[Tensor]]] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    copies: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary, repr=False)
 
     def begin(self, positions: list[TokenPosition], shape: tuple[int, ...]) -> None:
         """Begin a forward."""
@@ -54,16 +58,29 @@ class ModuleValues:
         self.shapes.append(shape)
 
     def add(self, event: Event, values: Any) -> None:
-        """Concatenate the tensors of a call along their features and store them."""
-        found = list(_of_tokens(values, self.shapes[-1])) if self.shapes else []
-        kind = [tensor for tensor in found if tensor.is_floating_point() == (event.side != "choice")]
-        if kind:
-            exact = torch.promote_types(kind[0].dtype, torch.float32)
-            joined = torch.cat([tensor.to("cpu", exact, copy=True) for tensor in kind], -1)
+        """Store copies of the tensors of a call."""
+        floats = event.side != "choice"
+        copies = list(self._copies_of(values, floats=floats)) if self.shapes else []
+        if copies:
             number = len(self.shapes) - 1
             while number in self.events.setdefault(event, {}):
                 event = event._replace(call=event.call + 1)
-            self.events[event][number] = joined
+            self.events[event][number] = copies
+
+    def _copies_of(self, values: Any, *, floats: bool) -> Iterator[Tensor]:
+        """Yield a copy of each tensor with a row for each token; one copy as long as a tensor is not written to."""
+        for tensor in _tensors_in(values):
+            if tensor.is_floating_point() != floats:
+                continue
+            written = None if tensor.is_inference() else tensor._version  # noqa: SLF001  no public name
+            version, copy = self.copies.get(tensor, (None, None))
+            if copy is None or written is None or version != written:
+                rows = _by_token(tensor, self.shapes[-1])
+                if rows is None:
+                    continue
+                copy = rows.to("cpu", torch.promote_types(rows.dtype, torch.float32), copy=True)
+                self.copies[tensor] = written, copy
+            yield copy
 
     @cached_property
     def index_of(self) -> dict[TokenPosition, int]:
@@ -73,10 +90,12 @@ class ModuleValues:
     def at(self, event: Event, positions: Sequence[TokenPosition]) -> Float[Tensor, "N F"] | None:
         """Return the values of an event at some positions; None if a forward lacks it or has another width."""
         forwards = self.events.get(event, {})
-        if len(forwards) != len(self.positions) or len({values.shape[1] for values in forwards.values()}) > 1:
+        widths = {tuple(part.shape[1] for part in parts) for parts in forwards.values()}
+        if len(forwards) != len(self.positions) or len(widths) != 1:
             return None
-        values = torch.cat([forwards[number] for number in range(len(self.positions))])
-        return values[[self.index_of[token] for token in positions]]
+        index = [self.index_of[token] for token in positions]
+        ordered = [forwards[number] for number in range(len(self.positions))]
+        return torch.cat([torch.cat(parts)[index] for parts in zip(*ordered, strict=True)], -1)
 
 
 @contextmanager
@@ -124,26 +143,32 @@ def record_modules(
             handle.remove()
 
 
-def _of_tokens(values: Any, shape: tuple[int, ...]) -> Iterator[Float[Tensor, "N F"]]:
-    """Yield the tensors with a row for each of N tokens, [R, S, ...], [N, F] or [R, H, S, D]; masks are left out.
-
-    With as many heads as tokens it is unknown which axis is which, so the tensor is left out, too.
-    """
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested values; masks are left out."""
     if isinstance(values, Tensor):
-        tokens, by_head = math.prod(shape), values.dim() == 4 and (values.shape[0], values.shape[2]) == shape
-        flat = values.dim() == 2 and values.shape[0] == tokens  # a longer one may be a cache of N rows
-        by_token = flat or (values.shape[: len(shape)] == shape and values.dim() > len(shape))
-        if by_token and not (by_head and values.shape[2] > 1):
-            yield values.detach().reshape(tokens, -1)
-        elif by_head and not by_token:
-            yield values.detach().transpose(1, 2).reshape(tokens, -1)
+        yield values
     elif isinstance(values, Mapping):
         for name, value in values.items():
             if not name.endswith("mask"):
-                yield from _of_tokens(value, shape)
+                yield from _tensors_in(value)
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _of_tokens(value, shape)
+            yield from _tensors_in(value)
+
+
+def _by_token(tensor: Tensor, shape: tuple[int, ...]) -> Float[Tensor, "N F"] | None:
+    """Return a tensor [R, S, ...], [N, F] or [R, H, S, D] with a row for each of N tokens; None for another shape.
+
+    With as many heads as tokens it is unknown which axis is which, so the tensor is left out, too.
+    """
+    tokens, by_head = math.prod(shape), tensor.dim() == 4 and (tensor.shape[0], tensor.shape[2]) == shape
+    flat = tensor.dim() == 2 and tensor.shape[0] == tokens  # a longer one may be a cache of N rows
+    by_token = flat or (tensor.shape[: len(shape)] == shape and tensor.dim() > len(shape))
+    if by_token and not (by_head and tensor.shape[2] > 1):
+        return tensor.detach().reshape(tokens, -1)
+    if by_head and not by_token:
+        return tensor.detach().transpose(1, 2).reshape(tokens, -1)
+    return None
 
 
 def positions_of(layout: Layout) -> list[TokenPosition]:
@@ -217,7 +242,7 @@ def first_difference(
     first: ModuleDifference | None = None
     largest = rounding
     ends: dict[int, float] = defaultdict(lambda: math.inf)  # first token of a row that other experts computed
-    for event, at, one, other in (*_pairs(trainer, engine, positions), head):
+    for event, at, one, other in itertools.chain(_pairs(trainer, engine, positions), [head]):
         if event.side == "choice" and rounding:
             differs = (one != other).any(-1)
             if 2 * int(differs.sum()) > len(differs):

@@ -203,7 +203,7 @@ def test_the_rollout_gives_the_old_logprobs_of_several_steps() -> None:
 
 
 def test_a_difference_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rl.generation.transformers.logprobs_of", lambda logits, _: logits[:, 0] * 0 - 1.5)
+    monkeypatch.setattr("lightning_rl.generation.transformers.logprobs_of", lambda logits: logits * 0 - 1.5)
     with pytest.raises(RuntimeError, match=r"agree bit for bit.* got log-probability -1\.5 from the engine"):
         a_run()
 

@@ -1,5 +1,6 @@
 """The chunked head against log_softmax and gather: values, gradients, chunks, precisions."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from lightning_rl.policy import logprobs as head
 from lightning_rl.policy.logprobs import (
     chunk_elements,
     exact_logits,
+    logprobs_of,
     sum_of_squares,
     token_logprobs,
     token_logprobs_and_kl,
@@ -490,3 +492,50 @@ def test_the_kl_of_another_distribution_and_all_gradients(k: int, soft_cap: floa
     assert torch.equal(logprobs, plain[0]) and torch.equal(entropy, plain[1])
     assert torch.autograd.gradcheck(scores, leaves)
     assert torch.autograd.gradcheck(scores, [hidden, weight.detach(), bias.detach()])  # a head under adapters
+
+
+def head_of(logprobs: Tensor) -> dict[str, Tensor]:
+    """Return inputs of the head that give log-probabilities [A, V] as logits."""
+    return {"hidden": torch.eye(len(logprobs), dtype=logprobs.dtype), "weight": logprobs.t().contiguous()}
+
+
+def kl_of(own: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> Tensor:
+    targets = torch.zeros(len(own), dtype=torch.int64)
+    given: dict[str, Any] = {**head_of(own), "top_ids": top_ids.int(), "top_logprobs": top_logprobs}
+    return token_logprobs_and_kl(given.pop("hidden"), given.pop("weight"), None, targets, **given)[2]
+
+
+@pytest.mark.parametrize("vocabulary", [11, 49_152])
+def test_equal_distributions_have_a_kl_of_exactly_zero(vocabulary: int) -> None:
+    logits = 4 * torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0))
+    own = logprobs_of(logits)
+    same = torch.arange(vocabulary).expand_as(own)
+    assert kl_of(logits, same, own).tolist() == [0.0] * 6
+    order = own.argsort(-1)
+    assert kl_of(logits, order, own.gather(1, order)).tolist() == [0.0] * 6
+    top, ids = own.topk(5)
+    assert float(kl_of(logits, ids, top).max()) < 1e-11  # the rest is a sum that rounds otherwise
+
+
+@pytest.mark.parametrize("gap", [1e-5, 1e-3, 0.5, 3.0])
+def test_a_small_kl_over_a_large_vocabulary_is_that_of_float64(gap: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(4, 49_152, generator=draw)
+    other = logits + gap * torch.randn(4, 49_152, generator=draw)
+    q, p = (part.double().log_softmax(-1) for part in (other, logits))
+    kl = kl_of(logits, torch.arange(49_152).expand_as(other), other.log_softmax(-1))
+    torch.testing.assert_close(kl.double(), (q.exp() * (q - p)).sum(-1), rtol=1e-3, atol=2e-11)
+
+
+def test_the_kl_of_impossible_and_unlikely_tokens_is_finite_unless_it_is_infinite() -> None:
+    inf = math.inf
+    own = torch.tensor([[0.0, -200.0, -90.0, -inf], [0.0, -100.0, -1.0, -2.0]])
+    other = torch.tensor([[-200.0, -95.0, -inf, 0.0], [-inf, -inf, 0.0, -inf]])
+    expected = torch.tensor([inf, -float(own[1].log_softmax(-1)[2])])
+    logits = own.clamp(min=-1e30)  # as a filter gives them
+    assert_close = torch.testing.assert_close
+    kl = kl_of(logits, torch.arange(4).expand_as(other), other)
+    assert float(kl[0]) > 1e29
+    assert_close(kl[1], expected[1])
+    turned = kl_of(torch.tensor([[-200.0, 0.0]]), torch.tensor([[0, 1]]), torch.tensor([[0.0, -100.0]]))
+    assert_close(turned, torch.tensor([200.0]))
