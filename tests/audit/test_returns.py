@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_rl import GAE
 from lightning_rl.advantages import (
+    ESTIMATORS,
     Advantages,
     Estimator,
     GAEOverTurns,
@@ -23,7 +24,7 @@ from lightning_rl.advantages import (
     RelativePosition,
     RewardSignal,
 )
-from lightning_rl.audit import SignalAudit, recheck
+from lightning_rl.audit import CHECKS, SignalAudit, recheck
 from lightning_rl.audit.checks.return_checks import step_advantages, steps_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import AdaptiveKL
@@ -129,6 +130,17 @@ def test_what_trains_is_that_of_the_definition(estimator: Any, checks: list[str]
     found = {name: culprits(name, evidence) for name in ("returns_end_with_the_reward", "token_returns")}
     assert [name for name, named in found.items() if named] == checks
     assert {culprit for named in found.values() for culprit in named} <= {f"estimator {estimator.name}"}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_of_the_library_is_checked_or_named(name: str) -> None:
+    estimator, evidence = ESTIMATORS[name], evidence_of()
+    if name in ("gae", "gae_over_turns", "reinforce_plus_plus"):
+        assert CHECKS["token_returns"].judge(trained_by(estimator)).skipped == {}
+    else:
+        evidence = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
+        reason = f"{estimator.name} is not GAE, GAEOverTurns or ReinforcePlusPlus"
+        assert CHECKS["token_returns"].judge(evidence).skipped == {"token_returns": reason}
 
 
 def test_a_saved_rollout_is_judged_with_the_coefficient_of_then(tmp_path: Path) -> None:

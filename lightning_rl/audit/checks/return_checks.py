@@ -88,7 +88,7 @@ def token_returns(evidence: Evidence) -> Iterator[Finding | Skip]:
     estimator, rollout = evidence.algorithm.advantages, evidence.groups
     trained = rollout.advantages
     if not isinstance(estimator, GAE | GAEOverTurns | ReinforcePlusPlus) or trained is None:
-        yield Skip("the definition of the estimator is unknown")
+        yield Skip(f"{evidence.names['estimator']} is not GAE, GAEOverTurns or ReinforcePlusPlus")
         return
     if (shaped := evidence.rewards_of_run) is None:
         yield Skip(OF_OTHER_RANKS)
