@@ -210,7 +210,8 @@ class PhaseTimes:
         self._device = torch.device(device)
         self._show: Callable[[str], None] | None = None
         self._seconds: dict[str, float] = {}
-        self._started = self._asked = time.perf_counter()
+        self._started = time.perf_counter()
+        self._asked: float | None = None
         self._waited = 0.0
 
     def start(self, show: Callable[[str], None]) -> None:
@@ -238,11 +239,14 @@ class PhaseTimes:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self._waited += seconds if name in WAITING else 0.0
 
-    def idle(self) -> Stat:
-        """Return the fraction of time since the last call in which the trainer waited for responses."""
+    def idle(self) -> dict[str, Stat]:
+        """Return ``trainer/idle``, the fraction of time since the last call in which the trainer waited for responses.
+
+        It is empty at the first call: the time before the first rollout holds the start of the engine and no update.
+        """
         waited, asked = self._waited, self._asked
         self._waited, self._asked = 0.0, time.perf_counter()
-        return Stat.single(waited / (self._asked - asked))
+        return Stat.numbers({"trainer/idle": math.nan if asked is None else waited / (self._asked - asked)})
 
     def take(self) -> dict[str, Stat]:
         """Return ``time/<phase>`` in seconds for every phase since the last call."""

@@ -124,7 +124,7 @@ class RunState:
             logged: Metrics that reward functions and environments logged.
         """
         self.current = current
-        self.rollout_stats = {**stats, **self.times.take(), "trainer/idle": self.times.idle()}
+        self.rollout_stats = {**stats, **self.times.take(), **self.times.idle()}
         self.rollout_figures = self.metrics.values_of({**self.rollout_stats, **logged, **row_counts(current.rollout)})
         self.metrics.add("rollout", self.rollout_stats)
         self.metrics.add("noted", logged)
