@@ -1,5 +1,6 @@
 """Syncs of vLLM: names and shapes, failed syncs, and stale caches."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,25 @@ def test_names_and_shapes_are_compared_before_anything_is_loaded(
         engine.expect(weights(model, **changed))
     engine.expect(weights(model))
     assert engine.state is EngineState.SYNCED
+
+
+def test_a_sync_warns_of_no_weights_that_failed_to_load(start_engine: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reload of vLLM warns of rotary embeddings, whose tensors are computed."""
+    model, lines, handler = a_model(), list[str](), logging.Handler()
+    engine = synced(start_engine(model), model)  # the import of vLLM removes handlers
+    logger = logging.getLogger(f"{internals.RELOAD}.layerwise")
+    level, handler.emit = logger.level, lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        engine.load_weights(weights(model), 1)
+        assert lines == []
+        llm: Any = engine._llm  # noqa: SLF001
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights(model)})
+        assert lines == ["RotaryEmbedding: Failed to load weights"]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def broken(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ first. It uses private parts of vLLM, so the window is narrow.
 """
 
 import gc
+import logging
 import os
 import random
 import warnings
@@ -247,7 +248,32 @@ def _map_name(module: Any, tensors: Collection[str], path: str, name: str) -> tu
 def reload(llm: Any, weights: Stream) -> None:
     """Load a full set of weights under the names of a checkpoint."""
     llm.apply_model(forget_expert_kernels)
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    with without_load_warnings(set[str]().union(*llm.apply_model(computed_modules))):
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+def computed_modules(model: nn.Module) -> set[str]:
+    """Return the classes of modules whose tensors are all computed and never loaded, such as rotary embeddings."""
+    computed, loaded = set[str](), set[str]()
+    for module in model.modules():
+        stored = {*module._parameters, *module._buffers} - module._non_persistent_buffers_set  # noqa: SLF001
+        (loaded if stored else computed).add(type(module).__name__)
+    return computed - loaded
+
+
+@contextmanager
+def without_load_warnings(classes: Collection[str]) -> Iterator[None]:
+    """Drop vLLM's warning, at each reload, that modules of these classes got no weights."""
+    logger = logging.getLogger(f"{RELOAD}.layerwise")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.getMessage() not in {f"{name}: Failed to load weights" for name in classes}
+
+    logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_kept)
 
 
 def reset_prefix_cache(llm: Any) -> None:

@@ -136,7 +136,8 @@ class WeightLoader:
         model = self.model_runner.get_model()
         internals.forget_expert_kernels(model)
         try:
-            self.reload_weights(weights_iterator=weights)
+            with internals.without_load_warnings(internals.computed_modules(model)):
+                self.reload_weights(weights_iterator=weights)
         except Exception as error:  # noqa: BLE001  the server stays loadable, and the trainer gets the error
             internals.recover(self.vllm_config, model)
             return {"error": f"{type(error).__name__}: {error}"}
