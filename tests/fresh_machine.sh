@@ -65,7 +65,7 @@ git clone --quiet --no-hardlinks "$repository" "$root/home/user/project"
 chroot "$root" chown -R user:user /home/user/project
 for target in "$@"; do
 	start=$SECONDS status=0
-	env -i "${variables[@]}" "$(command -v chroot)" --userspec=user:user "$root" make -C /home/user/project "$target" || status=$?
-	echo "make $target: exit status $status, $((SECONDS - start)) s, $(du -sm "$root/home/user/project/.venv" | cut -f1) MB in .venv"
+	env -i "${variables[@]}" "$(command -v chroot)" --userspec=user:user "$root" make --no-print-directory -C /home/user/project "$target" || status=$?
+	echo "make $target: exit status $status, $((SECONDS - start)) s, $(du -sm "$root/home/user/project/.venv" 2> /dev/null | cut -f1) MB in .venv"
 	((status == 0)) || exit "$status"
 done
