@@ -266,14 +266,14 @@ def without_load_warnings(classes: Collection[str]) -> Iterator[None]:
     """Drop vLLM's warning, at each reload, that modules of these classes got no weights."""
     logger = logging.getLogger(f"{RELOAD}.layerwise")
 
-    def is_kept(record: logging.LogRecord) -> bool:
+    def keep(record: logging.LogRecord) -> bool:
         return record.getMessage() not in {f"{name}: Failed to load weights" for name in classes}
 
-    logger.addFilter(is_kept)
+    logger.addFilter(keep)
     try:
         yield
     finally:
-        logger.removeFilter(is_kept)
+        logger.removeFilter(keep)
 
 
 def reset_prefix_cache(llm: Any) -> None:
