@@ -13,7 +13,8 @@ import pytest
 import torch
 from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.conversations import talking_module
-from kit.support import a_trainer, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.streaming_memory import peaks
+from kit.support import a_trainer, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
 from torch.optim import SGD, AdamW
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -25,6 +26,7 @@ from lightning_rl.cli.doctor import recipe_checks
 from lightning_rl.cli.doctor.command import examine
 from lightning_rl.cli.doctor.memory_estimate import engine_room, memory_plan, too_much
 from lightning_rl.cli.doctor.recipe_checks import bridges, tokenizer
+from lightning_rl.cli.doctor.sample_checks import draw_samples
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.generation import Request
@@ -326,6 +328,39 @@ def test_activations_are_those_of_the_largest_microbatch() -> None:
     row, half, whole, beyond = (activations(size) for size in (1, 35 * 8, 35 * 16, 10**6))
     assert row == activations(35) < half < activations(35 * 16 - 1) < whole == beyond
     assert activations(10**6, minibatches_per_rollout=2) == half
+
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3}
+
+
+class MeasuredStep(RLCallback):
+    """Estimate memory from samples at the start of a fit, and count the bytes of the first optimizer step."""
+
+    name = "measured_step"
+
+    @override
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        samples, step = draw_samples(pl_module, 4, 30.0).rollout, pl_module.training_step
+        self.plan = memory_plan(pl_module, 3, samples)
+
+        def measured(*arguments: Any) -> Any:
+            outputs: list[Any] = []
+            self.bytes = peaks(lambda: outputs.append(step(*arguments)))[0]
+            trainer.should_stop = True
+            return outputs[0]
+
+        pl_module.training_step = measured
+
+
+@pytest.mark.parametrize(("budget", "packing"), [(4096, True), (80, True), (80, False)])
+def test_the_memory_of_conversations_is_that_of_sampled_ones(budget: int, *, packing: bool) -> None:
+    """One microbatch that is not full, or several, which begin with the gradients of the first."""
+    options: dict[str, Any] = {"policy": partial(tiny_policy, **WIDE), "optimizer": partial(SGD, lr=1e-3)}
+    measured = MeasuredStep()
+    module = talking_module(**options, packing=packing, max_tokens_per_microbatch=budget)
+    fit(module, callbacks=[measured], data=tiny_prompts(8, 8))
+    estimated = measured.plan.gradients + measured.plan.activations
+    assert 1 / 1.3 < estimated / measured.bytes < 1.3
 
 
 def test_a_rollout_that_is_generated_meanwhile_lies_beside_the_update() -> None:

@@ -124,9 +124,13 @@ class _Examination(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = cast(RLLightningModule, pl_module)
-        for check in (tokenizer, eos, bridges, memory):
+        for check in (tokenizer, eos, bridges):
             self.add(check(module))
+        if not module.environments:
+            self.add(memory(module))
         samples = draw_samples(module, min(self.prompts, module.data_module.pass_length or self.prompts), self.limit)
+        if module.environments:  # their replies have unknown lengths
+            self.add(memory(module, samples.rollout))
         for check in (truncation, rewards, engine_logprobs):
             self.add(check(samples))
         raise StopRecipe(module)

@@ -1,7 +1,8 @@
 """Estimation of the device memory of a run in each phase, by :mod:`lightning_rl.policy.memory`."""
 
 from collections.abc import Iterator
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Self, cast
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -10,7 +11,7 @@ from torch import nn
 from lightning_rl.cli.doctor.findings import error, fact
 from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, GPU_SHARE, VLLMEngine
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy import PolicyModel, Scorer
+from lightning_rl.policy import PolicyModel, Scorer, pack
 from lightning_rl.policy.logprobs import chunk_elements
 from lightning_rl.policy.lora import adapters_of
 from lightning_rl.policy.memory import (
@@ -26,6 +27,7 @@ from lightning_rl.policy.memory import (
     local_bytes,
     states_per_weight,
 )
+from lightning_rl.rollout import Rollout
 from lightning_rl.utils.finding import Finding
 
 PARTS = {
@@ -52,8 +54,44 @@ def layer_sizes(policy: PolicyModel) -> LayerSizes:
     return LayerSizes.of(config, norms=len(norms) - len(heads) or 2, head_norms=bool(heads))
 
 
-def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan:
-    """Compute the memory of a run whose policy is built and whose optimizer is configured."""
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of a run that memory depends on.
+
+    Attributes:
+        row: Maximum number of tokens of a row, prompt included.
+        microbatch: Maximum number of tokens of a microbatch.
+    """
+
+    row: int
+    microbatch: int
+
+    @classmethod
+    def of(cls, module: RLLightningModule, max_prompt_length: int, samples: Rollout | None = None) -> Self:
+        """Return the tokens of responses of maximum length, or of sampled conversations, whose replies are unknown."""
+        parts = module.minibatches_per_rollout * module.parallel.ranks
+        rows = module.data_module.prompts_per_rollout * module.group_size // parts
+        budget = module.models.options.max_tokens_per_microbatch
+        if samples is None or not len(samples):
+            longest = max_prompt_length + module.sampling.max_new_tokens
+            return cls(longest, max(longest, min(budget, rows * longest)))
+        lengths = samples.prompt_lengths + samples.response_lengths
+        laid_out = pack(samples, packed=module.models.options.packing).input_ids.numel()  # a prompt once per group
+        shared = min(1.0, laid_out / int(lengths.sum()))
+        whole, full = laid_out * rows / len(samples), budget * shared
+        longest = int(lengths.max())
+        return cls(longest, max(longest, round(min(whole, full))))
+
+
+def memory_plan(module: RLLightningModule, max_prompt_length: int, samples: Rollout | None = None) -> MemoryPlan:
+    """Compute the memory of a run whose policy is built and whose optimizer is configured.
+
+    Args:
+        module: Module of the run.
+        max_prompt_length: Number of tokens of the longest prompt.
+        samples: Sampled conversations; None for a run without environments.
+    """
+    tokens = Tokens.of(module, max_prompt_length, samples)
     policy, parallel, ranks = module.required_policy, module.parallel, module.trainer.world_size
     shards, stage = ranks if parallel.sharded else 1, _zero_stage(module)
     states = states_per_weight(module.trainer.optimizers[0])
@@ -68,8 +106,8 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int) -> MemoryPlan
         outside += size * (not any(part.isdigit() for part in name.split(".")))  # embeddings and head
     gathered = _bytes_of_numbers(module)[1] / policy.model.dtype.itemsize * parallel.sharded
     layer = (weights - outside) / _layer_count(policy)
-    activations = _activations(module, max_prompt_length)
-    engine, cuda = _engine_bytes(module, max_prompt_length), module.device.type == "cuda"
+    activations = _activations(module, tokens.microbatch)
+    engine, cuda = _engine_bytes(module, tokens.row), module.device.type == "cuda"
     awake = not module.engine.capabilities.sleeps if isinstance(module.engine, VLLMEngine) else module.max_staleness
     return MemoryPlan(
         weights=weights / shards,
@@ -98,12 +136,13 @@ def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> En
     return EngineRoom(total=total, resident=plan.resident, weights=weights, cache=cache)
 
 
-def memory(module: RLLightningModule) -> Iterator[Finding]:
-    """Check that every phase fits on the device."""
-    plan = memory_plan(module, module.data_module.max_prompt_length())
+def memory(module: RLLightningModule, samples: Rollout | None = None) -> Iterator[Finding]:
+    """Check that every phase fits on the device, with the lengths of sampled conversations if there are any."""
+    plan = memory_plan(module, module.data_module.max_prompt_length(), samples)
     by_part = ", ".join(f"{PARTS[name]} {_size(part)}" for name in PARTS if (part := getattr(plan, name)))
     by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in plan.phases().items())
-    yield fact("memory", f"estimated, per device: {by_part}\n{by_phase}")
+    basis = "" if samples is None else f" for conversations like the {len(samples)} sampled ones"
+    yield fact("memory", f"estimated{basis}, per device: {by_part}\n{by_phase}")
     if module.device.type == "cuda":
         total = torch.cuda.get_device_properties(module.device).total_memory
         yield from too_much(plan, total, engine_room(module, plan, total))
@@ -122,16 +161,8 @@ def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None)
             yield error("memory", f"{name} needs about {_size(phase)}, the device has {_size(available)}", cures[name])
 
 
-def _activations(module: RLLightningModule, max_prompt_length: int) -> Activations:
+def _activations(module: RLLightningModule, tokens: int) -> Activations:
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
-    longest = max_prompt_length + module.sampling.max_new_tokens
-    parts, most = (
-        module.minibatches_per_rollout * module.parallel.ranks,
-        module.models.options.max_tokens_per_microbatch,
-    )
-    rows = module.data_module.prompts_per_rollout * module.group_size // parts
-    # conversations may begin with more tokens than the prompts of the data
-    tokens = max(longest, most if module.environments else min(most, rows * longest))
     text: Any = policy.model.config.get_text_config()
     itemsize, adapted = min(policy.model.dtype.itemsize, residual), bool(adapters_of(policy.model))
     head = head_bytes(
@@ -153,7 +184,7 @@ def _activations(module: RLLightningModule, max_prompt_length: int) -> Activatio
     )
 
 
-def _engine_bytes(module: RLLightningModule, max_prompt_length: int) -> float:
+def _engine_bytes(module: RLLightningModule, row_tokens: int) -> float:
     """Return the bytes of an engine on this device during generation, without a copy of the policy."""
     engine, cuda = module.engine, module.device.type == "cuda"
     if isinstance(engine, VLLMEngine):
@@ -169,7 +200,7 @@ def _engine_bytes(module: RLLightningModule, max_prompt_length: int) -> float:
     text: Any = module.required_policy.model.config.get_text_config()
     keys_and_values = sum(_bytes_of_numbers(module)) / 2  # rotary embeddings convert keys to float32
     per_token = layer_sizes(module.required_policy).cache(layers=text.num_hidden_layers, itemsize=keys_and_values)
-    return per_token * rows * (max_prompt_length + module.sampling.max_new_tokens)
+    return per_token * rows * row_tokens
 
 
 def _engine_needs(module: RLLightningModule) -> tuple[float, float]:
