@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.data.dropped_parts import dropped_parts, mark_messages
 from lightning_rl.data.row_schema import PromptForm, is_token_ids
 from lightning_rl.utils.arguments import check_choices, check_counts
 
@@ -49,10 +50,11 @@ class Encoder:
         """Return the token ids of prompts, called ``names`` in errors; strings and chats are tokenized in batches.
 
         Raises:
-            ValueError: If a prompt is empty, outside of the vocabulary, or needs a tokenizer or chat template.
+            ValueError: If a prompt is empty, outside of the vocabulary, needs a tokenizer or chat template, or has
+                messages that the chat template drops.
         """
         encodings: dict[int, tuple[int, ...]] = {}
-        plain, rendered = dict[int, str](), dict[int, str]()
+        plain, rendered, checked = dict[int, str](), dict[int, str](), set[str]()
         for number, (content, name) in enumerate(zip(contents, names, strict=True)):
             if is_token_ids(content):
                 encodings[number] = tuple(int(token) for token in content)
@@ -61,6 +63,9 @@ class Encoder:
                 plain[number] = content
             else:
                 rendered[number] = self._render(content, name)
+                if (form := repr(mark_messages(content))) not in checked:  # once for all prompts of the same roles
+                    checked.add(form)
+                    self._check_parts(content, name)
         encodings |= self._tokenize(plain) | self._tokenize(rendered, add_special_tokens=False)
         token_ids = [encodings[number] for number in range(len(contents))]
         for content, name, ids in zip(contents, names, token_ids, strict=True):
@@ -95,16 +100,28 @@ class Encoder:
                 "tokenizer.chat_template, or pass strings"
             )
         try:
-            text = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-            )
+            return self._write(tokenizer, messages)
         except TemplateError as error:
             roles = [message["role"] for message in messages]
             raise ValueError(
                 f"expected messages that the tokenizer's chat template takes, but it refuses {name}, whose roles are "
                 f"{', '.join(roles)}: {error}"
             ) from error
-        return str(text)
+
+    def _write(self, tokenizer: PreTrainedTokenizerBase, messages: Any) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
+            )
+        )
+
+    def _check_parts(self, messages: list[dict[str, Any]], name: str) -> None:
+        tokenizer = self._tokenizer_for(name)
+        if lost := dropped_parts(lambda talk, _: self._write(tokenizer, talk), messages):
+            raise ValueError(
+                f"expected a chat template that writes all messages of {name}, got one that drops {', '.join(lost)}: "
+                "set a tokenizer.chat_template that writes them, or move their text into messages of other roles"
+            )
 
     def _tokenize(self, texts: Mapping[int, str], **options: Any) -> dict[int, tuple[int, ...]]:
         if not texts or self.tokenizer is None:

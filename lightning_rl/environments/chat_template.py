@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.data.dropped_parts import dropped_parts
 from lightning_rl.environments.environment import Message
 
 MARK = "mark-of-an-answer-7f3a"
@@ -59,9 +60,22 @@ class Bridge:
         """Return the prompt of a conversation with schemas of tools; no text of messages becomes a control token.
 
         Raises:
-            BridgeError: If the template does not render them; says why.
+            BridgeError: If the template does not render them or drops a part of them; says why.
         """
+        self.check_parts(messages, tools)
         return self._ids(messages, tools=list(tools) or None)
+
+    def check_parts(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> None:
+        """Check that the template writes the texts and calls of messages and the names of tools.
+
+        Raises:
+            BridgeError: If it drops a part; names the part.
+        """
+        if lost := dropped_parts(self._text, messages, tools):
+            raise BridgeError(
+                f"the template drops {', '.join(lost)}, so the policy would not read it: set a tokenizer.chat_template "
+                "that writes it"
+            )
 
     def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids after an answer: its closing token unless it was sampled, messages of users or tools, and the
@@ -132,8 +146,8 @@ class Bridge:
     def _closing(self, ids: Sequence[int]) -> int:
         return sum(token in self.ends for token in ids)
 
-    def _text(self, messages: Sequence[Message]) -> str:
-        return str(self._render(messages, tokenize=False))
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        return str(self._render(messages, tokenize=False, tools=list(tools) or None))
 
     def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the conversation as ids; no text of a message becomes a control token."""

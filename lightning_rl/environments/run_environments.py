@@ -16,7 +16,7 @@ from lightning_rl.environments.driver import Opening
 from lightning_rl.environments.environment import Environment, Message, TokenEnvironment
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
-from lightning_rl.environments.parsing import AnswerParser, ParserSource, parser_for, plain_text
+from lightning_rl.environments.parsing import QUESTION, AnswerParser, ParserSource, parser_for, plain_text
 from lightning_rl.environments.tools import Tool, ToolEnvironment, begins_itself, schemas_of
 from lightning_rl.environments.validation import environment_of
 from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
@@ -125,7 +125,8 @@ class Environments:
             A copy with the schemas of tools, and a parser if there are tools or one was requested.
 
         Raises:
-            BridgeError: If a bridge is unreliable; names environment, kind of message and fault.
+            BridgeError: If a bridge is unreliable, or the template drops tools or messages; names the environment and
+                the fault.
             ParserError: If no parser reads the tool calls of the chat template.
             ValueError: If an environment in messages begins with the row's prompt, which is token ids.
         """
@@ -145,6 +146,10 @@ class Environments:
             for kind in KINDS if found[name] else ("user",):
                 if wrong := bridge.check(kind):
                     raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
+            first = [QUESTION]  # other messages of its reset are checked when a conversation begins
+            if prompt is not None and not _begins_itself(made):
+                first = messages_of(prompt)
+            _check_first(bridge, first, found[name], name)
         parse = None
         if self.tokenizer is not None and (tool_parser is not None or any(found.values())):
             parse = parser_for(self.tokenizer, tool_parser, self.template_options)
@@ -199,6 +204,14 @@ def _check_factory(name: Any, factory: Any) -> None:
             f"expected environment {name} to be made without arguments for each conversation, got "
             f"{name_of(factory)}, {error}: pass functools.partial({name_of(factory)}, ...) or a lambda"
         ) from error
+
+
+def _check_first(bridge: Bridge, messages: Sequence[Message], schemas: Sequence[Any], name: str) -> None:
+    """Check that the template writes the first messages of an environment and its tools."""
+    try:
+        bridge.check_parts(messages, schemas)
+    except BridgeError as error:
+        raise BridgeError(f"no first prompt for environment {name}: {error}") from error
 
 
 def messages_of(prompt: Prompt) -> Sequence[Message]:

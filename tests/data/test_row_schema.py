@@ -12,7 +12,9 @@ from lightning_rl.data import PromptDataset
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m['role'] }} {{ m.get('content', 'n') }} {% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    "{{ m['role'] }} {{ m.get('content', 'n') }} "
+    "{% for call in m.get('tool_calls', []) %}{{ call['name'] }} {% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}b{% endif %}"
     "{% if thinking is defined and thinking %} m{% endif %}"
 )
 USER = {"role": "a", "content": "c d"}
@@ -69,10 +71,10 @@ def prompt_of(row: Any, **options: Any) -> tuple[Any, tuple[int, ...], dict[str,
         ([USER], {"chat_template_kwargs": {"thinking": True}}, [USER], (2, 4, 5, 3, 14), {}),
         ([{**USER, "name": None, "tool_calls": None}], {}, [USER], (2, 4, 5, 3), {}),
         (
-            [{"role": "a", "content": None, "tool_calls": ["x"]}, USER],
+            [{"role": "a", "content": None, "tool_calls": [{"name": "d"}]}, USER],
             {},
-            [{"role": "a", "tool_calls": ["x"]}, USER],
-            (2, 15, 2, 4, 5, 3),
+            [{"role": "a", "tool_calls": [{"name": "d"}]}, USER],
+            (2, 15, 5, 2, 4, 5, 3),
             {},
         ),
         ([4, 5], {"chat": True}, [4, 5], (4, 5), {}),

@@ -137,6 +137,35 @@ def test_a_prompt_of_an_environment_has_the_tools_and_no_control_token_of_its_te
     assert '"name": "look"' in tokenizer_of(name).decode(hostile)
 
 
+CALLS: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "id": IDS[0], "function": {"name": "look", "arguments": {"x": "y"}}}],
+}
+LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "tools", "lost"),
+    [
+        ("qwen2.5", [{"role": "system", "content": "hello"}, ASK, CALLS, *NEW["tool"]], [LOOK], ""),
+        ("mistral", [ASK, CALLS, *NEW["tool"]], [LOOK], ""),
+        ("gpt-oss", [ASK, CALLS, *NEW["tool"]], [LOOK], ""),
+        ("chatml", [ASK], [LOOK], "the tool look"),
+        ("chatml", [ASK, CALLS, *NEW["tool"]], [], "a tool call of the role assistant"),
+        ("phi-3.5", [ASK, CALLS, *NEW["tool"]], [], "a tool call of the role assistant, the text of the role tool"),
+    ],
+)
+def test_a_prompt_of_which_the_template_drops_a_part_is_refused(
+    name: str, messages: list[Message], tools: list[Any], lost: str
+) -> None:
+    if not lost:
+        assert bridge_of(name).encode(messages, tools)
+        return
+    with pytest.raises(BridgeError, match=f"the template drops {lost}, so the policy would not read it: set a tokeniz"):
+        bridge_of(name).encode(messages, tools)
+
+
 def test_a_turn_that_was_cut_gets_its_closing_token_once() -> None:
     bridge, (end,) = bridge_of("qwen2.5"), close_of("qwen2.5")
     whole, cut = bridge.after([7, end], NEW["user"]), bridge.after([7], NEW["user"])

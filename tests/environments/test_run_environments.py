@@ -116,6 +116,11 @@ def test_an_environment_that_never_ends_is_ended_and_needs_no_parser_without_too
         ({"name": "qwen2.5", "tools": [add], "tool_parser": "unknown"}, ParserError, "got 'unknown'"),
         ({"name": "gemma-3", "tools": [add]}, BridgeError, "no bridge over tool messages.*roles have to alternate"),
         ({"name": "phi-3.5", "environment": Counter}, BridgeError, "drops the text of a tool message"),
+        (
+            {"name": "chatml", "tools": [add], "tool_parser": call_once},
+            BridgeError,
+            "no first prompt for environment environment: the template drops the tool add, so the policy would",
+        ),
         ({"name": "qwen2.5", "tokenizer": None, "environment": Asking}, ValueError, "expected a tokenizer for"),
         ({"name": "qwen2.5", "environment": object}, ValueError, r"got object: write def reset\(self, \*\*row\)"),
     ],
