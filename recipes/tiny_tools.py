@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SUM = re.compile(r"<<([0-9]{1,2})([-+*/])([0-9]{1,2})=([0-9]{1,2})>>")
-SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]
+SPECIAL = ["<|end|>", "<|tools|>", "<|user|>", "<|assistant|>", "<|tool|>", "<tool_call>", "</tool_call>"]
 TEMPLATE = (
+    "{% for tool in tools or [] %}<|tools|>{{ tool['function']['name'] }}<|end|>{% endfor %}"
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
     "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -44,7 +45,8 @@ def calculations(split: str) -> list[dict[str, str]]:
 
 def demonstration(row: dict[str, str], guess: str | None) -> list[Part]:
     """Return a conversation about a calculation: a guess, or a tool call, its result and the answer."""
-    question, (left, operation, right) = f"<|user|>{row['question']}<|end|><|assistant|>", row["question"][8:-1].split()
+    left, operation, right = row["question"][8:-1].split()
+    question = f"<|tools|>calculate<|end|><|user|>{row['question']}<|end|><|assistant|>"
     if guess is not None:
         return [(question, False), (f"{guess}<|end|>", True)]
     arguments = {"a": int(left), "operation": operation, "b": int(right)}

@@ -24,7 +24,7 @@ PLAIN = ("<unk>", *WORDS, *OF_BRIDGES)
 VOCABULARY = (*PLAIN, *ENDS, "<|im_start|>")
 CLOSE = tuple(VOCABULARY.index(end) for end in ENDS)
 TEMPLATE = """
-{%- for tool in tools or [] -%}{{ ' look ' }}{%- endfor -%}
+{%- for tool in tools or [] -%}{{ ' ' + tool.function.name + ' ' }}{%- endfor -%}
 {%- for m in messages -%}
   {%- if m.role != 'tool' -%}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}
     {%- for call in m.tool_calls or [] -%}{{ ' ' + (call.function.arguments.x | string) }}{%- endfor -%}

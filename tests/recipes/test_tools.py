@@ -73,7 +73,9 @@ def test_a_demonstration_is_what_the_chat_template_writes_and_the_parser_reads()
         {"role": "tool", "content": "24"},
         {"role": "assistant", "content": row["answer"]},
     ]
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == question + call + said + answer  # pyrefly: ignore[bad-argument-type]
+    tools = [{"type": "function", "function": {"name": "calculate"}}]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)  # pyrefly: ignore[bad-argument-type]
+    assert text == question + call + said + answer
     parsed = parser_for(tokenizer)(tokenizer(call)["input_ids"], tokenizer(question)["input_ids"], [])
     assert [(each.name, dict(each.arguments)) for each in parsed.tool_calls] == [tuple(function.values())]
 
