@@ -30,15 +30,15 @@ chmod 755 "$root" # its user has to enter it
 [[ -n ${FRESH_ROOT:-} ]] || trap 'umount -l "$root"/{wheels,dev/shm,proc} 2> /dev/null || true; rm -rf --one-file-system "$root"' EXIT
 
 if [[ ! -e $root/home/user ]]; then
-	start=$SECONDS
+	start=$SECONDS log=$(mktemp)
 	command -v debootstrap > /dev/null || { apt-get update -qq && apt-get install -qq -y debootstrap; } > /dev/null
 	mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -n 1 || true)
 	debootstrap --variant=minbase --include=python3,python3-venv,make,git,ca-certificates \
-		"$suite" "$root" ${mirror:+"$mirror"} > "$root.log" 2>&1 || {
-		tail "$root.log"
+		"$suite" "$root" ${mirror:+"$mirror"} > "$log" 2>&1 || {
+		tail "$log"
 		exit 2
 	}
-	rm "$root.log"
+	rm "$log"
 	chroot "$root" useradd --create-home user
 	echo "built $suite in $((SECONDS - start)) s: $(chroot "$root" python3 --version)"
 fi

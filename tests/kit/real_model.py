@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ class ShortFit:
             "sampling": SamplingParams(max_new_tokens=24), "optimizer": partial(AdamW, lr=1e-5, fused=True),
         }  # fmt: skip
         self.module, differences = RLLightningModule(**{**chosen, **options}), EngineDifferences()
-        self.folder = scratch()
+        self.folder = Path(mkdtemp(dir=scratch()))
         settings: dict[str, Any] = {"accelerator": "cpu", "enable_checkpointing": False, **(trainer or {})}
         self.trainer = Trainer(
             max_steps=rollouts, log_every_n_steps=1, num_sanity_val_steps=0, enable_progress_bar=False,
