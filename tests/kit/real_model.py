@@ -42,6 +42,11 @@ class EngineDifferences(RLCallback):
             self.values.append((view.logprobs - view.require("rollout_logprobs")).abs()[view.valid_tokens].float())
 
 
+def distinct_tokens(prompts: Any, completions: Any, *, completion_ids: Any, **_: Any) -> list[float]:
+    """Return the number of distinct tokens of each response, which differs where all answers are wrong."""
+    return [len(set(ids)) / 24 for ids in completion_ids]
+
+
 class ShortFit:
     """A fit of two rollouts of 16 responses, with its logged metrics by step.
 
@@ -54,7 +59,7 @@ class ShortFit:
     def __init__(self, *callbacks: Callback, rollouts: int = 2, trainer: dict[str, Any] | None = None, **options: Any):
         training, _ = addition_prompts()
         chosen: dict[str, Any] = {
-            "policy": str(FOLDER), "rewards": last_number, "group_size": 4,
+            "policy": str(FOLDER), "rewards": [last_number, distinct_tokens], "group_size": 4,
             "sampling": SamplingParams(max_new_tokens=24), "optimizer": partial(AdamW, lr=1e-5, fused=True),
         }  # fmt: skip
         self.module, differences = RLLightningModule(**{**chosen, **options}), EngineDifferences()
@@ -62,8 +67,8 @@ class ShortFit:
         settings: dict[str, Any] = {"accelerator": "cpu", "enable_checkpointing": False, **(trainer or {})}
         self.trainer = Trainer(
             max_steps=rollouts, log_every_n_steps=1, num_sanity_val_steps=0, enable_progress_bar=False,
-            logger=CSVLogger(self.folder, name="", version=""), callbacks=[differences, *callbacks],
-            default_root_dir=self.folder, **settings,
+            enable_model_summary=False, logger=CSVLogger(self.folder, name="", version=""),
+            callbacks=[differences, *callbacks], default_root_dir=self.folder, **settings,
         )  # fmt: skip
         self.trainer.fit(self.module, PromptDataModule(training, prompts_per_rollout=4))
         self.metrics = read_folder([self.folder]).metrics

@@ -78,10 +78,11 @@ def test_a_reference_measures_the_distance_from_the_start() -> None:
     assert first == 0.0 != second and abs(second) < 0.5
 
 
-def test_a_shared_critic_learns_the_reward() -> None:
+def test_a_shared_critic_trains() -> None:
     run = ShortFit(advantages=GAE(), critic="shared", group_size=1)
     check_training(run)
-    assert all(0 <= error < 2 for error in run.metrics["value/error"].values())
+    first, second = run.metrics["value/error"].values()
+    assert 0 < first < 2 and 0 < second < 2
 
 
 def test_rollouts_ahead_are_one_rollout_old() -> None:
