@@ -192,6 +192,7 @@ def build_policy(
         check_scoring(model, packed=packed)
         check_modes(model, packed=packed)
     if backbone is not None and backbone is not model:
+        check_vocabulary(backbone, model, "critic")
         check_dropout(backbone)
         check_scoring(backbone, packed=packed)
         check_modes(backbone, packed=packed)
@@ -199,6 +200,20 @@ def build_policy(
         enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return built.train()  # transformers checkpoints activations only in train mode; dropout was ruled out
+
+
+def check_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, argument: str) -> None:
+    """Check that a model reads the policy's tokens, and as a reference predicts the same ones.
+
+    Raises:
+        ValueError: If its vocabulary has another size.
+    """
+    sizes = [one.config.get_text_config().vocab_size for one in (policy, model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"expected {argument}= with the policy's vocabulary of {sizes[0]} tokens, got {sizes[1]} tokens: train "
+            "from a model of the same family"
+        )
 
 
 def build_reference(

@@ -38,6 +38,7 @@ LOGIT_OPTIONS = (  # of a model's configuration: factors, a divisor, caps; MPT h
     *("logit_scale", "lm_head_multiplier", "output_multiplier"),
     *("logits_scaling", "final_logit_softcapping", "logits_soft_cap"),
 )
+MULTIPLY = ("hyperclovax",)  # types of models that multiply by logits_scaling, by which Granite divides
 
 
 class Outputs(NamedTuple):
@@ -305,12 +306,13 @@ def logit_divisor(model: PreTrainedModel, temperature: float) -> float:
 def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]:
     """Return the scale that the model applies to its logits, merged into the temperature, and its soft cap.
 
-    Cohere, Granite, Falcon-H1 and Muse scale logits; Gemma, Muse and others cap them by a tanh.
+    Cohere, Granite, HyperCLOVAX, Falcon-H1 and Muse scale logits; Gemma, Muse and others cap them by a tanh.
     """
     options = vars(model.config.get_text_config())
     known = {name: value for name in LOGIT_OPTIONS if isinstance(value := options.get(name), int | float)}
     factors = [known.get(name, 1) for name in LOGIT_OPTIONS[:3]]
-    scale = math.prod(factors) / known.get("logits_scaling", 1)
+    divisor = known.get("logits_scaling", 1)
+    scale = math.prod(factors) * (divisor if model.config.get_text_config().model_type in MULTIPLY else 1 / divisor)
     cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
     soft_cap = None if cap is None else cap / scale  # models with both scale before they cap
     return {"temperature": temperature / scale, "soft_cap": soft_cap}

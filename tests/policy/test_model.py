@@ -9,11 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import FAMILIES, cast_exactly, ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
+from kit.support import (
+    FAMILIES,
+    cast_exactly,
+    fit,
+    ragged_rollout,
+    tiny_model,
+    tiny_module,
+    tiny_policy,
+    tiny_tokenizer,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
+from lightning_rl import GAE
+from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
@@ -216,6 +227,7 @@ def test_check_scoring_does_not_advise_padding_where_it_does_not_help(
         ("recurrent_gemma", {"logits_soft_cap": 0.2}),
         ("cohere", {"logit_scale": 0.25}),
         ("granite", {"logits_scaling": 4.0}),
+        ("hyperclovax", {"logits_scaling": 0.25}),
         ("falcon_h1", {"lm_head_multiplier": 0.25}),
     ],
 )
@@ -364,6 +376,16 @@ def test_check_dropout_names_that_of_an_adapter() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"got .*q_proj.lora_dropout.default: set lora_dropout=0"):
         check_dropout(base_model_of(peft.get_peft_model(tiny_policy(), config)))
+
+
+@pytest.mark.parametrize("argument", ["critic", "reference"])
+def test_a_critic_or_reference_of_another_vocabulary_is_refused(argument: str) -> None:
+    other = {"critic": {"advantages": GAE(), "group_size": 1}, "reference": {}}[argument]
+    module = tiny_module(**{argument: partial(tiny_policy, vocab_size=20), **other})
+    callbacks = [ReferenceKL(as_loss=True)] if argument == "reference" else []
+    expected = f"expected {argument}= with the policy's vocabulary of 16 tokens, got 20 tokens"
+    with pytest.raises(ValueError, match=expected):
+        fit(module, callbacks=callbacks)
 
 
 def test_a_critic_of_its_own_is_checked_as_well() -> None:
