@@ -27,6 +27,7 @@ from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
+from lightning_rl.signal.reductions import token_mean
 
 Problems = Iterator[str]
 
@@ -196,6 +197,17 @@ def check_ratios(spec: RunSpec) -> Problems:
                         f"{side}{cure}"
                     )
                     break
+
+
+def check_reduction(spec: RunSpec) -> Problems:
+    """Warn of one ratio per response whose clipped loss would weight long responses more."""
+    yield from ()
+    if spec.algorithm.loss.per_response and spec.algorithm.reduction is token_mean:
+        warnings.warn(
+            f"{spec.algorithm.loss.name} has one ratio per response, and reduction='token_mean' weights responses by "
+            "length: use reduction='sequence_mean', or SequenceSumNorm(1) to weight them by length on purpose",
+            stacklevel=2,
+        )
 
 
 def check_pairs(spec: RunSpec) -> Problems:
@@ -402,7 +414,7 @@ def size_cure(prompts: int, parts: int) -> str:
 
 
 CHECKS = (
-    *(check_kernels, check_consistency, check_ratios, check_pairs),
+    *(check_kernels, check_consistency, check_ratios, check_reduction, check_pairs),
     *(check_estimator, check_turn_rewards, check_reads, check_filters),
 )
 FIT_CHECKS = (check_reference, check_extras, check_pipelining, check_sizes)

@@ -57,7 +57,9 @@ def pretrained(folder: Path) -> str:
 
 
 def test_weights_and_options_come_back(tmp_path: Path) -> None:
-    module, path = saved(tmp_path, loss=GSPO(clip_high=0.1), group_size=2, temperature=0.7, seed=4)
+    module, path = saved(
+        tmp_path, loss=GSPO(clip_high=0.1), reduction="sequence_mean", group_size=2, temperature=0.7, seed=4
+    )
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
     assert equal(weights_of(loaded), weights_of(module))
     assert describe(loaded.options) == describe(module.options)

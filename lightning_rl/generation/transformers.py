@@ -22,6 +22,7 @@ from lightning_rl.generation.sampling_params import RowFilters, SamplingParams, 
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
 from lightning_rl.policy.compilation import without_compilation
+from lightning_rl.policy.embedding_gradients import embedding_leaves, token_gradients
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
 from lightning_rl.policy.model import carries_state, logit_divisor, unscaled_logits
@@ -128,21 +129,21 @@ class TransformersEngine(Engine):
         Raises:
             ValueError: If left padding or selecting rows changes the state of a layer.
         """
+        refusal = f"expected {type(model).__name__} to give the same log-probabilities with a KV cache as without, but"
         sampling = SamplingParams(max_new_tokens=3, temperature=1.0, eos_token_ids=())
         prompts = [(1,), (2, 3, 1, 2), (1,), (3, 1)]
         requests = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
         extras = DecodeExtras(len(requests), 3, take_routes=None, with_mask=False)
         decode = _decode_of(model)(model, None, requests, 0, extras)
         with torch.autocast(model.device.type, enabled=False):  # whose rounding hides a wrong state, or looks like one
+            if decode.reads_padding():
+                raise ValueError(f"{refusal} shorter prompts of a batch read their padding: {VLLM_DRAWS}")
             drawn = decode.run(logprobs=True)
             scores = self.score([[*ids, *one.token_ids] for ids, one in zip(prompts, drawn, strict=True)])
         parts = [(one.logprobs, score[-3:]) for one, score in zip(drawn, scores, strict=True)]
         worst = max(float((found - score).abs().max()) for found, score in parts if found is not None)
         if not worst < (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2):
-            raise ValueError(
-                f"expected {type(model).__name__} to give the same log-probabilities with a KV cache as without, but "
-                f"they differ by {worst:.2g}: {VLLM_DRAWS}"
-            )
+            raise ValueError(f"{refusal} they differ by {worst:.2g}: {VLLM_DRAWS}")
         self._unproven = False
 
     @override
@@ -264,6 +265,14 @@ class _Decode:
             )
             for row, (length, finish) in enumerate(zip(lengths, finishes, strict=True))
         ]
+
+    def reads_padding(self) -> bool:
+        """Return True if the logits after a prompt depend on the padding on its left."""
+        prompts = list(dict.fromkeys(request.prefix_ids for request in self.requests))
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
+        with embedding_leaves(self.model) as leaves:
+            logits, real, _ = self._read_prompts(prompts, lengths)
+            return bool(token_gradients(logits.log_softmax(-1)[:, 0], leaves)[~real].any())
 
     def _prefill(self) -> _Live:
         """Run each distinct prompt once, and repeat its cache for each of its samples."""

@@ -1,7 +1,7 @@
 """GSPO: clipped surrogate with one importance ratio per response."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -42,6 +42,7 @@ class GSPO(ClippedSurrogate):
         ValueError: If a bound is out of range or the anchor is unknown.
     """
 
+    per_response: ClassVar[bool] = True
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     per_token: bool = False

@@ -23,8 +23,10 @@ class PolicyLoss(ABC):
     Attributes:
         ratio: (numerator, denominator) of its importance ratio, or None.
         reads: Names of the rollout fields that it needs.
+        per_response: True if its ratio is one per response, so that the paper averages over responses.
     """
 
+    per_response: ClassVar[bool] = False
     ratio: Ratio | None = None
     reads: tuple[str, ...] = ()
 

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.policy.attention import AUTO
+from lightning_rl.policy.context_window import context_window, depends_on_batch
 from lightning_rl.policy.lora import base_model_of
-from lightning_rl.policy.model import PolicyModel, check_dropout, check_scoring
-from lightning_rl.policy.packing import PACKED_ATTENTION
+from lightning_rl.policy.model import PolicyModel, check_dropout, check_modes, check_scoring, use_packed_attention
 from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 from lightning_rl.serialization import import_by_name
@@ -190,13 +190,30 @@ def build_policy(
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed, **options)
     if files is None:
         check_scoring(model, packed=packed)
+        check_modes(model, packed=packed)
     if backbone is not None and backbone is not model:
+        check_vocabulary(backbone, model, "critic")
         check_dropout(backbone)
         check_scoring(backbone, packed=packed)
+        check_modes(backbone, packed=packed)
     for part in {model, backbone or model} if checkpointing else ():
         enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return built.train()  # transformers checkpoints activations only in train mode; dropout was ruled out
+
+
+def check_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, argument: str) -> None:
+    """Check that a model reads the policy's tokens, and as a reference predicts the same ones.
+
+    Raises:
+        ValueError: If its vocabulary has another size.
+    """
+    sizes = [one.config.get_text_config().vocab_size for one in (policy, model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"expected {argument}= with the policy's vocabulary of {sizes[0]} tokens, got {sizes[1]} tokens: train "
+            "from a model of the same family"
+        )
 
 
 def build_reference(
@@ -237,7 +254,7 @@ def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
     """
     check_dropout(model)
     if packed:
-        model.set_attn_implementation(PACKED_ATTENTION)
+        use_packed_attention(model)
     check_scoring(model, packed=packed)
     return model.eval()
 
@@ -316,9 +333,10 @@ def max_prompt_length(model: PreTrainedModel, max_new_tokens: int) -> int | None
     Raises:
         ValueError: If there is no room for any prompt.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_window(model.config)
     if context is not None and context <= max_new_tokens:
-        raise ValueError(f"expected max_new_tokens below the context window of {context}, got {max_new_tokens}")
+        why = ", beyond which its RoPE would depend on the longest row of a batch" * depends_on_batch(model.config)
+        raise ValueError(f"expected max_new_tokens below the context window of {context}{why}, got {max_new_tokens}")
     return None if context is None else context - max_new_tokens
 
 

@@ -1,7 +1,7 @@
 """Transformers causal language model that returns log-probabilities of action tokens, with a critic."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -15,7 +15,18 @@ from typing_extensions import override
 
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
+from lightning_rl.policy.context_window import context_window, depends_on_batch
+from lightning_rl.policy.embedding_gradients import embedding_leaves, token_gradients
 from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs, token_logprobs_and_kl
+from lightning_rl.policy.module_values import (
+    Event,
+    ModuleValues,
+    TokenPosition,
+    first_difference,
+    positions_of,
+    record_modules,
+    rounding_of,
+)
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.text_model import backbone_of, modules_behind
@@ -27,6 +38,7 @@ LOGIT_OPTIONS = (  # of a model's configuration: factors, a divisor, caps; MPT h
     *("logit_scale", "lm_head_multiplier", "output_multiplier"),
     *("logits_scaling", "final_logit_softcapping", "logits_soft_cap"),
 )
+MULTIPLY = ("hyperclovax",)  # types of models that multiply by logits_scaling, by which Granite divides
 
 
 class Outputs(NamedTuple):
@@ -116,14 +128,24 @@ class PolicyModel(nn.Module):
             self.value_head = nn.Linear(width, 1, bias=False, dtype=critic.dtype, device=critic.device)
             nn.init.zeros_(self.value_head.weight)
         self.temperature = temperature
+        self.window = context_window(model.config) if depends_on_batch(model.config) else None
         if packed:
             for part in {model, critic or model}:
-                part.set_attn_implementation(PACKED_ATTENTION)
+                use_packed_attention(part)
         if batch_invariant:
             make_batch_invariant(model)
 
     def forward(self, layout: Layout, *, squares: bool = False) -> Outputs:
-        """Score the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``."""
+        """Score the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``.
+
+        Raises:
+            ValueError: If a row is so long that its positions change those of other rows.
+        """
+        if self.window is not None and layout.longest > self.window:
+            raise ValueError(
+                f"expected rows within the context window of {self.window} tokens, beyond which RoPE depends on the "
+                f"longest row of a batch, got {layout.longest} inputs: lower max_new_tokens"
+            )
         states = _hidden_states(backbone_of(self.model), layout, self.attention)
         with BatchInvariance() if is_batch_invariant(self.model) else nullcontext():
             logprobs, entropy, *kl = _score(self.model, states, layout, self.temperature)
@@ -152,11 +174,12 @@ class PolicyModel(nn.Module):
         """Load this rank's part of a policy built on the meta device, and check it. Every rank has to call it.
 
         Raises:
-            ValueError: As :func:`check_scoring`.
+            ValueError: As :func:`check_scoring` and :func:`check_modes`.
         """
         if self.files is not None:
             self.files.fill(self, device)
             check_scoring(self.model, packed=self.packed, split=self)
+            check_modes(self.model, packed=self.packed, split=self)
 
     def layers(self) -> list[nn.Module]:
         """Return the transformer blocks of policy and critic, which a sharding strategy gathers one at a time."""
@@ -283,12 +306,13 @@ def logit_divisor(model: PreTrainedModel, temperature: float) -> float:
 def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]:
     """Return the scale that the model applies to its logits, merged into the temperature, and its soft cap.
 
-    Cohere, Granite, Falcon-H1 and Muse scale logits; Gemma, Muse and others cap them by a tanh.
+    Cohere, Granite, HyperCLOVAX, Falcon-H1 and Muse scale logits; Gemma, Muse and others cap them by a tanh.
     """
     options = vars(model.config.get_text_config())
     known = {name: value for name in LOGIT_OPTIONS if isinstance(value := options.get(name), int | float)}
     factors = [known.get(name, 1) for name in LOGIT_OPTIONS[:3]]
-    scale = math.prod(factors) / known.get("logits_scaling", 1)
+    divisor = known.get("logits_scaling", 1)
+    scale = math.prod(factors) * (divisor if model.config.get_text_config().model_type in MULTIPLY else 1 / divisor)
     cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
     soft_cap = None if cap is None else cap / scale  # models with both scale before they cap
     return {"temperature": temperature / scale, "soft_cap": soft_cap}
@@ -303,12 +327,30 @@ def carries_state(model: PreTrainedModel) -> bool:
     return model._is_stateful or any("attention" not in kind or "linear" in kind for kind in kinds)  # noqa: SLF001
 
 
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Set the attention implementation that reads the boundaries of packed sequences.
+
+    Raises:
+        ValueError: If a layer would read across them.
+    """
+    if carries_state(model):
+        raise ValueError(f"packed sequences would read the states of {type(model).__name__}: {PADDED}")
+    if getattr(model.config.get_text_config(), "attention_chunk_size", None):
+        raise ValueError(f"packed attention does not support the chunked attention of {type(model).__name__}: {PADDED}")
+    model.set_attn_implementation(PACKED_ATTENTION)  # only warns where it does nothing
+    if getattr(backbone_of(model).config, "_attn_implementation", None) != PACKED_ATTENTION:  # no public name
+        raise ValueError(
+            f"expected attention through the AttentionInterface of transformers, got {type(model).__name__}, whose own "
+            f"attention cannot be packed: {PADDED}"
+        )
+
+
 @torch.no_grad()
 def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
     """Compare our log-probabilities of a few random tokens with those of the model's own forward.
 
-    Detects everything beyond a linear head and plain attention, such as unknown logit scales, and layers that pass a
-    state from one packed sequence to the next.
+    Detects everything beyond a linear head and plain attention, such as unknown logit scales, and layers that read
+    other packed sequences.
 
     Args:
         model: Policy.
@@ -318,21 +360,14 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
     Raises:
         ValueError: If they differ by more than rounding, or are NaN; says what to change.
     """
-    if packed and carries_state(model):
-        raise ValueError(f"packed sequences would read the states of {type(model).__name__}: {PADDED}")
-    if packed and getattr(model.config.get_text_config(), "attention_chunk_size", None):
-        raise ValueError(f"packed attention does not support the chunked attention of {type(model).__name__}: {PADDED}")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(_head_of(model).out_features, (2, 3, 6), generator=generator).tolist()
-    prompts = [row[:length] for row, length in zip([ids[0][0], *ids[0]], (4, 4, 1, 6), strict=True)]
-    responses = [row[:length] for row, length in zip([*ids[1], ids[0][1]], (3, 6, 2, 4), strict=True)]
-    layout = pack(Rollout.of_samples(prompts, responses, groups=(0, 0, 1, 2)), packed=packed).to(model.device)
+    prompts, responses = _random_rows(model)
+    layout = _layout(prompts, responses, groups=(0, 0, 1, 2), packed=packed, device=model.device)
+    training = (split or model).training
+    (split or model).eval()  # see check_modes
     temperature = 1.0 if split is None else split.temperature
     with _refusing_errors(model, packed=packed):
-        if split is None:
-            scores = layout.scatter(_score(model, _hidden_states(backbone_of(model), layout), layout, temperature)[0])
-        else:
-            scores = split(layout).logprobs
+        scores = layout.scatter(_logprobs(model, layout, split))
+        if split is not None:
             cast(Any, split).unshard()  # parameters outside of the layers, for the model's own forward
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
@@ -359,8 +394,81 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
                 f"expected {type(model).__name__} to give the same log-probabilities "
                 f"{'packed' if packed else 'padded'} as alone, but they differ by {worst:.2g}: {advice}"
             )
+    if packed and _reads_neighbors(model, split):
+        raise ValueError(f"packed sequences would read each other in {type(model).__name__}: {PADDED}")
     if split is not None:
         cast(Any, split).reshard()
+    (split or model).train(training)
+
+
+def _random_rows(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
+    """Return prompts and responses of random tokens; the first two prompts are equal."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(_head_of(model).out_features, (2, 3, 6), generator=generator).tolist()
+    prompts = [row[:length] for row, length in zip([ids[0][0], *ids[0]], (4, 4, 1, 6), strict=True)]
+    return prompts, [row[:length] for row, length in zip([*ids[1], ids[0][1]], (3, 6, 2, 4), strict=True)]
+
+
+def _layout(
+    prompts: list[list[int]], responses: list[list[int]], *, groups: Sequence[int], packed: bool, device: torch.device
+) -> Layout:
+    return pack(Rollout.of_samples(prompts, responses, groups=groups), packed=packed).to(device)
+
+
+def _logprobs(model: PreTrainedModel, layout: Layout, split: PolicyModel | None) -> Tensor:
+    """Return the log-probabilities [A] of a layout's valid tokens."""
+    if split is not None:
+        return split(layout).logprobs[layout.rows, layout.columns]
+    return _score(model, _hidden_states(backbone_of(model), layout), layout, 1.0)[0]
+
+
+def _reads_neighbors(model: PreTrainedModel, split: PolicyModel | None) -> bool:
+    """Return True if a log-probability depends on the tokens of another packed sequence."""
+    layout = _layout(*_random_rows(model), groups=(0, 1, 2, 3), packed=True, device=model.device)
+    with embedding_leaves(model) as leaves:
+        logprobs = _logprobs(model, layout, split)
+        sequence = torch.repeat_interleave(torch.tensor(layout.lengths)).to(model.device)
+        return any(
+            bool(token_gradients(logprobs[layout.rows == row], leaves)[0, sequence != row].any())
+            for row in range(len(layout.lengths))
+        )
+
+
+@torch.no_grad()
+def check_modes(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
+    """Compare the forward in train mode, in which a policy trains, with that in eval mode, in which engines sample.
+
+    Detects noise beyond dropout, such as the jitter of a router, under which the importance ratio of an unchanged
+    policy would not be 1. Arguments as for :func:`check_scoring`.
+
+    Raises:
+        ValueError: If they differ by more than rounding; names the first module that does.
+    """
+    prompts, responses = _random_rows(model)
+    layout = _layout(prompts * 8, responses * 8, groups=range(32), packed=packed, device=model.device)
+    scored, gpu, difference = split or model, model.device.type != "cpu", None
+    training, positions = scored.training, positions_of(layout)
+
+    def run(*, trains: bool, record: bool = False) -> tuple[Tensor, ModuleValues]:
+        torch.manual_seed(0)
+        scored.train(trains)
+        recorder = record_modules(model, backbone_of(model), lambda _: positions) if record else nullcontext()
+        with recorder as values:
+            return _logprobs(model, layout, split)[:, None].float(), values or ModuleValues()
+
+    with torch.random.fork_rng([model.device] if gpu else [], device_type=model.device.type if gpu else "cuda"):
+        if not torch.equal(run(trains=False)[0], run(trains=True)[0]):
+            (expected, evaluated), (found, trained) = (run(trains=mode, record=True) for mode in (False, True))
+            head = Event("", "output"), [TokenPosition(row, 0) for row in layout.rows.tolist()], expected, found
+            rounding = gpu * rounding_of([parameter.dtype for parameter in model.parameters()])  # CPUs repeat every bit
+            lengths = [len(prompt + response) - 1 for prompt, response in zip(prompts, responses, strict=True)] * 8
+            difference = first_difference(evaluated, trained, lengths, head=head, rounding=rounding)
+    scored.train(training)
+    if difference is not None and not difference.rounded:
+        raise ValueError(
+            f"expected {type(model).__name__} to compute the same in train mode as in eval mode, but "
+            f"{difference.module or 'its head'} differs by {difference.relative:.2g}: switch off its noise in training"
+        )
 
 
 @contextmanager
@@ -387,5 +495,6 @@ def check_dropout(model: PreTrainedModel) -> None:
             raise ValueError(f"expected a policy without dropout, got {name}: set lora_dropout=0")
     for name, value in {**model.config.to_dict(), **model.config.get_text_config().to_dict()}.items():
         active = isinstance(value, float | int) and not isinstance(value, bool) and value > 0
-        if active and ("dropout" in name or "pdrop" in name) and not name.startswith(("classifier", "summary")):
+        drops = any(word in name for word in ("dropout", "pdrop", "layerdrop"))
+        if active and drops and not name.startswith(("classifier", "summary")):
             raise ValueError(f"expected a policy without dropout, got config.{name}={value}: set it to 0")

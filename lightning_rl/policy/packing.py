@@ -55,6 +55,11 @@ class Layout:
     top_ids: Int[Tensor, "A K"] | None = None  # likeliest tokens of the engine
     top_logprobs: Float[Tensor, "A K"] | None = None
 
+    @property
+    def longest(self) -> int:
+        """Number of inputs of the longest sequence."""
+        return max(self.lengths) if self.lengths else self.input_ids.shape[1]
+
     def to(self, device: torch.device | str) -> "Layout":
         """Move every tensor to ``device``."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}

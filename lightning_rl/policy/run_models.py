@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.distributed import Parallel, check_agreement, process_count
 from lightning_rl.policy.attention import choose_attention, hardware_of
-from lightning_rl.policy.build import ModelSource, build_policy, build_reference
+from lightning_rl.policy.build import ModelSource, build_policy, build_reference, check_vocabulary
 from lightning_rl.policy.compilation import compile_layers
 from lightning_rl.policy.liger import apply_liger
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
@@ -124,6 +124,7 @@ class RunModels:
             packed=self.options.packing,
             split=parallel.splits_first,
         )
+        check_vocabulary(frozen, policy.model, "reference")
         return Scorer(
             frozen,
             temperature=self.temperature,

@@ -244,7 +244,7 @@ def test_it_is_refused_beside_importance_weights_and_with_an_engine_that_records
         with pytest.raises(ValueError, match=f"expected ScoreCentering instead of {type(weight).__name__}, got both"):
             fit(tiny_module(loss="reinforce"), callbacks=[ScoreCentering(), weight])
     with pytest.raises(ValueError, match="a loss without a ratio to the rollout policy beside ScoreCentering, got"):
-        fit(tiny_module(loss=GSPO(anchor="rollout")), callbacks=[ScoreCentering()])
+        fit(tiny_module(loss=GSPO(anchor="rollout"), reduction="sequence_mean"), callbacks=[ScoreCentering()])
     with pytest.raises(ValueError, match='ScoreCentering needs "top_ids" of every token, which FakeEngine does not'):
         fit(tiny_module(engine=FakeEngine(lambda _: [2])), callbacks=[ScoreCentering()])
     fit(tiny_module(), callbacks=[ScoreCentering(), IcePop()])

@@ -226,7 +226,8 @@ def every_correction(name: str, precision: str) -> Fault:
 
 def with_loss(name: str) -> Fault:
     """Return a loss by name, with several steps."""
-    return configuration(f"loss {name}", {"loss": name, **({} if name == "reinforce" else MANY_STEPS)})
+    reduction = {"reduction": "sequence_mean"} if name == "gspo" else {}
+    return configuration(f"loss {name}", {"loss": name, **reduction, **({} if name == "reinforce" else MANY_STEPS)})
 
 
 def with_estimator(name: str) -> Fault:

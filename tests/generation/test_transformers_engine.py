@@ -108,10 +108,19 @@ def test_rounding_of_mixed_precision_is_not_taken_for_a_wrong_state() -> None:
         assert len(draw(model, requests_for(PROMPTS))) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bf16-mixed"])
-def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw(mixed: bool) -> None:
-    model = tiny_model("recurrent_gemma", dtype=torch.float32)
-    refusal = "RecurrentGemmaForCausalLM to give the same log-probabilities with a KV cache"
+@pytest.mark.parametrize(
+    ("dtype", "mixed"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
+    ids=["float32", "bf16-mixed", "bf16-true"],
+)
+@pytest.mark.parametrize("spread", [0.3, 0.02], ids=["far from uniform", "flat"])
+def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw(
+    dtype: torch.dtype, spread: float, *, mixed: bool
+) -> None:
+    model = tiny_model("recurrent_gemma", dtype=dtype, initializer_range=spread)
+    refusal = (
+        r"RecurrentGemmaForCausalLM to give the same log-probabilities .*but shorter prompts .* read their padding"
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed), pytest.raises(ValueError, match=refusal):
         draw(model, requests_for(PROMPTS))
 

@@ -140,6 +140,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nanochat": {},
     "cohere": {},
     "granite": {},
+    "hyperclovax": {},
     "gemma4_text": SHARED,
     "mistral": {},
     "exaone4": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},

@@ -1,12 +1,13 @@
 """Declarations, options and metrics of losses."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kit.support import run_step, view_of
+from kit.support import fit, run_step, tiny_module, view_of
 
 from lightning_rl import (
     CISPO,
@@ -22,6 +23,7 @@ from lightning_rl import (
     KLCov,
     PolicyLoss,
     Reinforce,
+    SequenceSumNorm,
     ValueLoss,
 )
 from lightning_rl.signal.kl import Clamped, k3
@@ -141,3 +143,14 @@ def test_gspo_counts_the_tokens_of_clipped_rows(gap: float, sign: int, low: floa
     view = view_of(logprobs, old_logprobs=[[-1.0] * 3] * 2, advantages=[[sign] * 3] * 2, valid=[[1, 1, 1], [1, 1, 0]])
     metrics = run_step(view, loss=GSPO()).metrics
     assert (metrics["policy/clip_fraction_low"], metrics["policy/clip_fraction_high"]) == pytest.approx((low, high))
+
+
+@pytest.mark.parametrize(
+    ("reduction", "warns"), [("token_mean", True), ("sequence_mean", False), (SequenceSumNorm(1), False)]
+)
+def test_one_ratio_per_response_beside_a_mean_over_tokens_is_warned_of(reduction: Any, *, warns: bool) -> None:
+    module = tiny_module(loss="gspo", reduction=reduction)
+    with (
+        pytest.warns(UserWarning, match="GSPO has one ratio per response, .*sequence_mean") if warns else nullcontext()
+    ):
+        fit(module, max_steps=1)

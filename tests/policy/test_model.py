@@ -2,21 +2,34 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kit.support import ragged_rollout, tiny_model, tiny_policy, tiny_tokenizer
+from kit.support import (
+    FAMILIES,
+    cast_exactly,
+    fit,
+    ragged_rollout,
+    tiny_model,
+    tiny_module,
+    tiny_policy,
+    tiny_tokenizer,
+)
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
 
+from lightning_rl import GAE
+from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.lora import base_model_of
-from lightning_rl.policy.model import FiniteOutputs, check_dropout, check_scoring
+from lightning_rl.policy.model import FiniteOutputs, check_dropout, check_modes, check_scoring, use_packed_attention
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 
 exactly = torch.testing.assert_close
@@ -214,6 +227,7 @@ def test_check_scoring_does_not_advise_padding_where_it_does_not_help(
         ("recurrent_gemma", {"logits_soft_cap": 0.2}),
         ("cohere", {"logit_scale": 0.25}),
         ("granite", {"logits_scaling": 4.0}),
+        ("hyperclovax", {"logits_scaling": 0.25}),
         ("falcon_h1", {"lm_head_multiplier": 0.25}),
     ],
 )
@@ -250,10 +264,105 @@ def test_check_scoring_refuses_packed_layers_that_carry_a_state_however_small(fa
     model = tiny_model(family, initializer_range=1e-6, dtype=torch.float32)
     check_scoring(model, packed=False)
     with pytest.raises(ValueError, match=r"packed sequences would read the states of \w+: use packing=False"):
-        check_scoring(model, packed=True)
+        use_packed_attention(model)
 
 
-@pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout_prob", "resid_pdrop"])
+NO_DROPOUT = dict.fromkeys(
+    ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout", "layerdrop"), 0.0
+)
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "bloom": {"n_head": 4},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "falcon": {"alibi": False},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64, "pad_token_id": 0},
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("family", OWN_ATTENTION)
+def test_an_attention_that_reads_no_boundaries_is_refused_however_flat_the_model_is(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, family, OWN_ATTENTION[family])
+    model = partial(tiny_model, family, initializer_range=0.02, dtype=torch.bfloat16, **NO_DROPOUT)
+    build_policy(model, None, temperature=1.0, packed=False)
+    with pytest.raises(ValueError, match=r"AttentionInterface .*: use packing=False"):
+        build_policy(model, None, temperature=1.0, packed=True)
+
+
+class Shift(nn.Module):
+    """A faint part of the token before, which may be of another sequence."""
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.roll(1, 1) * 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_reads_a_neighbor_is_refused_however_little(dtype: torch.dtype) -> None:
+    model = tiny_policy()
+    model.model.layers[0].mlp = Shift()
+    cast_exactly(model, dtype)
+    with pytest.raises(ValueError, match="packed sequences would read each other in Qwen2ForCausalLM: use packing"):
+        build_policy(lambda: model, None, temperature=1.0, packed=True)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "moe" in name and "hybrid" not in name])
+def test_experts_that_round_by_their_batch_are_no_neighbors(family: str) -> None:
+    packed = not family.startswith("qwen3_5")  # has layers that carry a state
+    build_policy(partial(tiny_model, family, dtype=torch.float32), None, temperature=1.0, packed=packed)
+
+
+class Noisy(nn.Module):
+    """Adds noise in train mode, as the jitter of a router does."""
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1 + 1e-5 * torch.rand_like(hidden)) if self.training else hidden
+
+
+class Scaled(Noisy):
+    """Scales in train mode."""
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * (1.001 if self.training else 1)
+
+
+@forms
+@pytest.mark.parametrize("kind", [Noisy, Scaled])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_that_computes_otherwise_in_train_mode_is_named(
+    kind: type[nn.Module], *, training: bool, packed: bool
+) -> None:
+    model = tiny_policy().train(training)
+    model.model.layers[1].mlp = kind()
+    message = r"same in train mode as in eval mode, but model\.layers\.1\.mlp differs by"
+    with pytest.raises(ValueError, match=message):
+        build_policy(lambda: model, None, temperature=1.0, packed=packed)
+    with pytest.raises(ValueError, match=message):
+        build_policy(tiny_policy, lambda: model, temperature=1.0, packed=packed)
+
+
+@pytest.mark.parametrize("name", [None, "router_jitter_noise"])
+def test_phi_moe_trains_without_its_default_noise_alone(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "phimoe", {"num_local_experts": 4})
+    model = partial(tiny_model, "phimoe", dtype=torch.float32, **({name: 0.0} if name else {}))
+    if name is None:
+        with pytest.raises(ValueError, match=r"but model\.layers\.\d\.mlp\.router differs by"):
+            build_policy(model, None, temperature=1.0, packed=True)
+    else:
+        build_policy(model, None, temperature=1.0, packed=True)
+
+
+def test_the_check_of_modes_draws_no_random_number() -> None:
+    state = torch.random.get_rng_state()
+    check_modes(tiny_policy(), packed=False)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout_prob", "resid_pdrop", "decoder_layerdrop"])
 def test_check_dropout_names_what_switches_it_on(name: str) -> None:
     model = tiny_policy()
     check_dropout(model)
@@ -267,6 +376,16 @@ def test_check_dropout_names_that_of_an_adapter() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"got .*q_proj.lora_dropout.default: set lora_dropout=0"):
         check_dropout(base_model_of(peft.get_peft_model(tiny_policy(), config)))
+
+
+@pytest.mark.parametrize("argument", ["critic", "reference"])
+def test_a_critic_or_reference_of_another_vocabulary_is_refused(argument: str) -> None:
+    other = {"critic": {"advantages": GAE(), "group_size": 1}, "reference": {}}[argument]
+    module = tiny_module(**{argument: partial(tiny_policy, vocab_size=20), **other})
+    callbacks = [ReferenceKL(as_loss=True)] if argument == "reference" else []
+    expected = f"expected {argument}= with the policy's vocabulary of 16 tokens, got 20 tokens"
+    with pytest.raises(ValueError, match=expected):
+        fit(module, callbacks=callbacks)
 
 
 def test_a_critic_of_its_own_is_checked_as_well() -> None:

@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[Callback]]] = {
         {"minibatches_per_rollout": 2, "loss": "clip_cov", "reduction": "sequence_mean"},
         [DynamicSampling(max_rounds=2), TruncatedIS(), IcePop(), OverlongPenalty(8, 4)],
     ),
-    "gspo": ({**EPOCHS, "loss": "gspo"}, [NoEOSMask(), EntropyBonus(0.01)]),
+    "gspo": ({**EPOCHS, "loss": "gspo", "reduction": "sequence_mean"}, [NoEOSMask(), EntropyBonus(0.01)]),
     "kept_tokens": ({**EPOCHS, "top_k": 6}, [TruncatedIS()]),
     "routes": ({**EPOCHS, "policy": partial(tiny_model, "qwen3_moe")}, [RouterReplay()]),
     "ahead": ({**EPOCHS, "max_staleness": 1}, [TruncatedIS(), NoEOSMask()]),

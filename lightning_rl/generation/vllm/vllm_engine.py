@@ -43,6 +43,7 @@ from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_o
 from lightning_rl.generation.vllm.vllm_version import load_vllm, set_batch_invariance
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
+from lightning_rl.policy.context_window import context_window, depends_on_batch
 from lightning_rl.policy.memory import GIB, EngineRoom
 from lightning_rl.policy.model import carries_state
 from lightning_rl.policy.module_values import ModuleValues
@@ -258,6 +259,8 @@ class VLLMEngine(Engine):
         options["dtype"] = str(self.dtype).removeprefix("torch.")
         if self.max_model_len is not None:
             options["max_model_len"] = self.max_model_len
+        elif depends_on_batch(model.config):  # vLLM would encode all rows as those beyond the window
+            options["max_model_len"] = context_window(model.config)
         if torch.cuda.is_available():
             options |= {"gpu_memory_utilization": GPU_SHARE, "enable_sleep_mode": self.capabilities.sleeps}
         else:

@@ -10,6 +10,7 @@ from lightning_rl.distributed import failing_together
 from lightning_rl.generation.engine import Engine, EngineError, EngineState
 from lightning_rl.generation.weights import canary
 from lightning_rl.generation.weights.weight_stream import Checksums, Stream
+from lightning_rl.policy.context_window import context_window
 
 
 def synchronize(
@@ -49,7 +50,7 @@ def synchronize(
     if not isinstance(proof, canary.Canary) or not engine.holds_copy:
         return None
     text = inner.model.config.get_text_config()
-    max_length = min(engine.max_length or 2**31, getattr(text, "max_position_embeddings", None) or 2**31)
+    max_length = min(engine.max_length or 2**31, context_window(text) or 2**31)
     with context():
         with _failing_together(engine):
             measurement = proof.measure(
