@@ -62,7 +62,7 @@ class RLLightningModule(BaseModule):
         advantages: Estimator, name in ``ESTIMATORS``, or function (scores, groups, rewarded) -> advantages, each [B].
         loss: Policy loss, name in ``LOSSES``, or ``function(LossView) -> Tensor`` that returns losses of shape [B, T].
         reduction: Name in ``REDUCTIONS``, or function that returns the weight of each token, shape [B, T].
-        reference: Frozen policy for ``ref_logprobs``; by default a copy of the initial policy if a callback reads them.
+        reference: Frozen policy for ``ref_logprobs``; by default the initial policy if a callback reads them.
         critic: ``"shared"`` for a value head on the policy, or a separate model, or a :class:`Critic` with its loss.
         engine: Engine that generates; by default the policy itself through transformers.
         sampling: Sampling parameters for training. Log-probabilities are computed at the sampling temperature.

@@ -31,6 +31,7 @@ from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import (
+    fixed_scores,
     plain_forwards,
     policy_outputs,
     reference_weights,
@@ -264,6 +265,7 @@ class _RunWatch:
         self.calls: list[RewardCall] = []
         self.rounds: list[tuple[Rollout, Sequence[RewardCall]]] = []
         self._reference: Tensor | None = None
+        self._fixed_scores: Tensor | None = None
         self._talk_figures: dict[str, Stat] = {}
         self._own_figures: dict[str, Stat] = {}
         self._evidence: Evidence | None = None
@@ -343,6 +345,7 @@ class _RunWatch:
             words_logprob=words_logprob(module, rollout) if module.environments else None,
             judged_otherwise=judged_otherwise(talks),
             reference_weights=(weights if self._reference is None else self._reference, weights),
+            reference_scores=self._score_fixed_tokens(),
             replies=self._rewards.ask(self.calls, samples),
             replays=self._replays.ask(talks, self._number),
         )
@@ -353,6 +356,17 @@ class _RunWatch:
         latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
         return self._evidence
+
+    def _score_fixed_tokens(self) -> tuple[Tensor, ...]:
+        """Return log-probabilities of fixed tokens at the first audit and now under the reference. A collective."""
+        module, reference = self.module, self.module.models.reference
+        if reference is None:
+            return ()
+        now = fixed_scores(module, reference)
+        if self._fixed_scores is None:
+            copied = module.models.sources["reference"] is None and not module.models.stepped
+            self._fixed_scores = fixed_scores(module, module.required_policy) if copied else now
+        return self._fixed_scores, now
 
     def _traces_step(self) -> bool:
         """Return True to request the trace of an optimizer step; a gradient scaler rules it out."""

@@ -138,6 +138,9 @@ class Evidence:
         token_gradients: Gradients of a few log-probabilities by the run's forward and by the model's plain one, and of
             their scores, [N] each; empty if unavailable.
         reference_weights: A few weights of the reference at an earlier audit and now, [N] each, or empty.
+        reference_scores: Log-probabilities of fixed tokens at the first audit and now under the reference, [N] each; at
+            the start of a run, the first ones are the policy's, which the default reference is a copy of. Empty without
+            a reference.
         written: Tokens of conversations that were not sampled, with those of the chat template.
         judged_otherwise: Ids of conversations of which rewards score other tokens than the last answer.
         words_logprob: Mean log-probability of environment tokens in a row of each group; None if unknown.
@@ -170,6 +173,7 @@ class Evidence:
     plain: Sequence[PlainForward] = ()
     token_gradients: tuple[Tensor, ...] = ()
     reference_weights: tuple[Tensor, ...] = ()
+    reference_scores: tuple[Tensor, ...] = ()
     written: Sequence[Written] = ()
     judged_otherwise: Sequence[int] = ()
     words_logprob: float | None = None

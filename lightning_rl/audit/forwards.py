@@ -1,7 +1,6 @@
 """Forward passes of the models on a few rows, by the run's own path and by a model's plain one."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,7 @@ from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.user_hooks import local
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy import Microbatch, Outputs
-from lightning_rl.policy.lora import adapters_off
+from lightning_rl.policy import Microbatch, Outputs, PolicyModel, Scorer
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
@@ -24,6 +22,7 @@ SILENT_ROWS, SILENT = 4, 8  # rows and parameters to try if no backward pass rea
 CRITIC = ("value_head.", "critic.")
 SMALL, FEW_PARAMETERS, END_TOKENS, GRADIENT_TOKENS = 2**16, 3, 8, 2048
 """Size and number of the compared parameters; tokens at each end of a response; limit of all tokens."""
+FIXED_ROWS, FIXED_TOKENS = 4, 16
 FLOOR = -1e9  # log-probability of masked tokens, since 0 * -inf is NaN
 
 
@@ -219,6 +218,18 @@ def reference_weights(module: RLLightningModule) -> Tensor:
     return torch.cat([few.double() for few in sample_entries(held, ENTRIES).values()])
 
 
+@torch.no_grad()
+def fixed_scores(module: RLLightningModule, scorer: PolicyModel | Scorer) -> Tensor:
+    """Return log-probabilities of tokens that are the same in every audit, [N] float64. A collective."""
+    generator, vocabulary = torch.Generator().manual_seed(0), module.required_policy.vocabulary
+    ids = torch.randint(vocabulary, (FIXED_ROWS, FIXED_TOKENS), generator=generator).tolist()
+    rows = Rollout.of_samples([row[:1] for row in ids], [row[1:] for row in ids], groups=range(FIXED_ROWS))
+    layout = _microbatch_of(module, rows.to(module.device)).layout
+    with module.trainer.precision_plugin.forward_context():
+        logprobs = scorer.logprobs(layout) if isinstance(scorer, Scorer) else scorer(layout).logprobs
+    return logprobs.double().flatten().cpu()
+
+
 def forwards_plainly(module: RLLightningModule) -> bool:
     """Return True if the policy's forward is that of its model and this rank holds all weights."""
     return not module.parallel.sharded and not module.run.corrections.contributors("forward_context")
@@ -232,22 +243,22 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
     """
     if not forwards_plainly(module) or not len(rows):
         return []
-    model, reference = module.required_policy.model, module.models.reference
-    models: dict[str, nn.Module] = {"policy": model}
-    if reference is not None:
-        models["reference"] = reference.model
+    reference, temperature = module.models.reference, module.sampling.temperature
     few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
     with module.trainer.precision_plugin.forward_context():
-        return [plain for name in models for plain in _stretches(name, models[name], few, module.sampling.temperature)]
+        scores = _stretches("policy", module.required_policy.model, few, temperature)
+        if reference is not None:
+            with reference.reading():  # the policy may be its own reference
+                scores += _stretches("reference", reference.model, few, temperature)
+    return scores
 
 
 def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:
     contexts = {one.row: one for one in _contexts(rows)[::-1]}  # the first one of each row
     contexts |= {one.row: one for one in _contexts(rows) if one.row % 2}  # or the last one, to check both ends
     few = [contexts[row] for row in range(len(rows))]
-    with adapters_off(model) if name == "reference" else nullcontext():  # the policy may be its own reference
-        padded = nn.utils.rnn.pad_sequence([one.ids for one in few], batch_first=True)
-        logits = model(input_ids=padded, use_cache=False).logits
+    padded = nn.utils.rnn.pad_sequence([one.ids for one in few], batch_first=True)
+    logits = model(input_ids=padded, use_cache=False).logits
     stretches = []
     for row, one in enumerate(few):
         first, last = one.columns.start, one.columns.stop

@@ -1,6 +1,5 @@
 """Construction of policy, critic, reference and tokenizer from a name, a path or a callable."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -14,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.context_window import context_window, depends_on_batch
-from lightning_rl.policy.lora import base_model_of
+from lightning_rl.policy.lora import adapters_of, base_model_of, frozen_copy, is_base_model
 from lightning_rl.policy.model import PolicyModel, check_dropout, check_modes, check_scoring, use_packed_attention
 from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
@@ -223,8 +222,11 @@ def build_reference(
     *,
     packed: bool,
     split: bool = False,
-) -> tuple[PreTrainedModel, WeightFiles | None]:
+    shares: bool = False,
+) -> tuple[PreTrainedModel, WeightFiles | None] | None:
     """Return the frozen reference model in eval mode, checked like the policy, and the files to load it from, if any.
+
+    None for the policy before its first step, if that is the policy without its adapters.
 
     Args:
         reference: Source of the reference; None for the policy before its first step.
@@ -232,14 +234,18 @@ def build_reference(
         unmoved: Policy, if it has not trained yet; it is copied.
         packed: True to score without padding.
         split: True to build it on the meta device if it comes from a folder.
+        shares: True to share the frozen parameters of ``unmoved``.
     """
-    if reference is None and unmoved is not None and unmoved.device.type != "meta":
-        return check_frozen(copy.deepcopy(unmoved), packed=packed), None
-    model, files = _model_and_files(policy if reference is None else reference, split=split)
-    if files is None:
-        return check_frozen(model, packed=packed), None
-    check_dropout(model)
-    return model.eval(), files
+    copies = reference is None and unmoved is not None and unmoved.device.type != "meta"
+    source = policy if reference is None else reference
+    model, files = (cast(PreTrainedModel, unmoved), None) if copies else _model_and_files(source, split=split)
+    model = base_model_of(model)
+    if files is not None:
+        check_dropout(model)
+        return model.eval(), files
+    if reference is None and adapters_of(model) and is_base_model(model):
+        return None
+    return check_frozen(frozen_copy(model, shares=shares) if copies else model, packed=packed), None
 
 
 def _model_and_files(source: ModelSource, *, split: bool) -> tuple[PreTrainedModel, WeightFiles | None]:

@@ -209,8 +209,8 @@ def resident_bytes(
         optimizer: Optimizer of a fit; None outside of a fit.
         copies_gradients: True if the strategy holds a second copy of the gradients.
     """
-    frozen = reference.model.parameters() if type(reference) is Scorer else ()  # others share the policy's parameters
-    weights = local_bytes([*policy.parameters(), *frozen])
+    frozen = () if reference is None else reference.model.parameters()
+    weights = local_bytes({*policy.parameters(), *frozen})  # the reference may share parameters of the policy
     if optimizer is None:
         return weights
     trained = local_bytes(optimizer_weights(optimizer))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self, cast
@@ -263,10 +263,29 @@ class Scorer:
         """Move the weights."""
         nn.Module.to(self.scoring, device)
 
+    def read_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that the log-probabilities depend on."""
+        return self.model.parameters()
+
+    def reading(self) -> AbstractContextManager[object]:
+        """Return a context in which :attr:`model` computes as the reference."""
+        return nullcontext()
+
     @torch.no_grad()
     def logprobs(self, layout: Layout) -> Float[Tensor, "b T"]:
-        """Return the log-probabilities of the valid tokens, without gradient."""
-        return self.scoring(replace(layout, top_ids=None, top_logprobs=None)).logprobs
+        """Return the log-probabilities of the valid tokens, without gradient.
+
+        Raises:
+            RuntimeError: If a parameter that the policy shares with the reference trains by now.
+        """
+        if moving := {id(parameter) for parameter in self.read_parameters() if parameter.requires_grad}:
+            name = next(name for name, parameter in self.model.named_parameters() if id(parameter) in moving)
+            raise RuntimeError(
+                f"expected the weights of the reference to stay frozen, got {name}, which trains by now: pass "
+                "reference= a function that builds the initial policy"
+            )
+        with self.reading():
+            return self.scoring(replace(layout, top_ids=None, top_logprobs=None)).logprobs
 
 
 def _head_of(model: PreTrainedModel) -> nn.Linear:

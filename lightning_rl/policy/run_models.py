@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.distributed import Parallel, check_agreement, process_count
 from lightning_rl.policy.attention import choose_attention, hardware_of
-from lightning_rl.policy.build import ModelSource, build_policy, build_reference, check_vocabulary
+from lightning_rl.policy.build import build_policy, build_reference, check_vocabulary
 from lightning_rl.policy.compilation import compile_layers
 from lightning_rl.policy.liger import apply_liger
 from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
@@ -107,23 +107,24 @@ class RunModels:
         )
 
     def build_reference(self, parallel: Parallel, policy: PolicyModel, *, initial: bool) -> Scorer | None:
-        """Return the reference, not sharded; None for a policy with adapters, which serves as reference without them.
+        """Return the reference, not sharded; None for a policy that without its adapters is the initial one.
 
         Args:
             parallel: Strategy of the run.
             policy: Policy.
             initial: True if the policy is whole and has not been trained, so that it can be copied.
         """
-        source: ModelSource | None = self.sources["reference"]
-        if source is None and adapters_of(policy.model):
-            return None
-        frozen, files = build_reference(
-            source,
+        built = build_reference(
+            self.sources["reference"],
             self.sources["policy"],
             policy.model if initial else None,
             packed=self.options.packing,
             split=parallel.splits_first,
+            shares=not parallel.sharded and bool(adapters_of(policy.model)),
         )
+        if built is None:
+            return None
+        frozen, files = built
         check_vocabulary(frozen, policy.model, "reference")
         return Scorer(
             frozen,

@@ -116,12 +116,24 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     of_rows=False,
 )
 def reference_stays(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The weights of the reference are bitwise those of an earlier audit."""
-    if not sum(map(len, evidence.reference_weights)):
-        yield Skip("there is no reference with separate weights")
+    """The reference gives fixed tokens the log-probabilities that the initial policy gave them.
+
+    A few of its weights are bitwise those of an earlier audit. If ``reference=`` is passed or the run was resumed, the
+    log-probabilities are compared with those of the reference at the first audit.
+    """
+    if not evidence.reference_scores:
+        yield Skip("there is no reference")
+        return
+    (then, now), tolerance = evidence.reference_scores, evidence.facts.tolerance
     if len(evidence.reference_weights) == 2 and not torch.equal(*evidence.reference_weights):
-        then, now = map(len, evidence.reference_weights)
-        yield Finding(expected=f"the same weights, {then} of which were recorded" if then == now else "as many")
+        before, after = map(len, evidence.reference_weights)
+        yield Finding(expected=f"the same weights, {before} of which were recorded" if before == after else "as many")
+    elif not float((now - then).abs().mean()) <= tolerance:
+        yield Finding(
+            culprit="the reference, whose log-probabilities moved",
+            expected="log-probabilities of fixed tokens that are those of the initial policy in every audit",
+            observed=f"{float((now - then).abs().mean()):.3g} nats apart on average",
+        )
 
 
 @check(

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_rl.cli.doctor.findings import error, fact
 from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, GPU_SHARE, VLLMEngine
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy import PolicyModel, Scorer, pack
+from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.logprobs import chunk_elements
 from lightning_rl.policy.lora import adapters_of
 from lightning_rl.policy.memory import (
@@ -107,6 +107,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int, samples: Roll
     gathered = _bytes_of_numbers(module)[1] / policy.model.dtype.itemsize * parallel.sharded
     layer = (weights - outside) / _layer_count(policy)
     activations = _activations(module, tokens.microbatch)
+    frozen = () if module.models.reference is None else module.models.reference.model.parameters()
     engine, cuda = _engine_bytes(module, tokens.row), module.device.type == "cuda"
     awake = not module.engine.capabilities.sleeps if isinstance(module.engine, VLLMEngine) else module.max_staleness
     return MemoryPlan(
@@ -114,9 +115,7 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int, samples: Roll
         gradients=trained / (ranks if stage == 2 else shards),
         buckets=trained * parallel.copies_gradients,
         optimizer=trained * states / (ranks if stage else shards),
-        reference=local_bytes(reference.model.parameters())
-        if type(reference := module.models.reference) is Scorer
-        else 0,
+        reference=local_bytes({*frozen} - {*policy.parameters()}),  # what it does not share with the policy
         replica=0 if module.models.replica is None else local_bytes(module.models.replica.parameters()),
         root=outside * gathered,
         gathered=3 * layer * gathered,  # a layer, the next one, and the gradient of a layer

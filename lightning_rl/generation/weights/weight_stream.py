@@ -50,7 +50,8 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
             continue
         layer = cast(Any, module)
         special = any(len(getattr(layer, kind, ())) for kind in ("lora_magnitude_vector", "lora_embedding_A"))
-        plain = isinstance(layer.base_layer, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
+        base = getattr(layer, "base_layer", None)
+        plain = isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
         if special or not plain or len(layer.active_adapters) != 1:
             raise ValueError(f"expected one plain LoRA adapter on a linear layer, got another kind at {name}")
         scales[name] = float(layer.scaling[layer.active_adapters[0]])
