@@ -150,8 +150,11 @@ def write_pretrained(
         sources: Sources of the ``"policy"`` and ``"critic"`` models.
         tokenizer: Tokenizer to save with the model.
         writing: True on the one rank that writes.
+
+    Raises:
+        ValueError: On every rank, if a weight is not finite.
     """
-    whole = {name: weight.cpu().clone() for name, weight in weights if writing}
+    whole = _finite_copies(weights, keeps=writing)
     if not writing:
         return
     for prefix, source, place in (("model.", "policy", folder), ("critic.", "critic", folder / "critic")):
@@ -167,6 +170,20 @@ def write_pretrained(
         apply_umask(file)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _finite_copies(weights: Iterable[tuple[str, Tensor]], *, keeps: bool) -> dict[str, Tensor]:
+    """Return copies of the weights on the CPU if ``keeps``, after checking on every rank that all are finite."""
+    whole, broken = dict[str, Tensor](), list[str]()
+    for name, weight in weights:
+        broken += [] if bool(torch.isfinite(weight).all()) else [name]
+        whole |= {name: weight.cpu().clone()} if keeps else {}
+    if broken:
+        raise ValueError(
+            f"expected finite weights, got NaN or infinity in {broken[0]}"
+            f"{f' and {len(broken) - 1} others' if broken[1:] else ''}: export an earlier checkpoint"
+        )
+    return whole
 
 
 @torch.no_grad()

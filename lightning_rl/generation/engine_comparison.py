@@ -15,7 +15,7 @@ from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invar
 from lightning_rl.policy.compilation import has_compilation
 from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
 from lightning_rl.policy.logprobs import logprobs_of
-from lightning_rl.policy.model import logit_divisor, unscaled_logits
+from lightning_rl.policy.model import head_of, logit_divisor, unscaled_logits
 from lightning_rl.policy.module_values import (
     Compared,
     Event,
@@ -159,14 +159,14 @@ def _distributions(
         for row, request in enumerate(requests)
         for number in range(request.sampling.max_new_tokens)
     ]
-    head = cast(nn.Linear, policy.model.get_output_embeddings())
-    states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), sampled))[:, : head.in_features]
+    width = head_of(policy.model).weight.shape[1]
+    states = cast(Tensor, values.at(Event(names[backbone_of(policy.model)], "output"), sampled))[:, :width]
     with BatchInvariance() if is_batch_invariant(policy.model) else nullcontext():
         logits = unscaled_logits(policy.model, states.to(policy.model.device, policy.model.dtype))
         trainer = logprobs_of(logits / logit_divisor(policy.model, policy.temperature)).cpu()
     ids, logprobs = (torch.cat([c.token_extras[name] for c in completions]) for name in (TOP_IDS, TOP_LOGPROBS))
     engine = torch.full_like(trainer, -torch.inf).scatter(1, ids.long(), logprobs.to(trainer.dtype))
-    return Event(names[head], "output"), sampled, trainer, engine
+    return Event(names[cast(nn.Module, policy.model.get_output_embeddings())], "output"), sampled, trainer, engine
 
 
 def _requests(prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int) -> list[Request]:

@@ -25,7 +25,7 @@ from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.embedding_gradients import embedding_leaves, token_gradients
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
-from lightning_rl.policy.model import carries_state, logit_divisor, unscaled_logits
+from lightning_rl.policy.model import carries_state, head_layer, logit_divisor, unscaled_logits
 from lightning_rl.policy.module_values import DecodedPositions, ModuleValues, record_modules
 from lightning_rl.policy.text_model import backbone_of, has_towers
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, FinishReason
@@ -102,7 +102,7 @@ class TransformersEngine(Engine):
         places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
         try:
             routes = record_routes(model) if ROUTES in self.extras else nullcontext()
-            exact = exact_logits(model.get_output_embeddings())
+            exact = exact_logits(head_layer(model))
             with without_compilation(model), exact, routes as take_routes, cached_casts(model):
                 if self._unproven:
                     self._prove_decoding(model)
@@ -152,7 +152,7 @@ class TransformersEngine(Engine):
         model, scores = self._model_for("score"), []
         for row in rows:
             ids = torch.tensor(row, device=model.device)
-            with without_compilation(model), exact_logits(model.get_output_embeddings()):
+            with without_compilation(model), exact_logits(head_layer(model)):
                 logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
             exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
             scores.append(exact.log_softmax(-1).gather(1, ids[1:, None])[:, 0].cpu())

@@ -13,8 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.context_window import context_window, depends_on_batch
-from lightning_rl.policy.lora import adapters_of, base_model_of, frozen_copy, is_base_model
-from lightning_rl.policy.model import PolicyModel, check_dropout, check_modes, check_scoring, use_packed_attention
+from lightning_rl.policy.lora import adapters_of, base_model_of, check_adapters, frozen_copy, is_base_model
+from lightning_rl.policy.model import (
+    PolicyModel,
+    check_dropout,
+    check_head,
+    check_modes,
+    check_scoring,
+    use_packed_attention,
+)
 from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 from lightning_rl.serialization import import_by_name
@@ -181,10 +188,12 @@ def build_policy(
         ValueError: If a check fails; says what to change.
     """
     model, files = _model_and_files(policy, split=split and critic in (None, "shared"))
+    check_adapters(model)
     model = base_model_of(model)
     freeze_towers(model)
     backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT, head=False)
     check_dropout(model)
+    check_head(model)
     options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed, **options)
     if files is None:
@@ -259,6 +268,7 @@ def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
         ValueError: If it has dropout, or our forward disagrees with its own.
     """
     check_dropout(model)
+    check_head(model)
     if packed:
         use_packed_attention(model)
     check_scoring(model, packed=packed)

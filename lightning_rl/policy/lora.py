@@ -62,6 +62,74 @@ def _layer_below(adapter: Any) -> nn.Module:
     return adapter.original_module if below is None else below
 
 
+def _innermost(module: nn.Module) -> nn.Module:
+    """Return the layer inside of all adapters."""
+    return _innermost(_layer_below(module)) if hasattr(module, "_disable_adapters") else module
+
+
+def check_adapters(source: nn.Module) -> None:
+    """Check that the adapters of a model train as their configuration says, and can be merged.
+
+    Args:
+        source: Peft model, or any other model.
+
+    Raises:
+        ValueError: If they do not; names the parameter or layer.
+    """
+    model, kind = base_model_of(source), type(source).__name__
+    inside = set(model.parameters())
+    for name, parameter in source.named_parameters():
+        if parameter.requires_grad and parameter not in inside:
+            raise ValueError(
+                f"expected adapters within the layers of {type(model).__name__}, got {name}, which only the forward of "
+                f"{kind} reads, and training calls the model inside of it: use LoraConfig"
+            )
+    if hasattr(getattr(source, "base_model", None), "update_and_allocate"):
+        raise ValueError(
+            "expected adapters of fixed ranks, got AdaLoRA, which needs a call of update_and_allocate after each step, "
+            "and its regularizer in the loss, neither of which runs here: use LoraConfig"
+        )
+    names, adapters = {part: name for name, part in model.named_modules()}, adapters_of(model)
+    if adapters:
+        _check_tied(model)
+    for adapter in adapters:
+        if (unread := _unread(adapter)) is not None:
+            raise ValueError(
+                f"expected the output of {names[adapter]} to depend on {unread}, which trains, but it does not: "
+                "unmerge and activate the adapter, and use none that needs arguments of peft's forward, such as aLoRA"
+            )
+
+
+def _check_tied(model: PreTrainedModel) -> None:
+    """Check that no adapter is merged into a weight that embeddings and head share, unless both have the same one."""
+    parts: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    first, second = (getattr(_innermost(part), "weight", None) for part in parts)
+    merging = [part for part in parts if part is not _innermost(part) and "modules_to_save" not in part._modules]  # noqa: SLF001
+    tokens = [part for part in parts if "token_adapter" in part._modules]  # noqa: SLF001  peft ties them
+    if first is second and merging and tokens != parts:
+        name = next(name for name, part in model.named_modules() if part is merging[0])
+        raise ValueError(
+            f"expected no adapter on {name}, as embeddings and vocabulary head share its weight, and a merge would "
+            f'change both: use modules_to_save=["{name.rpartition(".")[-1]}"], or build the model with untied weights'
+        )
+
+
+@torch.enable_grad()
+def _unread(adapter: Any) -> str | None:
+    """Return the name of a parameter of an adapter that trains without an effect on the layer's output, or None."""
+    below = set(_layer_below(adapter).parameters())
+    trained = {name: part for name, part in adapter.named_parameters() if part.requires_grad and part not in below}
+    probe = next(_probes(_innermost(adapter)), None)
+    if not trained or probe is None:
+        return None
+    output = adapter(probe[:PROBES])
+    if not output.requires_grad:
+        return next(iter(trained))
+    gradients = torch.autograd.grad(output.sum(), list(trained.values()), allow_unused=True)
+    moves = not probe.is_floating_point() or any(bool(part.any()) for part in gradients if part is not None)
+    return next((name for name, part in zip(trained, gradients, strict=True) if part is None or not moves), None)
+
+
 @torch.no_grad()
 def is_base_model(model: nn.Module) -> bool:
     """Return True if the model without its adapters is the model with them, bit for bit, however they train.
@@ -74,23 +142,24 @@ def is_base_model(model: nn.Module) -> bool:
 
 
 def _changes_nothing(adapter: Any) -> bool:
-    below = _layer_below(adapter)
-    while hasattr(below, "_disable_adapters"):  # several adapters on one layer
-        below = _layer_below(below)
+    below = _innermost(adapter)
     if (copies := adapter._modules.get("modules_to_save")) is not None:  # noqa: SLF001
         return all(_equal(copies[name], below) for name in adapter.active_adapters if name in copies)
-    if isinstance(below, nn.Embedding):
-        probes = torch.arange(below.num_embeddings, device=below.weight.device).split(CHUNK)
-    elif isinstance(below, nn.Linear | Conv1D):
-        weight = below.weight
-        width = below.in_features if isinstance(below, nn.Linear) else len(weight)
-        dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()  # quantized weights
-        random = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0))
-        probes = (random.to(weight.device, dtype),)
-    else:
+    probes = list(_probes(below))
+    if not probes:
         factors = adapter._modules.get("lora_B")  # noqa: SLF001  of parameters of the layer, such as experts
         return bool(factors) and not any(bool(factor.any()) for factor in factors.parameters())
     return all(torch.equal(adapter(probe), _without(adapter, probe)) for probe in probes)
+
+
+def _probes(layer: Any) -> Iterator[Tensor]:
+    """Yield inputs that show any difference between two linear layers or embeddings; none for another layer."""
+    if isinstance(layer, nn.Embedding):
+        yield from torch.arange(layer.num_embeddings, device=layer.weight.device).split(CHUNK)
+    elif isinstance(layer, nn.Linear | Conv1D):
+        width = layer.in_features if isinstance(layer, nn.Linear) else len(layer.weight)
+        dtype = layer.weight.dtype if layer.weight.is_floating_point() else torch.get_default_dtype()  # if quantized
+        yield torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0)).to(layer.weight.device, dtype)
 
 
 def _without(adapter: nn.Module, inputs: Tensor) -> Tensor:

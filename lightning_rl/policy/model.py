@@ -124,7 +124,7 @@ class PolicyModel(nn.Module):
         self.critic = None if critic is None or critic is model else backbone_of(critic)
         self.value_head: nn.Linear | None = None
         if critic is not None:
-            width = _head_of(critic).in_features
+            width = head_of(critic).weight.shape[1]
             self.value_head = nn.Linear(width, 1, bias=False, dtype=critic.dtype, device=critic.device)
             nn.init.zeros_(self.value_head.weight)
         self.temperature = temperature
@@ -202,9 +202,8 @@ class PolicyModel(nn.Module):
 
     def head_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the heads, which the forward reads without calling their layers."""
-        head = _head_of(self.model)
-        parameters: list[Any] = [head.weight, head.bias, None if self.value_head is None else self.value_head.weight]
-        return [parameter for parameter in parameters if parameter is not None]
+        heads = (self.model.get_output_embeddings(), self.value_head)
+        return [parameter for head in heads if head is not None for parameter in head.parameters()]
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return trainable parameters as optimizer groups, ``policy`` and, with a critic, ``critic``."""
@@ -214,7 +213,7 @@ class PolicyModel(nn.Module):
         return [policy, critic] if others else [policy]
 
     def _squares(self, states: Tensor, layout: Layout) -> Tensor:
-        head, options = _head_of(self.model), _logit_options(self.model, self.temperature)
+        head, options = head_of(self.model), _logit_options(self.model, self.temperature)
         return sum_of_squares(
             states[layout.source], head.weight, head.bias, sampling_mask=layout.sampling_mask, **options
         )
@@ -288,8 +287,50 @@ class Scorer:
             return self.scoring(replace(layout, top_ids=None, top_logprobs=None)).logprobs
 
 
-def _head_of(model: PreTrainedModel) -> nn.Linear:
-    return cast(nn.Linear, model.get_output_embeddings())
+class Head(NamedTuple):
+    """Weight and bias of a vocabulary head with its adapters, which are read without calling it."""
+
+    weight: Float[Tensor, "V H"]
+    bias: Float[Tensor, " V"] | None
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """Return weight and bias of the vocabulary head of a model that :func:`check_head` accepts."""
+    layer: Any = head_layer(model)
+    return Head(layer.weight, None if "token_adapter" in layer._modules else layer.bias)  # noqa: SLF001
+
+
+def head_layer(model: PreTrainedModel) -> nn.Module:
+    """Return the module that computes the logits: the vocabulary head, or the copy of it that peft trains."""
+    head: Any = model.get_output_embeddings()
+    copies = head._modules.get("modules_to_save")  # noqa: SLF001
+    if copies is None:
+        return head
+    trained = [copies[name] for name in head.active_adapters if name in copies and not head._disable_adapters]  # noqa: SLF001
+    return trained[0] if trained else head.original_module
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Check that the vocabulary head is a linear layer: its weight is read, and its forward does not run.
+
+    Raises:
+        ValueError: If it is another module, or has an adapter other than ``trainable_token_indices``.
+    """
+    layer: Any = head_layer(model)
+    tokens = layer._modules.get("token_adapter")  # noqa: SLF001
+    inner = layer if tokens is None else tokens.base_layer
+    plain = type(inner).forward is nn.Linear.forward and "forward" not in vars(inner)
+    hooked = inner._forward_hooks or inner._forward_pre_hooks  # noqa: SLF001
+    if plain and not hooked and (tokens is None or inner.bias is None):
+        return
+    name = next(name for name, part in model.named_modules() if part is layer)
+    adapted = tokens is not None or hasattr(layer, "_disable_adapters")
+    got = f"{type(layer).__module__}.{type(layer).__name__}" + (" with forward hooks" if hooked else "")
+    cure = f'leave it out of the adapter, or train it whole by modules_to_save=["{name}"]'
+    raise ValueError(
+        f"expected the vocabulary head {name} to be a linear layer, since its weight alone is read, got {got}: "
+        f"{cure if adapted else 'build the model with a torch.nn.Linear'}"
+    )
 
 
 def _hidden_states(backbone: nn.Module, layout: Layout, attention: str = AUTO) -> Tensor:
@@ -303,7 +344,7 @@ def _hidden_states(backbone: nn.Module, layout: Layout, attention: str = AUTO) -
 
 def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: float) -> tuple[Tensor, ...]:
     """Return log-probabilities, entropies and, where the engine's likeliest tokens are known, its KL."""
-    head = _head_of(model)
+    head = head_of(model)
     inputs = states[layout.source], head.weight, head.bias, layout.targets
     options: dict[str, Any] = {"sampling_mask": layout.sampling_mask, **_logit_options(model, temperature)}
     if layout.top_ids is None or layout.top_logprobs is None:
@@ -313,7 +354,7 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
 
 def unscaled_logits(model: PreTrainedModel, hidden: Float[Tensor, "A H"]) -> Float[Tensor, "A V"]:
     """Return the logits that training divides by :func:`logit_divisor`, for last hidden states."""
-    head = _head_of(model)
+    head = head_of(model)
     return head_logits(hidden, head.weight, head.bias, soft_cap=_logit_options(model, 1.0)["soft_cap"])
 
 
@@ -393,9 +434,9 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
         alone = torch.tensor(prompt + response, device=model.device)
         with _refusing_errors(model, packed=False):
             logits = model(input_ids=alone[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-        if logits.shape[-1] != _head_of(model).out_features:
+        if logits.shape[-1] != len(head_of(model).weight):
             raise ValueError(
-                f"expected {type(model).__name__} to score the {_head_of(model).out_features} tokens of its vocabulary "
+                f"expected {type(model).__name__} to score the {len(head_of(model).weight)} tokens of its vocabulary "
                 f"head, got {logits.shape[-1]} without its padding: train another model"
             )
         expected = (logits.float() / temperature).log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
@@ -423,7 +464,7 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
 def _random_rows(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
     """Return prompts and responses of random tokens; the first two prompts are equal."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(_head_of(model).out_features, (2, 3, 6), generator=generator).tolist()
+    ids = torch.randint(len(head_of(model).weight), (2, 3, 6), generator=generator).tolist()
     prompts = [row[:length] for row, length in zip([ids[0][0], *ids[0]], (4, 4, 1, 6), strict=True)]
     return prompts, [row[:length] for row, length in zip([*ids[1], ids[0][1]], (3, 6, 2, 4), strict=True)]
 
