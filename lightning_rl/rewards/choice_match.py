@@ -10,19 +10,21 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.text import MARKERS, answer_spans, column_of, texts_of
+from lightning_rl.rewards.text import MARKERS, column_of, stated_answer, texts_of
 from lightning_rl.utils.arguments import check_text, check_texts
 
 DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\"
+NOT_NEGATED = r"(?<!\bnot\s)(?<!n['\u2019]t\s)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceMatch(AnswerMatch):
     r"""Multiple-choice reward: 1 if a completion chooses the reference, else 0.
 
-    The choice is the letter after the last marker (``Answer: B``, ``the answer is (B)``, ``\boxed{B}``). Without a
-    marker it is the whole completion (``b``, ``B.``, ``(B) a whale``), else the last letter in brackets or bold. With
-    ``choices``, the text of a choice counts like its letter.
+    The last marker decides: the choice is the letter after it, upper or lower case (``Answer: B``, ``the answer is
+    (b)``, ``\boxed{B}``), else the last letter in brackets or bold after it. A box that is not closed states no choice.
+    Without a marker the choice is the whole completion (``b``, ``B.``, ``(B) a whale``), else the last letter in
+    brackets or bold. With ``choices``, the text of a choice counts like its letter.
 
     Args:
         answer: Name of the column with the references: letters, indices from 0, or texts of choices.
@@ -98,35 +100,51 @@ class ChoiceMatch(AnswerMatch):
 
     def index_of_text(self, text: str, choices: Sequence[str] = ()) -> int | None:
         """Return the index of the choice that a completion makes, or None."""
-        for span in answer_spans(text, self.markers):
-            index = self._index_at_start(span, choices)
-            if index is not None:
-                return index
+        stated = stated_answer(text, self.markers)
+        if stated is None:
+            return self._index_without_marker(text, choices)
+        index = self._index_at_start(stated, choices)
+        return self._last_letter_in_brackets(stated, re.IGNORECASE) if index is None else index
+
+    def _index_without_marker(self, text: str, choices: Sequence[str]) -> int | None:
         bare = text.strip(DECORATION)
         if len(bare) == 1 and bare.upper() in self.letters.upper():
-            return self.letters.upper().index(bare.upper())
+            return self._index_of_letter(bare)
         if _normal_form(text) in choices:
             return choices.index(_normal_form(text))
         lettered = re.match(rf"[\s*_(\[]*([{re.escape(self.letters)}])[*_]*[).:\]]", text)
-        if lettered:
-            return self.letters.index(lettered[1])
-        emphasized = re.findall(rf"(?:\(|\[|\*\*)([{re.escape(self.letters)}])(?:\)|\]|\*\*)", text)
-        return self.letters.index(emphasized[-1]) if emphasized else None
+        return self._index_of_letter(lettered[1]) if lettered else self._last_letter_in_brackets(text)
 
-    def _index_at_start(self, span: str, choices: Sequence[str]) -> int | None:
-        stated = _normal_form(span)
-        longest = max((choice for choice in choices if _starts(stated, choice)), key=len, default="")
+    def _index_at_start(self, stated: str, choices: Sequence[str]) -> int | None:
+        normal = _normal_form(stated)
+        longest = max((choice for choice in choices if _starts(normal, choice)), key=len, default="")
         if longest:
             return choices.index(longest)
-        match = _start_pattern(self.letters).match(span)
-        return self.letters.index(match[1]) if match else None
+        match = _start_pattern(self.letters).match(stated)
+        return self._index_of_letter(match[1]) if match else None
+
+    def _last_letter_in_brackets(self, text: str, flags: int = 0) -> int | None:
+        """Return the index of the last letter in brackets or bold that is not negated."""
+        emphasized = re.findall(rf"{NOT_NEGATED}(?:\(|\[|\*\*)([{re.escape(self.letters)}])(?:\)|\]|\*\*)", text, flags)
+        return self._index_of_letter(emphasized[-1]) if emphasized else None
+
+    def _index_of_letter(self, letter: str) -> int:
+        return self.letters.upper().index(letter.upper())
 
 
 @lru_cache(maxsize=64)
 def _start_pattern(letters: str) -> re.Pattern[str]:
-    """Return a pattern for a letter at the start of an answer, after decoration such as ``option`` or brackets."""
-    decoration = r"(?:[\s*_`\"'()\[\]{}$:]|\\text\w*+|\b(?i:option|choice)\b)*"
-    return re.compile(rf"{decoration}([{re.escape(letters)}])(?![^\W_]|['\u2019])")
+    """Return a pattern for a letter at the start of an answer, after decoration such as ``option`` or brackets.
+
+    The words ``a`` and ``I`` before another word are no letters.
+    """
+    named = r"\b(?i:option|choice)\b"
+    decoration = rf"(?:[\s*_`\"'()\[\]{{}}$:]|\\text\w*+|{named})*"
+    return re.compile(rf"{decoration}(?:(?<={named}\s)|(?![aiI]\s+\w))([{_both_cases(letters)}])(?![^\W_]|['\u2019])")
+
+
+def _both_cases(letters: str) -> str:
+    return re.escape(letters.upper() + letters.lower())
 
 
 def _starts(stated: str, choice: str) -> bool:

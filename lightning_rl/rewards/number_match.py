@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.text import MARKERS, answer_spans
+from lightning_rl.rewards.text import MARKERS, first_line, stated_answer
 from lightning_rl.utils.arguments import check_numbers, check_texts
 
 MAX_DIGITS = 1000
@@ -65,14 +65,15 @@ SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 class NumberMatch(AnswerMatch):
     """Number reward: 1 if a completion states the number of the reference, else 0.
 
-    The stated number is the first after the last marker that is followed by one (after the ``=`` in ``x = 42`` and ``6
-    * 7 = 42``), else the last number of the completion. Percent signs are ignored. Numbers are compared as fractions,
-    without rounding: 42, 42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
+    The last marker decides: the stated number is the first in the line after it (after the ``=`` in ``x = 42`` and ``6
+    * 7 = 42``), else the last number after it. Without a marker it is the last number of the completion. A brace that
+    is not closed states no number. Percent signs are ignored. Numbers are compared as fractions, without rounding: 42,
+    42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
 
     Args:
         answer: Name of the column with the references: numbers, texts with one number, or whole answers of GSM8K.
         markers: Strings that precede an answer, case-insensitive; after one that ends with a brace, the text in braces.
-        strict: Score a completion without a marker 0, instead of using its last number.
+        strict: Score a completion 0 unless a number is in the line after its last marker.
         rel_tol: Tolerance relative to the reference.
 
     Raises:
@@ -105,10 +106,11 @@ class NumberMatch(AnswerMatch):
     def number_of_text(self, text: str) -> Fraction | None:
         """Return the number that a completion states; None if there is none or it has more than 1000 digits."""
         text = _plain(text)
-        for span in answer_spans(text, self.markers):
-            for match in NUMBER.finditer(_right_side(span)):
-                return _value(match)
-        return None if self.strict else _last_value(text)
+        stated = stated_answer(text, self.markers)
+        match = None if stated is None else NUMBER.search(_right_side(first_line(stated)))
+        if match:
+            return _value(match)
+        return None if self.strict else _last_value(text if stated is None else stated)
 
     def number_of_reference(self, reference: Any) -> Fraction:
         """Return the number of the reference.
@@ -120,8 +122,9 @@ class NumberMatch(AnswerMatch):
             return _exact(reference)
         if isinstance(reference, str):
             text = _plain(reference)
-            for span in (*answer_spans(text, self.markers), text):
-                value = self._only_number(SPACING.sub(" ", _right_side(span)))
+            stated = stated_answer(text, self.markers)
+            for part in (text,) if stated is None else (first_line(stated), stated):
+                value = self._only_number(SPACING.sub(" ", _right_side(part)))
                 if value is not None:
                     return value
         raise UnreadableReference(f"expected a number, or a text with one number, got {reference!r:.200}")

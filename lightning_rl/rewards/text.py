@@ -1,7 +1,7 @@
 """Inputs of rewards: the text of a completion, a column of the data, and the answer in a text."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +9,8 @@ from lightning_rl.utils.arguments import check_rows
 from lightning_rl.utils.naming import REWARD_ARGUMENTS
 
 MARKERS = ("####", r"\boxed{", "answer is", "answer:")
-SPAN = 200  # maximum length of an answer after a marker
+SPAN = 200  # maximum length of the line with an answer
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
 
 def text_of(completion: Any) -> str:
@@ -103,40 +104,45 @@ def ids_of(
     return completion_ids
 
 
-def answer_spans(text: str, markers: Sequence[str] = MARKERS) -> Iterator[str]:
-    """Yield the texts in which an answer is stated, from the last to the first.
+def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
+    r"""Return the text after the last marker; None if there is no marker.
 
-    A span begins after a marker (case-insensitive) and ends with its line, at the next marker, or after 200 characters;
-    a marker that opens a brace ends with the brace.
+    After a marker that opens a brace, the text in braces, which is empty if the brace is not closed.
 
     Args:
         text: Text of a completion.
-        markers: Strings that precede an answer.
-
-    Yields:
-        Text of a span.
+        markers: Strings that precede an answer, case-insensitive.
 
     Example:
-        >>> list(answer_spans(r"The answer is 4. #### 5"))
-        ['5', '4.']
+        >>> stated_answer("The answer is 4. #### 5"), stated_answer(r"It is \boxed{5} now"), stated_answer(r"\boxed{5")
+        ('5', '5', '')
     """
-    matches = list(_marker_pattern(tuple(markers)).finditer(text)) if markers else []
-    ends = [*(match.start() for match in matches[1:]), len(text)][: len(matches)]
-    for match, end in zip(reversed(matches), reversed(ends), strict=True):
-        span = text[match.end() : min(end, match.end() + SPAN)]
-        yield _brace_content(span) if match.group().endswith("{") else span.strip().partition("\n")[0].strip()
+    last = None
+    for last in _marker_pattern(tuple(markers)).finditer(text) if markers else ():  # noqa: B007  the last one decides
+        pass
+    if last is None:
+        return None
+    after = text[last.end() :]
+    return (_brace_content(after) if last.group().endswith("{") else after).strip()
 
 
-def _brace_content(span: str) -> str:
-    """Return the text up to the brace that closes the one before the span, else the whole span."""
+def first_line(answer: str) -> str:
+    """Return the first line of an answer, up to 200 characters."""
+    return answer[:SPAN].partition("\n")[0].strip()
+
+
+def _brace_content(text: str) -> str:
+    """Return the text up to the brace that closes the one before the text; empty if it is not closed."""
     depth = 1
-    for place, letter in enumerate(span):
-        depth += (letter == "{") - (letter == "}")
+    for brace in BRACE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if not depth:
-            return span[:place].strip()
-    return span.strip()
+            return text[: brace.start()]
+    return ""
 
 
 @lru_cache(maxsize=64)
 def _marker_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)), re.IGNORECASE)
+    """Return a pattern for a marker that is no part of a longer word, as in ``answer isn't``."""
+    longest_first = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
+    return re.compile(rf"(?:{longest_first})(?<![a-z](?=['\u2019]?[a-z]))", re.IGNORECASE)

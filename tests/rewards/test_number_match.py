@@ -124,6 +124,17 @@ def test_what_reads_as_a_number(text: str, numbers: list[Any]) -> None:
         pytest.param({"rel_tol": 0.25}, "52.5", 1.0, id="relative-tolerance"),
         pytest.param({"rel_tol": 0.25}, "52.6", 0.0, id="beyond-relative-tolerance"),
         pytest.param({}, "42%", 1.0, id="percent-is-a-unit"),
+        pytest.param({}, r"\boxed{42", 0.0, id="unclosed-box"),
+        pytest.param({}, r"#### 42 so \boxed{42", 0.0, id="unclosed-box-after-a-marker"),
+        pytest.param({}, r"\boxed{\{42\}}", 1.0, id="escaped-braces"),
+        pytest.param({}, r"\boxed{42\}", 0.0, id="escaped-brace-closes-nothing"),
+        pytest.param({}, r"\boxed{" + " " * 300 + "42}", 1.0, id="long-box"),
+        pytest.param({}, r"\boxed{x} with x = 42", 0.0, id="box-without-number"),
+        pytest.param({}, "#### 42. Or not: the answer is unclear.", 0.0, id="number-before-the-last-marker"),
+        pytest.param({}, "It is 42. The answer is clear.", 0.0, id="number-before-the-only-marker"),
+        pytest.param({}, "#### 42 ####", 0.0, id="last-marker-without-text"),
+        pytest.param({"strict": True}, "#### 42\nThe answer is right.", 0.0, id="strict-with-a-marker-without-number"),
+        pytest.param({"markers": (r"\fbox{",)}, r"\fbox{42", 0.0, id="unclosed-box-of-another-name"),
     ],
 )
 def test_which_number_is_stated(options: dict[str, Any], completion: str, value: float) -> None:
@@ -142,6 +153,7 @@ def test_which_number_is_stated(options: dict[str, Any], completion: str, value:
         (r"so \boxed{-3}", F(-3)),
         (r"\boxed{42 \text{ cm}}", F(42)),
         ("x = 42", F(42)),
+        ("The answer is clear.\nIt is 42", F(42)),
     ],
 )
 def test_what_reads_as_a_reference(reference: Any, number: Fraction) -> None:
@@ -149,7 +161,21 @@ def test_what_reads_as_a_reference(reference: Any, number: Fraction) -> None:
 
 
 @pytest.mark.parametrize(
-    "reference", ["x + 1", r"2\pi", "x^2", "5 or 6", "", True, math.nan, math.inf, [42], "1e999999999", "#### 1 2"]
+    "reference",
+    [
+        "x + 1",
+        r"2\pi",
+        "x^2",
+        "5 or 6",
+        "",
+        True,
+        math.nan,
+        math.inf,
+        [42],
+        "1e999999999",
+        "#### 1 2",
+        "5. The answer is x",
+    ],
 )
 def test_a_reference_that_is_not_one_number_takes_its_row_out(reference: Any) -> None:
     with pytest.warns(UserWarning, match=r"expected a number, or a text with one number, got"):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_rl.rewards import text_of
-from lightning_rl.rewards.text import answer_spans
+from lightning_rl.rewards.text import first_line, stated_answer
 
 
 @pytest.mark.parametrize(
@@ -49,18 +49,27 @@ def test_anything_else_is_refused(completion: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "spans"),
+    ("text", "stated"),
     [
-        ("", []),
-        ("no marker", []),
-        ("#### 4", ["4"]),
-        ("####\n4\n5", ["4"]),
-        ("#### 4 and #### 5", ["5", "4 and"]),
-        ("The Answer Is: 7.\nBye", [": 7."]),
-        (r"\boxed{\frac{1}{2}} or so", [r"\frac{1}{2}"]),
-        (r"\boxed{1 + {2", ["1 + {2"]),
-        ("answer: " + "x" * 500, ["x" * 199]),
+        ("", None),
+        ("no marker", None),
+        ("#### 4", "4"),
+        ("####\n4\n5", "4\n5"),
+        ("#### 4 and #### 5", "5"),
+        ("#### 4 ####", ""),
+        ("The Answer Is: 7.\nBye", ": 7.\nBye"),
+        ("answer is42", "42"),
+        ("#### 4, the answer isn't 5", "4, the answer isn't 5"),
+        (r"\boxed{\frac{1}{2}} or so", r"\frac{1}{2}"),
+        (r"\boxed{\left\{1\right.} or so", r"\left\{1\right."),
+        (r"\boxed{1 + {2", ""),
+        (r"#### 3 \boxed{1\}", ""),
     ],
 )
-def test_answer_spans_from_the_last_to_the_first(text: str, spans: list[str]) -> None:
-    assert list(answer_spans(text)) == spans
+def test_the_last_marker_begins_the_stated_answer(text: str, stated: str | None) -> None:
+    assert stated_answer(text) == stated
+
+
+def test_the_first_line_is_cut_after_200_characters() -> None:
+    assert first_line("4 \n5") == "4"
+    assert first_line("x" * 500) == "x" * 200
