@@ -4,12 +4,14 @@ r"""Adaptive KL: a reference KL whose coefficient is adapted to hold a target KL
     \beta \leftarrow \beta \Bigl(1 + \operatorname{clip}\Bigl(\frac{\overline{KL}}{\text{target}} - 1,\ \pm 0.2\Bigr)
     \frac{n}{\text{horizon}}\Bigr)
 
-after every rollout of n responses. :math:`\overline{KL}` averages the estimate over the tokens of each response, then
-over the responses of all ranks. The new coefficient applies from the next reward or loss on; checkpoints store it.
+after every rollout of n responses; with more responses than the horizon, once per horizon, so :math:`\beta` stays above
+0. :math:`\overline{KL}` averages the estimate over the tokens of each response, then over the responses of all ranks.
+The new coefficient applies from the next reward or loss on; checkpoints store it.
 
 Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from lightning_rl.signal.kl import KLEstimator
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
+RANGE = torch.finfo(torch.float32)  # of the coefficient, which multiplies values in float32
+MAX_HORIZONS = 1000  # of one step; more than enough to cross that range
+
 
 class AdaptiveKL(ReferenceKL):
     """Reference KL with an adaptive coefficient; replaces ReferenceKL.
@@ -29,7 +34,7 @@ class AdaptiveKL(ReferenceKL):
     Logs the metrics of ReferenceKL under ``adaptive_kl/...``, and the coefficient as ``adaptive_kl/beta``.
 
     Args:
-        beta: Initial coefficient.
+        beta: Initial coefficient, above 0.
         target: KL per token to hold, in nats, above 0.
         horizon: Number of responses over which the coefficient changes by at most 20 %, above 0.
         estimator: As for ReferenceKL.
@@ -55,7 +60,7 @@ class AdaptiveKL(ReferenceKL):
         unbiased: bool = False,
     ) -> None:
         super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
-        check_numbers(above=0, finite=True, target=target)
+        check_numbers(above=0, finite=True, beta=beta, target=target)
         check_counts(1, horizon=horizon)
         self.target = target
         self.horizon = horizon
@@ -70,9 +75,13 @@ class AdaptiveKL(ReferenceKL):
             self.adapt(total / number, int(number))
 
     def adapt(self, measured: float, number: int) -> None:
-        """Update the coefficient from the mean KL per token of a number of responses."""
+        """Update the coefficient from the mean KL per token of a number of responses; a NaN changes nothing."""
+        if math.isnan(measured):
+            return
         error = min(max(measured / self.target - 1, -0.2), 0.2)
-        self.beta = max(self.beta * (1 + error * number / self.horizon), 0.0)
+        horizons, rest = divmod(number, self.horizon)
+        factor = (1 + error) ** min(horizons, MAX_HORIZONS) * (1 + error * rest / self.horizon)
+        self.beta = min(max(self.beta * factor, RANGE.tiny), RANGE.max)
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:

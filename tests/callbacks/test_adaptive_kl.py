@@ -1,5 +1,6 @@
 """AdaptiveKL: a coefficient that follows the KL measured over all ranks, in steps of at most a fifth."""
 
+import math
 from typing import Any
 
 import pytest
@@ -134,10 +135,27 @@ def test_a_loss_that_trains_nothing_warns_at_the_line_that_made_it() -> None:
         pytest.param(-9.0, 100, 0.4, id="an-estimate-below-0"),
         pytest.param(9.0, 50, 0.55, id="half-a-horizon"),
         pytest.param(9.0, 0, 0.5, id="no-sample"),
-        pytest.param(0.0, 1000, 0.0, id="many-samples-never-turn-it-negative"),
+        pytest.param(0.0, 500, 0.5 * 0.8**5, id="once-per-horizon-down"),
+        pytest.param(0.0, 512, 0.5 * 0.8**5 * (1 - 0.2 * 0.12), id="and-the-rest-of-a-horizon"),
+        pytest.param(9.0, 1000, 0.5 * 1.2**10, id="once-per-horizon-up"),
+        pytest.param(0.11, 250, 0.5 * 1.1**2 * 1.05, id="once-per-horizon-near-the-target"),
+        pytest.param(math.inf, 100, 0.6, id="infinite"),
+        pytest.param(math.nan, 100, 0.5, id="nan-changes-nothing"),
     ],
 )
 def test_the_coefficient_moves_towards_its_target(measured: float, number: int, expected: float) -> None:
     callback = AdaptiveKL(0.5, target=0.1, horizon=100)
     callback.adapt(measured, number)
     assert callback.beta == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("measured", [0.0, 9.0])
+@pytest.mark.parametrize("number", [51_200, 10**9])
+def test_a_large_rollout_leaves_a_coefficient_that_adapts(measured: float, number: int) -> None:
+    callback = AdaptiveKL(0.05, target=0.1)
+    for _ in range(20):
+        callback.adapt(measured, number)
+    left = float(torch.tensor(callback.beta))
+    assert 0 < left < math.inf
+    callback.adapt(9.0 - measured, 10_000)
+    assert callback.beta == pytest.approx(left * (1.2 if measured == 0 else 0.8), rel=1e-6)

@@ -36,6 +36,7 @@ CASES: list[tuple[Any, dict[str, Any], str]] = [
     (AdaptiveKL, {"target": 0.0}, "expected target > 0, got 0.0"),
     (AdaptiveKL, {"horizon": 0}, "expected horizon to be a whole number above 0, got 0"),
     (AdaptiveKL, {"beta": -0.1}, "expected beta >= 0, got -0.1"),
+    (AdaptiveKL, {"beta": 0.0}, "expected beta > 0, got 0.0"),
     (AdaptiveKL, {"unbiased": True}, "expected as_loss=True with unbiased=True"),
     (AdaptiveKL, {"estimator": "k4"}, "expected a KL estimator out of k1"),
     (DivergenceMask, {"bound": -0.1}, "expected bound >= 0, got -0.1"),

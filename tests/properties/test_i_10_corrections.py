@@ -99,13 +99,12 @@ OFF: dict[type, list[RLCallback]] = {
     OutlierMask: [OutlierMask(0.0, INF)],
     OverlongPenalty: [OverlongPenalty(6, 4, coef=0.0)],
     ReferenceKL: [ReferenceKL(0.0), ReferenceKL(0.0, as_loss=True), ReferenceKL(0.0, as_loss=True, unbiased=True)],
-    AdaptiveKL: [AdaptiveKL(0.0), AdaptiveKL(0.0, as_loss=True)],
     RolloutKL: [RolloutKL(0.0), RolloutKL(0.0, estimator="k3")],
     TeacherKL: [TeacherKL(None, 0.0), TeacherKL(None, 0.0, as_loss=True)],
     EntropyBonus: [EntropyBonus(0.0)],
     RewardNormalization: [RewardNormalization("none", "none")],
 }
-WITHOUT_OFF_VALUE = {NoEOSMask, DynamicSampling, RouterReplay, ScoreCentering}  # act, filter, replay, center always
+WITHOUT_OFF_VALUE = {AdaptiveKL, NoEOSMask, DynamicSampling, RouterReplay, ScoreCentering}  # at 0 one could not adapt
 
 
 def outcome(correction: RLCallback) -> dict[str, Any]:
