@@ -72,7 +72,7 @@ demo: $(DEMO) ## Train a tiny model on a laptop
 model: $(MODEL) ## Download SmolLM2-135M-Instruct and convert it into models/
 
 $(MODEL): | $(DEMO)
-	$(BIN)/python recipes/smollm2.py $@
+	$(BIN)/python recipes/smollm2.py --folder $@
 
 test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"

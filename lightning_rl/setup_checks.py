@@ -275,8 +275,9 @@ def wrong_eos(
         options: Further arguments of the chat template.
     """
     ids = list(sampling.eos_token_ids or ())
-    ending = None if tokenizer is None else answer_end(tokenizer, options)
-    if tokenizer is None or ending is None or ending in ids or sampling.stop:
+    after = "" if tokenizer is None else text_after_answer(tokenizer, options)
+    ending = None if tokenizer is None else answer_end(tokenizer, after)
+    if tokenizer is None or ending is None or ending in ids or any(stop in after for stop in sampling.stop):
         return None
     if prompt is not None and not _is_chat(prompt, ending):
         return None
@@ -300,17 +301,22 @@ def warn_of_eos(
         rank_zero_warn(f"{observed}; pass sampling=SamplingParams({cure}, ...)")
 
 
-def answer_end(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> int | None:
-    """Return the first special token that the chat template writes after an answer; None if it writes none."""
+def text_after_answer(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    """Return the text that the chat template writes after an answer; empty if it writes none."""
     if not tokenizer.chat_template:
-        return None
+        return ""
     talk: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(talk, tokenize=False, **options))
     except Exception:  # noqa: BLE001  a template may raise anything
-        return None
+        return ""
     _, answer, after = text.rpartition(ANSWER)
-    written: Any = tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
+    return after if answer else ""
+
+
+def answer_end(tokenizer: PreTrainedTokenizerBase, after: str) -> int | None:
+    """Return the first special token of the text after an answer; None if there is none."""
+    written: Any = tokenizer(after, add_special_tokens=False)["input_ids"]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return next((token for token in written if token in special), None)
 

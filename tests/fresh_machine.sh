@@ -35,13 +35,20 @@ if [[ ! -e $root/home/user ]]; then
 	mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null | grep -oE 'https?://[^ ]+/debian/?( |$)' | head -n 1 || true)
 	debootstrap --variant=minbase --include=python3,python3-venv,make,git,ca-certificates \
 		"$suite" "$root" ${mirror:+"$mirror"} > "$log" 2>&1 || {
-		tail "$log"
+		tail "$log" >&2
+		echo "expected debootstrap to install FRESH_SUITE=$suite, bookworm or trixie: see above" >&2
 		exit 2
 	}
 	rm "$log"
 	chroot "$root" useradd --create-home user
 	echo "built $suite in $((SECONDS - start)) s: $(chroot "$root" python3 --version)"
 fi
+
+found=$(. "$root/etc/os-release" && echo "$VERSION_CODENAME")
+[[ $found == "$suite" ]] || {
+	echo "expected FRESH_ROOT=$root to be $suite, got $found: remove it" >&2
+	exit 2
+}
 
 # What the network needs: names, certificates, proxies and pip's index. Nothing else of this machine is seen.
 cp /etc/resolv.conf /etc/hosts "$root/etc/"

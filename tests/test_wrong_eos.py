@@ -44,7 +44,9 @@ def test_an_eos_other_than_the_end_of_the_chat_template_is_found_for_chats_alone
         assert f"ends an answer with {end} ({ENDS_OF_ANSWERS[name]}), which does not end" in fault.observed
         assert fault.cure == f"eos_token_ids=[399, {end}]"
     assert wrong_eos(other, tokenizer, prompt_of("plain text of a base model", (5, 6))) is None
-    assert wrong_eos(replace(other, stop=["!"]), tokenizer, chat) is None
+    assert wrong_eos(replace(other, stop=["Question:"]), tokenizer, chat) is not None
+    ending = str(tokenizer.convert_ids_to_tokens(end))
+    assert wrong_eos(replace(other, stop=["Question:", ending]), tokenizer, chat) is None
     assert wrong_eos(SamplingParams(eos_token_ids=[end]), tokenizer, chat) is None
 
 

@@ -8,23 +8,28 @@ Render = Callable[[Sequence[Message], Sequence[Any]], str]
 """Function from messages and schemas of tools to the text that a chat template writes."""
 
 
-def dropped_parts(render: Render, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[str]:
+def dropped_parts(
+    render: Render, messages: Sequence[Message], tools: Sequence[Any] = (), *, before: Sequence[Message] = ()
+) -> list[str]:
     """Return the texts, tool calls and tools that a chat template does not write; empty if it writes all of them.
 
-    Unique words replace the texts and the names of tools, since a template may trim or escape a real text. Reasoning,
-    the text beside tool calls and the ``name`` of a message are not compared: many templates drop them by design. A
-    conversation that the template refuses has no dropped parts.
+    Unique words replace the texts and the names of tools, since a template may trim, escape or capitalize a real text.
+    A template that shortens texts is not found. Reasoning, the text beside tool calls and the ``name`` of a message are
+    not compared: many templates drop them by design. A conversation that the template refuses has no dropped parts.
 
     Args:
         render: Function that renders with the chat template.
         messages: Messages of the conversation.
         tools: Schemas of its tools.
+        before: Earlier messages of it, which are not compared.
     """
     marked, marks = mark_messages(messages)
     words = [f"tool-{place}-" for place in range(len(tools))]
     marks |= {word: f"the tool {_function(tool).get('name')}" for word, tool in zip(words, tools, strict=True)}
     try:
-        text = render(marked, [_rename(tool, word) for tool, word in zip(tools, words, strict=True)])
+        text = render(
+            [*before, *marked], [_rename(tool, word) for tool, word in zip(tools, words, strict=True)]
+        ).lower()
     except Exception:  # noqa: BLE001  a template may raise anything
         return []
     return list(dict.fromkeys(part for word, part in marks.items() if word not in text))

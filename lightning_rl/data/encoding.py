@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
 
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages
 from lightning_rl.data.row_schema import PromptForm, is_token_ids
@@ -108,18 +109,21 @@ class Encoder:
                 f"{', '.join(roles)}: {error}"
             ) from error
 
-    def _write(self, tokenizer: PreTrainedTokenizerBase, messages: Any) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **self.chat_template_kwargs
-            )
-        )
+    def _write(self, tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any) -> str:
+        options = {**self.chat_template_kwargs, **options}
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
 
     def _check_parts(self, messages: list[dict[str, Any]], name: str) -> None:
         tokenizer = self._tokenizer_for(name)
-        if lost := dropped_parts(lambda talk, _: self._write(tokenizer, talk), messages):
+        given: Sequence[Any] = self.chat_template_kwargs.get("tools") or ()
+        tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in given]
+
+        def render(talk: Sequence[Any], schemas: Sequence[Any]) -> str:
+            return self._write(tokenizer, talk, **({"tools": schemas} if schemas else {}))
+
+        if lost := dropped_parts(render, messages, tools):
             raise ValueError(
-                f"expected a chat template that writes all messages of {name}, got one that drops {', '.join(lost)}: "
+                f"expected a chat template that writes all parts of {name}, got one that drops {', '.join(lost)}: "
                 "set a tokenizer.chat_template that writes them, or move their text into messages of other roles"
             )
 

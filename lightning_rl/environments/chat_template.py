@@ -44,6 +44,7 @@ class Bridge:
     close: Collection[int]
     options: Mapping[str, Any] = field(default_factory=dict)
     _control: Mapping[int, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _checked: set[tuple[Any, ...]] = field(init=False, repr=False, compare=False, default_factory=set)
 
     def __post_init__(self) -> None:
         """Check that there are a template and closing ids."""
@@ -71,20 +72,32 @@ class Bridge:
         Raises:
             BridgeError: If it drops a part; names the part.
         """
-        if lost := dropped_parts(self._text, messages, tools):
-            raise BridgeError(
-                f"the template drops {', '.join(lost)}, so the policy would not read it: set a tokenizer.chat_template "
-                "that writes it"
-            )
+        _refuse(dropped_parts(self._text, messages, tools))
+
+    def _check_new(self, messages: Sequence[Message]) -> None:
+        """Check that the template writes messages after an answer, once for messages of the same roles."""
+        roles = tuple(message.get("role") for message in messages)
+        if roles in self._checked:
+            return
+        for talk, new in dummies(messages):
+            try:
+                self._cut(talk, new)
+            except BridgeError:
+                continue
+            _refuse(dropped_parts(self._text, new, before=talk))
+            self._checked.add(roles)
+            return
 
     def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids after an answer: its closing token unless it was sampled, messages of users or tools, and the
         next answer's header.
 
         Raises:
-            BridgeError: If the template does not render them, or their text became control tokens; says why.
+            BridgeError: If the template does not render them or drops a part of them, or their text became control
+                tokens; says why.
         """
         ids = self.tail(messages)
+        self._check_new(messages)
         harmless = self.tail([{**message, "content": "x"} for message in messages])
         if self._count(ids) > self._count(harmless):
             raise BridgeError("the environment's text became control tokens, which could end its turn")
@@ -195,6 +208,14 @@ class Bridge:
     def _histories(self) -> dict[str, list[Message]]:
         talk: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         return {"a longer conversation": [*talk, *talk], "a system message": [{"role": "system", "content": "?"}]}
+
+
+def _refuse(lost: Sequence[str]) -> None:
+    if lost:
+        raise BridgeError(
+            f"the template drops {', '.join(lost)}, so the policy would not read it: set a tokenizer.chat_template "
+            "that writes it"
+        )
 
 
 SANITIZES = "sanitize_control_tokens" in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters

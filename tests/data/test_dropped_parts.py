@@ -39,6 +39,7 @@ def render(template: str) -> Any:
         pytest.param(EVERY, [SYSTEM, USER, CALLING, RESULT, ANSWER, USER], TOOLS, [], id="every part"),
         pytest.param(EVERY, [USER, {**CALLING, "tool_calls": [CALL["function"]]}, RESULT], (), [], id="flat call"),
         pytest.param(CHATML, [SYSTEM, USER], (), [], id="trimmed and escaped"),
+        pytest.param(CHATML.replace("trim", "upper"), [SYSTEM, USER], (), [], id="capitalized"),
         pytest.param(CHATML, [SYSTEM, USER], TOOLS, BOTH_TOOLS, id="tools"),
         pytest.param(CHATML, [{"role": "user", "content": "add or add_all"}], TOOLS, BOTH_TOOLS, id="names in a text"),
         pytest.param(CHATML, [USER, CALLING, RESULT], (), [CALL_TEXT], id="calls"),
@@ -70,8 +71,33 @@ def test_a_row_whose_system_message_the_template_drops_is_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = NO_SYSTEM
     rows = PromptDataset([{"prompt": [USER]}, {"prompt": [SYSTEM, USER]}])
-    message = "expected a chat template that writes all messages of prompt 1 .*drops the text of the role system: set a"
+    message = "expected a chat template that writes all parts of prompt 1 .*drops the text of the role system: set a"
     with pytest.raises(ValueError, match=message):
         rows.connect(tokenizer)
     tokenizer.chat_template = CHATML
     rows.connect(tokenizer)
+
+
+def test_messages_before_are_not_compared() -> None:
+    assert dropped_parts(render(LAST), [USER], before=[SYSTEM, USER, ANSWER]) == []
+    assert dropped_parts(render(LAST), [RESULT, USER], before=[USER]) == ["the text of the role tool"]
+
+
+def search(query: str) -> str:
+    """Search.
+
+    Args:
+        query: Words.
+    """
+    return query
+
+
+@pytest.mark.parametrize("tool", [TOOLS[0], search])
+def test_tools_among_the_options_of_the_template_have_to_be_written(tool: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHATML
+    rows = PromptDataset([{"prompt": [USER]}], chat_template_kwargs={"tools": [tool]})
+    with pytest.raises(ValueError, match=r"all parts of prompt 0.*drops the tool (add|search): set a"):
+        rows.connect(tokenizer)
+    tokenizer.chat_template = EVERY
+    PromptDataset([{"prompt": [USER]}], chat_template_kwargs={"tools": [tool]}).connect(tokenizer)

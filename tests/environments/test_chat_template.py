@@ -1,5 +1,6 @@
 """Bridge: what families of templates write between answers, or why they do not, and that text stays text."""
 
+import copy
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -143,6 +144,23 @@ CALLS: Message = {
     "tool_calls": [{"type": "function", "id": IDS[0], "function": {"name": "look", "arguments": {"x": "y"}}}],
 }
 LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    "new",
+    [NEW["tool"], NEW["two tools"], [*NEW["tool"], ASK], [ASK, *NEW["tool"]]],
+    ids=["tool", "two tools", "tool and user", "user and tool"],
+)
+def test_messages_of_an_environment_of_which_the_template_drops_a_part_are_refused(new: list[Message]) -> None:
+    tokenizer, close = copy.deepcopy(tokenizer_of("chatml")), close_of("chatml")
+    drawn = [*close][:1]
+    assert Bridge(tokenizer, close).after(drawn, new)
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n"
+    )
+    with pytest.raises(BridgeError, match="the template drops the text of the role tool, so the policy would not read"):
+        Bridge(tokenizer, close).after(drawn, new)
 
 
 @pytest.mark.parametrize(

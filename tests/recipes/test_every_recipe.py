@@ -100,7 +100,9 @@ def test_updates_that_do_not_divide_the_prompts_are_refused_before_the_warm_star
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
-    with pytest.raises(SystemExit, match=r"^expected --updates x --devices to be one of 1, 2, 4, 8, 16, 32, got 3$"):
+    with pytest.raises(
+        SystemExit, match=r"^expected updates of a rollout x devices to be one of 1, 2, 4, 8, 16, 32, got 3$"
+    ):
         run("quickstart", "--updates", "3", monkeypatch=monkeypatch)
     assert "val/" not in capfd.readouterr().out
 
