@@ -91,7 +91,7 @@ def check_adapters(source: nn.Module) -> None:
         )
     names, adapters = {part: name for name, part in model.named_modules()}, adapters_of(model)
     if adapters:
-        _check_tied(model)
+        _check_tie(model)
     for adapter in adapters:
         if (unread := _unread(adapter)) is not None:
             raise ValueError(
@@ -100,7 +100,7 @@ def check_adapters(source: nn.Module) -> None:
             )
 
 
-def _check_tied(model: PreTrainedModel) -> None:
+def _check_tie(model: PreTrainedModel) -> None:
     """Check that no adapter is merged into a weight that embeddings and head share, unless both have the same one."""
     parts: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     first, second = (getattr(_innermost(part), "weight", None) for part in parts)
