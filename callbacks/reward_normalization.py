@@ -3,8 +3,8 @@ r"""Reward normalization: shift and scale the task reward.
 .. math::
     s_b \leftarrow \operatorname{clip}\Bigl(\frac{s_b - \mu}{\sigma + \epsilon},\ \pm c\Bigr)
 
-with mean and deviation over the rewarded rows of the batch or of the row's group, or omitted. The difference to the raw
-reward is contributed as a bonus, so ``reward/task`` still logs the raw reward. Meant for estimators that do not
+with mean and deviation over the rewarded rows of the batch or of the row's group, or omitted. It takes the place of the
+raw reward, which ``reward/task`` still logs. Meant for estimators that do not
 normalize, such as GAE.
 
 Source: Engstrom et al. 2020 (Implementation matters), arXiv:2005.12729, on scaling rewards.
@@ -19,7 +19,6 @@ from typing_extensions import override
 from lightning_rl.advantages import Level, Normalized
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.utils.arguments import check_numbers
 
 
@@ -65,9 +64,8 @@ class RewardNormalization(RLCallback):
         self.batch_statistics = not self._estimator.within_groups
 
     @override
-    def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
-        normalized = self._normalize(rollout).clamp(-self.clip, self.clip)
-        return normalized - masked_fill_invalid(rollout.rewards, rollout.rewarded).double()  # exact for large rewards
+    def replace_reward(self, rollout: Rollout) -> Float[Tensor, " B"]:
+        return self._normalize(rollout).clamp(-self.clip, self.clip)
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:

@@ -5,9 +5,9 @@ r"""Stop properly: scale or replace the reward of truncated responses.
     \text{finish}_b \in \{\text{length}, \text{turns}\} \\ s_b & \text{otherwise} \end{cases}
 
 Scaling requires rewards of at least 0: it would raise a negative reward. For rewards that may be negative, pass a
-``reward`` not above the smallest of them. The difference to the raw reward is contributed as a bonus before
-normalization. Unlike with :class:`~lightning_rl.callbacks.NoEOSMask`, the row stays in the statistics of its group, so
-the policy learns to stop. Combining the two raises an error.
+``reward`` not above the smallest of them. It takes the place of the raw reward before normalization. Unlike with
+:class:`~lightning_rl.callbacks.NoEOSMask`, the row stays in the statistics of its group, so the policy learns to stop.
+Combining the two raises an error.
 
 Source: NVIDIA 2025 (ProRL v2), its stop-properly penalty; prolonged training: Liu et al. 2025, arXiv:2505.24864.
 """
@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
-from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.utils.arguments import check_numbers
 
 
@@ -47,10 +46,9 @@ class StopProperly(RLCallback):
         self.reward = reward
 
     @override
-    def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:
-        raw = masked_fill_invalid(rollout.rewards, rollout.rewarded)
-        reduced = self.scale * raw if self.reward is None else torch.full_like(raw, self.reward)
-        return torch.where(rollout.truncated & rollout.rewarded, reduced - raw, 0.0)
+    def replace_reward(self, rollout: Rollout) -> Float[Tensor, " B"]:
+        reduced = self.scale * rollout.rewards if self.reward is None else self.reward
+        return torch.where(rollout.truncated, reduced, rollout.rewards)
 
     @override
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:

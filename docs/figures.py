@@ -494,12 +494,12 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
     "NoEOSMask": partial(
         by_row, corrections.NoEOSMask(), "reward_mask", "enters statistics of the reward", run=short
     ),
-    "StopProperly": partial(by_row, corrections.StopProperly(reward=-0.5), "reward_bonus", ADDED, run=short),
+    "StopProperly": partial(by_row, corrections.StopProperly(reward=-0.5), "replace_reward", "reward", run=short),
     "DynamicSampling": partial(by_row, corrections.DynamicSampling(), "keep_groups", "kept", group=True),
     "LinearLengthPenalty": partial(by_row, corrections.LinearLengthPenalty(0.25), "reward_bonus", ADDED),
     "OverlongPenalty": partial(by_row, corrections.OverlongPenalty(10, 4), "reward_bonus", ADDED),
     "RewardNormalization": partial(
-        by_row, corrections.RewardNormalization("group", "none"), "reward_bonus", ADDED, group=True
+        by_row, corrections.RewardNormalization("group", "none"), "replace_reward", "reward", group=True
     ),
     "EntropyBonus": partial(by_entropy, corrections.EntropyBonus(0.05)),
     "PositiveNLL": partial(by_imitation, corrections.PositiveNLL(0.1)),

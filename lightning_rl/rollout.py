@@ -75,14 +75,14 @@ class Rollout:
         rewarded: True for trained rows whose rewards enter statistics such as a group's mean.
         valid_tokens: True for tokens in the loss: tokens of ``action_mask`` in the rows of ``trained``. Before
             ``exclude_rows`` (rollouts/estimate_signal.py) has run, it is equal to ``action_mask``.
-        rewards: Weighted sum of the reward functions.
-        task_rewards: Values of each reward function by name; NaN where it returned None.
+        rewards: Weighted sum of the reward functions, in float64.
+        task_rewards: Values of each reward function by name, in float64; NaN where it returned None.
         rollout_logprobs: Log-probabilities that the engine computed while sampling.
         old_logprobs: Log-probabilities of the policy before the first optimizer step on the rollout.
         ref_logprobs: Log-probabilities of the frozen reference.
         values: Predictions of the critic.
-        advantages: Advantage of each token.
-        returns: Targets of the critic.
+        advantages: Advantage of each token, in the dtype of the rewards.
+        returns: Targets of the critic, in the dtype of the rewards.
         extras: Further tensors per row, by name.
         token_extras: Further tensors per response token, by name.
         prompt_extras: Further tensors per prompt token, by name.
@@ -139,7 +139,7 @@ class Rollout:
         finish: Sequence[int] | None = None,
         versions: Sequence[Sequence[int]] | None = None,
         actions: Sequence[Sequence[bool]] | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype = torch.float64,
     ) -> RolloutT:
         """Create a rollout with zero rewards. Rows that end with ABORT or FAILED are not trained on.
 

@@ -15,6 +15,7 @@ from lightning_rl.corrections import (
     CONTRIBUTIONS,
     MADE_AFTER,
     POLICY_LOSS_FACTORS,
+    ROW_REWARDS,
     TOKEN_REWARDS,
     Corrections,
     LossView,
@@ -243,10 +244,10 @@ def check_estimator(spec: RunSpec) -> Problems:
             f"{chosen} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
             "more, or an estimator without a group such as reinforce, ReMax or GAE"
         )
-    for callback in corrections.contributors("reward_bonus") if estimator.needs_greedy else ():
+    for callback in corrections.contributors(*ROW_REWARDS) if estimator.needs_greedy else ():
         if callback.reads:
             yield (
-                f"{chosen} scores a greedy answer with the bonus of {type(callback).__name__}, which reads "
+                f"{chosen} scores a greedy answer with the reward of {type(callback).__name__}, which reads "
                 f"{callback.reads[0]}, and greedy answers have none: use one without the other"
             )
         elif callback.compares_rows:
@@ -275,7 +276,7 @@ def check_turn_rewards(spec: RunSpec) -> Problems:
             f"expected one EnvironmentReward() of weight 1 for {chosen}, got "
             f"{f'weights {weights}' if weights else 'none'}: add it to rewards="
         )
-    for callback in spec.corrections.contributors("reward_bonus"):
+    for callback in spec.corrections.contributors(*ROW_REWARDS):
         if callback.scales_rewards or callback.compares_rows:
             yield (
                 f"expected unscaled rewards for {chosen}, got {type(callback).__name__}, which scales rewards of rows "

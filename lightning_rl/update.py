@@ -253,8 +253,13 @@ def from_table(outputs: Outputs) -> Forward:
 
 
 def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False) -> LossView:
-    """Return the view for losses and corrections; missing old log-probabilities are the current ones, detached."""
+    """Return the view for losses and corrections; missing old log-probabilities are the current ones, detached.
+
+    Advantages and returns are cast to the dtype of the log-probabilities.
+    """
     values = {spec.name: getattr(rows, spec.name) for spec in fields(rows)}
+    for name in ("advantages", "returns"):
+        values[name] = None if values[name] is None else values[name].to(outputs.logprobs.dtype)
     if rows.old_logprobs is None:
         values["old_logprobs"] = outputs.logprobs.detach()
     entropy = outputs.entropy if entropy_gradient else outputs.entropy.detach()

@@ -25,7 +25,8 @@ class RewardSignal:
     """Input of an estimator: the rewards and other fields of a rollout.
 
     Attributes:
-        scores: Task reward plus bonuses of each row, shape [B]; without the task reward outside ``rewarded``.
+        scores: Task reward plus bonuses of each row, in float64 as the rewards of a run, shape [B]; without the task
+            reward outside ``rewarded``.
         rewarded: Rows that enter reward statistics, shape [B].
         groups: Prompt index of each row, shape [B]; all rows of a group are on one rank.
         valid_tokens: Tokens that train, shape [B, T].
@@ -113,7 +114,7 @@ class Estimator(ABC):
     @property
     def compares(self) -> bool:
         """True if groups of one have no advantage, which is evaluated on an example."""
-        scores = torch.linspace(-1.0, 2.0, EXAMPLE_ROWS)
+        scores = torch.linspace(-1.0, 2.0, EXAMPLE_ROWS, dtype=torch.float64)
         valid = torch.ones(EXAMPLE_ROWS, 2, dtype=torch.bool)
         shaped, zeros = shaped_rewards(scores, None, valid), torch.zeros(EXAMPLE_ROWS, 2)
         advantages, _ = self(

@@ -20,7 +20,7 @@ from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
     CONTRIBUTIONS,
-    TOKEN_REWARDS,
+    REWARDS,
     Corrections,
     LossTerm,
     LossView,
@@ -239,7 +239,7 @@ class Evidence:
     @cached_property
     def rewards_of_run(self) -> Tensor | None:
         """Shaped rewards of :attr:`groups` in the run, [B, T]; None if they depend on other ranks."""
-        if not any(one.compares_prompts for one in self.contributions("reward_bonus", *TOKEN_REWARDS)):
+        if not any(one.compares_prompts for one in self.contributions(*REWARDS)):
             return self.signal(self.groups)[1]
         if self.facts.ranks > 1:
             return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.audit_error import rounding
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.corrections import TOKEN_REWARDS, Corrections, LossView, RLCallback, Stat
+from lightning_rl.corrections import REWARDS, TOKEN_REWARDS, Corrections, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import StatReduction, reduce_moments
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import GREEDY_SCORE, FinishReason, Rollout
@@ -126,8 +126,11 @@ def sampling_figures(
 
 
 def shaped_parts(rollout: Rollout, corrections: Corrections) -> tuple[Tensor, Tensor]:
-    """Return the score of each row with its bonuses, [B], and the token rewards, [B, T], in float64."""
-    scores = torch.where(rollout.rewarded, rollout.rewards.double(), 0.0)
+    """Return the score of each row, [B], and the token rewards, [B, T], in float64."""
+    rewards = rollout.rewards
+    for callback in corrections.contributors("replace_reward"):
+        rewards = callback.replace_reward(rollout)
+    scores = torch.where(rollout.rewarded, rewards.double(), 0.0)
     tokens = torch.zeros(rollout.valid_tokens.shape, dtype=torch.float64, device=scores.device)
     for callback in corrections.contributors("reward_bonus"):
         scores = scores + callback.reward_bonus(rollout).double()
@@ -140,7 +143,7 @@ def shaped_parts(rollout: Rollout, corrections: Corrections) -> tuple[Tensor, Te
 def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
     """Return metrics of bonuses and token rewards; empty if one of them comes from an adaptive callback."""
     corrections, rollout = algorithm.corrections, rollout.sanitize()
-    giving = corrections.contributors("reward_bonus", *TOKEN_REWARDS)
+    giving = corrections.contributors(*REWARDS)
     if any(callback.state_dict() for callback in giving):
         return {}
     scores, tokens = shaped_parts(rollout, corrections)

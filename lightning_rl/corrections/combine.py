@@ -15,8 +15,10 @@ from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout, RolloutT
+from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.mutation_guard import Fields
+from lightning_rl.utils.naming import in_words
 
 ReturnT = TypeVar("ReturnT")
 RESERVED = frozenset(
@@ -64,7 +66,7 @@ class Corrections:
         guard: Detects edits by user code.
 
     Raises:
-        ValueError: If a name is empty or used twice.
+        ValueError: If a name is empty or used twice, or several callbacks replace the reward.
     """
 
     def __init__(self, callbacks: Sequence[RLCallback] = (), collectives: Collectives | None = None) -> None:
@@ -87,6 +89,9 @@ class Corrections:
         self._contributors = {
             method: tuple(callback for callback, methods in offers if method in methods) for method in CONTRIBUTIONS
         }
+        replacing = [type(callback).__name__ for callback in self._contributors["replace_reward"]]
+        if len(replacing) > 1:
+            raise ValueError(f"expected one callback that replaces the reward, got {in_words(replacing)}: remove one")
         self._contributors["observe"] = tuple(sorted(self._contributors["observe"], key=lambda c: c.affects))
 
     def contributors(self, *methods: str) -> tuple[RLCallback, ...]:
@@ -104,6 +109,17 @@ class Corrections:
         for _, mask in self._each("reward_mask", rollout):
             combined = combined & mask
         return combined
+
+    def replace_reward(self, rollout: Rollout) -> Tensor | None:
+        """Return the reward of the callback that replaces it, shape [B], or None."""
+        return self._sum("replace_reward", rollout)
+
+    def scores(self, rollout: Rollout) -> Tensor:
+        """Return the reward of each row, or its replacement, plus all bonuses, shape [B], in the dtype of rewards."""
+        replacement, bonus = self.replace_reward(rollout), self.reward_bonus(rollout)
+        rewards = rollout.rewards if replacement is None else replacement
+        scores = masked_fill_invalid(rewards, rollout.rewarded).double()
+        return (scores if bonus is None else scores + bonus).to(rollout.rewards.dtype)
 
     def reward_bonus(self, rollout: Rollout) -> Tensor | None:
         """Return the sum of all bonuses, shape [B], or None."""

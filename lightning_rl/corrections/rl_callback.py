@@ -45,6 +45,7 @@ class Contribution:
 
 CONTRIBUTIONS: Mapping[str, Contribution] = {
     "reward_mask": Contribution("sampling", "row mask", "and", "rewards"),
+    "replace_reward": Contribution("sampling", "row float", "one alone", "rewards"),
     "reward_bonus": Contribution("sampling", "row float", "sum", "rewards"),
     "keep_groups": Contribution("sampling", "row mask", "and", "prompts"),
     "exclude": Contribution("sampling", "row mask", "or", "rows"),
@@ -65,7 +66,7 @@ CONTRIBUTIONS: Mapping[str, Contribution] = {
 """Every contribution method, in the order of calls."""
 
 BEFORE_LOGPROBS = ("reward_mask", "keep_groups", "observe_rewards", "exclude")
-BEFORE_ADVANTAGES = (*BEFORE_LOGPROBS, "provide", "reward_bonus", "token_reward")
+BEFORE_ADVANTAGES = (*BEFORE_LOGPROBS, "provide", "replace_reward", "reward_bonus", "token_reward")
 MADE_AFTER = {
     **dict.fromkeys(("old_logprobs", "ref_logprobs", "values"), BEFORE_LOGPROBS),
     **dict.fromkeys(("advantages", "returns"), BEFORE_ADVANTAGES),
@@ -76,6 +77,7 @@ POLICY_LOSS_FACTORS = tuple(name for name, entry in CONTRIBUTIONS.items() if ent
 REWARDS = tuple(
     name for name, entry in CONTRIBUTIONS.items() if entry.affects == "rewards" and "float" in entry.returns
 )
+ROW_REWARDS = tuple(name for name in REWARDS if CONTRIBUTIONS[name].returns == "row float")
 TOKEN_REWARDS = tuple(name for name in REWARDS if CONTRIBUTIONS[name].returns == "token float")
 
 
@@ -116,8 +118,9 @@ class RLCallback(Callback):
         alternative: Replacement to suggest in error messages if this correction is incompatible.
         replaces: Names of corrections with the same effect, which cannot be combined with it.
         idle_beside: Names of corrections beside which it has no effect.
-        compares_rows: True if its bonus of a row depends on other rows.
-        scales_rewards: True if its bonus grows with the reward, so that a constant added to a group matters.
+        compares_rows: True if its reward or bonus of a row depends on other rows.
+        scales_rewards: True if its reward or bonus grows with the raw reward, so that a constant added to a group
+            matters.
         compares_groups: True if it compares the samples of a prompt, which requires groups of more than one.
         batch_statistics: True if its values of a row depend on rows of other prompts, such as through a batch mean; the
             audit reports such a dependency otherwise.
@@ -169,6 +172,10 @@ class RLCallback(Callback):
 
     def reward_mask(self, rollout: Rollout) -> Bool[Tensor, " B"]:
         """Return the rows that enter the reward and its statistics; combined by *and*."""
+        raise NotImplementedError
+
+    def replace_reward(self, rollout: Rollout) -> Float[Tensor, " B"]:
+        """Return the task reward of each row in place of the raw one; for *one* callback of a run *alone*."""
         raise NotImplementedError
 
     def reward_bonus(self, rollout: Rollout) -> Float[Tensor, " B"]:

@@ -72,7 +72,8 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
     plan = plan_of_rows(rollout, rows, packed=packed)
     for number, step in enumerate(recording.header["steps"]):
         if number % recording.minibatches == 0:
-            replayed.gradients.append(torch.zeros_like(replayed.shaped))
+            logprobs = recording.of_step(number, "logprobs")
+            replayed.gradients.append(torch.zeros_like(replayed.shaped if logprobs is None else logprobs))
             replayed.rejected.append(torch.zeros_like(rollout.valid_tokens))
         if restore:
             load_states(algorithm, step["states"] or {})

@@ -39,7 +39,7 @@ LOOP = EventLoop("rewards")
 
 
 class Scores(NamedTuple):
-    """Rewards of each row."""
+    """Rewards of each row, in float64."""
 
     total: Float[Tensor, " B"]  # weighted sum; 0 if the row is not scored
     raw: dict[str, Float[Tensor, " B"]]  # values of each function; NaN where missing
@@ -134,7 +134,7 @@ class Rewards:
             completions: Texts of the completions.
             completion_ids: Token ids of each completion.
             columns: Other data columns, one value per row.
-            dtype: Dtype of the scores.
+            dtype: Dtype of the update, which has to hold every total; scores are in float64.
             trainer_state: State for functions that take ``trainer_state``; None without a trainer.
             started: Result of :meth:`start` for the same rows.
 
@@ -203,13 +203,13 @@ class Rewards:
     def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
         total = torch.zeros(len(rows), dtype=torch.float64)
         applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
-        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=dtype) for name in self.by_name}
+        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=torch.float64) for name in self.by_name}
         weighted: dict[str, Tensor] = {}
         for call in calls:
             missing = torch.tensor([value is None for value in call.values], dtype=torch.bool)
             exact = torch.tensor([math.nan if value is None else value for value in call.values], dtype=torch.float64)
             finite = torch.isfinite(exact)
-            raw[call.name] = torch.where(finite, exact, math.nan).to(dtype)
+            raw[call.name] = torch.where(finite, exact, math.nan)
             if (weight := self.weights[call.name]) != 0:
                 applied, failed = applied | finite, failed | ~(finite | missing)
                 weighted[call.name] = torch.where(finite, exact, 0.0) * weight
@@ -221,7 +221,7 @@ class Rewards:
             calls = [call._replace(failures=[*call.failures, failure]) if call.name == name else call for call in calls]
         failed = failed | overflow
         scored = applied & ~failed
-        return Scores(torch.where(scored, total, 0.0).to(dtype), raw, scored, failed, calls)
+        return Scores(torch.where(scored, total, 0.0), raw, scored, failed, calls)
 
 
 def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:

@@ -29,7 +29,7 @@ def lay_out(
         groups: Prompt index of each row.
         sample_ids: Id of each row.
         finish: Finish reason of each row.
-        dtype: Dtype of rewards and log-probabilities.
+        dtype: Dtype of log-probabilities; rewards are in float64.
         recorded: Names of the per-token extras that completions hold.
         logprobs: True if completions hold log-probabilities.
         turns: True to store the turn number and the turn reward of each token.
@@ -38,7 +38,7 @@ def lay_out(
         ValueError: If a completion lacks values that its engine promised.
     """
     prompts, responses = [row.prompt_ids for row in rows], [row.response_ids for row in rows]
-    rollout = Rollout.of_samples(prompts, responses, groups=groups, sample_ids=sample_ids, finish=finish, dtype=dtype)
+    rollout = Rollout.of_samples(prompts, responses, groups=groups, sample_ids=sample_ids, finish=finish)
     answers, numbers = [turn for row in rows for turn in row.turns], rollout.action_mask.long()
     if turns:
         numbers = pad_lists([row.turn_numbers for row in rows], torch.int64)[0]
@@ -52,7 +52,7 @@ def lay_out(
 
     extras = {name: _pad(rows, name, _token_extra) for name in sorted(recorded)}
     if turns:
-        extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(answers).to(dtype))}
+        extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(answers))}
     return rollout.replace(
         action_mask=drawn,
         valid_tokens=drawn,
@@ -95,7 +95,7 @@ def _turn_rewards(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
     for turn in turns:
         if turn.completion.token_ids:
             values += [*[0.0] * (len(turn.completion.token_ids) - 1), turn.reward or 0.0]
-    return torch.tensor(values)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _token_extra(talk: ConversationRow, name: str) -> Tensor | None:

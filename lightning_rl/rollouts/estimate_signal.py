@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from lightning_rl.advantages import Estimator, RewardSignal
-from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.corrections import REWARDS, Corrections, Stat
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURN_REWARDS, TURNS, Rollout
-from lightning_rl.signal.masked import GlobalSum, group_index, local_sum, masked_fill_invalid
+from lightning_rl.signal.masked import GlobalSum, group_index, local_sum
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
 from lightning_rl.utils.naming import in_words
@@ -46,16 +46,13 @@ def estimate_advantages(
             float tensor [B, T] without gradient.
     """
     rollout = corrections.provide(rollout).sanitize()
-    bonus, token_rewards = corrections.reward_bonus(rollout), corrections.token_reward(rollout)
-    scores = masked_fill_invalid(rollout.rewards, rollout.rewarded)
-    if bonus is not None:
-        scores = (scores.double() + bonus).to(scores.dtype)
+    scores, token_rewards = corrections.scores(rollout), corrections.token_reward(rollout)
     earned = rollout.token_extras.get(TURN_REWARDS) if estimator.turn_rewards else None
     if earned is not None:
         earned = torch.where(rollout.rewarded[:, None], earned, 0.0)
     shaped = shaped_rewards(scores, token_rewards, rollout.valid_tokens, earned)
-    adding = [callback.name for callback in corrections.contributors("reward_bonus", "token_reward")]
-    cause = f"look at reward_bonus and token_reward of {in_words(adding)}" if adding else "look at the turn rewards"
+    giving = [callback.name for callback in corrections.contributors(*REWARDS)]
+    cause = f"look at {in_words(REWARDS)} of {in_words(giving)}" if giving else "look at the turn rewards"
     _check_finite("rewards", shaped, rollout, cause)  # before normalization spreads it to other samples
     rewards = RewardSignal(
         scores=scores,

@@ -128,7 +128,7 @@ class Sampler:
         group_size: Number of samples per prompt.
         seed: Seed of the run.
         corrections: Callbacks; used for reward masks, kept groups and observers.
-        dtype: Dtype of rewards and log-probabilities.
+        dtype: Dtype of log-probabilities; rewards are in float64.
         forward_context: Context around generation that sets the precision.
         greedy_baseline: True to score a greedy completion of each prompt for ``extras["greedy_score"]``.
         collectives: Collectives over the ranks.
@@ -441,9 +441,7 @@ class Sampler:
     def _with_baseline(self, rollout: Rollout, greedy: Rollout) -> Rollout:
         size = len(rollout) // max(len(greedy), 1)
         rewarded = greedy.rewarded & self.corrections.reward_mask(greedy)
-        score = torch.where(rewarded, greedy.rewards, 0.0)
-        bonus = self.corrections.reward_bonus(greedy)
-        score = (score if bonus is None else (score.double() + bonus).to(score.dtype)).repeat_interleave(size)
+        score = self.corrections.scores(greedy.replace(rewarded=rewarded)).repeat_interleave(size)
         rewarded = rollout.rewarded & rewarded.repeat_interleave(size)
         return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
 

@@ -72,6 +72,7 @@ def gae(
     """
     check_decay(gamma=gamma, **({} if isinstance(lam, Tensor) else {"lam": lam}))
     rewards, values = masked_fill_invalid(rewards, valid_tokens), masked_fill_invalid(values, valid_tokens)
+    values = values.to(torch.promote_types(rewards.dtype, values.dtype))
     advantages = torch.zeros_like(values)
     running = values.new_zeros(len(values))
     following = running if bootstrap is None else bootstrap

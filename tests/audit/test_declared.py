@@ -30,7 +30,8 @@ def test_a_bonus_that_scales_rewards_is_found_unless_it_says_so(make: type[RLCal
     silent.scales_rewards = False
     assert CHECKS["reward_shift"](evidence_with(declared)) == []
     (finding,) = CHECKS["reward_shift"](evidence_with(silent))
-    assert finding.culprit == f"callback {silent.name}.reward_bonus"
+    (method,) = silent.contributes & {"replace_reward", "reward_bonus"}
+    assert finding.culprit == f"callback {silent.name}.{method}"
 
 
 @pytest.mark.parametrize("correction", [StopProperly(0.5), StopProperly(reward=-0.5)])

@@ -85,8 +85,7 @@ def test_constant_rewards_become_0(level: Any, reward: float) -> None:
 def test_rows_without_reward_get_no_bonus_and_move_no_other() -> None:
     rows = rollout([1.0, 3.0, math.nan, 7.0], groups=[0] * 4, rewarded=[True, True, False, False])
     callback = RewardNormalization()
-    bonus = callback.reward_bonus(rows)
-    assert bonus[2:].tolist() == [0.0, 0.0]
+    assert callback.replace_reward(rows)[2:].tolist() == [0.0, 0.0]
     scores, logged = scored(rows, callback)
     assert_close(scores, torch.tensor([-(0.5**0.5), 0.5**0.5, 0.0, 0.0]), atol=1e-6, rtol=0)
     assert logged["reward_normalization/reward"] == pytest.approx(0.0, abs=1e-12)
@@ -111,15 +110,15 @@ def test_ranks_share_the_batch() -> None:
     parts = rollout([1.0, 3.0], groups=[0, 0]), rollout([5.0, 5.0, 9.0], groups=[1, 1, 1])
 
     def rank(rows: Rollout) -> Any:
-        def bonus(global_sum: GlobalSum) -> Tensor:
+        def normalized(global_sum: GlobalSum) -> Tensor:
             callback = RewardNormalization()
             callback.collectives = SummedBy(global_sum)
-            return callback.reward_bonus(rows)
+            return callback.replace_reward(rows)
 
-        return bonus
+        return normalized
 
     found = torch.cat(in_lockstep(*(rank(part) for part in parts)))
-    assert_close(found, RewardNormalization().reward_bonus(concatenate(parts)), atol=1e-12, rtol=0)
+    assert_close(found, RewardNormalization().replace_reward(concatenate(parts)), atol=1e-12, rtol=0)
 
 
 def test_a_critic_learns_the_normalised_reward() -> None:
@@ -128,7 +127,7 @@ def test_a_critic_learns_the_normalised_reward() -> None:
     fit(module, callbacks=[RewardNormalization(), recorder(seen)("recorder")])
     for rows in seen:
         mean, std = rows.rewards.double().mean(), rows.rewards.double().std()
-        expected = ((rows.rewards - mean) / (std + 1e-6)).float()
+        expected = (rows.rewards - mean) / (std + 1e-6)
         first = rows.require("returns")[:, 0]  # lam=1: the whole reward of the row
         assert std > 0 and rows.valid_tokens[:, 0].all()
         assert_close(first, expected, atol=1e-5, rtol=0)

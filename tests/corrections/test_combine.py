@@ -17,6 +17,7 @@ from lightning_rl.corrections import CONTRIBUTIONS, Corrections
 AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
 NO_ROLLOUT = {"observe_generated", "observe_step"}  # see requests with completions, and a trace
 METHODS = [method for method in CONTRIBUTIONS if method != "forward_context" and method not in NO_ROLLOUT]
+METHODS.remove("replace_reward")  # of one callback alone
 
 
 def view() -> LossView:
@@ -112,10 +113,21 @@ def test_two_callbacks_combine_as_documented(method: str, fold: Callable[[Tensor
     assert expected.float().std() > 0
 
 
+def test_one_callback_alone_replaces_the_reward() -> None:
+    rollout = ragged_rollout()
+    replaced, added = torch.rand(len(rollout)), torch.rand(len(rollout))
+    callbacks = [callback_of("a", reward_bonus=lambda _: added), callback_of("b", replace_reward=lambda _: replaced)]
+    expected = torch.where(rollout.rewarded, replaced, 0.0) + added
+    assert torch.equal(Corrections(callbacks).scores(rollout), expected)
+    with pytest.raises(ValueError, match='callback that replaces the reward, got "B", "C": remove one'):
+        Corrections([*callbacks, callback_of("c", replace_reward=lambda _: replaced)])
+
+
 def test_nobody_contributes_nothing() -> None:
     none, rollout = Corrections(), ragged_rollout()
     assert none.reward_mask(rollout).all() and none.keep_groups(rollout).all() and not none.exclude(rollout)[0].any()
-    assert none.reward_bonus(rollout) is None and none.token_reward(rollout) is None
+    assert none.replace_reward(rollout) is None and none.reward_bonus(rollout) is None
+    assert none.token_reward(rollout) is None
     assert none.policy_factor(view()) == (None, {}) and none.loss_terms(view()) == []
     assert none.metrics(view()) == none.rollout_metrics(rollout) == {}
     assert all(none.contributors(method) == () for method in CONTRIBUTIONS)

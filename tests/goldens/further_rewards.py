@@ -11,12 +11,12 @@ from lightning_rl.callbacks import LinearLengthPenalty, StopProperly
 
 @replays("stop_properly")
 def stopped(case: Case) -> Outputs:
-    """The reward plus the bonus of our correction; a negative coefficient is the reward itself."""
+    """The reward by our correction; a negative coefficient is the reward itself."""
     coef, rewards = case.params["coef"], case["rewards"]
     finish = torch.where(case.mask("truncated"), FinishReason.LENGTH, FinishReason.STOP).to(torch.uint8)
     rollout = rollout_of(rewards.tolist(), [[1]] * len(rewards), finish=finish).replace(rewards=rewards)
     correction = StopProperly(coef) if coef >= 0 else StopProperly(reward=coef)
-    return {"rewards_out": rewards + correction.reward_bonus(rollout)}
+    return {"rewards_out": correction.replace_reward(rollout)}
 
 
 @replays("grpo_linear_length_penalty")

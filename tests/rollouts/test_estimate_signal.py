@@ -1,11 +1,12 @@
 """From rewards to advantages: raw stays raw, masks mask, and what is not finite is named."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kit.support import callback_of, ragged_rollout, rollout_of
+from kit.support import callback_of, fit, parity_reward, ragged_rollout, recorder, rollout_of, tiny_module, weights_of
 from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
@@ -200,3 +201,19 @@ def test_a_token_estimator_sees_values_and_returns_what_the_critic_should_learn(
         task[row, steps[-1:]] = score
     assert_close(advantages, gae(task, rollout.require("values"), rollout.valid_tokens, gamma=0.9, lam=0.8))
     assert_close(found.require("returns"), advantages + rollout.require("values"))
+
+
+@pytest.mark.parametrize("advantages", ["grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_large_constant_in_every_reward_changes_no_update(advantages: str) -> None:
+    def far(*args: Any, **columns: Any) -> list[float]:
+        return [1e8 + value for value in parity_reward(*args, **columns)]
+
+    options: dict[str, Any] = {"advantages": advantages, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    near, moved = (tiny_module(rewards=reward, **options) for reward in (parity_reward, far))
+    seen: list[Rollout] = []
+    for module in (near, moved):
+        fit(module, max_steps=2, callbacks=[recorder(seen)("seen")])
+    first, second, *others = (rollout.require("advantages") for rollout in seen)
+    assert first.any() and second.any() and seen[0].rewards.dtype == torch.float64
+    assert_close(others, [first, second], atol=1e-6, rtol=0)
+    assert_close(weights_of(moved), weights_of(near), atol=1e-6, rtol=0)

@@ -16,7 +16,7 @@ from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.recomputed_metrics import figure_of
 from lightning_rl.audit.sampling_statistics import Pair, turns_of
-from lightning_rl.corrections import TOKEN_REWARDS
+from lightning_rl.corrections import REWARDS
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.generation import request_seed, turn_seed
 from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
@@ -247,7 +247,7 @@ def silent_environments(evidence: Evidence) -> Iterator[Finding | Skip]:
     groups = evidence.groups
     if TURNS not in groups.token_extras or not bool((groups.token_extras[TURNS] > 0).any()):
         return
-    if evidence.contributions("reward_bonus", *TOKEN_REWARDS):
+    if evidence.contributions(*REWARDS):
         yield Skip("corrections that give rewards may read environment tokens")
         return
     order = (~groups.action_mask).to(torch.int8).argsort(dim=-1, stable=True)
