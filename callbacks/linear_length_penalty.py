@@ -8,7 +8,7 @@ r"""Linear length penalty: penalize long responses in proportion to the mean rew
 with :math:`n` the number of sampled tokens, :math:`m` the number of other tokens (prompt and tool outputs), :math:`k`
 the number of turns, and :math:`\bar s_g` the mean reward of the group. Mean and maxima run over the rewarded rows. The
 penalty is added to the task reward before normalization. Requires rewards of at least 0: in a group with a negative
-mean, longer responses would gain reward.
+mean, longer responses would gain reward. A reward below 0 ends the run.
 
 Source: prime-rl 2026, the linear length penalty of its group-relative algorithms.
 """
@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_rl.corrections import RLCallback, Stat
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import group_index, masked_fill_invalid
+from lightning_rl.signal.reward_domain import RewardDomain
 from lightning_rl.utils.arguments import check_numbers
 
 
@@ -45,6 +46,8 @@ class LinearLengthPenalty(RLCallback):
 
     def __init__(self, tokens: float = 0.25, *, context: float = 0.0, turns: float = 0.0) -> None:
         check_numbers(at_least=0, finite=True, tokens=tokens, context=context, turns=turns)
+        if tokens or context or turns:
+            self.domain = RewardDomain(0.0, "add a constant to the rewards, so that the smallest is 0")
         self.tokens = tokens
         self.context = context
         self.turns = turns

@@ -27,7 +27,7 @@ from lightning_rl.policy import ModelOptions, make_plan
 from lightning_rl.policy.build import ModelSource, TokenizerSource
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
+from lightning_rl.rollouts.estimate_signal import check_domains, estimate_signal, exclude_rows
 from lightning_rl.rollouts.generator import RolloutGenerator
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
 from lightning_rl.rollouts.nonfinite import recording_nonfinite
@@ -181,7 +181,8 @@ class RLLightningModule(BaseModule):
             rollout = add_logprobs(rollout, plan, policy, self.models.reference, corrections, **passes)
         with run.times.phase("signal"):
             estimator, global_sum = self.algorithm.advantages, self.parallel.collectives.sum
-            rollout, _, signal = estimate_signal(rollout, estimator, corrections, global_sum)
+            rollout, rewards, signal = estimate_signal(rollout, estimator, corrections, global_sum)
+            check_domains(rollout, rewards.scores, estimator, corrections)
         current = CurrentRollout.of(number, rollout, plan)
         corrections.observe(rollout)
         return current, {**stats, **signal, **staleness(rollout, number), **corrections.rollout_metrics(rollout)}

@@ -12,6 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.signal.masked import GlobalSum, local_sum
+from lightning_rl.signal.reward_domain import RewardDomain
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 RowFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -96,6 +97,7 @@ class Estimator(ABC):
         needs_greedy: True if it needs a greedy answer to each prompt, which is not trained on.
         turn_rewards: True to place turn rewards of an environment at their turns in ``shaped`` instead of at the end.
         within_groups: True if a row's advantage depends only on rows of its group.
+        domain: Scores for which it is defined; a rollout with others ends the run. None for any.
         shift_invariant: True if adding a constant to all scores of a group changes nothing.
     """
 
@@ -105,6 +107,7 @@ class Estimator(ABC):
     turn_rewards: bool = False
     within_groups: bool = False
     shift_invariant: bool = False
+    domain: ClassVar[RewardDomain | None] = None
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_rl.advantages.estimator import RowEstimator
 from lightning_rl.signal.masked import masked_fill_invalid
+from lightning_rl.signal.reward_domain import RewardDomain
 from lightning_rl.signal.statistics import Population, group_statistics
 from lightning_rl.utils.arguments import check_bools, check_numbers
 
@@ -105,7 +106,8 @@ class MaxRL(GroupRelative):
     .. math::
         A_i = \frac{s_i - \bar s}{\bar s + \epsilon}
 
-    Derived for rewards of 0 and 1, where it approximates maximum likelihood; 0 unless the mean is positive.
+    Derived for rewards of 0 and 1, where it approximates maximum likelihood; 0 unless the mean is positive. A score
+    below 0 ends the run.
 
     Source: Tajwar et al. 2026 (MaxRL), arXiv:2602.02710, algorithm 1.
 
@@ -117,6 +119,7 @@ class MaxRL(GroupRelative):
     """
 
     shift_invariant = False
+    domain = RewardDomain(0.0, "add a constant to the rewards, so that scores are at least 0, or use GRPO")
 
     epsilon: float = 1e-6
 

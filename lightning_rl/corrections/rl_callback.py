@@ -17,6 +17,7 @@ from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import Reduction
+from lightning_rl.signal.reward_domain import RewardDomain
 
 Policy = Literal["current", "old", "rollout"]
 Ratio = tuple[Policy, Policy]
@@ -121,6 +122,7 @@ class RLCallback(Callback):
         compares_rows: True if its reward or bonus of a row depends on other rows.
         scales_rewards: True if its reward or bonus grows with the raw reward, so that a constant added to a group
             matters.
+        domain: Raw rewards for which it is defined; a rollout with others ends the run. None for any.
         compares_groups: True if it compares the samples of a prompt, which requires groups of more than one.
         batch_statistics: True if its values of a row depend on rows of other prompts, such as through a batch mean; the
             audit reports such a dependency otherwise.
@@ -141,6 +143,7 @@ class RLCallback(Callback):
     idle_beside: tuple[str, ...] = ()
     compares_rows: bool = False
     scales_rewards: bool = False
+    domain: RewardDomain | None = None
     compares_groups: bool = False
     batch_statistics: bool = False
     chooses_rows: bool = False

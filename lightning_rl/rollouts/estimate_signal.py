@@ -77,6 +77,18 @@ def estimate_advantages(
     return rollout.replace(advantages=advantages, returns=returns), rewards
 
 
+def check_domains(rollout: Rollout, scores: Tensor, estimator: Estimator, corrections: Corrections) -> None:
+    """Check that rewards and scores are in the domains of corrections and estimator.
+
+    Raises:
+        ValueError: If a rewarded row's raw reward or score is not, with the id of the sample.
+    """
+    domains = [(type(callback).__name__, callback.domain, rollout.rewards) for callback in corrections.callbacks]
+    for who, domain, rewards in [*domains, (f"the estimator {estimator.name}", estimator.domain, scores)]:
+        if domain is not None:
+            domain.check(who, rewards, rollout.rewarded, rollout.sample_ids)
+
+
 def exclude_rows(rollout: Rollout, corrections: Corrections) -> tuple[Rollout, dict[str, Stat]]:
     """Drop the rows that corrections exclude from ``trained``, ``valid_tokens`` and ``rewarded``."""
     excluded, stats = corrections.exclude(rollout)
