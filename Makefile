@@ -40,7 +40,7 @@ LIGER_INSTALLED := .venv-liger/.installed
 LAUNCH ?= kubernetes-validate==1.37.0 compose-spec==0.2.1
 LAUNCH_BIN := .venv-launch/bin
 LAUNCH_INSTALLED := .venv-launch/.installed
-TRL ?= trl==1.16.* transformers==5.23.0
+TRL ?= trl==1.16.* transformers==5.24.*
 TRL_BIN := .venv-trl/bin
 TRL_INSTALLED := .venv-trl/.installed
 SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 latex2mathml==3.81.1
