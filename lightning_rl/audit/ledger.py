@@ -100,7 +100,10 @@ class SignalLedger(RLCallback):
                 total = amount.to(rollout.groups.device)
                 taken[stage] = total + taken[stage] if stage in taken else total
         sampled = charges.remainder() + torch.stack(list(taken.values())).sum(0)
-        size = torch.where(rollout.valid_tokens, rollout.require("advantages").double().abs(), 0.0).sum()
+        advantages, logprobs = rollout.require("advantages"), rollout.rollout_logprobs
+        if logprobs is not None:
+            advantages = advantages.to(logprobs.dtype)  # as the update reads them
+        size = torch.where(rollout.valid_tokens, advantages.double().abs(), 0.0).sum()
         amounts = [*sampled[:2], rollout.valid_tokens.sum().double(), charges.remainder()[1], size]
         self.totals = Totals(*self.collectives.sum(torch.stack(amounts)).tolist())
         self._stats = {

@@ -84,7 +84,7 @@ def test_a_group_that_lost_a_row_is_judged_by_the_others(tmp_path: Path) -> None
         inside = (rollout.groups == group) & ~failed
         advantages, rewards = rollout.require("advantages")[inside][:, 0], rollout.rewards[inside]
         if len(rewards) > 1:
-            torch.testing.assert_close(advantages.sum(), torch.zeros(()), rtol=0, atol=1e-5)
+            torch.testing.assert_close(advantages.sum(), torch.zeros((), dtype=torch.float64), rtol=0, atol=1e-5)
     assert (rollout.require("advantages")[failed] == 0).all()
 
 
