@@ -22,9 +22,10 @@ from typing_extensions import override
 
 from lightning_rl.corrections import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.module import RLLightningModule
+from lightning_rl.rewards.correctness import check_correct_by, deciding_scores
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import GlobalSum, local_sum
-from lightning_rl.utils.arguments import check_numbers
+from lightning_rl.utils.arguments import check_numbers, check_text
 
 
 def token_sum(valid_tokens: Tensor, trained: Tensor, groups: Tensor, global_sum: GlobalSum = local_sum) -> Tensor:
@@ -41,10 +42,13 @@ class PositiveNLL(RLCallback):
 
     Args:
         coef: Coefficient of the term, at least 0.
-        threshold: Task reward above which a response is correct.
+        threshold: Score above which a response is correct, by the function ``correct_by``.
+        correct_by: Name of the reward function that decides if a response is correct; None for the first that applies
+            to the response. Several without a name print a line.
 
     Raises:
-        ValueError: If an option is not a finite number or the coefficient is negative.
+        ValueError: If an option is not a finite number or the coefficient is negative; at setup, if there is no such
+            reward function.
     """
 
     name = "positive_nll"
@@ -53,11 +57,13 @@ class PositiveNLL(RLCallback):
     chooses_rows = True
     minibatches_per_rollout = 1
 
-    def __init__(self, coef: float = 0.1, *, threshold: float = 0.0) -> None:
+    def __init__(self, coef: float = 0.1, *, threshold: float = 0.0, correct_by: str | None = None) -> None:
         check_numbers(at_least=0, finite=True, coef=coef)
         check_numbers(finite=True, threshold=threshold)
         self.coef = coef
+        check_text(optional=True, correct_by=correct_by)
         self.threshold = threshold
+        self.correct_by = correct_by
 
     @override
     def with_name(self, name: str) -> Self:
@@ -67,7 +73,10 @@ class PositiveNLL(RLCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.minibatches_per_rollout = cast(RLLightningModule, pl_module).minibatches_per_rollout
+        module = cast(RLLightningModule, pl_module)
+        self.minibatches_per_rollout = module.minibatches_per_rollout
+        if stage == "fit":
+            check_correct_by(module.rewards, self.correct_by, type(self).__name__)
 
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:
@@ -86,4 +95,4 @@ class PositiveNLL(RLCallback):
         return {"positive_nll/positive": Stat.of(self._correct(rollout), rollout.rewarded)}
 
     def _correct(self, rollout: Rollout) -> Bool[Tensor, " B"]:
-        return rollout.rewarded & rollout.trained & (rollout.rewards > self.threshold)
+        return rollout.rewarded & rollout.trained & (deciding_scores(rollout, self.correct_by) > self.threshold)

@@ -108,14 +108,14 @@ def dr_grpo(*, max_new_tokens: int = 256) -> Preset:
     return Preset({"advantages": DrGRPO(), "loss": ClippedSurrogate(), "sampling": sampling, "reduction": reduction})
 
 
-def dapo(*, max_new_tokens: int = 256) -> Preset:
+def dapo(*, max_new_tokens: int = 256, correct_by: str | None = None) -> Preset:
     """Return DAPO: clip-higher, token mean, dynamic sampling, overlong penalty in the last fifth of the length; no KL.
 
     Source: Yu et al. 2025, arXiv:2503.14476.
     """
     check_counts(1, max_new_tokens=max_new_tokens)
     options = {"advantages": GRPO(), "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}
-    callbacks = (DynamicSampling(), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
+    callbacks = (DynamicSampling(correct_by=correct_by), OverlongPenalty(max_new_tokens, max(max_new_tokens // 5, 1)))
     return Preset({**options, "sampling": SamplingParams(max_new_tokens=max_new_tokens)}, callbacks)
 
 
@@ -266,7 +266,7 @@ def lite_ppo() -> Preset:
     return Preset({**options, "reduction": token_mean})
 
 
-def vapo() -> Preset:
+def vapo(*, correct_by: str | None = None) -> Preset:
     """Return VAPO: a decay by length, Monte Carlo returns for the critic, clip-higher, positive NLL; no KL.
 
     The paper also pretrains the critic.
@@ -275,7 +275,8 @@ def vapo() -> Preset:
     """
     advantages = GAE(lam=LengthAdaptive(0.05), lam_critic=1.0)
     options = {"advantages": advantages, "critic": Critic("shared", loss=ValueLoss(coef=0.1))}
-    return Preset({**options, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}, (PositiveNLL(0.1),))
+    callbacks = (PositiveNLL(0.1, correct_by=correct_by),)
+    return Preset({**options, "loss": ClippedSurrogate(clip_high=0.28), "reduction": token_mean}, callbacks)
 
 
 def gpg() -> Preset:

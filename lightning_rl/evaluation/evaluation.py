@@ -8,7 +8,7 @@ from typing import Any
 from lightning_rl.data import PromptDataset, PromptSource
 from lightning_rl.generation import SamplingParams
 from lightning_rl.rewards import Rewards, RewardSource
-from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
+from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers, check_text
 
 STAGES = ("val", "test")
 TAKEN = frozenset({"reward", "length", "validation"})  # names used by the data module's validation prompts
@@ -28,7 +28,9 @@ class Evaluation:
         samples: Number of samples per prompt.
         rewards: Reward functions; default to those of the module.
         pass_at: Values of k in ``pass@k``, at most ``samples``; default to 1 and ``samples``.
-        correct: Minimum total reward of a solved sample.
+        correct: Minimum score of a solved sample, by the function ``correct_by``.
+        correct_by: Name of the reward function that decides if a sample is solved; None for the first that applies to
+            the sample. Several without a name print a line.
         answer: Function from the text of a completion to its hashable answer, for ``maj@k``; None for no vote.
             Samples on which it fails have no vote and are counted.
         stages: Stages to run in: ``"val"``, ``"test"`` or both.
@@ -50,6 +52,7 @@ class Evaluation:
     rewards: RewardSource | None = None
     pass_at: int | Sequence[int] | None = None
     correct: float = 1.0
+    correct_by: str | None = None
     answer: Answer | None = None
     stages: str | Sequence[str] = STAGES
     save: bool = True
@@ -65,6 +68,7 @@ class Evaluation:
             )
         check_counts(1, samples=self.samples)
         check_numbers(finite=True, correct=self.correct)
+        check_text(optional=True, correct_by=self.correct_by)
         check_bools(save=self.save)
         if self.rewards is not None:
             Rewards(self.rewards)  # raises for invalid rewards

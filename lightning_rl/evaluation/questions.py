@@ -13,6 +13,7 @@ from lightning_rl.evaluation.prompt_encoding import encode_prompts
 from lightning_rl.generation import Request, SamplingParams
 from lightning_rl.policy.build import eos_ids_of
 from lightning_rl.rewards import Rewards
+from lightning_rl.rewards.correctness import check_correct_by
 from lightning_rl.rollouts.sample import SampleRequests
 
 IDS = 2**40  # number of sample ids reserved for each evaluation
@@ -94,6 +95,7 @@ def questions_of(
     except ValueError as error:
         raise ValueError(f'evaluation "{evaluation.name}": {error}') from error
     own = rewards if evaluation.rewards is None else replace(rewards, functions=evaluation.rewards)
+    check_correct_by(own, evaluation.correct_by, f'evaluation "{evaluation.name}"')
     return Questions(evaluation=evaluation, prompts=prompts, sampling=chosen, rewards=own, samples=evaluation.samples)
 
 

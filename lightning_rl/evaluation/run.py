@@ -21,6 +21,7 @@ from lightning_rl.evaluation.loader import EvaluationBatch
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
 from lightning_rl.evaluation.tally import COLUMNS, Tally
+from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_call import RewardCall
 from lightning_rl.rewards.reward_failures import report_failures
 from lightning_rl.rollout import FinishReason, Rollout
@@ -88,7 +89,8 @@ class EvaluationRun:
         extract = None if evaluation is None else evaluation.answer
         answers = read_answers(extract, texts)
         self.unread[number] += [answers] if answers.cause else []
-        solved = rollout.rewarded & (rollout.rewards >= (1.0 if evaluation is None else evaluation.correct))
+        correct, by = (1.0, None) if evaluation is None else (evaluation.correct, evaluation.correct_by)
+        solved = rollout.rewarded & (deciding_scores(rollout, by) >= correct)
         places = torch.tensor([self.places[number][prompt.index] for prompt in prompts], dtype=torch.int64)
         self.tallies[number].update(places, table_rows(rollout, failed, solved, answers, questions.samples))
         if self.keeps(questions):

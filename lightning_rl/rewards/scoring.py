@@ -42,7 +42,7 @@ class Scores(NamedTuple):
     """Rewards of each row, in float64."""
 
     total: Float[Tensor, " B"]  # weighted sum; 0 if the row is not scored
-    raw: dict[str, Float[Tensor, " B"]]  # values of each function; NaN where missing
+    raw: dict[str, Float[Tensor, " B"]]  # values of each function, by importance; NaN where missing
     scored: Bool[Tensor, " B"]  # at least one function applied, and the row did not fail
     failed: Bool[Tensor, " B"]  # a function of non-zero weight failed, or the total is too large for its dtype
     calls: Sequence[RewardCall] = ()
@@ -104,6 +104,11 @@ class Rewards:
     def sources(self) -> dict[str, tuple[Reward, float]]:
         """Functions and weights by name."""
         return cast(dict[str, tuple[Reward, float]], self.functions)
+
+    @property
+    def by_importance(self) -> list[str]:
+        """Names, those of positive weight first."""
+        return sorted(self.weights, key=lambda name: self.weights[name] <= 0)
 
     def check_weights(self) -> None:
         """Check that a reward has a non-zero weight.
@@ -203,7 +208,7 @@ class Rewards:
     def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
         total = torch.zeros(len(rows), dtype=torch.float64)
         applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
-        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=torch.float64) for name in self.by_name}
+        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=torch.float64) for name in self.by_importance}
         weighted: dict[str, Tensor] = {}
         for call in calls:
             missing = torch.tensor([value is None for value in call.values], dtype=torch.bool)
