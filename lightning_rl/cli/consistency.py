@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -200,6 +201,7 @@ def _policy(source: ModelSource, case: Case) -> PolicyModel:
 def _with_adapter(source: ModelSource) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model  # an extra
 
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft reads it
     config = LoraConfig(target_modules="all-linear", init_lora_weights=False)
     return get_peft_model(build_model(source), config)  # pyrefly: ignore[bad-return]
 

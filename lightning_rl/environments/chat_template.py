@@ -8,6 +8,7 @@ token is ever encoded again.
 import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_rl.environments.environment import Message
 MARK = "mark-of-an-answer-7f3a"
 KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two tools": ("tool", "tool")}
 WORDS = ("first-thing-said 41", "second-thing-said 52")  # texts that no template writes
+SYSTEM: Sequence[Message] = ({"role": "system", "content": "?"},)
 MAX_CHARACTERS = 2**22  # of messages together: more fits into no context and takes minutes to encode
 CALL_ID = "call{:05d}"  # nine characters, as Mistral requires
 
@@ -44,7 +46,7 @@ class Bridge:
     close: Collection[int]
     options: Mapping[str, Any] = field(default_factory=dict)
     _control: Mapping[int, str] = field(init=False, repr=False, compare=False, default_factory=dict)
-    _checked: set[tuple[Any, ...]] = field(init=False, repr=False, compare=False, default_factory=set)
+    _checked: set[Any] = field(init=False, repr=False, compare=False, default_factory=set)
 
     def __post_init__(self) -> None:
         """Check that there are a template and closing ids."""
@@ -67,12 +69,30 @@ class Bridge:
         return self._ids(messages, tools=list(tools) or None)
 
     def check_parts(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> None:
-        """Check that the template writes the texts and calls of messages and the names of tools.
+        """Check that the template writes the texts and calls of messages and the names of tools, where they stand.
 
         Raises:
-            BridgeError: If it drops a part; names the part.
+            BridgeError: If it drops a part, or moves a system message; names the part.
         """
         _refuse(dropped_parts(self._text, messages, tools))
+        if any(message.get("role") == "system" for message in messages):
+            self._check_system()
+
+    def _check_system(self) -> None:
+        """Check that the template does not write a system message after an answer, as that of Mistral 7B v0.3 does."""
+        if "system" in self._checked:
+            return
+        new: list[Message] = [{"role": "user", "content": WORDS[0]}]
+        try:
+            moved = self.tail(new, SYSTEM) != self.tail(new)
+        except BridgeError:
+            moved = False  # a template may reject system messages
+        if moved:
+            raise BridgeError(
+                "the template writes a system message after an answer, where the policy has read it before: put its "
+                "text into the first user message, or set a tokenizer.chat_template that writes it once"
+            )
+        self._checked.add("system")
 
     def _check_new(self, messages: Sequence[Message]) -> None:
         """Check that the template writes messages after an answer, once for messages of the same roles."""
@@ -193,21 +213,14 @@ class Bridge:
             ids = self.tail(new)
         except BridgeError as error:
             return [str(error)]
+        talk: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         found: list[str] = []
-        for what, history in self._histories().items():
-            try:
-                same = self.tail(new, history) == ids
-            except BridgeError:
-                continue  # a template may reject system messages
-            if not same:
-                found.append(f"the template writes something else after {what}")
+        with suppress(BridgeError):
+            if self.tail(new, [*talk, *talk]) != ids:
+                found.append("the template writes something else after a longer conversation")
         text = self.tokenizer.decode(list(ids))
         found += [f"the template drops the text of a {m['role']} message" for m in new if m["content"] not in text]
         return list(dict.fromkeys(found))
-
-    def _histories(self) -> dict[str, list[Message]]:
-        talk: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        return {"a longer conversation": [*talk, *talk], "a system message": [{"role": "system", "content": "?"}]}
 
 
 def _refuse(lost: Sequence[str]) -> None:

@@ -254,6 +254,19 @@ def test_a_template_that_does_not_say_what_comes_next_is_told(template: str, clo
     assert any(wrong in found for found in Bridge(templated(template), close).check("user"))
 
 
+MOVED = (
+    "{% for m in messages if m.role != 'system' %}{% if loop.last and messages[0].role == 'system' %}"
+    "{{ messages[0].content }} {% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+def test_a_system_message_that_the_template_moves_is_refused_where_there_is_one() -> None:
+    bridge, ask = Bridge(templated(MOVED), [0]), [{"role": "user", "content": "one"}]
+    assert bridge.check("user") == [] and bridge.encode(ask)
+    with pytest.raises(BridgeError, match=r"writes a system message after an answer.*put its text into the first user"):
+        bridge.encode([{"role": "system", "content": "two"}, *ask])
+
+
 def test_a_version_that_cannot_write_a_control_token_as_text_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SANITIZES", False)
     bridge = bridge_of("qwen2.5")
