@@ -68,6 +68,8 @@ class Algorithm:
     def microbatch_loss(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """Return the loss of one microbatch, its parts and statistics."""
         view = view.sanitize()
+        with torch.no_grad():
+            measured = policy_metrics(view)  # before a correction or a loss sees the tensors
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.corrections.policy_factor(view)
         raw = self._per_token(f"the loss {self.loss.name}", self.loss, view, seen=view)
@@ -92,8 +94,8 @@ class Algorithm:
         with torch.no_grad():
             who = f"metrics of the loss {self.loss.name}"
             by_loss = self.corrections.call(who, self.loss.metrics, view, shown=view.tensors)
-            metrics = policy_metrics(view), by_loss, self.corrections.metrics(view)
-        return LossParts(total, detached, disjoint(stats, *metrics))
+            metrics = by_loss, self.corrections.metrics(view)
+        return LossParts(total, detached, disjoint(measured, stats, *metrics))
 
     def _per_token(self, who: str, loss: Callable[..., Tensor], *args: object, seen: LossView) -> Tensor:
         """Return the output of a loss; raise an error if it has another shape."""

@@ -227,6 +227,12 @@ class Rollout:
         """Return a copy with ``function(tensor, axes, pad)`` applied to every tensor of every field."""
         return type(self)(**_map(self, function))
 
+    def clone(self: RolloutT) -> RolloutT:
+        """Return a copy whose tensors share no memory with this one, except ``token_extras`` and ``prompt_extras``."""
+        return self.map(lambda tensor, _axes, _pad: tensor.clone()).replace(
+            token_extras=self.token_extras, prompt_extras=self.prompt_extras
+        )
+
     def select(self: RolloutT, rows: Tensor, *, width: int | None = None) -> RolloutT:
         """Select rows by an int64 index of shape [b] or a bool mask of shape [B].
 

@@ -51,7 +51,7 @@ class StepWeights:
         for microbatch in self.microbatches:
             in_step[microbatch.index] = True
         valid, trained = self.rollout.valid_tokens & in_step[:, None], self.rollout.trained & in_step
-        name, groups = getattr(reduction, "__name__", type(reduction).__name__), self.rollout.groups
+        name, groups = getattr(reduction, "__name__", type(reduction).__name__), self.rollout.groups.clone()
         fields = [("valid_tokens", valid), ("trained", trained), ("groups", groups)]
         args = valid, trained, groups, self.global_sum
         weights = self.corrections.call(f"the reduction {name}", reduction, *args, shown=lambda: fields)
@@ -92,7 +92,8 @@ class StepGradient:
         self.stats.append(loss.stats)
         self.losses.append(loss.total.detach())
         for name, part in loss.parts.items():
-            self.parts[name] = self.parts[name] + part.double() if name in self.parts else part.double()
+            part = part.to(torch.float64, copy=True)  # observers of the trace are shown the part
+            self.parts[name] = self.parts[name] + part if name in self.parts else part
 
     def joint(self, name: str) -> Tensor:
         """Return the moments of a statistic over all microbatches of this rank, shape [4]."""
@@ -110,11 +111,12 @@ class StepGradient:
         return Stat.numbers(values | {name.replace("__", "/"): number for name, number in numbers.items()})
 
     def outputs(self) -> dict[str, Tensor]:
-        """Return the outputs of the batch for callbacks."""
+        """Return copies of the outputs of the batch for callbacks."""
         if not self.tokens:
             return {}
         entropy = {"policy/entropy": self.joint("policy/entropy")} if torch.isfinite(self.norm) else {}
-        return {**self.parts, "optim/grad_norm": self.norm, **entropy}
+        outputs = {**self.parts, "optim/grad_norm": self.norm, **entropy}
+        return {name: output.clone() for name, output in outputs.items()}
 
 
 def accumulate_gradient(

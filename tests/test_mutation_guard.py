@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import an_algorithm, callback_of, fit, ragged_rollout, tiny_module, tiny_prompts, view_of_rollout
+from kit.support import (
+    an_algorithm,
+    callback_of,
+    differing,
+    fit,
+    ragged_rollout,
+    tiny_module,
+    tiny_prompts,
+    view_of_rollout,
+)
 from torch import Tensor
 from typing_extensions import override
 
@@ -200,34 +209,41 @@ def test_a_context_of_the_forward_that_edits_its_rows_is_named() -> None:
             pass
 
 
-class Keeping(RLCallback):
-    """Keeps the finished rollout, and edits it in a hook of Lightning."""
+class Editing(RLCallback):
+    """Edits in a hook of Lightning: the current rollout, or the copy that it was shown and kept."""
 
-    name = "keeping"
+    name = "editing"
 
-    def __init__(self, hook: str) -> None:
-        self.hook = hook
+    def __init__(self, hook: str, *, current: bool) -> None:
+        self.hook, self.current = hook, current
 
     @override
     def observe(self, rollout: Rollout) -> None:
         self.kept = rollout
 
-    @override
-    def on_after_backward(self, *_: Any, **__: Any) -> None:
-        if self.hook == "on_after_backward":
-            self.kept.require("advantages").mul_(0.5)
+    def _edit(self, module: Any) -> None:
+        (module.run.current.rollout if self.current else self.kept).require("advantages").mul_(0.5)
 
     @override
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self.hook == "on_after_backward":
+            self._edit(pl_module)
+
+    @override
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.hook == "on_train_batch_end":
-            self.kept.require("advantages")[0] = 9.0
+            self._edit(pl_module)
 
 
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
 def test_an_edit_of_the_held_rollout_ends_the_run_before_the_next_step(hook: str) -> None:
     message = r"^the held rollout was written to in place since it was finished: advantages; some callback keeps"
     with pytest.raises(EditError, match=message):
-        fit(tiny_module(minibatches_per_rollout=2), callbacks=[Keeping(hook)])
+        fit(tiny_module(minibatches_per_rollout=2), callbacks=[Editing(hook, current=True)])
+    edited, plain = tiny_module(minibatches_per_rollout=2), tiny_module(minibatches_per_rollout=2)
+    fit(edited, callbacks=[Editing(hook, current=False)])
+    fit(plain)
+    assert differing(edited, plain) == []
 
 
 def test_reading_in_every_way_is_no_edit() -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -63,6 +63,10 @@ class RewardSignal:
         """Return every tensor with its name."""
         values = ((spec.name, getattr(self, spec.name)) for spec in fields(self))
         return [(name, value) for name, value in values if isinstance(value, Tensor)]
+
+    def clone(self) -> "RewardSignal":
+        """Return a copy whose tensors share no memory with this one."""
+        return replace(self, **{name: tensor.clone() for name, tensor in self.tensors()})
 
     def require(self, name: str, who: str) -> Tensor:
         """Return a field that must not be None.

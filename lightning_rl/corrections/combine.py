@@ -204,10 +204,12 @@ class Corrections:
     def forward_context(self, rows: Rollout) -> Iterator[None]:
         """Enter the contexts of all callbacks, nested."""
         with ExitStack() as stack:
-            if entered := self._contributors["forward_context"]:
-                who = f"forward_context of {', '.join(callback.name for callback in entered)}"
-                stack.enter_context(self.guard.around(who, rows.tensors, (rows,)))
-            for _, context in self._each("forward_context", rows):
+            for callback in self._contributors["forward_context"]:
+                own = rows.clone()
+                who = f"forward_context of {callback.name}"
+                stack.enter_context(self.guard.around(who, own.tensors, (own,)))
+                context = self._ask(callback, "forward_context", own, shown=own.tensors)
+                _check(callback, "forward_context", context, rows)
                 stack.enter_context(context)
             yield
 
@@ -269,8 +271,14 @@ class Corrections:
         return self.call(f"{method} of {callback.name}", getattr(callback, method), *args, shown=shown)
 
     def _each(self, method: str, seen: Rollout, *further: Any) -> Iterator[tuple[RLCallback, Any]]:
+        """Yield each callback with its contribution; every callback gets its own copy of a rollout.
+
+        So no edit by a callback, not even through ``.data`` or ``.numpy()``, changes what is logged. The tensors of a
+        microbatch are already a copy.
+        """
         for callback in self._contributors[method]:
-            contribution = self._ask(callback, method, seen, *further, shown=seen.tensors)
+            own = seen if isinstance(seen, LossView) else seen.clone()
+            contribution = self._ask(callback, method, own, *further, shown=own.tensors)
             _check(callback, method, contribution, seen)
             yield callback, contribution
 

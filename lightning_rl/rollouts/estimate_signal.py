@@ -70,7 +70,8 @@ def estimate_advantages(
         global_sum=global_sum,
     )
     who = f"the estimator {estimator.name}"
-    advantages, returns = corrections.call(who, estimator, rewards, shown=rewards.tensors)
+    own = rewards.clone()  # edits by the estimator change nothing that is logged
+    advantages, returns = corrections.call(who, estimator, own, shown=own.tensors)
     _check_advantages(who, advantages, rollout)
     cause = "its rewards are finite, so look at the estimator, and at the values or log-probabilities that it reads"
     _check_finite(f"advantages from {who}", advantages, rollout, cause)

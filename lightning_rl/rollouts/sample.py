@@ -212,8 +212,8 @@ class Sampler:
                 prompts = distribute_prompts(take(sum(wanted)), wanted)[rank]
                 samples = self.generate_together(self.requests(prompts, number))
             with self._failing_together("rewards and masks of them"):
-                self.corrections.observe_generated(samples.pairs)
                 part, new, failing = self.score(samples)
+                self.corrections.observe_generated(samples.pairs)
                 self.corrections.observe_rewards(part, new)
                 part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
                 keep = self.corrections.keep_groups(part)

@@ -117,4 +117,4 @@ def test_the_guard_is_around_each_contribution_and_observation() -> None:
     corrections.reward_mask(rollout)
     corrections.observe(rollout)
     assert [who for who, _ in guard.calls] == ["reward_mask of mask", "observe of counting"]
-    assert all(seen is rollout for _, seen in guard.calls)
+    assert all(isinstance(seen, Rollout) and seen is not rollout for _, seen in guard.calls)
