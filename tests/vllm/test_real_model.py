@@ -35,6 +35,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "lightning_rl", "serve", str(FOLDER), "--port", str(port), "--dtype", "float32"]
     command += ["--", "--max-model-len", "512", "--kv-cache-memory-bytes", str(CACHE)]
+    command += ["--enable-lora", "--max-lora-rank", "8"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, env={**os.environ, "VLLM_API_KEY": "secret"}, stdout=log, stderr=log)
     try:
