@@ -26,7 +26,7 @@ from lightning_rl.audit.audit_error import AuditError
 from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.audit.conversation_evidence import judged_otherwise, talk_figures, talks_of, words_logprob
-from lightning_rl.audit.copies import numbers_of
+from lightning_rl.audit.copies import CopyError, numbers_of
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
@@ -420,7 +420,7 @@ class _RunWatch:
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
         self._passes[trace.step] = step.rows.sample_ids
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
-        step.recomputed = recompute_step(evidence, step)
+        recompute_step(evidence, step)
         if self.tracer is not None:
             step.optimizer, step.norm = type(self.tracer.optimizer).__name__, self.tracer.norm
             step.parameters = self.tracer.parameters
@@ -434,7 +434,10 @@ class _RunWatch:
             step.logged = {}
         else:
             sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts) | self._talk_figures
-            figures = self._row.note(trace, evidence, step, self._own_figures | sampled)
+            try:
+                figures = self._row.note(trace, evidence, step, self._own_figures | sampled)
+            except CopyError as error:
+                step.logged, figures, step.unknown = {}, {}, str(error)
             step.figures = {name: (stat.moments, stat.reduction) for name, stat in figures.items()}
         self._evidence, self._step = evidence, step
 
@@ -463,7 +466,7 @@ class _RunWatch:
 
     def end_step(self) -> Evidence | None:
         """Return the evidence of a finished optimizer step, with edits; None if the rollout is not audited."""
-        row, row_figures = self._row.end_step(self._ticket, seen=self._step is not None and not self.fields.edited)
+        row, row_figures = self._row.end_step(self._ticket, seen=self._step is not None and bool(self._step.logged))
         if self._evidence is None:
             return None
         self.fields.look()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.utils.finding import Finding
 
@@ -90,6 +90,20 @@ def gradient_of(per_token: Tensor, leaf: Tensor) -> Tensor:
     if not per_token.requires_grad:
         return torch.zeros_like(leaf)
     return torch.autograd.grad(per_token.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
+
+
+def reads_parameters(per_token: Tensor) -> bool:
+    """Return True if the graph of a tensor ends at a parameter of a model, not only at log-probabilities."""
+    seen, nodes = set[object](), [per_token.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def bitwise_equal(one: Tensor, other: Tensor) -> bool:

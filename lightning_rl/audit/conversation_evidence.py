@@ -165,7 +165,7 @@ def _has_tools_alone(factory: Factory) -> bool:
 def words_logprob(module: RLLightningModule, rollout: Rollout) -> float | None:
     """Return the mean log-probability of environment tokens in the first row of each group, in nats. A collective.
 
-    None if there are no such tokens, or if the rows are too long.
+    None if there are no such tokens, if the rows are too long, or if the forward cannot be repeated.
     """
     groups = rollout.groups.tolist()
     first = torch.tensor([groups.index(group) for group in dict.fromkeys(groups)], dtype=torch.int64)
@@ -175,5 +175,7 @@ def words_logprob(module: RLLightningModule, rollout: Rollout) -> float | None:
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
     if max(module.parallel.collectives.objects(tokens)) > MAX_TOKENS:
         return None
-    logprobs = policy_outputs(module, rows.replace(valid_tokens=words, trained=rows.real)).logprobs
-    return float(logprobs[words].double().mean()) if bool(words.any()) else None
+    outputs = policy_outputs(module, rows.replace(valid_tokens=words, trained=rows.real))
+    if outputs is None or not bool(words.any()):
+        return None
+    return float(outputs.logprobs[words].double().mean())

@@ -1,7 +1,8 @@
 """Copies of losses, estimators and corrections that share no state, so that repeated calls do not affect the run.
 
 Values, tensors and generators are copied at any depth, and so are closures and referenced globals of user functions.
-Models, engines, trainers, tokenizers, classes and modules are shared.
+Models, engines, trainers, tokenizers, classes and modules are shared, and locks are replaced by new ones. Code that
+holds anything else that cannot be copied, such as an open file, is never called again.
 """
 
 import copy
@@ -10,7 +11,8 @@ import dataclasses
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
@@ -23,21 +25,31 @@ from typing_extensions import override
 from lightning_rl.corrections import RLCallback
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import Engine
+from lightning_rl.utils.naming import name_of
 
 Thing = TypeVar("Thing")
 
 LIVE = (nn.Module, Trainer, LightningDataModule, Engine)
 SHARED = (type, ModuleType, BuiltinFunctionType, Collectives, PreTrainedTokenizerBase, *LIVE)
+LOCKS: Mapping[type, Callable[[], Any]] = {type(lock()): lock for lock in (threading.Lock, threading.RLock)}
 STATELESS = ("lightning_rl", "torch", "lightning", "transformers", "numpy", "builtins")
 """Packages whose functions are stateless."""
 
 
+class CopyError(Exception):
+    """Code of the run cannot be called again, because its state cannot be copied; the message names both."""
+
+
 def copy_state(thing: Thing) -> Thing:
-    """Return a copy that shares no state; a shallow copy if something such as a lock cannot be copied."""
+    """Return a copy that shares no state.
+
+    Raises:
+        CopyError: If the object holds something that cannot be copied.
+    """
     try:
         return cast(Thing, _Copier().copy(thing))
-    except Exception:  # noqa: BLE001  pickling runs code of the object
-        return copy.copy(thing)
+    except Exception as error:  # pickling runs code of the object
+        raise CopyError(f"{name_of(thing)} holds state that cannot be copied ({error})") from error
 
 
 def copy_apart(thing: Any) -> Any:
@@ -48,6 +60,22 @@ def copy_apart(thing: Any) -> Any:
     except Exception:  # noqa: BLE001  pickling runs code of the object
         return None
     return None if copier.shares else twin
+
+
+def copy_or_refuse(thing: Thing, methods: Iterable[str]) -> Thing:
+    """Return a copy that shares no state; if there is none, a stand-in whose ``methods`` raise :class:`CopyError`."""
+    try:
+        return copy_state(thing)
+    except CopyError as error:
+        message = str(error)
+
+    def refuse(*_: object) -> None:
+        raise CopyError(message)
+
+    stand_in = copy.copy(thing)
+    kind = type(type(thing).__name__, (type(thing),), {"__slots__": (), **dict.fromkeys(methods, refuse)})
+    object.__setattr__(stand_in, "__class__", kind)
+    return stand_in
 
 
 def numbers_of(thing: Any, prefix: str = "") -> dict[str, float]:
@@ -109,9 +137,9 @@ class _Copier:
 
     def put_around(self, thing: Any) -> int | None:
         """Return a number for an object that bypasses pickle; None for other objects."""
-        if not isinstance(thing, (*SHARED, Tensor, torch.Generator, FunctionType)):
+        if not isinstance(thing, (*SHARED, *LOCKS, Tensor, torch.Generator, FunctionType)):
             return None
-        self.shares |= isinstance(thing, LIVE)
+        self.shares |= isinstance(thing, (*LIVE, *LOCKS))
         self.around.append(thing)
         return len(self.around) - 1
 
@@ -120,6 +148,8 @@ class _Copier:
         thing = self.around[number]
         if isinstance(thing, SHARED):
             return thing
+        if type(thing) in LOCKS:
+            return LOCKS[type(thing)]()
         if isinstance(thing, Tensor):
             return thing.detach().clone().requires_grad_(thing.requires_grad)
         if isinstance(thing, torch.Generator):
@@ -146,11 +176,7 @@ class _Copier:
         if isinstance(value, SHARED):
             self.shares |= isinstance(value, LIVE)
             return value
-        try:
-            return self.copy(value)
-        except Exception:  # noqa: BLE001  pickling runs code of the object
-            self.shares = True
-            return value
+        return self.copy(value)
 
 
 class _Pickler(pickle.Pickler):

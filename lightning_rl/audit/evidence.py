@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.copies import copy_state
+from lightning_rl.audit.audit_error import reads_parameters
+from lightning_rl.audit.copies import CopyError, copy_or_refuse
 from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
@@ -50,11 +51,15 @@ SHOWN_A_VIEW = tuple(
 
 
 def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback]) -> Algorithm:
-    """Return an algorithm with copied state, without observing corrections and without collectives."""
-    repeated = [copy_state(callback) for callback in callbacks if _follows_rows(callback)]
+    """Return an algorithm with copied state, without observing corrections and without collectives.
+
+    A part whose state cannot be copied raises :class:`~lightning_rl.audit.copies.CopyError` when it is called.
+    """
+    repeated = [copy_or_refuse(callback, callback.contributes) for callback in callbacks if _follows_rows(callback)]
+    prepare = ["prepare"] if algorithm.loss.prepares else []
     return algorithm.replace(
-        loss=copy_state(algorithm.loss),
-        advantages=copy_state(algorithm.advantages),
+        loss=copy_or_refuse(algorithm.loss, ["__call__", "metrics", *prepare]),
+        advantages=copy_or_refuse(algorithm.advantages, ["__call__"]),
         corrections=ReplayCorrections(repeated).alone(),
     )
 
@@ -306,6 +311,8 @@ class Evidence:
     ) -> TableStep:
         """Run the update stage on :attr:`rows` or a changed copy without a model, in one or several microbatches."""
         rollout, outputs, totals = self.rows if rows is None else rows, self.drift_outputs(0.3), list[float]()
+        table = outputs.logprobs
+        summed = torch.zeros_like(table)
         cut = [range(len(rollout))] if partition is None else partition
         plan = plan_of_rows(rollout.to("cpu"), [[list(part) for part in cut]], packed=False)
         microbatches = plan.to(rollout.groups.device).step(0)
@@ -313,28 +320,36 @@ class Evidence:
 
         def backward(loss: Tensor) -> None:
             totals.append(float(loss.detach()))
-            if loss.requires_grad:
-                loss.backward()
+            if loss.requires_grad:  # not backward(), which would add to gradients of the policy that a loss reads
+                summed.add_(torch.autograd.grad(loss, table, materialize_grads=True, allow_unused=True)[0])
 
         gradient = accumulate_gradient(rollout, microbatches, from_table(outputs), algorithm, backward=backward)
-        table = outputs.logprobs
-        return TableStep(gradient.parts, torch.zeros_like(table) if table.grad is None else table.grad, sum(totals))
+        return TableStep(gradient.parts, summed, sum(totals))
 
 
-def recompute_step(evidence: Evidence, step: StepEvidence) -> RecomputedStep | None:
-    """Recompute an optimizer step in one piece, with the rows of all ranks in every denominator.
+def recompute_step(evidence: Evidence, step: StepEvidence) -> None:
+    """Recompute an optimizer step in one piece, with the rows of all ranks in every denominator, and store it in it."""
+    if not len(step.rows) or (evidence.algorithm.loss.prepares and len(step.masks) > 1):
+        step.unknown = "this rank had no rows, or the loss needs those of other ranks"
+        return
+    try:
+        step.recomputed = _in_one_piece(evidence, step)
+        if step.recomputed is None:
+            step.unknown = "a loss or term reads parameters of a model itself, which the step has changed"
+    except CopyError as error:
+        step.unknown = str(error)
 
-    None for a step without rows on this rank, or a loss that needs the tokens of other ranks.
-    """
+
+def _in_one_piece(evidence: Evidence, step: StepEvidence) -> RecomputedStep | None:
     algorithm = evidence.algorithm
-    if not len(step.rows) or (algorithm.loss.prepares and len(step.masks) > 1):
-        return None
     outputs = {name: value for name, value in step.outputs._asdict().items() if value is not None}
     leaves = {name: value.detach().requires_grad_() for name, value in outputs.items()}
     view = loss_view(step.rows, step.outputs._replace(**leaves), entropy_gradient=algorithm.trains_entropy)
     loss = algorithm.microbatch_loss(
         evidence.prepare(view.sanitize()), lambda reduction: step.weights_over_ranks(reduction).to(view.logprobs.device)
     )
+    if reads_parameters(loss.total):
+        return None
     gradients = torch.autograd.grad(
         loss.total + sum(leaf.sum() * 0 for leaf in leaves.values()), list(leaves.values()), materialize_grads=True
     )

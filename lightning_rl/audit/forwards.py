@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.audit.parameter_tracer import sample_entries
 from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.user_hooks import local
+from lightning_rl.corrections import Corrections
+from lightning_rl.distributed import ALONE
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import Microbatch, Outputs, PolicyModel, Scorer
 from lightning_rl.policy.plan import plan_of_rows
@@ -45,8 +48,10 @@ class PlainForward(NamedTuple):
 
 
 @torch.no_grad()
-def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.0) -> Outputs:
-    """Return the outputs of the policy on rows, in one microbatch. A collective, also on ranks without rows.
+def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.0) -> Outputs | None:
+    """Return the outputs of the policy on rows, in one microbatch; None if a callback's context cannot be repeated.
+
+    A collective, also on ranks without rows.
 
     Args:
         module: Module of the run.
@@ -57,9 +62,14 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.
     rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
     microbatch = _microbatch_of(module, rows)
     policy, temperature = module.required_policy, module.required_policy.temperature
+    entered = module.run.corrections.contributors("forward_context")
+    try:
+        corrections = Corrections([copy_state(callback) for callback in entered], ALONE)
+    except CopyError:
+        return None
     policy.temperature = temperature * heat
     try:
-        context = module.run.corrections.alone().forward_context(microbatch.rows_of(rows))
+        context = corrections.forward_context(microbatch.rows_of(rows))
         with module.trainer.precision_plugin.forward_context(), context:
             outputs = policy(microbatch.layout)
     finally:

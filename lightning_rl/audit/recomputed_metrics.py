@@ -1,8 +1,8 @@
 """Metrics of a run, recomputed from its rollout and from the outputs of its models in a step."""
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.audit_error import rounding
+from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS, Corrections, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import StatReduction, reduce_moments
@@ -189,8 +190,14 @@ def microbatch_figures(algorithm: Algorithm, views: Sequence[LossView]) -> dict[
 
 
 def callback_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[str, Stat]:
-    """Return the metrics of copied callbacks on a finished rollout. A collective."""
-    corrections = Corrections([copy.copy(callback) for callback in callbacks])
+    """Return the metrics of callbacks that can be copied on a finished rollout. A collective."""
+    twins = list[RLCallback]()
+    for callback in callbacks:
+        if not callback.contributes & {"exclude", "rollout_metrics"}:
+            continue
+        with suppress(CopyError):
+            twins.append(copy_state(callback))
+    corrections = Corrections(twins)
     excluded = {
         f"{callback.name}/excluded": population(callback.exclude(rollout)[rollout.real])
         for callback in corrections.contributors("exclude")

@@ -96,7 +96,7 @@ def recheck(
     if unknown:
         raise ValueError(f"expected checks out of {', '.join(CHECKS)}, got {unknown[0]!r}")
     if evidence.step is not None:
-        evidence.step.recomputed = recompute_step(evidence, evidence.step)
+        recompute_step(evidence, evidence.step)
     return run_checks([CHECKS[name] for name in names], evidence)
 
 

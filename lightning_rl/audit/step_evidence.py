@@ -48,6 +48,7 @@ class StepEvidence:
         rank: Rank of these rows in ``masks``.
         weights: Weights of the tokens by the run's reduction with its sums over ranks, [b, T]; None if unknown.
         recomputed: The step recomputed in one piece; None if unknown.
+        unknown: Reason why it or the logged metrics are unknown.
         norm: Norm of the gradient that the optimizer got; None on several devices.
         parameters: Traces by name; empty on several devices.
         optimizer: Name of the optimizer's class; empty on several devices.
@@ -75,6 +76,7 @@ class StepEvidence:
     passes: Mapping[int, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     recomputed: RecomputedStep | None = None
+    unknown: str = ""
     norm: float | None = None
     parameters: Mapping[str, ParameterTrace] = field(default_factory=dict)
     optimizer: str = ""

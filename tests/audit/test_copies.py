@@ -1,21 +1,24 @@
 """Copies share no state: repeated losses, estimators and corrections do not change the run."""
 
+import os
 import random
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from kit.support import fit, tiny_module, weights_of
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_rl import LossView, RLCallback, Rollout
+from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.advantages import DrGRPO
 from lightning_rl.audit import SignalAudit
-from lightning_rl.audit.copies import copy_state
+from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.utils.seeding import fork_generators
 
 CALLS = [0]
@@ -85,11 +88,30 @@ def test_what_is_kept_beside_slots_is_copied() -> None:
     assert (thing.seen, twin.seen, twin) == ([1], [1, 2], thing)
 
 
-def test_what_cannot_be_copied_is_copied_one_level_deep() -> None:
-    thing = Nested()
-    thing.lock = threading.Lock()  # pyrefly: ignore[missing-attribute]
-    twin: Any = copy_state(thing)
-    assert twin is not thing and twin.lock is thing.lock  # pyrefly: ignore[missing-attribute]
+def test_a_copy_has_locks_of_its_own() -> None:
+    thing: Any = Nested()
+    thing.lock, thing.again, thing.event = threading.Lock(), threading.RLock(), threading.Event()
+    with thing.lock, thing.again:
+        twin = copy_state(thing)
+    assert twin.lock.acquire(blocking=False) and not twin.event.is_set()
+    assert isinstance(twin.again, type(thing.again)) and twin.again is not thing.again
+
+
+def held(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+OPEN: dict[str, Callable[[], Any]] = {"generator": lambda: (i for i in range(3)), "file": lambda: os.fdopen(os.dup(1))}
+
+
+@pytest.mark.parametrize("make", OPEN.values(), ids=OPEN)
+def test_what_cannot_be_copied_is_refused_at_every_depth(make: Callable[[], Any]) -> None:
+    thing: Any = Nested()
+    value = thing.history["open"] = make()
+    for one, name in ((thing, "Nested"), (held(value), "<lambda>"), (held(thing), "<lambda>")):
+        with pytest.raises(CopyError, match=rf"^{name} holds state that cannot be copied \(cannot pickle "):
+            copy_state(one)
+    value.close()
 
 
 class Forgetful(RLCallback):
@@ -153,6 +175,143 @@ def test_rewards_losses_and_corrections_with_a_state_train_the_same_with_and_wit
         weights.append({**weights_of(module), "calls": torch.tensor(SEEN)})
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
+
+
+class Penalty(RLCallback):
+    """A penalty on the weights, whose gradient does not run through the log-probabilities."""
+
+    name = "penalty"
+
+    @override
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.module = pl_module
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        squares = sum(weight.square().sum() for weight in self.module.policy.parameters())
+        return LossTerm(per_token=squares + view.logprobs * 0, coef=1e-3)
+
+
+class OwnForward(Penalty):
+    """A loss term with a forward of its own."""
+
+    name = "own_forward"
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        logits = self.module.policy.model(input_ids=view.prompt_ids).logits
+        return LossTerm(per_token=logits.square().mean() + view.logprobs * 0, coef=1e-3)
+
+
+class Counter(RLCallback):
+    """A bonus and metrics from a record of all calls, beside a part that a subclass holds."""
+
+    name = "counter"
+
+    def __init__(self, folder: Path) -> None:
+        self.seen = [0]
+        self.hold(folder)
+
+    def hold(self, _folder: Path) -> None:
+        """Hold a part, such as a lock."""
+        self.lock = threading.Lock()
+
+    def count(self) -> int:
+        """Count a call."""
+        self.seen[0] += 1
+        return self.seen[0]
+
+    @override
+    def reward_bonus(self, rollout: Rollout) -> Tensor:
+        return 0.01 * self.count() + rollout.rewards * 0
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return torch.full_like(view.logprobs, 1.0 + 0.01 * self.count()).detach()
+
+    @override
+    def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
+        return {"counter/calls": Stat.single(self.count())}
+
+    @override
+    @contextmanager
+    def forward_context(self, rows: Rollout) -> Any:
+        self.count()
+        yield
+
+
+class Filing(Counter):
+    """Writes the calls to an open file."""
+
+    @override
+    def hold(self, _folder: Path) -> None:
+        self.file = (_folder / "calls").open("w")
+
+    @override
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.file.close()
+
+    @override
+    def count(self) -> int:
+        self.file.write(f"{super().count()}\n")
+        return self.seen[0]
+
+
+class Numbering(Counter):
+    """Takes the numbers of calls from a generator."""
+
+    @override
+    def hold(self, _folder: Path) -> None:
+        self.numbers = (number for number in range(10_000))
+
+    @override
+    def count(self) -> int:
+        self.seen[0] = next(self.numbers)
+        return self.seen[0]
+
+
+def numbering_loss() -> Callable[[LossView], Tensor]:
+    """Return a loss with weights that fall with every call, from a generator."""
+    seen = [0]
+    numbers = (number for number in range(1, 10_000))
+
+    def loss(view: LossView) -> Tensor:
+        seen[0] = next(numbers)
+        return -view.require("advantages") * view.logprobs / seen[0]
+
+    return loss
+
+
+NEUTRAL: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "penalty": lambda _: {"callbacks": [Penalty()]},
+    "own forward": lambda _: {"callbacks": [OwnForward()]},
+    "lock": lambda folder: {"callbacks": [Counter(folder)]},
+    "file": lambda folder: {"callbacks": [Filing(folder)]},
+    "generator": lambda folder: {"callbacks": [Numbering(folder)]},
+    "generator of a loss": lambda _: {"loss": numbering_loss()},
+}
+UNCOPIED = {"file": "Filing", "generator": "Numbering", "generator of a loss": "FunctionLoss"}
+
+
+@pytest.mark.parametrize("case", NEUTRAL)
+def test_an_audited_run_is_the_run(case: str, tmp_path: Path) -> None:
+    weights, audit = list[dict[str, Tensor]](), SignalAudit(1)
+    for name, audits in (("plain", []), ("audited", [audit])):
+        (folder := tmp_path / name).mkdir()
+        options = NEUTRAL[case](folder)
+        callbacks = options.pop("callbacks", [])
+        module = tiny_module(minibatches_per_rollout=2, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the audit finds that results depend on the number of calls
+            fit(module, callbacks=[*callbacks, *audits], default_root_dir=folder, max_steps=8)
+        seen = [callback.seen[0] for callback in callbacks if isinstance(callback, Counter)]
+        gradients = {f"{n}.grad": p.grad for n, p in module.required_policy.named_parameters() if p.grad is not None}
+        weights.append({**weights_of(module), **gradients, "seen": torch.tensor(seen)})
+    assert weights[0].keys() == weights[1].keys()
+    assert [name for name, weight in weights[0].items() if not torch.equal(weights[1][name], weight)] == []
+    reasons = set(audit.skipped.values())
+    assert (case in UNCOPIED) == any("holds state that cannot be copied" in reason for reason in reasons)
+    assert all(UNCOPIED[case] in reason for reason in reasons if "cannot be copied" in reason)
 
 
 def test_global_generators_are_where_they_were() -> None:

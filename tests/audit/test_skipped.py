@@ -27,7 +27,10 @@ def evidence_of(**changes: Any) -> Evidence:
 def test_a_check_that_cannot_look_says_why() -> None:
     findings, skipped = judge([CHECKS["weight_sync"], CHECKS["values_ignore_temperature"]], evidence_of())
     assert findings == []
-    assert skipped == {"weight_sync": "there is no policy", "values_ignore_temperature": "there is no critic"}
+    assert skipped == {
+        "weight_sync": "there is no policy, or a callback's forward_context cannot be repeated",
+        "values_ignore_temperature": "there is no critic",
+    }
 
 
 @pytest.mark.parametrize("name", CHECKS)

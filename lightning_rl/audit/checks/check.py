@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.audit.audit_error import Skip
+from lightning_rl.audit.copies import CopyError
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.losses import PolicyLoss
@@ -56,6 +57,8 @@ class Check:
             return Verdict([], {self.name: "the rollout has no rows"})
         try:
             results = list(self.function(evidence))
+        except CopyError as error:
+            return Verdict([], {self.name: str(error)})
         except Exception as raised:  # noqa: BLE001  an exception of user code on a changed copy is the finding
             finding = Finding(
                 check=self.name,

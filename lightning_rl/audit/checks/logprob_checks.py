@@ -10,6 +10,8 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.utils.finding import Finding
 
+NO_POLICY = "there is no policy, or a callback's forward_context cannot be repeated"
+
 BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
 REFERENCE = "stage score, the reference"
@@ -24,7 +26,7 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     """
     rows, outputs = evidence.rows, evidence.outputs
     if outputs is None or not len(rows):
-        yield Skip(NO_ROWS if outputs is not None else "there is no policy")
+        yield Skip(NO_ROWS if outputs is not None else NO_POLICY)
     elif not evidence.plain:
         yield Skip("the policy is sharded, or a correction wraps every forward in a context")
     findings = [
@@ -91,7 +93,7 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Skip(MIXED_UP)
         return
     if rows.rollout_logprobs is None or evidence.outputs is None:
-        yield Skip("the engine returns no log-probabilities" if evidence.outputs is not None else "there is no policy")
+        yield Skip("the engine returns no log-probabilities" if evidence.outputs is not None else NO_POLICY)
         return
     fresh = rows.valid_tokens & (rows.policy_version == evidence.number)
     if not fresh.any():

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
+from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of, reads_parameters
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.evidence import Contribution, Evidence, callback_of_one_method
@@ -31,7 +31,10 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
         return
     for term in evidence.contributions("loss_term"):
         view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitize()
-        per_token, leaves = torch.where(view.valid_tokens, term(view).per_token, 0.0), [view.logprobs, view.rollout_kl]
+        if reads_parameters(raw := term(view).per_token):
+            yield Skip(f"{term} reads parameters of a model itself")
+            continue
+        per_token, leaves = torch.where(view.valid_tokens, raw, 0.0), [view.logprobs, view.rollout_kl]
         leaves = [view.entropy] if term.callback.trains_entropy else [leaf for leaf in leaves if leaf is not None]
         gradient = torch.stack([gradient_of(per_token, leaf).abs() for leaf in leaves]).sum(0)
         trained = view.valid_tokens

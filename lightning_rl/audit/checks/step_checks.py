@@ -151,7 +151,7 @@ def step_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The gradients of log-probabilities, entropy and values are those of the step recomputed in one piece."""
     step = evidence.step
     if step is None or step.recomputed is None:
-        yield Skip(UNSEEN if step is None else "this rank had no rows, or the loss needs those of other ranks")
+        yield Skip(UNSEEN if step is None else step.unknown)
         return
     again = step.recomputed
     pairs = [("log-probability", step.gradient, again.gradient)]
@@ -378,8 +378,8 @@ def _rule_findings(step: StepEvidence, known: Mapping[str, Move], culprit: str) 
 def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Logged metrics and rows equal those recomputed from the rollout and the policy's outputs in the step."""
     step = evidence.step
-    if step is None:
-        yield Skip(UNSEEN)
+    if step is None or (not step.logged and step.unknown):
+        yield Skip(UNSEEN if step is None else step.unknown)
         return
     samples, culprit, wrong = evidence.rollout.sample_ids[:2].tolist(), step.blamed.get("metrics"), set[str]()
     largest = _largest_logprob(step)
