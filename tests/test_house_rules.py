@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -127,3 +128,10 @@ def test_a_skipped_test_has_a_command_that_runs_it(reason: str, command: str) ->
 def test_the_library_prints_nothing() -> None:
     calls = [(place, node.func) for place, node in nodes(LIBRARY) if isinstance(node, ast.Call)]
     assert [place for place, function in calls if isinstance(function, ast.Name) and function.id == "print"] == []
+
+
+def test_the_spelling_of_folders_that_git_ignores_is_not_checked() -> None:
+    skipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["codespell"]["skip"].split(",")
+    folders = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.endswith("/")]
+    visible = [folder for folder in folders if folder[0] not in "._*"]  # codespell skips hidden ones
+    assert visible and all(f"./{folder}" in skipped for folder in visible)

@@ -193,7 +193,7 @@ class Penalty(RLCallback):
 
 
 class OwnForward(Penalty):
-    """A loss term with a forward of its own."""
+    """A loss term that runs the model."""
 
     name = "own_forward"
 

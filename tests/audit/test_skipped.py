@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.checks import judge
+from lightning_rl.audit.checks.logprob_checks import NO_POLICY
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.subsample import some_rows
@@ -28,7 +29,7 @@ def test_a_check_that_cannot_look_says_why() -> None:
     findings, skipped = judge([CHECKS["weight_sync"], CHECKS["values_ignore_temperature"]], evidence_of())
     assert findings == []
     assert skipped == {
-        "weight_sync": "there is no policy, or a callback's forward_context cannot be repeated",
+        "weight_sync": NO_POLICY,
         "values_ignore_temperature": "there is no critic",
     }
 
