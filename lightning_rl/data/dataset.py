@@ -18,7 +18,8 @@ from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 class PromptDataset:
     """Indexable prompts over the rows of any source.
 
-    Rows are read and encoded on access. :meth:`connect` reads all of them once, in batches, and stores their lengths.
+    Rows are read and encoded on access. :meth:`connect` reads all of them once, in batches, and stores their lengths
+    and the names of all columns.
 
     Args:
         source: Rows; see :func:`open_source`, also for ``name`` and ``split``.
@@ -69,6 +70,7 @@ class PromptDataset:
         self._encoder, self._fingerprint = self._encoder_of(None, None, None), ""
         self._lengths: array[int] = array("i")
         self._kept: array[int] | None = None
+        self._columns: tuple[str, ...] = ()
         self._connection: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
@@ -87,7 +89,7 @@ class PromptDataset:
         prompts = []
         for index, ids, reading in zip(numbers if places is None else places, token_ids, readings, strict=True):
             self._encoder.check_length(len(ids), reading.name)
-            prompts.append(Prompt(index, ids, reading.content, reading.columns))
+            prompts.append(Prompt(index, ids, reading.content, reading.columns, self._columns))
         return prompts
 
     def connect(
@@ -113,9 +115,11 @@ class PromptDataset:
             return
         encoder = self._encoder = self._encoder_of(tokenizer, max_tokens, vocabulary)
         lengths: array[int] = array("i")
+        columns = set[str]()
         for numbers, rows in self.rows.batches():
             readings = self._read(numbers, rows)
             names = [reading.name for reading in readings]
+            columns |= {name for reading in readings for name in reading.columns}
             if check is not None:
                 for number, reading in zip(numbers, readings, strict=True):
                     check(reading.columns, self._name(number))
@@ -125,6 +129,7 @@ class PromptDataset:
                 for length, name in zip(batch, names, strict=True):
                     encoder.check_length(length, name)
         self._lengths, self._connection, self._kept = lengths, connection, None
+        self._columns = tuple(sorted(columns))
         if encoder.max_tokens is not None and max(lengths) > encoder.max_tokens:
             self._drop(encoder.max_tokens)
 

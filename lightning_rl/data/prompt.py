@@ -1,7 +1,7 @@
 """Prompt: a prompt with its index in the stream."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -14,9 +14,11 @@ class Prompt:
         token_ids: Token ids that the model continues.
         content: Prompt before tokenization, for rewards: a string, chat messages or token ids.
         columns: All other values of the row, as in the source, for rewards.
+        data_columns: Names of the columns of all rows, once they are known; rewards get None where this row has none.
     """
 
     index: int
     token_ids: tuple[int, ...]
     content: Any
     columns: Mapping[str, Any]
+    data_columns: tuple[str, ...] = field(default=(), repr=False, compare=False)

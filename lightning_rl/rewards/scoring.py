@@ -153,9 +153,9 @@ class Rewards:
         self, rows: Rows, trainer_state: TrainerState | None, started: Mapping[str, Submitted] | None
     ) -> list[RewardCall]:
         """Call every function; isolated and asynchronous calls run concurrently."""
-        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.by_name.items()}
-        if not len(rows):
+        if not len(rows):  # without rows there are no columns either
             return []
+        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.by_name.items()}
         drafts = [_Draft(name, function, rows) for name, function in self.by_name.items()]
         started = {} if started is None else started
         isolated = {draft.name: draft.function for draft in drafts if isinstance(draft.function, SubprocessReward)}

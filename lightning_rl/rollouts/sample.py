@@ -455,7 +455,7 @@ class Sampler:
     def reward_arguments(self, samples: Samples) -> dict[str, Any]:
         """Return the arguments of the reward functions."""
         prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
-        keys = sorted({key for prompt in prompts for key in prompt.columns})
+        keys = sorted({key for prompt in prompts for key in (*prompt.data_columns, *prompt.columns)})
         columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
         return {
             "prompts": [prompt.content for prompt in prompts],

@@ -215,3 +215,16 @@ def test_a_data_module_has_the_fingerprint_of_what_it_trains_on() -> None:
 )
 def test_canonical_json_has_a_form_for_everything(value: Any, text: bytes) -> None:
     assert canonical_json(value) == text
+
+
+def test_rewards_get_every_column_of_the_data_and_none_where_a_row_has_none() -> None:
+    answers, rest = list[Any](), list[Any]()
+
+    def right(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+        answers.append(answer[0])
+        rest.append(columns["hint"][0])
+        return [float(len(text) % 2) for text in columns["completion_ids"]]
+
+    rows = [{"prompt": [3, 4], "answer": "7"}, {"prompt": [5, 4], "hint": 1}, {"prompt": [6, 4]}]
+    fit(tiny_module(rewards=right), data=PromptDataModule(rows, 1, shuffle=False))
+    assert answers == ["7", None, None] and rest == [None, 1, None]

@@ -336,3 +336,11 @@ async def stop_the_loop(*_: Any, **__: Any) -> Any:
 def test_a_coroutine_that_stops_the_event_loop_ends_nothing() -> None:
     assert scores(stop_the_loop, 1).total.tolist() == [1.0]
     assert scores(stop_the_loop, 1).total.tolist() == [1.0]
+
+
+def test_no_function_is_called_without_rows_whose_columns_are_unknown_then() -> None:
+    def right(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> Values:
+        raise AssertionError("called")
+
+    scores = Rewards(right)([], [], completion_ids=[], columns={})
+    assert [len(scores.total), len(scores.raw["right"]), len(scores.scored), len(scores.calls)] == [0, 0, 0, 0]
