@@ -5,7 +5,8 @@ r"""Entropy bonus: add the policy's entropy to the objective, with a fixed or an
     \alpha = c\,[\bar H \le \text{target}], \qquad c \leftarrow \max\bigl(c \pm \delta,\ 0\bigr)
 
 Without a target, :math:`\alpha = c` is constant. With one, :math:`c` grows by :math:`\delta` after each optimizer step
-whose mean entropy over all valid tokens and ranks is below the target, and shrinks otherwise.
+whose mean entropy over all valid tokens and ranks is below the target, and shrinks otherwise. So :math:`\bar H` is
+the entropy of the step before, and in the first step :math:`\alpha = c`.
 
 Source: Williams and Peng 1991; adaptive: He et al. 2025 (Skywork-OR1), arXiv:2505.22312, section 4.5.
 """

@@ -70,7 +70,8 @@ def interval(values: Sequence[float], samples: int = 1) -> tuple[float, float]:
 
     It stays within [0, 1] and has a positive width if all values are equal. Prompts are the independent unit, because
     samples of one prompt are not independent. For values other than 0 and 1, N is the effective sample size
-    :math:`N p (1 - p) / s^2` with the variance :math:`s^2` over prompts, at most the number of samples.
+    :math:`N p (1 - p) / s^2` with the variance :math:`s^2` over prompts, divided by their number, at most
+    the number of samples.
 
     Source: Wilson 1927, doi:10.1080/01621459.1927.10502953; for the effective N, Korn and Graubard 1998, Survey
     Methodology 24(2); for intervals over prompts, Miller 2024 (Adding Error Bars to Evals), arXiv:2411.00640.
