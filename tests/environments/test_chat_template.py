@@ -254,6 +254,15 @@ def test_a_template_that_does_not_say_what_comes_next_is_told(template: str, clo
     assert any(wrong in found for found in Bridge(templated(template), close).check("user"))
 
 
+def test_an_answer_that_ends_with_another_token_than_the_template_writes_gets_no_end_of_the_template() -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    other, written = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    bridge = Bridge(tokenizer, [written, other])
+    whole = bridge.after([3], NEW["user"])
+    assert whole[0] == written
+    assert bridge.after([3, other], NEW["user"]) == bridge.after([3, written], NEW["user"]) == whole[1:]
+
+
 MOVED = (
     "{% for m in messages if m.role != 'system' %}{% if loop.last and messages[0].role == 'system' %}"
     "{{ messages[0].content }} {% endif %}{{ m.content }}<|im_end|>{% endfor %}"

@@ -72,6 +72,13 @@ def test_a_prefix_is_the_one_before_with_what_was_drawn_and_said() -> None:
     assert environment.closed == 1
 
 
+def test_a_conversation_that_is_done_with_a_truncated_answer_is_truncated() -> None:
+    talk = conversation(Scripted(TokenStep(done=True, reward=0.5)))
+    talk.receive(drawn(3, 4, finish=FinishReason.LENGTH))
+    assert talk.transcript is not None
+    assert (talk.transcript.finish, talk.transcript.outcome.reward) == (FinishReason.LENGTH, 0.5)
+
+
 def test_a_prefix_that_is_rewritten_stands_behind_the_answer_and_is_all_that_the_next_turn_reads() -> None:
     environment = Scripted(
         TokenStep(rewritten=(7, 8), reward=0.25), TokenStep(token_ids=(4,)), TokenStep(done=True, reward=0.5)
