@@ -1,13 +1,16 @@
 """Compare recorded calls of other systems with this library. The replays are in :mod:`goldens`."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from goldens.__main__ import main
 from goldens.cases import Case, Field, read_folder
 from goldens.registry import NOT_COMPARED, NOT_OFFERED, replay_of
 from goldens.rules import RULES
@@ -102,3 +105,69 @@ def test_an_exception_or_a_missing_output_fails_the_case(cases: list[Case]) -> N
     assert raised.status is Status.FAILED and "KeyError" in raised.detail
     missing = verdict(replace(case, outputs={**case.outputs, "advantages": case.outputs["loss"]}))
     assert missing.status is Status.FAILED and "no value" in missing.detail
+
+
+def test_a_rule_without_its_inputs_does_not_end_the_command(cases: list[Case]) -> None:
+    named = {algorithm for rule in RULES for algorithm in rule.algorithms}
+    calls = {(case.peer, case.function): case for case in cases if case.algorithm in named}
+    for case in calls.values():
+        name = next((name for name, field in case.outputs.items() if field.value.dtype.kind == "f"), "")
+        found = verdict(with_output(case, name, lambda value: value + np.asarray(0.5, value.dtype)))
+        assert found.status in (Status.FAILED, Status.RULE), case.id
+
+
+def test_every_algorithm_with_another_rule_for_a_group_of_one_row_is_listed(cases: list[Case]) -> None:
+    ours = {"advantage 0", "baseline = reward, std 0"}
+    theirs = {case.algorithm: case.implicit.get("singleton_group") for case in cases if case.topic != "normalization"}
+    theirs |= {case.algorithm: "raw" for case in cases if case.calls("Normalization") and case["x"].dim() == 1}
+    named = {one for rule in RULES if "group of one row" in rule.name for one in rule.algorithms}
+    assert {name for name, rule in theirs.items() if rule and rule not in ours} - named == set()
+
+
+def first(cases: list[Case], function: str, algorithm: str) -> Case:
+    return next(case for case in cases if case.calls(function) and case.algorithm == algorithm)
+
+
+def write_folder(folder: Path, cases: list[Case]) -> Path:
+    """Write cases of one topic in the layout of ``tests/data/goldens``."""
+    inputs: dict[str, np.ndarray] = {}
+    outputs: dict[str, np.ndarray] = {}
+    entries: list[dict[str, Any]] = []
+    for number, case in enumerate(cases):
+        keys = {name: f"{number}.{name}" for name in (*case.arrays, *case.outputs)}
+        inputs |= {keys[name]: value for name, value in case.arrays.items()}
+        outputs |= {keys[name]: field.value for name, field in case.outputs.items()}
+        tolerances = {name: {"rtol": one.rtol, "atol": one.atol} for name, one in case.outputs.items()}
+        entry = {name: getattr(case, name) for name in ("id", "peer", "function", "algorithm", "params", "implicit")}
+        entry["inputs"] = {name: {"key": keys[name]} for name in case.arrays}
+        entry["outputs"] = {name: {"key": keys[name], **tolerances[name]} for name in case.outputs}
+        entries.append(entry)
+    topic = folder / cases[0].topic
+    topic.mkdir(parents=True)
+    (topic / "manifest.json").write_text(json.dumps({"topic": topic.name, "cases": entries}))
+    np.savez(topic / "inputs.npz", **inputs)  # pyrefly: ignore[bad-argument-type]
+    np.savez(topic / "outputs.npz", **outputs)  # pyrefly: ignore[bad-argument-type]
+    return folder
+
+
+def test_the_command_prints_a_table_of_any_folder(
+    cases: list[Case], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    equal = first(cases, "compute_rloo_vectorized_outcome_advantage", "rloo")
+    ruled = next(
+        case for case in cases if case.calls("compute_grpo_outcome_advantage") and verdict(case).status is Status.RULE
+    )
+    unknown = replace(equal, params={"of_tomorrow": 0.5})
+    wrong = with_output(equal, "advantages", lambda value: value + np.float32(0.25))
+    assert main([str(write_folder(tmp_path / "passes", [equal, ruled, unknown]))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split("  ")[0] == "system"
+    assert ["verl", "core_algos.py:compute_rloo_vectorized_outcome_advantage", "1", "0", "1", "0"] in map(
+        str.split, lines
+    )
+    assert lines[-2].startswith("differs on purpose: ") and lines[-2].endswith(f"{RULES[0].name} (1)")
+    assert lines[-1].startswith("not offered: verl ") and lines[-1].endswith(": of_tomorrow=0.5 (1)")
+    assert main([str(write_folder(tmp_path / "fails", [equal, wrong]))]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"failed: {equal.id}: advantages  off by 0.25"
+    assert main([str(tmp_path / "none")]) == 2
+    assert "python -m tests.goldens FOLDER" in capsys.readouterr().out

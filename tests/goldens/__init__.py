@@ -1,1 +1,1 @@
-"""Recorded calls of other systems, replayed with our functions: ``pytest tests/test_goldens.py``."""
+"""Recorded calls of other systems, replayed with our functions: ``python -m tests.goldens FOLDER``."""

@@ -1,6 +1,7 @@
 """A golden case: one recorded call, with its inputs and what came out."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class Case:
     id: str
     topic: str
     peer: str
+    function: str
     algorithm: str
     variant: str
     params: Mapping[str, Any]
@@ -54,6 +56,10 @@ class Case:
         """An input as int64."""
         return self[name].long()
 
+    def calls(self, *names: str) -> bool:
+        """Return True if the recorded function, its class or its file has one of these names."""
+        return not set(names).isdisjoint(re.findall(r"\w+", self.function))
+
     @property
     def from_pull_request(self) -> bool:
         """True if the case records a pull request."""
@@ -76,6 +82,7 @@ def _read_topic(manifest: Path) -> Iterator[Case]:
             id=entry["id"],
             topic=content.get("topic", manifest.parent.name),
             peer=entry["peer"],
+            function=entry["function"],
             algorithm=entry["algorithm"],
             variant=entry.get("variant") or "",
             params=entry.get("params") or {},

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from goldens.corrections import Contribution, corrections_of, geometric_weight, untruncated
-from goldens.policy_options import dual_clip_of
+from goldens.policy_options import OneRatioPerRow, averaged, dual_clip_of
 from goldens.reduction_options import average_of
 from goldens.views import reduced
 from lightning_rl import LossView, PolicyLoss
@@ -32,11 +32,12 @@ def logged(case: Case, view: LossView, loss: PolicyLoss, done: Contribution) -> 
     }
     if isinstance(loss, DPPO):
         return {**found, "pg_clipfrac": _mean(case, view, loss.outside(view).to(drift.dtype))}
-    if type(loss) not in (ClippedSurrogate, GSPO, CISPO, SAPO):
+    if type(loss) not in (ClippedSurrogate, GSPO, CISPO, SAPO, OneRatioPerRow):
         return found
-    clipped, dual = _clip_masks(case, view, loss)
+    seen = averaged(case, view)
+    clipped, dual = _clip_masks(case, seen, loss)
     share, dual_share = (_mean(case, view, mask.to(drift.dtype)) for mask in (clipped, dual))
-    found |= {"clip_mask": clipped & view.valid_tokens, "dual_clip_mask": dual & view.valid_tokens}
+    found |= {"clip_mask": clipped & seen.valid_tokens, "dual_clip_mask": dual & seen.valid_tokens}
     return {**found, **dict.fromkeys(CLIPPED, share), "pg_clipfrac_lower": dual_share}
 
 
@@ -54,9 +55,9 @@ def _bound(case: Case) -> float:
 
 
 def _mean(case: Case, view: LossView, values: Tensor) -> Tensor:
-    average = average_of(case)
-    if average.total_of:
-        return reduced(view, values, average.reduction) * average.scale(view)
+    if case.peer == "slime":
+        average = average_of(case)
+        return reduced(view, values, average.reduction) * average.scale(view.valid_tokens, view.trained)
     return reduced(view, values, token_mean)
 
 

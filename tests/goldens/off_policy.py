@@ -3,9 +3,8 @@
 from goldens.cases import Case, Outputs
 from goldens.corrections import opsm_of
 from goldens.options import peer_ratio
-from goldens.policy import policy_loss
 from goldens.policy_options import m2_threshold
-from goldens.registry import replays
+from goldens.registry import INTERPOLATED, NotOfferedError, replays
 from goldens.views import view_of_case
 from lightning_rl.losses import M2PO
 from lightning_rl.signal.kl import k1, k3
@@ -13,7 +12,7 @@ from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.selection import local_values
 
 
-@replays("m2po_mask")
+@replays("off_policy/_apply_m2po_masking")
 def m2po_mask(case: Case) -> Outputs:
     """The tokens that M2PO keeps."""
     view = view_of_case(case)
@@ -21,11 +20,9 @@ def m2po_mask(case: Case) -> Outputs:
     return {"modified_mask": kept & view.valid_tokens}
 
 
-@replays("off_policy/opsm")
+@replays("off_policy/compute_opsm_mask", "off_policy/get_off_policy_mask")
 def opsm(case: Case) -> Outputs:
     """The rows that OPSM keeps: on the policy before the update at slime, on the engine's at TRL."""
-    if "advantages" in case:
-        return policy_loss(case)
     view = view_of_case(case)
     against = "rollout" if "rollout_logp" in case else "old"
     delta = case.params.get("opsm_delta", case.params.get("off_policy_threshold"))
@@ -33,7 +30,7 @@ def opsm(case: Case) -> Outputs:
     return {"opsm_mask": kept[:, None].expand_as(view.logprobs), "keep_mask": kept[:, None]}
 
 
-@replays("importance_ratio_and_mismatch_kl")
+@replays("off_policy/compute_importance_ratio_and_mismatch_kl")
 def mismatch(case: Case) -> Outputs:
     """The log-ratio, its exponential, and the estimate of KL(engine || policy) on the engine's samples."""
     logprobs, rollout = case["logp"], case["rollout_logp"]
@@ -42,3 +39,9 @@ def mismatch(case: Case) -> Outputs:
         "ratio": peer_ratio(case, logprobs, rollout),
         "mismatch_kl": k3(rollout, logprobs, tangent=False),
     }
+
+
+@replays("off_policy/compute_prox_logp_approximations")
+def interpolated(case: Case) -> Outputs:
+    """AReaL's approximation of old log-probabilities."""
+    raise NotOfferedError(f"{INTERPOLATED} ({case.algorithm})")

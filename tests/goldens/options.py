@@ -20,8 +20,6 @@ Steps = Literal["valid", "every", "every, masked ones empty", "runs"]
 class Peer:
     """Constants inside the functions of a system that records do not contain."""
 
-    empty_rows: bool = True  # whether a row without valid tokens counts in a mean over rows
-    total: str = ""  # "tokens" where a policy loss is a sum over them
     log_ratio: float = math.inf  # bound of a token's log-ratio before exp
     sequence_log_ratio: float = math.inf  # bound of a row's mean log-ratio before exp
     gspo_per_token: bool = False  # a separate gradient for every token
@@ -30,7 +28,6 @@ class Peer:
     cispo_offset: float = 1.0  # what the weight's upper bound is above its parameter
     score_function_kl: bool = False  # the KL in the loss carries the score-function gradient
     value_factor: float = 0.5
-    value_rows: str = ""  # "mean" or "sum" over rows of the mean value error of each
     epsilon: float = 1e-6  # added to the deviation of a group
     gdpo_epsilon: float | None = None  # added to the last deviation, if another one
     unbiased: bool = True  # whether the variance of a group divides by n - 1
@@ -42,17 +39,13 @@ class Peer:
 PEERS: Mapping[str, Peer] = {
     "AReaL": Peer(epsilon=1e-5, mean_advantage=True),
     "NeMo-RL": Peer(score_function_kl=True, gdpo_epsilon=0.0),
-    "OpenRLHF": Peer(empty_rows=False, log_ratio=20.0, epsilon=1e-9, steps="every, masked ones empty"),
-    "SkyRL": Peer(
-        total="tokens", log_ratio=20.0, sequence_log_ratio=10.0, gspo_per_token=True, value_rows="mean", whitened=True
-    ),
+    "OpenRLHF": Peer(log_ratio=20.0, epsilon=1e-9, steps="every, masked ones empty"),
+    "SkyRL": Peer(log_ratio=20.0, sequence_log_ratio=10.0, gspo_per_token=True, whitened=True),
     "open-instruct": Peer(cispo_floor=False, epsilon=1e-8, unbiased=False),
     "prime-rl": Peer(),
-    "slime": Peer(value_factor=1.0, value_rows="sum"),
+    "slime": Peer(value_factor=1.0),
     "trl": Peer(cispo_floor=False, cispo_offset=0.0, epsilon=1e-4, row_advantages=True),
-    "verl": Peer(
-        empty_rows=False, log_ratio=20.0, sequence_log_ratio=10.0, gspo_per_token=True, steps="valid", whitened=True
-    ),
+    "verl": Peer(log_ratio=20.0, sequence_log_ratio=10.0, gspo_per_token=True, steps="valid", whitened=True),
 }
 
 IMPLICIT: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
@@ -88,6 +81,7 @@ KL_BOUNDS: Mapping[tuple[str, str], Mapping[str, float]] = {
 CLAMP = 10.0
 
 KL_BOUND_NAMES = {
+    "log_ratio_clamp": "log_ratio",
     "input_clamp_value": "log_ratio",
     "kl_input_clamp_value": "log_ratio",
     "output_clamp_value": "value",

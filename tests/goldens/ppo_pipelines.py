@@ -5,10 +5,10 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from goldens.layouts import prediction_aligned
-from goldens.normalization import rewards_normalised, tokens_normalised
+from goldens.normalization import group_sizes, rewards_normalised, tokens_normalised
 from goldens.options import ESTIMATOR_NAMES, estimator_of, first_of
 from goldens.registry import replays
-from goldens.token_advantages import PIPELINES, decays
+from goldens.token_advantages import decays
 from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import masked_fill_invalid, whiten
 from lightning_rl.signal.shaped_rewards import shaped_rewards
@@ -16,13 +16,8 @@ from lightning_rl.signal.shaped_rewards import shaped_rewards
 NO_LOGPROB = 1.0  # what TRL puts at padding
 
 
-@replays("ppo_advantage_pipeline")
-def pipeline(case: Case) -> Outputs:
-    """The pipeline of one peer."""
-    return {"AReaL": _areal, "trl": _trl, **PIPELINES}[case.peer](case)
-
-
-def _areal(case: Case) -> Outputs:
+@replays("advantages_token/_compute_advantages")
+def areal(case: Case) -> Outputs:
     """Everything at the position that predicts a token; no-EOS rows bootstrap from their last value."""
     params, attention = case.params, case.mask("attention_mask")
     mask = prediction_aligned(case.mask("loss_mask"))
@@ -54,12 +49,14 @@ def _areal_scores(case: Case, no_eos: Tensor) -> Tensor:
     scores = scores.clamp(-bound, bound)
     norm = params.get("reward_norm")
     if norm:
-        groups = torch.arange(len(scores)) // (norm.get("group_size") or len(scores))
+        sizes = torch.tensor(group_sizes(norm, len(scores)))
+        groups = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         scores = rewards_normalised(scores, groups, torch.ones_like(no_eos), norm)
     return torch.where(no_eos, 0.0, scores) if params.get("mask_no_eos") else scores
 
 
-def _trl(case: Case) -> Outputs:
+@replays("advantages_token/PPOTrainer")
+def trl(case: Case) -> Outputs:
     """The scalar one position behind the last token, where there is room; a KL at every position up to there."""
     params, last = case.params, case.ids("sequence_lengths")
     logprobs, reference, values = case["logp"], case["ref_logp"], case["values"]

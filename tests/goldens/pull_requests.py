@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 from goldens.cases import Case, Outputs
 from goldens.corrections import opsm_of
 from goldens.layouts import carried_back, prediction_aligned
-from goldens.normalization import rewards_normalised
+from goldens.normalization import group_sizes, rewards_normalised
 from goldens.options import estimator_of, peer_ratio
 from goldens.policy_options import clip_of
-from goldens.registry import replays
+from goldens.registry import choose, replays, without_effect
 from goldens.views import gradient, view_of_case
 from lightning_rl import FinishReason
 from lightning_rl.callbacks import NoEOSMask, OffPolicyIS
@@ -34,7 +34,7 @@ def unpacked(case: Case) -> dict[str, Tensor]:
     return {**rows, "inside": torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]}
 
 
-@replays("pr_cases/opsm")
+@replays("pr_cases/compute_opsm_mask")
 def opsm(case: Case) -> Outputs:
     """OPSM on PPO's surrogate, each sequence decided as a whole."""
     rows = unpacked(case)
@@ -52,12 +52,14 @@ def opsm(case: Case) -> Outputs:
     }
 
 
-@replays("off_policy_is_current_over_rollout")
+@replays("pr_cases/compute_cispo_loss", "pr_cases/compute_policy_loss")
 def off_policy_is(case: Case) -> Outputs:
     """A detached weight of current over rollout on a base loss."""
     view = view_of_case(case)
     low, high = case.params["weight_low"], case.params["weight_high"]
-    base: PolicyLoss = Reinforce() if case.params["base_loss"] == "reinforce" else PPO
+    without_effect(case, "eps_clip", "eps_clip_high")  # the bounds of the weight by another name
+    bases: dict[str, PolicyLoss] = {"reinforce": Reinforce(), "ppo": PPO}
+    base = choose(case, "base_loss", bases)
     weight = OffPolicyIS(low, high).token_weight(view)
     ratio = peer_ratio(case, view.logprobs.detach(), view.require("rollout_logprobs"))
     tokens = base(view) * weight
@@ -73,7 +75,7 @@ def off_policy_is(case: Case) -> Outputs:
     }
 
 
-@replays("ppo_raw_kl")
+@replays("pr_cases/compute_advantages_and_returns")
 def raw_kl(case: Case) -> Outputs:
     """The KL as it was measured, and the advantages of the reward that it shapes."""
     rows, params = unpacked(case), case.params
@@ -85,9 +87,10 @@ def raw_kl(case: Case) -> Outputs:
     return {name: value[inside] for name, value in found.items()}
 
 
-@replays("no_eos_reward_norm")
+@replays("pr_cases/_compute_advantages")
 def no_eos(case: Case) -> Outputs:
     """A row that was truncated gets no reward, and enters no statistic of the reward."""
+    without_effect(case, "kl_ctl")  # log-probabilities are 0
     found: Outputs = {}
     for run in ("baseline", "outlier"):
         shaped, advantages = _without_truncated(case, case[f"{run}_rewards"])
@@ -101,8 +104,9 @@ def _without_truncated(case: Case, rewards: Tensor) -> tuple[Tensor, Tensor]:
     rollout = rollout_of([0.0] * len(mask), [[1]] * len(mask), finish=finish)
     rewarded = NoEOSMask().reward_mask(rollout) if case.params["mask_no_eos_with_zero"] else rollout.rewarded
     norm: dict[str, Any] = case.params.get("reward_norm") or {}
-    groups = torch.arange(len(mask)) // (norm.get("group_size") or len(mask))
+    sizes = torch.tensor(group_sizes(norm, len(mask)))
+    groups = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     scores = rewards_normalised(rewards, groups, rewarded, norm)
     shaped = shaped_rewards(scores, None, mask)
-    advantages = discounted_returns(shaped, mask, gamma=case.params["discount"])
+    advantages = discounted_returns(shaped, mask, gamma=case.params["discount"] * case.params["gae_lambda"])
     return shaped, carried_back(advantages, mask)

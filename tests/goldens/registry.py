@@ -1,43 +1,70 @@
 """Which function replays which algorithm, and what is knowingly left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
+from typing import Any, TypeVar
 
 from goldens.cases import Case, Outputs
 
 Replay = Callable[[Case], Outputs]
+Chosen = TypeVar("Chosen")
 
 REPLAYS: dict[str, Replay] = {}
-"""By the name of the algorithm, by ``topic/algorithm`` where one name means two things, ``topic/*`` for the others."""
+"""By ``topic/function`` of the other system, or ``topic/*`` for the other functions of a topic."""
 
 
 class NotOfferedError(Exception):
-    """Raised for an algorithm that the library has no counterpart of; the message is the reason."""
+    """Raised for a call that the library has no counterpart of; the message is ``parameter=value`` or the reason."""
 
 
-def replays(*algorithms: str) -> Callable[[Replay], Replay]:
-    """Registers a function for algorithms."""
+def replays(*calls: str) -> Callable[[Replay], Replay]:
+    """Register a function for calls, each ``topic/function`` or ``topic/*``."""
 
     def register(replay: Replay) -> Replay:
-        for algorithm in algorithms:
-            if algorithm in REPLAYS:
-                raise ValueError(f"expected one replay for {algorithm}, got two")
-            REPLAYS[algorithm] = replay
+        for call in calls:
+            if call in REPLAYS:
+                raise ValueError(f"expected one replay for {call}, got two")
+            REPLAYS[call] = replay
         return replay
 
     return register
 
 
 def replay_of(case: Case) -> Replay:
-    """The function for a case.
+    """Return the function that replays a case.
 
     Raises:
         NotOfferedError: if the library does not have the algorithm.
     """
     if case.algorithm in NOT_OFFERED:
         raise NotOfferedError(NOT_OFFERED[case.algorithm])
-    names = (f"{case.topic}/{case.algorithm}", case.algorithm, f"{case.topic}/*")
-    return next(REPLAYS[name] for name in names if name in REPLAYS)
+    names = [call for call in REPLAYS if call.startswith(f"{case.topic}/") and case.calls(call.split("/")[1])]
+    for call in [*names, f"{case.topic}/*"]:
+        if call in REPLAYS:
+            return REPLAYS[call]
+    raise NotOfferedError(f"topic={case.topic!r}")
+
+
+def only(case: Case, **accepted: Any) -> None:
+    """Raise a NotOfferedError that names a parameter whose value is neither None nor one of a tuple."""
+    for name, values in accepted.items():
+        value = case.params.get(name)
+        if value is not None and value not in values:
+            raise NotOfferedError(f"{name}={value!r}")
+
+
+def without_effect(case: Case, *names: str) -> None:
+    """Read parameters that the function of the other system ignores here, or whose effect an input contains."""
+    for name in names:
+        case.params.get(name)
+
+
+def choose(case: Case, name: str, choices: Mapping[Any, Chosen], default: Any = None) -> Chosen:
+    """Return the choice for the value of a parameter; a NotOfferedError names a value without one."""
+    value = case.params.get(name, default)
+    if value not in choices:
+        raise NotOfferedError(f"{name}={value!r}")
+    return choices[value]
 
 
 INTERPOLATED = (

@@ -1,7 +1,9 @@
 """Intended differences from other systems: positions and our values there."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,8 @@ def _advantages(positions: Tensor, ours: Tensor) -> Prediction:
 
 
 def _singleton(case: Case) -> Prediction:
+    if case.algorithm in ("reward_norm", "reward_norm_masked"):
+        return _alone_among_the_rewarded(case)
     return _advantages(_members(case).sum(-1) == 1, torch.tensor(0.0))
 
 
@@ -60,11 +64,13 @@ def _singleton_standardised(case: Case) -> Prediction:
     number = members.sum(-1)
     if not (number == 1).any():
         return {}
+    scaled = case.params.get("norm_adv_by_std_in_grpo", True)
     total = torch.zeros(len(number), dtype=torch.float64)
-    for key in case.params["gdpo_reward_keys"]:
-        rewards = case[f"reward_{key}"].double()
-        gap = rewards - members @ rewards / number
-        total += gap / ((members @ gap.square() / (number - 1).clamp(min=1)).sqrt() + case.params["epsilon"])
+    names = [f"reward_{key}" for key in case.params["gdpo_reward_keys"]]
+    for name, weight in zip(names, case.params["gdpo_reward_weights"] or [1.0] * len(names), strict=True):
+        gap = case[name].double() - members @ case[name].double() / number
+        std = (members @ gap.square() / (number - 1).clamp(min=1)).sqrt()
+        total += weight * (gap / (std + case.params["epsilon"]) if scaled else gap)
     return _whitened(total, case.mask("attention_mask")[:, case.params["prompt_length"] :])
 
 
@@ -85,10 +91,49 @@ def _overlong(case: Case) -> Prediction:
 
 
 def _around_the_mean(case: Case) -> Prediction:
-    if (case.params["mean_level"], case.params["std_level"]) != (None, "batch"):
+    """AReaL's ``NormConfig`` where it takes the deviation around another mean."""
+    levels = case.params["mean_level"], case.params["std_level"]
+    return _normalised(case) if levels in ((None, "batch"), (None, "group"), ("batch", "group")) else {}
+
+
+def _alone_among_the_rewarded(case: Case) -> Prediction:
+    """AReaL's ``NormConfig`` for a row whose group, or batch, has no other rewarded row to take its mean from."""
+    params, alone = case.params, torch.zeros(len(case["x"]), dtype=torch.bool)
+    if case["x"].dim() > 1 or params["mean_level"] is None or not params["mean_leave1out"]:
         return {}
-    values = case["x"].double()
-    return {"y": (torch.ones_like(values, dtype=torch.bool), values / (values.std() + case.params["eps"]))}
+    for rows in _populations(case, params["mean_level"]):
+        alone[rows] = _rewarded(case)[rows] & (_rewarded(case)[rows].sum() == 1)
+    (counted, ours) = _normalised(case)["y"]
+    return {"y": (counted if params["std_level"] == "batch" else alone, ours)} if alone.any() else {}
+
+
+def _normalised(case: Case) -> dict[str, tuple[Tensor, Tensor]]:
+    """Rewards, or tokens, minus a mean, over the deviation of what is left around its own mean."""
+    params, counted = case.params, _rewarded(case)
+    values = torch.where(counted, case["x"].double(), 0.0)
+    for rows in _populations(case, params["mean_level"]):
+        kept = counted[rows]
+        number = kept.sum()
+        factor = number / (number - 1).clamp(min=1) if params["mean_leave1out"] else 1.0
+        values[rows] = torch.where(kept, (values[rows] - values[rows].sum() / number.clamp(min=1)) * factor, 0.0)
+    for rows in _populations(case, params["std_level"]):
+        kept = values[rows][counted[rows]]
+        one_row = values.dim() > 1 and params["std_level"] == "group" and len(rows) == 1 and params["std_unbiased"]
+        deviation = 1.0 if one_row else kept.std(correction=int(params["std_unbiased"])) if len(kept) > 1 else math.inf
+        deviation = deviation if one_row or deviation > 0 else math.inf  # equal values give 0
+        values[rows] /= deviation + params["eps"]
+    return {"y": (counted, values)}
+
+
+def _rewarded(case: Case) -> Tensor:
+    masks = [case.mask(name) for name in ("loss_mask", "mask") if name in case]
+    return masks[0] if masks else torch.ones_like(case["x"], dtype=torch.bool)
+
+
+def _populations(case: Case, level: str | None) -> tuple[Tensor, ...]:
+    rows, size = torch.arange(len(case["x"])), case.params["group_size"]
+    sizes = case.params.get("group_sizes") or [size] * (len(rows) // size)
+    return {"batch": (rows,), "group": rows.split(sizes) if level == "group" else (), None: ()}[level]
 
 
 def _no_baseline(case: Case) -> Prediction:
@@ -98,11 +143,26 @@ def _no_baseline(case: Case) -> Prediction:
 
 def _valid_mean(case: Case) -> Prediction:
     mask, values = case.mask(), case["adv"].double()
-    half = len(mask) // 2
-    sizes = torch.tensor([half, len(mask) - half])
-    tokens = torch.tensor([mask[:half].sum(), mask[half:].sum()]).repeat_interleave(sizes)
     whitened = (values - values[mask].mean()) / values[mask].std(correction=0)
-    return {"scaled_advantages": (mask, torch.where(mask, whitened / tokens[:, None].clamp(min=1), 0.0))}
+    weights = torch.cat([reduction_weights(half, case.params) for half in mask.tensor_split([len(mask) // 2])])
+    return {"scaled_advantages": (mask, torch.where(mask, whitened * weights, 0.0))}
+
+
+def reduction_weights(mask: Tensor, p: Mapping[str, Any]) -> Tensor:
+    """Return the weight of each token in a reduction of SkyRL."""
+    rows, weights = len(mask), torch.zeros(mask.shape, dtype=torch.float64)
+    if p["loss_reduction"] == "token_mean":
+        return mask / mask.sum().clamp(min=1)
+    if p["loss_reduction"] == "sequence_mean":
+        return mask / (rows * mask.sum(-1, keepdim=True).clamp(min=1))
+    if p["loss_reduction"] == "seq_mean_token_sum_norm":
+        return mask / (rows * p["max_seq_len"])
+    size = p["micro_batch_size"]
+    parts = [(k * size, (k + 1) * size) for k in range(rows // size)]
+    parts = parts if p["loss_reduction"] == "token_mean_legacy" else p["prompt_boundaries"]
+    for start, end in parts:
+        weights[start:end] = mask[start:end] / mask[start:end].sum().clamp(min=1) / len(parts)
+    return weights
 
 
 def _row_without_tokens(case: Case) -> Prediction:
@@ -117,7 +177,10 @@ def _row_without_tokens(case: Case) -> Prediction:
 RULES: tuple[Rule, ...] = (
     Rule(
         name="a group of one row gets an advantage of 0",
-        reason="verl and SkyRL return the raw reward, which has no baseline",
+        reason=(
+            "verl and SkyRL return the raw reward, which has no baseline; so does AReaL's leave-one-out mean if no "
+            "other row is rewarded"
+        ),
         algorithms=(
             "grpo",
             "dr_grpo",
@@ -126,6 +189,8 @@ RULES: tuple[Rule, ...] = (
             "gpg",
             "optimal_token_baseline",
             "tir_optimal_token_baseline",
+            "reward_norm",
+            "reward_norm_masked",
         ),
         predicts=_singleton,
     ),
@@ -158,8 +223,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="a standard deviation is taken around the mean of the same values",
-        reason="AReaL takes deviations from 0, so a constant added to all rewards changes the result",
-        algorithms=("reward_norm",),
+        reason=(
+            "AReaL takes deviations from 0, or in a group from the mean of the batch, so a constant added to all "
+            "rewards changes the result"
+        ),
+        algorithms=("reward_norm", "reward_norm_masked", "advantage_norm"),
         predicts=_around_the_mean,
     ),
     Rule(

@@ -1,6 +1,6 @@
 """The verdict on one case: matched, differs on purpose, not offered or failed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from goldens.cases import Case, Outputs
 from goldens.compare import Difference, difference
+from goldens.params import Params
 from goldens.registry import NotOfferedError, not_compared, replay_of
 from goldens.rules import RULES, Rule
 
@@ -36,13 +37,19 @@ class Verdict:
 
 
 def verdict(case: Case) -> Verdict:
-    """Replay a case and compare every recorded field."""
+    """Replay a case and compare every recorded field.
+
+    A parameter that the replay has not read makes the recorded call another one than the replayed: it is not offered.
+    """
+    params = Params(case.params)
     try:
-        outputs = replay_of(case)(case)
+        outputs = replay_of(case)(replace(case, params=params))
     except NotOfferedError as reason:
         return Verdict(case, Status.NOT_OFFERED, str(reason))
     except Exception as error:  # noqa: BLE001 - an exception fails this case alone
         return Verdict(case, Status.FAILED, f"call  {type(error).__name__}: {error}".splitlines()[0])
+    if unread := params.unread():
+        return Verdict(case, Status.NOT_OFFERED, ", ".join(f"{name}={value!r}" for name, value in unread.items()))
     return _compare(case, outputs)
 
 
@@ -75,7 +82,10 @@ def _sortable(error: float) -> float:
 def _explained(rule: Rule, case: Case, different: dict[str, Difference]) -> bool:
     if case.algorithm not in rule.algorithms:
         return False
-    predicted = rule.predicts(case)
+    try:
+        predicted = rule.predicts(case)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+        return False  # a rule about inputs or parameters that this case does not have
     return all(name in predicted and _as_predicted(found, *predicted[name]) for name, found in different.items())
 
 
