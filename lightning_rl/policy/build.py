@@ -19,6 +19,7 @@ from lightning_rl.policy.model import (
     check_dropout,
     check_head,
     check_modes,
+    check_router_loss,
     check_scoring,
     use_packed_attention,
 )
@@ -194,6 +195,7 @@ def build_policy(
     backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT, head=False)
     check_dropout(model)
     check_head(model)
+    check_router_loss(model)
     options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed, **options)
     if files is None:

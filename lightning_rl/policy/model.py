@@ -558,3 +558,16 @@ def check_dropout(model: PreTrainedModel) -> None:
         drops = any(word in name for word in ("dropout", "pdrop", "layerdrop"))
         if active and drops and not name.startswith(("classifier", "summary")):
             raise ValueError(f"expected a policy without dropout, got config.{name}={value}: set it to 0")
+
+
+def check_router_loss(model: PreTrainedModel) -> None:
+    """Check that a policy's configuration asks for no auxiliary loss, which only its own forward with labels would add.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            f"expected the training signal to come from losses of the library, got {type(model).__name__} with "
+            "config.output_router_logits=True, whose auxiliary loss would train nothing: set it to False"
+        )

@@ -378,6 +378,17 @@ def test_check_dropout_names_that_of_an_adapter() -> None:
         check_dropout(base_model_of(peft.get_peft_model(tiny_policy(), config)))
 
 
+def test_a_configuration_that_asks_for_an_auxiliary_loss_is_refused_where_it_would_train_nothing() -> None:
+    moe = partial(tiny_model, "qwen3_moe", dtype=torch.float32)
+    asks = partial(moe, output_router_logits=True)
+    with pytest.raises(
+        ValueError, match=r"Qwen3MoeForCausalLM with config\.output_router_logits=True.*: set it to Fal"
+    ):
+        fit(tiny_module(policy=asks), max_steps=1)
+    critic = {"critic": asks, "advantages": GAE(), "group_size": 1}  # whose routers' losses no one asks for
+    fit(tiny_module(policy=moe, reference=asks, **critic), callbacks=[ReferenceKL()], max_steps=1)
+
+
 @pytest.mark.parametrize("argument", ["critic", "reference"])
 def test_a_critic_or_reference_of_another_vocabulary_is_refused(argument: str) -> None:
     other = {"critic": {"advantages": GAE(), "group_size": 1}, "reference": {}}[argument]
