@@ -5,7 +5,8 @@ Only functions that are quick and can be copied are called again.
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lightning_rl.rewards.values import values_of
 from lightning_rl.utils.seeding import fork_generators, seed_everything
 
 MIN_ROWS, MAX_ROWS, MAX_PAIRS = 4, 8, 4  # rows of a call that is thinned out; rows scored together; rows scored alone
+MIXED_ROWS = 2  # rows scored with single arguments of other rows
 MAX_SECONDS = 0.1  # duration of a call in the run
 SEED = 1_234_577  # of repeated calls; a run seeded with 0 would draw the noise of its first call again
 CPU = torch.device("cpu")
@@ -96,7 +98,9 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
                     values.setdefault(row, []).append(value)
             moved = [row for row in values if not all(same_value(value, call.values[row]) for value in values[row])]
             everything = _call(call.name, copy_apart(call.function), call.rows)[0] if moved else call.values
-            remembers = _remembers(call, call.rows.select(few[:MAX_PAIRS]), fresh or call.function)
+            best = max(range(number), key=lambda row: call.values[row] or 0.0)  # most rows of a sparse reward have a 0
+            pairs = list(dict.fromkeys([best, *few[::2], *few[1::2]]))[:MAX_PAIRS]  # few[::2] spans the prompts
+            remembers = _remembers(call, call.rows.select(pairs), fresh or call.function)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
         return RewardReply(call.name, f"reward {call.name} could not be called again: {type(error).__name__}: {error}")
     known = [samples[row] for row in moved or few] if len(samples) == number else []
@@ -137,34 +141,53 @@ def _remembers(call: RewardCall, rows: Rows, function: Any) -> bool | None:
     if getattr(call.function, "remembers", False):
         return None
     for row in range(len(rows)):
-        related = _neighbors(rows, row)
-        itself, after = rows.select([row] * len(related)), list[Values]()
-        for before in (related, itself):
-            twin = copy_apart(function)
-            first = _call(call.name, twin, before)[0]
-            after.append(_call(call.name, twin, itself)[0])
-        if len({str(value) for value in first}) > 1:  # of copies of one row
-            return None
-        if not all(map(same_value, *after)):
-            return True
+        for place, related in enumerate(_neighbors(rows, row)):
+            itself, after = rows.select([row] * len(related)), list[Values]()
+            with suppress(*[Exception, SystemExit] if place else []):  # it may refuse columns that do not fit together
+                for before in (related, itself):
+                    twin = copy_apart(function)
+                    first = _call(call.name, twin, before)[0]
+                    after.append(_call(call.name, twin, itself)[0])
+                if len({str(value) for value in first}) > 1:  # of copies of one row
+                    return None
+                if not all(map(same_value, *after)):
+                    return True
     return False
 
 
-def _neighbors(rows: Rows, row: int) -> Rows:
-    """Return the other rows, and their answers to the prompt of this row: as they are, and with its length.
+def _neighbors(rows: Rows, row: int) -> Iterator[Rows]:
+    """Yield rows that share some arguments with this row, so a memo keyed by these stores another value for it.
 
-    A function that stores values by prompt or by length has then stored another value.
+    They are the other rows with their answers to the prompt of this row, as they are and with its length; its answer to
+    the prompts of the others; and its arguments with one of another row.
     """
-    others = rows.select([other for other in range(len(rows)) if other != row])
-    length, same = len(rows.completion_ids[row]), rows.select([row] * len(others))
-    answers = replace(same, completions=others.completions, completion_ids=others.completion_ids)
-    ids = [(list(one) * (length // max(len(one), 1) + 1))[:length] for one in others.completion_ids]
-    parts = (others, answers, replace(answers, completion_ids=ids))
+    others = sorted(
+        (other for other in range(len(rows)) if other != row),
+        key=lambda other: repr(rows.prompts[other]) == repr(rows.prompts[row]),
+    )
+    if not others:
+        return
+    theirs, same, length = rows.select(others), rows.select([row] * len(others)), len(rows.completion_ids[row])
+    answers = replace(same, completions=theirs.completions, completion_ids=theirs.completion_ids)
+    ids = [(list(one) * (length // max(len(one), 1) + 1))[:length] for one in theirs.completion_ids]
+    asked = replace(theirs, completions=same.completions, completion_ids=same.completion_ids)
+    yield _join(theirs, answers, replace(answers, completion_ids=ids), asked)
+    changes = {"prompts": theirs.prompts, **theirs.columns} if row < MIXED_ROWS else {}
+    for name, values in changes.items():
+        own = repr(rows.prompts[row] if name == "prompts" else rows.columns[name][row])
+        ordered = sorted(values, key=lambda value: repr(value) == own)  # a memo may keep the first value
+        if name == "prompts":
+            yield replace(same, prompts=ordered)
+        elif repr(ordered[0]) != own:
+            yield replace(same, columns={**same.columns, name: ordered})
+
+
+def _join(*parts: Rows) -> Rows:
     return Rows(
         prompts=[one for part in parts for one in part.prompts],
         completions=[one for part in parts for one in part.completions],
         completion_ids=[one for part in parts for one in part.completion_ids],
-        columns={name: [one for part in parts for one in part.columns[name]] for name in rows.columns},
+        columns={name: [one for part in parts for one in part.columns[name]] for name in parts[0].columns},
     )
 
 

@@ -77,6 +77,82 @@ class Cached(Remembered):
         return [self.memo.setdefault(str(row), float(len(row))) for row in ids]
 
 
+class Checked:
+    """Caches whether an answer is right by some of its arguments."""
+
+    def __init__(self, *key: str) -> None:
+        self.key, self.memo = key, dict[str, float]()
+
+    def __call__(self, prompts: Any, *_: Any, completion_ids: Any, answer: Any, unit: Any, **__: Any) -> list[float]:
+        """Return the value of each row, by its completion, prompt, answer and unit."""
+        values = list[float]()
+        for prompt, ids, wanted, name in zip(prompts, completion_ids, answer, unit, strict=True):
+            value = float(len(ids) == wanted) + 0.1 * "abc".index(prompt) + 0.01 * (name == "kg")
+            known = {"completion": ids, "prompt": prompt, "answer": wanted, "unit": name}
+            values.append(self.memo.setdefault(str([known[one] for one in self.key]), value))
+        return values
+
+
+COLUMNS = {"answer": [1, 1, 3, 4, 7, 8], "unit": ["m", "m", "m", "m", "kg", "kg"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        (("completion",), True),
+        (("completion", "prompt"), True),
+        (("completion", "answer"), True),
+        (("prompt", "answer", "unit"), True),
+        (("completion", "prompt", "answer", "unit"), False),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_memo_keyed_without_an_argument_that_counts_is_found(key: tuple[str, ...], found: bool, seed: int) -> None:
+    order = random.Random(seed).sample(range(6), 6)
+    rows = RewardCall("judge", IDS, (), 0.0, NAMES, [""] * 6, COLUMNS).rows.select(order)
+    values = Checked(*key)(rows.prompts, rows.completions, completion_ids=rows.completion_ids, **rows.columns)
+    call = RewardCall(
+        "judge", rows.completion_ids, values, 0.0, rows.prompts, rows.completions, rows.columns, Checked(*key)
+    )
+    reply = ask_again(call, SAMPLES)
+    assert not reply.reason and bool(reply.remembers) is found
+
+
+def test_the_memory_of_a_sparse_reward_is_asked_about_a_row_with_a_value_and_several_prompts() -> None:
+    number = 64
+    ids, answers = [[row] for row in range(number)], [place // 16 for place in range(number)]
+
+    class Memo:
+        """Caches whether an answer is the wanted one by the answer alone."""
+
+        def __init__(self) -> None:
+            self.memo: dict[str, float] = {}
+
+        def __call__(self, *_: Any, completion_ids: Any, answer: Any, **__: Any) -> list[float]:
+            """Return 1 for the token 3 as an answer to 0."""
+            pairs = zip(completion_ids, answer, strict=True)
+            return [self.memo.setdefault(str(row), float(row == [3] and one == 0)) for row, one in pairs]
+
+    columns = {"answer": answers}
+    values = Memo()([], [], completion_ids=ids, answer=answers)
+    call = RewardCall("judge", ids, values, 0.0, answers, [""] * number, columns, Memo())
+    assert sum(map(float, values)) == 1 and ask_again(call, range(number)).remembers
+
+
+def test_a_reward_whose_columns_belong_together_is_asked_with_those_of_other_rows() -> None:
+    def joined(prompts: Any, completions: Any, *, completion_ids: Any, answer: Any, unit: Any, **_: Any) -> list[float]:
+        if any(
+            dict(zip(COLUMNS["answer"], COLUMNS["unit"], strict=True))[one] != name
+            for one, name in zip(answer, unit, strict=True)
+        ):
+            raise ValueError("expected the unit of the answer")
+        return [float(len(row) == one) for row, one in zip(completion_ids, answer, strict=True)]
+
+    values = joined([], [], completion_ids=IDS, **COLUMNS)
+    reply = ask_again(RewardCall("judge", IDS, values, 0.0, NAMES, [""] * 6, COLUMNS, joined), SAMPLES)
+    assert not reply.reason and checks_that_fail(reply) == []
+
+
 class Shared:
     """A number that refuses to be pickled, as one in the shared memory of multiprocessing does."""
 

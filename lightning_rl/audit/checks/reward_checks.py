@@ -125,7 +125,8 @@ def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
 def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The reward of a completion does not depend on the rows of earlier calls.
 
-    Two copies of the function with different earlier calls return the same value.
+    Two copies of the function with different earlier calls return the same value. So a memo is keyed by every argument
+    that counts: the completion, its prompt and its columns.
     """
     for reply in evidence.replies:
         if reply.reason:
