@@ -37,6 +37,7 @@ from lightning_rl.audit.forwards import (
     reference_weights,
     silent_parameters,
     token_gradients,
+    value_moves,
 )
 from lightning_rl.audit.logged_rows import RowWatch
 from lightning_rl.audit.parameter_tracer import ParameterTracer
@@ -316,6 +317,7 @@ class _RunWatch:
         talks = talks_of(module, self.batches, self.rounds)
         budget = SMALL_BUDGET if self._rotates and not is_full(self.turn) else BUDGET
         draws = score_draws(module, self.batches, self._number, facts.tolerance, budget=budget)
+        outputs = policy_outputs(module, rows)
         self._evidence = Evidence(
             algorithm=repeatable(module.algorithm, self._corrections),
             facts=facts,
@@ -323,8 +325,9 @@ class _RunWatch:
             groups=groups,
             rows=rows,
             number=self._number,
-            outputs=policy_outputs(module, rows),
+            outputs=outputs,
             double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
+            value_moves=value_moves(module, rows, outputs) if critic else None,
             batches=self.batches,
             calls=self.calls,
             rounds=[part for part, _ in self.rounds],

@@ -127,6 +127,8 @@ class Evidence:
         number: Number of the rollout.
         outputs: Outputs of the policy on ``rows`` before the first update; None without a policy.
         double_temperature: Outputs at twice the temperature; None without a critic.
+        value_moves: Changes of the critic's values by that of a token, see
+            :func:`~lightning_rl.audit.forwards.value_moves`.
         batches: Requests and completions of this rollout by batch.
         calls: Calls of the reward functions.
         rounds: Scored samples of each generation round, before filters.
@@ -163,6 +165,7 @@ class Evidence:
     number: int = 0
     outputs: Outputs | None = None
     double_temperature: Outputs | None = None
+    value_moves: Tensor | None = None
     batches: Sequence[Sequence[tuple[Request, Completion]]] = ()
     calls: Sequence[RewardCall] = ()
     rounds: Sequence[Rollout] = ()
