@@ -11,6 +11,7 @@ the entropy of the step before, and in the first step :math:`\alpha = c`.
 Source: Williams and Peng 1991; adaptive: He et al. 2025 (Skywork-OR1), arXiv:2505.22312, section 4.5.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,12 +48,17 @@ class EntropyBonus(RLCallback):
         self.coef = coef
         self.target = target
         self.step = step
-        self.resting = False
+        self.entropy = -math.inf
 
     @property
     def alpha(self) -> float:
         """Coefficient of the entropy in the next step."""
         return 0.0 if self.resting else self.coef
+
+    @property
+    def resting(self) -> bool:
+        """True if the mean entropy of the last step was above the target."""
+        return self.target is not None and self.entropy > self.target
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:
@@ -73,12 +79,16 @@ class EntropyBonus(RLCallback):
         if self.target is None or not number:
             return
         self.coef = max(self.coef + (self.step if mean < self.target else -self.step), 0.0)
-        self.resting = mean > self.target
+        self.entropy = mean
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"coef": self.coef, "resting": self.resting}
+        return {} if self.target is None else {"coef": self.coef, "entropy": self.entropy}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.coef, self.resting = state_dict["coef"], state_dict["resting"]
+        if self.target is None:
+            return
+        self.coef = state_dict["coef"]
+        earlier = math.inf if state_dict.get("resting") else -math.inf  # checkpoints without the entropy
+        self.entropy = state_dict.get("entropy", earlier)

@@ -108,7 +108,7 @@ def test_resuming_within_a_rollout_ends_bitwise_equal(tmp_path: Path, options: d
 def test_coefficients_that_adapt_are_part_of_a_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, REMAX, max_steps=7)
     states = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["callbacks"]
-    assert states["adaptive_kl"]["beta"] != 0.05 and states["entropy_bonus"].keys() == {"coef", "resting"}
+    assert states["adaptive_kl"]["beta"] != 0.05 and states["entropy_bonus"].keys() == {"coef", "entropy"}
     last = torch.load(tmp_path / "step=7.ckpt", weights_only=True)["callbacks"]
     assert last["entropy_bonus"]["coef"] == pytest.approx(states["entropy_bonus"]["coef"], abs=0.01 + 1e-12)
     assert last["entropy_bonus"] != states["entropy_bonus"] and last["adaptive_kl"] == states["adaptive_kl"]

@@ -34,7 +34,7 @@ def test_the_gradient_is_minus_the_coefficient_times_that_of_the_mean_entropy() 
 
 def test_at_rest_it_gives_no_gradient_and_says_so() -> None:
     callback = EntropyBonus(0.3, target=1.0)
-    callback.resting = True
+    callback.entropy = 1.5
     step = run_step(witness(), callbacks=[callback], loss=Reinforce())
     assert not step.gradient.any() and step.metrics["entropy_bonus/coef"] == 0.0
     assert step.metrics["entropy_bonus/loss"] < 0, "what is logged has no coefficient"
@@ -74,11 +74,19 @@ def test_nothing_changes_without_a_token_or_a_target() -> None:
     assert (adaptive.coef, adaptive.resting, fixed.coef, fixed.resting) == (0.5, False, 0.5, False)
 
 
-def test_its_state_is_the_coefficient_and_whether_it_rests() -> None:
+def test_its_state_is_the_coefficient_and_the_entropy() -> None:
     callback, other = EntropyBonus(0.5, target=1.0, step=0.25), EntropyBonus(0.1, target=1.0)
     callback.adapt(moments(2.0)[None])
     other.load_state_dict(callback.state_dict())
     assert (other.coef, other.resting, other.alpha) == (0.25, True, 0.0)
+    other.load_state_dict({"coef": 0.75, "resting": False})  # of earlier versions
+    assert (other.coef, other.alpha) == (0.75, 0.75)
+
+
+def test_a_fixed_one_has_no_state() -> None:
+    fixed, adaptive = EntropyBonus(0.5), EntropyBonus(0.25, target=1.0)
+    fixed.load_state_dict(adaptive.state_dict())
+    assert fixed.state_dict() == {} and fixed.alpha == 0.5
 
 
 def trained(*callbacks: RLCallback, **options: Any) -> RLLightningModule:
