@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from lightning_rl import setup_checks
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.checkpointing import FaultTolerance, restore_module, write_pretrained
+from lightning_rl.checkpointing import FaultTolerance, OptimizerChange, restore_module, write_pretrained
 from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, RLCallback
-from lightning_rl.data import PromptDataModule, StepLoader, data_module_of, find_data_module
+from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, data_module_of, find_data_module
 from lightning_rl.distributed import Parallel, parallel_of, process_count
 from lightning_rl.environments import Conversations
 from lightning_rl.environments.run_environments import RowCheck
@@ -200,7 +200,9 @@ class BaseModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Return one optimizer for policy and critic, with one parameter group each, and its scheduler."""
         groups = self.parallel.optimizer_groups(self.required_policy.parameter_groups())
-        return setup_checks.build_optimizers(self.options["optimizer"], self.options["lr_scheduler"], groups)
+        builders = self.options["optimizer"], self.options["lr_scheduler"]
+        built, self.run.optimizer = setup_checks.build_optimizers(*builders, groups)
+        return built
 
     # The state of a fit, which checkpoints store between two optimizer steps.
 
@@ -237,8 +239,30 @@ class BaseModule(LightningModule):
         setup_checks.check_whole_checkpoint(checkpoint)
         self.models.stepped = True
         self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
+        changed = [path.partition(".")[2] for path, _, _ in self.run.changes if path.startswith("corrections.")]
+        self.run.corrections.reset(checkpoint.get("callbacks", {}), changed)
         if self.trainer.strategy.restore_checkpoint_after_setup:
             self.on_fit_start()  # this strategy loads a checkpoint after on_fit_start
+
+    def compare(self, saved: Mapping[str, Any]) -> OptimizerChange | None:
+        """Compare the options in a checkpoint with those of the run; return the change of the optimizer, if any.
+
+        The checkpoint connector calls this method before the states of the optimizer are loaded.
+
+        Args:
+            saved: State of the module in the checkpoint, with ``configuration`` and ``optimizer``.
+
+        Raises:
+            ValueError: If an option differs that ``allow_config_changes`` does not name.
+        """
+        allowed = self.fault_tolerance.allow_config_changes
+        self.run.compare(saved, allowed)
+        return self.run.optimizer_change(saved.get("optimizer"), allowed)
+
+    def skips(self, step_index: StepIndex) -> bool:
+        """Return True if the optimizer step is on a skipped rollout, or on the rest of a discarded one."""
+        discarded = step_index.rollout == self.run.progress.discarded and step_index.step > 0
+        return discarded or step_index.rollout in self.fault_tolerance.skip_rollouts
 
     # The engine.
 

@@ -1,8 +1,7 @@
 """Configuration of a run as plain values, for loggers and checkpoints."""
 
 import inspect
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import lightning
@@ -14,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule, PromptDataset, PromptStream
-from lightning_rl.serialization import ABSENT, CLASS, Plain, changes, describe, path_of
+from lightning_rl.serialization import ABSENT, ARGUMENTS, CLASS, Plain, changes, describe, path_of
 from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 from lightning_rl.version import __version__
 
@@ -24,6 +23,8 @@ FREE |= {f"environment.{option}" for option in ("workers", "step_timeout", "time
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module
 SHOWN = (CoreCallback, ModelSummary, ProgressBar)  # do not affect a run
+Change = tuple[str, Any, Any]
+"""Path of an option, its value in the checkpoint, and its value now."""
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 
@@ -48,7 +49,8 @@ def configuration(module: Any, trainer: Trainer) -> dict[str, Any]:
         "module": {name: describe(value) for name, value in module.options.items()},
         "data": None if datamodule is None else describe_data(datamodule),
         "corrections": {
-            callback.name: describe(callback) for callback in sorted(corrections, key=lambda callback: callback.name)
+            callback.name: _describe_correction(callback)
+            for callback in sorted(corrections, key=lambda callback: callback.name)
         },
         "callbacks": [describe(callback) for callback in others],
         "trainer": describe_trainer(trainer),
@@ -92,6 +94,15 @@ def versions() -> dict[str, str]:
     }
 
 
+def _describe_correction(callback: RLCallback) -> Plain:
+    """Return a correction by its options, also if an earlier fit has changed some that adapt."""
+    described: Any = describe(callback)
+    described[ARGUMENTS] |= {
+        option: describe(value) for option, value in callback.initial.items() if option in described[ARGUMENTS]
+    }
+    return described
+
+
 def _describe_prompts(prompts: PromptDataset | PromptStream, fingerprint: str) -> dict[str, Plain]:
     return {
         "rows": None if isinstance(prompts, PromptStream) else len(prompts.rows),
@@ -102,29 +113,31 @@ def _describe_prompts(prompts: PromptDataset | PromptStream, fingerprint: str) -
     }
 
 
-def check_resume(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    allow_config_changes: Collection[str] = (),
-    states: Mapping[str, Collection[str]] = MappingProxyType({}),
-) -> None:
-    """Compare the configuration of a resumed run with the checkpoint; warn of other package versions.
+def check_resume(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()) -> list[Change]:
+    """Compare the configuration of a resumed run with the checkpoint.
 
     Options that affect memory, speed, validation or the length of a run may change.
 
     Args:
         before: Configuration in the checkpoint.
         now: Configuration of the resumed run.
-        allow_config_changes: Names of options that may differ.
-        states: Options of each correction that change during a run, so the checkpoint restores them.
+        allowed: Names of options that may differ.
+
+    Returns:
+        Differences that are allowed.
 
     Raises:
         ValueError: If another option differs.
     """
-    free = FREE | {f"corrections.{name}.{option}" for name, options in states.items() for option in options}
-    differences = [change for change in changes(_essence(before), _essence(now)) if change[0] not in free]
+    differences = [change for change in changes(_essence(before), _essence(now)) if change[0] not in FREE]
+    refuse_differences(differences, allowed)
+    return differences
+
+
+def refuse_differences(differences: Sequence[Change], allowed: Collection[str]) -> None:
+    """Raise ValueError unless the options of all differences are allowed to differ."""
     names = dict.fromkeys(path.split(".")[0] for path, _, _ in differences)
-    refused = [name for name in names if name not in allow_config_changes or name in FIXED]
+    refused = [name for name in names if name not in allowed or name in FIXED]
     if refused:
         lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in differences]
         fixed = [name for name in refused if name in FIXED]
@@ -136,6 +149,10 @@ def check_resume(
             + "\n".join(lines)
             + f"\nset them back, {cure}"
         )
+
+
+def warn_of_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn if the configuration of a checkpoint states other versions of packages."""
     others = [f"{path} {old} -> {new}" for path, old, new in changes(before["versions"], now["versions"])]
     if others:
         rank_zero_warn(f"resumed with other versions ({', '.join(others)}), so results are not bitwise equal")

@@ -136,7 +136,7 @@ class RLLightningModule(BaseModule):
     @refuse_stop_iteration
     def on_train_batch_start(self, batch: StepIndex, batch_idx: int) -> None:
         """Make the rollout for the step index, unless it is the current rollout or is skipped."""
-        if batch.rollout in self.fault_tolerance.skip_rollouts:
+        if self.skips(batch):
             self.run.skip_rollout(batch)
         elif self.run.lacks_rollout(batch):
             end = (batch.index + remaining_steps(self.trainer, batch_idx)) / self.steps_per_rollout
@@ -194,7 +194,7 @@ class RLLightningModule(BaseModule):
     def training_step(self, batch: StepIndex, batch_idx: int) -> dict[str, Tensor]:
         """Take one optimizer step; skip it if the rollout is skipped, or if no rank has a token to train on."""
         run, parallel = self.run, self.parallel
-        if batch.rollout in self.fault_tolerance.skip_rollouts:
+        if self.skips(batch):
             run.skipped += 1
             run.commit(batch.index + 1, current=None)
             return {}

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.advantages import resolve_advantages
+from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, describe_optimizer, options_of
 from lightning_rl.data import Prompt
 from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
@@ -220,19 +221,20 @@ def check_scheduler(scheduler: Any) -> None:
 
 def build_optimizers(
     builder: OptimizerBuilder, scheduler_builder: SchedulerBuilder | None, groups: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return optimizer and scheduler in the form of ``configure_optimizers``.
+) -> tuple[dict[str, Any], ConfiguredOptimizer]:
+    """Return optimizer and scheduler in the form of ``configure_optimizers``, and the options of the optimizer.
 
     Raises:
         ValueError: If nothing can be trained, or if a builder returns something else.
     """
     check_trainable(groups)
     optimizer = _build_optimizer(builder, groups)
-    if scheduler_builder is None:
-        return {"optimizer": optimizer}
-    scheduler = scheduler_builder(optimizer)
-    check_scheduler(scheduler)
-    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+    built: dict[str, Any] = {"optimizer": optimizer}
+    description = describe_optimizer(optimizer)
+    if scheduler_builder is not None:
+        built["lr_scheduler"] = scheduler_builder(optimizer)
+        check_scheduler(built["lr_scheduler"])
+    return built, ConfiguredOptimizer(description, options_of(optimizer))
 
 
 def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> Optimizer:

@@ -3,14 +3,17 @@
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointError, protect_checkpoints
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_run
 from lightning_rl.checkpointing.fault_tolerance import INTERRUPTED, FaultTolerance
+from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, OptimizerChange
 from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_module, restore_options, write_pretrained
-from lightning_rl.checkpointing.same_checkpoint import protect_resume
+from lightning_rl.checkpointing.resume import protect_resume
 
 __all__ = [
     "INTERRUPTED",
     "AtomicCheckpointIO",
     "CheckpointError",
+    "ConfiguredOptimizer",
     "FaultTolerance",
+    "OptimizerChange",
     "latest_checkpoint",
     "new_run",
     "protect_checkpoints",

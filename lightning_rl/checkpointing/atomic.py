@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint
-from lightning_rl.checkpointing.checksum import LIGHTNING, Origin, check_whole, unreadable, write_sums
+from lightning_rl.checkpointing.checksum import LIGHTNING, check_whole, unreadable, write_sums
 from lightning_rl.distributed import RunEndError, failing_together
 from lightning_rl.utils.atomic_write import PART, move_over, remove, write_atomically
 
@@ -73,7 +73,7 @@ class AtomicStrategy(Strategy):
             with failing_together("a checkpoint"):
                 if self.is_global_zero:
                     if part.is_dir():
-                        write_sums(part, Origin.of(checkpoint))
+                        write_sums(part, checkpoint)
                     move_over(part, path)
         except (OSError, RuntimeError, CheckpointException) as failure:
             self._fail(path, part, failure)

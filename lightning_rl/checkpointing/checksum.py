@@ -1,7 +1,7 @@
 """Checksums: find damaged checkpoints, and read the run and step of a checkpoint.
 
 A file of ``torch.save`` is a zip archive with a CRC-32 of every entry. A folder of a sharded strategy gets a JSON file
-with the run, the step and the CRC-32 of every other file.
+with the run, the step, the options of the run and the CRC-32 of every other file.
 """
 
 import json
@@ -9,12 +9,14 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 SUMS = "lightning_rl.json"
+OPTIONS = ("configuration", "optimizer")  # of the run, in the state of a checkpoint
 PARTS = (".metadata", "checkpoint", "meta.pt", "latest")  # files in folders of sharded strategies
 BLOCK = 2**22
 LIGHTNING = "pytorch-lightning_version"  # a key of every checkpoint of Lightning
@@ -73,9 +75,20 @@ def read_origin(path: Path) -> Origin | None:
         return None
 
 
-def write_sums(folder: Path, origin: Origin) -> None:
-    """Write run, step and checksums into the folder of a checkpoint."""
-    content = {"run": origin.run, "step": origin.step, "crc32": _sums_of(folder)}
+def read_options(path: Path) -> Mapping[str, Any]:
+    """Return ``configuration`` and ``optimizer`` of a checkpoint without loading it; empty if it cannot be read."""
+    try:
+        if path.is_dir():
+            return dict(json.loads((path / SUMS).read_text(encoding="utf-8"))["options"])
+        return _options_of(torch.load(path, "cpu", weights_only=True, mmap=True))
+    except UNREADABLE:
+        return {}
+
+
+def write_sums(folder: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Write run, step, options and checksums into the folder of a checkpoint."""
+    origin = Origin.of(checkpoint)
+    content = {"run": origin.run, "step": origin.step, "options": _options_of(checkpoint), "crc32": _sums_of(folder)}
     (folder / SUMS).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
@@ -133,6 +146,11 @@ def _fault_of_folder(folder: Path) -> str | None:
         return f"{folder} without {missing[0]}"
     damaged = next((name for name, crc in sums.items() if found[name] != crc), None)
     return None if damaged is None else f"the damaged file {folder / damaged} (CRC-32 differs)"
+
+
+def _options_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    state = checkpoint.get("lightning_rl", {})
+    return {name: state[name] for name in OPTIONS if name in state}
 
 
 def _cure(path: Path) -> str:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_rl.checkpointing.atomic import is_local, protect_checkpoints, reason_of
 from lightning_rl.checkpointing.checkpoint_folder import RunFolder, release
 from lightning_rl.checkpointing.rank_errors import clear_rank_errors, first_rank_error, resume_hint, write_rank_error
-from lightning_rl.checkpointing.same_checkpoint import protect_resume
+from lightning_rl.checkpointing.resume import protect_resume
 from lightning_rl.checkpointing.slurm import requeue, requeue_path, requeue_signal
 from lightning_rl.distributed import cure_of, failing_together, meet, process_maximum
 from lightning_rl.processes.timeouts import CLOCK
@@ -54,7 +54,7 @@ class FaultTolerance(Callback):
         on_checkpoint_error: ``"raise"`` ends the run if a checkpoint cannot be written, ``"warn"`` continues; both keep
             the last complete checkpoint.
         allow_config_changes: Options that may differ from the resumed checkpoint, such as
-            ``["optimizer", "corrections"]``.
+            ``["optimizer", "corrections"]``. Their new values hold from the first resumed optimizer step on.
 
     Raises:
         ValueError: If an argument has another form.

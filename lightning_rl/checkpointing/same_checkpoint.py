@@ -1,4 +1,4 @@
-"""Check that all ranks resume from the same checkpoint.
+"""Identity of a checkpoint, by which ranks compare what they are about to load.
 
 Nodes without a shared disk may find different files under one path, and would train from different steps.
 """
@@ -6,29 +6,7 @@ Nodes without a shared disk may find different files under one path, and would t
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from typing_extensions import override
-
 from lightning_rl.checkpointing.checksum import contents_of, read_origin
-from lightning_rl.distributed import check_agreement, process_count
-
-
-class AgreeingConnector(_CheckpointConnector):
-    """Checkpoint connector with the check of :func:`protect_resume`."""
-
-    @override
-    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        if process_count() > 1:
-            check_agreement({"checkpoint": identity_of(checkpoint_path)})
-        super().resume_start(checkpoint_path, weights_only)
-
-
-def protect_resume(trainer: Trainer) -> None:
-    """Make a Trainer refuse to load a checkpoint unless every rank loads the same one, or none."""
-    connector = AgreeingConnector(trainer)
-    vars(connector).update(vars(trainer._checkpoint_connector))  # noqa: SLF001  Lightning offers no hook before it loads
-    trainer._checkpoint_connector = connector  # noqa: SLF001
 
 
 def identity_of(checkpoint: Any) -> str:

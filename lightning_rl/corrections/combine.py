@@ -1,7 +1,7 @@
 """Corrections: calls every callback in the order of the names, checks its contributions and combines them."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -249,8 +249,26 @@ class Corrections:
 
     def states(self) -> dict[str, Any]:
         """Return a copy of the callbacks' states by name, without empty ones."""
-        states = {callback.name: callback.state_dict() for callback in self.callbacks}
-        return copy.deepcopy({name: state for name, state in states.items() if state})
+        states = copy.deepcopy({callback.name: callback.state_dict() for callback in self.callbacks})
+        for callback in self.callbacks:
+            vars(callback).setdefault("initial", states[callback.name])
+        return {name: state for name, state in states.items() if state}
+
+    def reset(self, states: dict[str, Any], options: Iterable[str]) -> None:
+        """Give options their values of now in the states of a checkpoint, which a run is about to load.
+
+        Args:
+            states: State by name.
+            options: Options that changed, such as ``adaptive_kl.beta``; a name alone is another correction than before.
+        """
+        initial = {callback.name: callback.initial for callback in self.callbacks}
+        for path in options:
+            name, _, option = path.partition(".")
+            option = option.partition(".")[0]
+            if not option:
+                states.pop(name, None)
+            elif name in states and option in initial[name]:
+                states[name][option] = initial[name][option]
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Load :meth:`states` into the callbacks."""

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import Bool, Float
@@ -130,6 +131,7 @@ class RLCallback(Callback):
         trains_entropy: True if its loss term needs the gradient of ``view.entropy``.
         max_rounds: Maximum number of sampling rounds per rollout, if it filters groups.
         collectives: Operations over the ranks of the run; set by the core at setup.
+        initial: State before the first run; set by the core.
     """
 
     name: str = ""
@@ -150,6 +152,7 @@ class RLCallback(Callback):
     trains_entropy: bool = False
     max_rounds: int = 10
     collectives: Collectives = ALONE
+    initial: Mapping[str, Any] = MappingProxyType({})
 
     @property
     @override

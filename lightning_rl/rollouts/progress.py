@@ -109,6 +109,7 @@ class Progress:
             two steps, when the callbacks hold them.
         budget: Requested and reduced token budget after memory ran out; None before.
         failure: Rollout in which the last error was raised.
+        discarded: Number of a rollout that was dropped within its optimizer steps.
     """
 
     index: int = 0
@@ -120,6 +121,7 @@ class Progress:
     corrections: Mapping[str, Mapping[str, Any]] | None = None
     budget: tuple[int, int] | None = None
     failure: Failure | None = None
+    discarded: int | None = None
 
     def edits(self) -> str | None:
         """Return the message about in-place edits of the current rollout, or None."""
@@ -129,6 +131,13 @@ class Progress:
         except EditError as edited:
             return str(edited)
         return None
+
+    def without_samples(self, *, keep_prompts: bool) -> "Progress":
+        """Return the progress without its rollouts; those submitted ahead may keep their prompts."""
+        ahead = self.prefetched.items() if keep_prompts else ()
+        prefetched = {number: replace(pending, samples=None) for number, pending in ahead}
+        discarded = self.discarded if self.current is None else self.current.number
+        return replace(self, current=None, prefetched=prefetched, discarded=discarded)
 
     def state(self) -> dict[str, Any]:
         """Return values that load under ``weights_only=True``.
@@ -142,6 +151,7 @@ class Progress:
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
             "budget": self.budget,
+            "discarded": self.discarded,
         }
 
     @staticmethod
@@ -164,4 +174,5 @@ class Progress:
             nonfinite_in_a_row=state["nonfinite_in_a_row"],
             budget=None if budget is None else tuple(budget),
             failure=None if failure is None else Failure(*failure),
+            discarded=state.get("discarded"),
         )

@@ -1,7 +1,7 @@
 """State of a run besides its weights, and the part of it that a checkpoint stores."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import TrainerState
 
-from lightning_rl.checkpointing import new_run
-from lightning_rl.configuration import check_resume
+from lightning_rl.checkpointing import ConfiguredOptimizer, OptimizerChange, new_run
+from lightning_rl.checkpointing.optimizer_options import option_changes
+from lightning_rl.configuration import Change, check_resume, refuse_differences, warn_of_versions
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import PromptDataModule, StepIndex
 from lightning_rl.distributed import Collectives, Parallel
@@ -29,6 +30,7 @@ from lightning_rl.run_spec import Needs
 from lightning_rl.update import StepGradient
 
 MAX_NONFINITE_IN_A_ROW = 3
+OF_UPDATES = {"optimizer", "lr_scheduler", "max_grad_norm", "max_staleness"}  # rollouts stay valid if these change
 
 
 @dataclass(slots=True)
@@ -60,6 +62,8 @@ class RunState:
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
         unlogged_step: Optimizer step whose metrics are not logged yet.
+        optimizer: Optimizer as configured, in a fit.
+        changes: Allowed differences between the configuration of the loaded checkpoint and that of the run.
     """
 
     corrections: Corrections = field(default_factory=Corrections)
@@ -86,6 +90,8 @@ class RunState:
     loaded: Mapping[str, Any] | None = None
     name: str = ""
     unlogged_step: StepGradient | None = None
+    optimizer: ConfiguredOptimizer | None = None
+    changes: Sequence[Change] = ()
 
     def lacks_rollout(self, step_index: StepIndex) -> bool:
         """Return True if the rollout of a step index has to be made.
@@ -123,7 +129,7 @@ class RunState:
             stats: Metrics of the rollout, without times.
             logged: Metrics that reward functions and environments logged.
         """
-        self.current = current
+        self.current, self.progress = current, replace(self.progress, discarded=None)
         self.rollout_stats = {**stats, **self.times.take(), **self.times.idle()}
         self.rollout_figures = self.metrics.values_of({**self.rollout_stats, **logged, **row_counts(current.rollout)})
         self.metrics.add("rollout", self.rollout_stats)
@@ -260,6 +266,8 @@ class RunState:
         loaded, self.loaded = self.loaded, None
         if loaded is None or not self.name:
             self.name = new_run()
+        if loaded is None:
+            self.changes = ()
         self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
         self.begun, self.unlogged_step, self.stepping = None, None, False
         self.prefetcher.close()
@@ -274,6 +282,8 @@ class RunState:
                 )
             self.metrics.load(loaded["metrics"])
             self.progress = Progress.from_state(loaded, device, packed=options.packing, at=stream.at)
+            if not self.changed_names <= OF_UPDATES:
+                self._discard_samples()
             self.prefetcher.load(self.progress.prefetched)
         self.current, self.skipped = self.progress.current, self.progress.skipped
         self.nonfinite_in_a_row = self.progress.nonfinite_in_a_row
@@ -283,6 +293,7 @@ class RunState:
         return {
             "run": self.name,
             "configuration": self.configuration,
+            "optimizer": None if self.optimizer is None else self.optimizer.description,
             "ranks": collectives.objects({**self.progress.state(), "metrics": self.metrics.state()}),
             "reference_hash": None if reference is None else reference.fingerprint,
         }
@@ -301,8 +312,8 @@ class RunState:
         Raises:
             ValueError: If the checkpoint has other options, another number of ranks or another reference.
         """
-        states = {callback.name: callback.state_dict() for callback in self.corrections.callbacks}
-        check_resume(state["configuration"], self.configuration, allowed, states)
+        self.compare(state, allowed)
+        warn_of_versions(state["configuration"], self.configuration)
         ranks, saved = state["ranks"], state["reference_hash"]
         mine, world_size = None if reference is None else reference.fingerprint, parallel.ranks
         if len(ranks) != world_size:
@@ -315,6 +326,55 @@ class RunState:
                 "reference= and policy= that the run began with"
             )
         self.loaded, self.name = ranks[parallel.rank], state["run"]
+
+    def compare(self, saved: Mapping[str, Any], allowed: Collection[str]) -> None:
+        """Compare the configuration in a checkpoint with that of the run.
+
+        Raises:
+            ValueError: If an option differs that is not allowed to.
+        """
+        self.corrections.states()  # of before the load
+        self.changes = check_resume(saved["configuration"], self.configuration, allowed)
+
+    @property
+    def changed_names(self) -> set[str]:
+        """Names of the options that differ from the checkpoint."""
+        return {path.partition(".")[0] for path, _, _ in self.changes}
+
+    def optimizer_change(self, before: Mapping[str, Any] | None, allowed: Collection[str]) -> OptimizerChange | None:
+        """Return the change of the optimizer or its schedule from a checkpoint; None without a change.
+
+        Args:
+            before: Description of the optimizer in the checkpoint; None in those of earlier versions.
+            allowed: Names of options that may differ.
+
+        Raises:
+            ValueError: If the optimizer differs and is not allowed to, or if the checkpoint does not describe its
+                optimizer.
+        """
+        changed, now = self.changed_names & {"optimizer", "lr_scheduler"}, cast(ConfiguredOptimizer, self.optimizer)
+        if before is None:
+            if changed:
+                raise ValueError(
+                    "expected a checkpoint that states the options of its optimizer, got one of an earlier version: "
+                    f"resume without a change of {' and '.join(sorted(changed))}, or start a new run from its weights"
+                )
+            return None
+        differences = option_changes(before, now.description)
+        refuse_differences(differences, allowed)
+        paths = [path for path, _, _ in differences]
+        return OptimizerChange.of(before, now, paths, schedule="lr_scheduler" in changed)
+
+    def _discard_samples(self) -> None:
+        """Drop the samples of a checkpoint, which were made with other options."""
+        if (current := self.progress.current) is not None:
+            changed = ", ".join(sorted(self.changed_names - OF_UPDATES))
+            rank_zero_info(
+                f"rollout {current.number} was made with other options ({changed}): its remaining optimizer steps are "
+                "skipped"
+            )
+        same_number = all(path != "data.prompts_per_rollout" for path, _, _ in self.changes)
+        self.progress = self.progress.without_samples(keep_prompts=same_number)
 
 
 def trainer_state(trainer: Trainer) -> TrainerState:

@@ -72,7 +72,7 @@ class StopOnZeroGradient(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
-        if batch.rollout in pl_module.fault_tolerance.skip_rollouts:
+        if pl_module.skips(batch):
             return
         self.figures = pl_module.run.rollout_figures or self.figures
         if outputs:

@@ -129,7 +129,7 @@ def test_a_folder_has_the_checksums_of_its_files(tmp_path: Path) -> None:
     (folder / "inner").mkdir(parents=True)
     (folder / "one").write_bytes(b"one")
     (folder / "inner" / "two").write_bytes(b"two")
-    write_sums(folder, Origin("0123abcd", 7))
+    write_sums(folder, {"lightning_rl": {"run": "0123abcd"}, "global_step": 7})
     assert read_origin(folder) == Origin("0123abcd", 7)
     check_whole(folder)
     for file in ("one", "inner/two"):
