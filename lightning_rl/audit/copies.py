@@ -1,8 +1,8 @@
 """Copies of losses, estimators and corrections that share no state, so that repeated calls do not affect the run.
 
 Values, tensors and generators are copied at any depth, and so are closures and referenced globals of user functions.
-Models, engines, trainers, tokenizers, classes and modules are shared, and locks are replaced by new ones. Code that
-holds anything else that cannot be copied, such as an open file, is never called again.
+Models with their hooks, engines, trainers, tokenizers, classes and modules are shared, and locks are replaced by new
+ones. Code that holds anything else that cannot be copied, such as an open file, is never called again.
 """
 
 import copy
@@ -25,11 +25,12 @@ from typing_extensions import override
 from lightning_rl.corrections import RLCallback
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import Engine
+from lightning_rl.policy.expert_routes import ExpertReplay
 from lightning_rl.utils.naming import name_of
 
 Thing = TypeVar("Thing")
 
-LIVE = (nn.Module, Trainer, LightningDataModule, Engine)
+LIVE = (nn.Module, Trainer, LightningDataModule, Engine, ExpertReplay)  # the last one is hooks of a model
 SHARED = (type, ModuleType, BuiltinFunctionType, Collectives, PreTrainedTokenizerBase, *LIVE)
 LOCKS: Mapping[type, Callable[[], Any]] = {type(lock()): lock for lock in (threading.Lock, threading.RLock)}
 STATELESS = ("lightning_rl", "torch", "lightning", "transformers", "numpy", "builtins")
