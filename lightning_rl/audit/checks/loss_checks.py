@@ -10,6 +10,7 @@ from lightning_rl.audit.audit_error import NO_ROWS, Skip, differences, gradient_
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
+from lightning_rl.audit.checks.stage_checks import counts_padding
 from lightning_rl.audit.evidence import Contribution, Evidence, TableStep, callback_of_one_method, pattern_of
 from lightning_rl.corrections import LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
@@ -79,11 +80,17 @@ def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
     cure="count `valid_tokens`, never columns or tokens of the prompt",
 )
 def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Additional padding after the responses does not change loss and gradient, nor do longer prompts without it."""
+    """Additional padding after the responses does not change loss and gradient, nor do longer prompts without it.
+
+    Masks, weights and terms do not count padding in a mean, also near a threshold.
+    """
     if not len(evidence.rows):
         yield Skip(NO_ROWS)
     wider = evidence.rows.fit_width(evidence.rows.width + 3)
     findings = list(step_changes(evidence, evidence.table_step(wider)))
+    for contribution in evidence.contributions(*POLICY_LOSS_FACTORS, "loss_term") if not findings else ():
+        if (change := counts_padding(contribution, evidence.view())) is not None:
+            findings += [Finding(culprit=str(contribution), expected=change.expected)]
     yield from findings
 
     def longer(tensor: Tensor, axes: str, _pad: float) -> Tensor:

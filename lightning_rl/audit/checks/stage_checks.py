@@ -1,6 +1,7 @@
 """Checks of the stages between engine and update: contributions depend on the rows, not on their place."""
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -11,14 +12,17 @@ from torch import Tensor
 
 from lightning_rl.audit.audit_error import Skip, bitwise_equal
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, Contribution, Evidence
-from lightning_rl.corrections import Stat
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, Contribution, Evidence, pattern_of
+from lightning_rl.corrections import LossView, Stat
 from lightning_rl.corrections.stat import merge_moments, reduce_moments
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
-from lightning_rl.rollout import PROMPT, Rollout
+from lightning_rl.rollout import PROMPT, TOKEN, Rollout, RolloutT
 from lightning_rl.utils.finding import Finding
 
+FEW_TOKENS, MUCH_WIDER = 16, 16  # positions of a row; factor of the width
+SIZES = [1e-4 * 3.5**power for power in range(11)]  # of log-probabilities and values, in nats; up to 28
 METRICS, FILTER = "rollout_metrics", "keep_groups"
+ROW_MASKS = ("reward_mask", "exclude")
 WIDER = 3  # positions of padding
 JITTER = 1e-3  # difference of rewards that avoids ties
 FILTERED_GROUPS = 6  # groups per call of a filter
@@ -146,6 +150,37 @@ def _close(ours: Tensor, theirs: Tensor) -> Tensor:
     return torch.isclose(ours.double(), theirs.double(), rtol=1e-4, atol=1e-5 * max(scale, 1e-3), equal_nan=True)
 
 
+def counts_padding(contribution: Contribution, rows: RolloutT) -> Change | None:
+    """Return a wide copy of rows on which a contribution differs from that without padding; None if there is none.
+
+    A mean over padding shrinks with the width. A decision shows it only if its threshold is between the two means, so
+    all float fields of the rows take sizes of a grid that is finer than the ratio of the means of squares.
+    """
+    rows = rows.fit_width(min(rows.width, FEW_TOKENS)).sanitize()
+    everything = torch.arange(len(rows), device=rows.groups.device)
+    pattern, signs = 1.0 + 0.5 * pattern_of(rows), 1.0 - 2.0 * (everything % 2)[:, None]
+    for size, turn, sign in itertools.product(SIZES, (0, 1), (1.0, -1.0)):
+        number = itertools.count()
+
+        def move(tensor: Tensor, axes: str, _pad: float, size: float = size, turn: int = turn) -> Tensor:
+            if axes != TOKEN or not tensor.is_floating_point() or tensor.dim() != 2:
+                return tensor
+            place = next(number)  # noqa: B023  of the fields of one copy
+            moved = -size * (20 - place if turn else 2 + place) * pattern
+            return torch.where(rows.valid_tokens, moved, 0.0).to(tensor.dtype)
+
+        plain = rows.map(move)
+        if plain.advantages is not None:
+            plain = plain.replace(advantages=(sign * signs * rows.valid_tokens).to(plain.advantages.dtype))
+        if isinstance(plain, LossView):
+            plain = plain.replace(entropy=plain.entropy.abs())
+        wide = plain.fit_width(MUCH_WIDER * rows.width)
+        change = Change("the same with more padding behind responses", wide, everything)
+        if moved_rows(contribution, plain, change).any():
+            return change
+    return None
+
+
 def repeats_itself(contribution: Contribution, rollout: Rollout) -> bool:
     """Return True if two calls give the same contribution; :func:`contributions_fit` reports others."""
     return alike(contribution.tensors(rollout), contribution.tensors(rollout))
@@ -192,6 +227,10 @@ def contribution_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
                 samples = change.rollout.sample_ids[moved][:4].tolist()
                 yield Finding(culprit=str(contribution), expected=change.expected, samples=samples)
                 break
+        else:
+            if contribution.method in ROW_MASKS and (change := counts_padding(contribution, rollout)) is not None:
+                samples = change.rollout.sample_ids[:2].tolist()
+                yield Finding(culprit=str(contribution), expected=change.expected, samples=samples)
 
 
 def _split_groups(kept: Tensor, rollout: Rollout) -> list[int]:
