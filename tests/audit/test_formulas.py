@@ -16,7 +16,7 @@ from lightning_rl import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import EntropyBonus, IcePop, OffPolicyIS, ReferenceKL, RolloutKL, TruncatedIS
 from lightning_rl.losses import CISPO, DPPO, GMPO, GSPO, LOSSES, ClippedSurrogate, PolicyLoss, ValueLoss, resolve_loss
-from lightning_rl.signal.kl import k2, k3
+from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped, k2, k3
 
 FORMULAS = ("loss_formula", "loss_needs_advantages", "single_precision", "declared_ratio", "denominators")
 VARIANTS: list[PolicyLoss] = [
@@ -183,6 +183,88 @@ def surrogate_without_clip(view: LossView) -> Tensor:
 def test_a_wrong_term_or_weight_is_named(check: str, callback: RLCallback, wrong: bool) -> None:
     found = culprits(check, evidence(None, callback))
     assert bool(found) is wrong and all(culprit.startswith(f"callback {callback.name}.") for culprit in found), found
+
+
+def against(name: str, estimator: Callable[[Tensor, Tensor], Tensor], other: str = "ref_logprobs") -> RLCallback:
+    """Return a term of the distance to another policy."""
+    return term(name, lambda view: estimator(view.logprobs, view.require(other)))
+
+
+def near(one: Tensor, other: Tensor) -> Tensor:
+    """Return where two policies are less than 0.3 nats apart."""
+    return (one - other).abs() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("callback", "wrong"),
+    [
+        (against("own", lambda p, q: -k3(p, q)), True),
+        (against("own", lambda p, q: torch.where(near(p, q), -k3(p, q), k3(p, q))), True),
+        (against("own", lambda p, q: torch.where(near(p, q), -k2(p, q), k2(p, q)), "rollout_logprobs"), True),
+        (against("own", lambda p, q: -k2(p, q).clamp(max=0.02)), True),
+        (against("own", lambda p, q: -((p - q).abs() - 1).relu()), True),
+        (against("own", lambda p, q: k2(p, q).clamp(max=0.02)), False),
+        (against("own", lambda p, q: ((p - q).abs() - 1).relu()), False),
+        (term("own", lambda view: -view.require("rollout_kl")), True),
+        (term("own", lambda view: view.require("rollout_kl")), False),
+        (callback_of("own", token_reward=lambda rows: k2(rows.old_logprobs, rows.ref_logprobs)), True),
+        (
+            callback_of(
+                "own",
+                token_reward=lambda rows: (
+                    torch.where(near(rows.old_logprobs, rows.ref_logprobs), 1.0, -1.0)
+                    * k2(rows.old_logprobs, rows.ref_logprobs)
+                ),
+            ),
+            True,
+        ),
+        *[(ReferenceKL(0.1, estimator=name), False) for name in KL_ESTIMATORS],
+        *[(ReferenceKL(0.1, estimator=name, as_loss=True), False) for name in ("k2", "k3")],
+        *[(ReferenceKL(0.1, estimator=name, as_loss=True, unbiased=True), False) for name in ("k1", "k3")],
+        (ReferenceKL(0.1, estimator=Clamped(k3), as_loss=True), False),
+        (RolloutKL(0.1, estimator="k3"), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* as a loss:UserWarning")
+def test_a_distance_whose_sign_is_turned_is_named_where_it_is_not_flat(callback: RLCallback, wrong: bool) -> None:
+    found = culprits("distances_pull_back", evidence(None, callback))
+    assert bool(found) is wrong and all(culprit.startswith("callback own.") for culprit in found)
+
+
+def log_ratio(one: Tensor, other: Tensor) -> Tensor:
+    return one - other
+
+
+@pytest.mark.parametrize("other", ["ref_logprobs", "old_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("factor", [1.0, 0.1])
+@pytest.mark.parametrize("as_reward", [False, True])
+def test_an_estimate_of_a_kl_other_than_the_trained_one_is_named(other: str, factor: float, as_reward: bool) -> None:
+    def pair(view: Any, current: str) -> tuple[Tensor, Tensor]:
+        return getattr(view, current), view.require(other)
+
+    for trained, logged, name, wrong in (
+        (k3, log_ratio, "kl", True),
+        (log_ratio, k3, "kl", True),
+        (k3, k2, "kl", True),
+        (k3, log_ratio, "kl_k1", False),
+        (k3, k3, "kl", False),
+        (log_ratio, log_ratio, "kl", False),
+        (k3, lambda p, q: (p > q).double(), "kl", False),
+    ):
+        now = "old_logprobs" if as_reward and other != "old_logprobs" else "logprobs"
+        methods: dict[str, Any] = {
+            "metrics": lambda view, logged=logged, name=name, now=now: {
+                f"own/{name}": Stat.of(logged(*pair(view, now)).detach(), view.valid_tokens)
+            }
+        }
+        if as_reward and other != "old_logprobs":
+            methods["token_reward"] = lambda rows, trained=trained: -factor * trained(*pair(rows, "old_logprobs"))
+        else:
+            methods["loss_term"] = lambda view, trained=trained: LossTerm(
+                per_token=factor * trained(*pair(view, "logprobs")), coef=0.1
+            )
+        found = culprits("term_figures", evidence(None, callback_of("own", **methods)))
+        assert found == (["callback own.metrics"] if wrong else []), (trained, logged, name)
 
 
 def test_a_term_that_lowers_an_entropy_of_almost_0_is_named() -> None:

@@ -1,7 +1,6 @@
 """Checks of the gradients of a loss: present, in the right direction, with every term and every ratio once."""
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,10 +12,20 @@ from lightning_rl.audit.evidence import Contribution, Evidence, callback_of_one_
 from lightning_rl.corrections import TOKEN_REWARDS, LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import FinishReason, Rollout
-from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.utils.finding import Finding
 
 LIBRARY = "lightning_rl.callbacks"
+DRIFTS = (0.01, 0.1, 0.5, 2.0)  # nats; a distance may be flat where policies agree, or far away
+KL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": lambda now, other: now - other,
+    "abs": lambda now, other: (now - other).abs(),
+    "k2": lambda now, other: (now - other).square() / 2,
+    "k3": lambda now, other: torch.expm1(other - now) + now - other,
+    "binary_kl": lambda now, other: (
+        now.exp() * (now - other) + (1 - now.exp()) * ((1 - now.exp()) / (1 - other.exp())).log()
+    ),
+}
+"""Estimators of a KL per token, in float64. Source: the table of :mod:`lightning_rl.signal.kl`."""
 DEAD, MANY = 0.1, 4  # maximum share of other tokens without a gradient; tokens of a kind for it to apply
 
 
@@ -148,25 +157,37 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
     entropy does not lower an entropy that is almost 0.
     """
     for contribution in evidence.contributions("loss_term", *TOKEN_REWARDS):
+        is_term = contribution.method == "loss_term"
         if contribution.callback.trains_entropy:
-            if contribution.method == "loss_term" and _lowers_entropy(evidence, contribution):
+            if is_term and _slope_of(evidence, contribution, "entropy", 0.01) > 0:
                 expected, observed = "a slope that raises the entropy where it is almost 0", "one that lowers it"
                 cure = "subtract a positive coefficient times the entropy from the loss"
                 yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
             continue
-        force = _slope if contribution.method == "loss_term" else _reward
-        at_rest, likelier, less_likely = (force(evidence, contribution, drift) for drift in (0.0, 0.5, -0.5))
-        if at_rest is None or likelier is None or less_likely is None:
-            continue
-        if likelier - less_likely < -1e-6 if force is _slope else likelier > 1e-6:
+        if is_term and _slope_of(evidence, contribution, "rollout_kl", 0.1) < 0:
             yield Finding(culprit=str(contribution))
+            continue
+        force = _slope if is_term else _reward
+        if force(evidence, contribution, 0.0) is None:
+            continue
+        for drift in DRIFTS:
+            likelier, less_likely = force(evidence, contribution, drift), force(evidence, contribution, -drift)
+            if likelier is None or less_likely is None:
+                continue
+            if likelier - less_likely < -1e-6 if is_term else likelier > 1e-6:
+                observed = f"one away from it at a distance of {drift:g} nats"
+                yield Finding(culprit=str(contribution), observed=observed)
+                break
 
 
-def _lowers_entropy(evidence: Evidence, loss_term: Contribution) -> bool:
+def _slope_of(evidence: Evidence, loss_term: Contribution, field: str, size: float) -> float:
+    """Return the slope of a loss term by a field of the view that is small; 0 if it does not depend on it."""
     view = uniform_view(evidence)
-    leaf = torch.where(view.valid_tokens, 0.01, 0.0).to(view.logprobs.dtype).requires_grad_()
-    term = loss_term(view.replace(entropy=leaf))
-    return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), leaf).sum()) * term.coef > 0
+    if getattr(view, field) is None:
+        return 0.0
+    leaf = torch.where(view.valid_tokens, size, 0.0).to(view.logprobs.dtype).requires_grad_()
+    term = loss_term(view.replace(**{field: leaf}))
+    return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), leaf).sum()) * term.coef
 
 
 @check(cure="compute the term at every valid token, from log-probabilities alone; masks are for the policy loss")
@@ -226,55 +247,95 @@ def _trained_tokens(loss_term: Contribution, view: LossView) -> Tensor:
 
 
 @check(cure="log the values that the term trains, or name the estimator in the metric, such as kl_k2")
-def term_figures(evidence: Evidence) -> Iterator[Finding]:
-    """A correction that logs an estimate of a KL logs that of its loss term, unless the name says which."""
+def term_figures(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """A correction that logs an estimate of a KL logs that of its loss term or reward, unless the name says which.
+
+    Estimates count up to a constant factor, such as a coefficient.
+    """
     if not evidence.rows.valid_tokens.any():
         return
-    view = uniform_view(evidence, spread=1.0)
-    now, valid = view.logprobs.detach(), view.valid_tokens
-    view = view.replace(logprobs=now, old_logprobs=now)
-    pairs = [view.rollout_logprobs, view.ref_logprobs]
-    pairs += [one for one in view.token_extras.values() if one.is_floating_point() and one.shape == valid.shape]
-    for term in evidence.contributions("loss_term"):
-        if "metrics" not in term.callback.contributes:
-            continue
-        trained = float(term(view).per_token[valid].mean())
-        estimates = {
-            name: [float(kl(now, other)[valid].mean()) for other in pairs if other is not None]
-            for name, kl in KL_ESTIMATORS.items()
-        }
-        logged = {name: stat.value() for name, stat in term.callback.metrics(view).items()}
-        if _is_one_of(trained, logged.values()) or not any(_is_one_of(trained, ones) for ones in estimates.values()):
-            continue
-        for name, figure in logged.items():
-            kinds = [kind for kind, ones in estimates.items() if _is_one_of(figure, ones)]
-            if kinds and not any(kind in name for kind in kinds):
-                yield Finding(
-                    culprit=f"callback {term.callback.name}.metrics",
-                    expected=f"{name} = {trained:.4g}, the mean of its loss term",
-                    observed=f"{figure:.4g}, that of {kinds[0]}",
-                )
-                return
+    for on_policy in (True, False):  # terms may have the ratio to the old policy as a factor, or compare with it
+        views = _views_of_rows(evidence, on_policy=on_policy)
+        estimates = _estimates(views)
+        for one in evidence.contributions("loss_term", *TOKEN_REWARDS):
+            if "metrics" not in one.callback.contributes:
+                continue
+            trained = [_mean(view, one.tensors(view)[one.method]) for view in views]
+            own = {kind for kind, estimate in estimates if _are_proportional(trained, estimate)}
+            logged = [one.callback.metrics(view) for view in views] if own else [{}]
+            for name in logged[0]:
+                figures = [stats[name].value() for stats in logged]
+                kinds = [kind for kind, estimate in estimates if _are_proportional(figures, estimate)]
+                if kinds and own.isdisjoint(kinds) and not any(kind in name for kind in kinds):
+                    yield Finding(
+                        culprit=f"callback {one.callback.name}.metrics",
+                        expected=f"{name} = {' or '.join(sorted(own))}, which {one.method} trains",
+                        observed=f"{kinds[0]}",
+                    )
+                    return
 
 
-def _is_one_of(figure: float, others: Iterable[float]) -> bool:
-    return any(math.isclose(figure, other, rel_tol=1e-5) for other in others)
+def _views_of_rows(evidence: Evidence, *, on_policy: bool) -> list[LossView]:
+    """Return views of single rows in which policies differ, except for the old one if ``on_policy``."""
+    views = list[LossView]()
+    for spread in (0.5, 1.0, 2.0):
+        view = uniform_view(evidence, spread=spread)
+        now = view.logprobs.detach()
+        view = view.replace(logprobs=now, old_logprobs=now if on_policy else view.old_logprobs)
+        views += [view.select(row[None]) for row in view.valid_tokens.any(-1).nonzero()[:, 0]]
+    return views
+
+
+def _estimates(views: list[LossView]) -> list[tuple[str, list[float]]]:
+    """Return the mean of each estimator of :data:`KL` in each row, for every policy that a row holds."""
+    pairs = [
+        (view, view.logprobs, other)
+        for view in views
+        for other in (
+            *(view.rollout_logprobs, view.ref_logprobs, view.old_logprobs),
+            *(
+                one
+                for one in view.token_extras.values()
+                if one.is_floating_point() and one.shape == view.logprobs.shape
+            ),
+        )
+    ]
+    places, estimates = len(pairs) // len(views), list[tuple[str, list[float]]]()
+    for place in range(places):
+        for kind, kl in KL.items():
+            own = [(view, now, other) for view, now, other in pairs[place::places] if other is not None]
+            estimates.append((kind, [_mean(view, kl(now, other)) for view, now, other in own]))
+    return estimates
+
+
+def _mean(view: LossView, per_token: Tensor) -> float:
+    return float(per_token.detach()[view.valid_tokens].double().mean())
+
+
+def _are_proportional(ours: list[float], theirs: list[float]) -> bool:
+    one, other = torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
+    if len(one) != len(other) or not one.any() or not other.any():
+        return False
+    factor = (one * other).sum() / other.square().sum()
+    return bool(factor != 0) and bool(((one - factor * other).abs() <= 1e-5 * one.abs().max()).all())
 
 
 def _agreement(evidence: Evidence) -> Rollout:
-    """Return :attr:`Evidence.rows` with the same log-probabilities for every policy."""
-    now, rows = evidence.logprobs.detach(), evidence.on_policy
+    """Return :attr:`Evidence.rows` with the same log-probabilities for every policy, so low that they may rise."""
+    now, rows = evidence.logprobs.detach() - max(DRIFTS), evidence.on_policy
     same = {
         name: now if tensor.shape == now.shape and tensor.is_floating_point() else tensor
         for name, tensor in rows.token_extras.items()
     }
-    return rows.replace(ref_logprobs=None if rows.ref_logprobs is None else now, token_extras=same)
+    fields = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
+    known = {name: now for name in fields if getattr(rows, name) is not None}
+    return rows.replace(token_extras=same, **known)
 
 
 def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float | None:
     """Return the mean slope of a loss term after all log-probabilities rose; None if it is no distance."""
     view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
-    leaf = (view.logprobs.detach() + drift).requires_grad_()
+    leaf = (evidence.logprobs.detach() - max(DRIFTS) + drift).requires_grad_()
     term = loss_term(view.replace(logprobs=torch.where(view.valid_tokens, leaf, 0.0)))
     per_token = torch.where(view.valid_tokens, term.per_token, 0.0)
     if not per_token.requires_grad or (drift == 0.0 and float(per_token.detach().abs().sum()) > 1e-6):
