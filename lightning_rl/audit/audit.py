@@ -316,7 +316,7 @@ class _RunWatch:
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
         talks = talks_of(module, self.batches, self.rounds)
         budget = SMALL_BUDGET if self._rotates and not is_full(self.turn) else BUDGET
-        draws = score_draws(module, self.batches, self._number, facts.tolerance, budget=budget)
+        draws = score_draws(module, self.batches, self._number, facts.tolerance, budget=budget, earlier=self._earlier)
         outputs = policy_outputs(module, rows)
         self._evidence = Evidence(
             algorithm=repeatable(module.algorithm, self._corrections),

@@ -26,6 +26,7 @@ CUT = 2.0  # nats above the entropy at which the surprise is cut
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
 GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
 SHARES = (0.5, 0.1, 0.01, 0.001)  # of samples that are copies
+NOISE_SHARES = (0.5, 0.2, 0.05)  # of tokens that equal those of the same noise
 LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # possible values of min_tokens
 
 
@@ -39,6 +40,8 @@ class Draw(NamedTuple):
         reach: Largest distances of the surprise below and above 0, [2, N].
         greedy: Log-likelihood ratio of an engine that draws some samples greedily.
         unended: Log-likelihood ratios of engines that end no sample before each of :data:`LEAST_TOKENS`.
+        same_noise: Log-likelihood ratios of engines of which each of :data:`NOISE_SHARES` of the tokens repeat those at
+            the same place of an earlier rollout.
     """
 
     sample: int
@@ -47,6 +50,7 @@ class Draw(NamedTuple):
     reach: Tensor
     greedy: float = 0.0
     unended: tuple[float, ...] = (0.0,) * len(LEAST_TOKENS)
+    same_noise: tuple[float, ...] = (0.0,) * len(NOISE_SHARES)
 
 
 class Earlier(NamedTuple):
@@ -60,6 +64,8 @@ class Earlier(NamedTuple):
         likelier: Result of :func:`likelihood_ratios` of its draws.
         repeated: Result of :func:`repeat_ratios`.
         seeds: Seeds of its requests.
+        places: Batch, place in the batch and sampled tokens of its requests.
+        same_noise: Sums of those of its draws.
     """
 
     number: int
@@ -69,6 +75,8 @@ class Earlier(NamedTuple):
     likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
     repeated: tuple[tuple[float, ...], ...] = ((0.0,) * len(SHARES),) * 2
     seeds: Sequence[int] = ()
+    places: Sequence[tuple[int, int, tuple[int, ...]]] = ()
+    same_noise: tuple[float, ...] = (0.0,) * len(NOISE_SHARES)
 
 
 class Repeat(NamedTuple):
@@ -87,10 +95,15 @@ class Repeat(NamedTuple):
 
 def trained_pairs(batches: Sequence[Sequence[Pair]]) -> list[Pair]:
     """Return requests and completions to train on in order: no greedy, aborted or empty ones."""
+    return [pair for _, _, pair in _places_of(batches)]
+
+
+def _places_of(batches: Sequence[Sequence[Pair]]) -> list[tuple[int, int, Pair]]:
+    """Return :func:`trained_pairs` with the number of their batch and their place in it."""
     return [
-        (request, completion)
-        for batch in batches
-        for request, completion in batch
+        (number, place, (request, completion))
+        for number, batch in enumerate(batches)
+        for place, (request, completion) in enumerate(batch)
         if request.sampling.temperature > 0 and completion.finish is not FinishReason.ABORT and completion.token_ids
     ]
 
@@ -163,7 +176,14 @@ def earlier_of(
         likelihood_ratios(draws),
         repeat_ratios(repeats),
         [request.seed for request, _ in pairs],
+        [(batch, place, tuple(each.token_ids)) for batch, place, (_, each) in _places_of(batches)[:KEPT_ROWS]],
+        noise_ratios(draws),
     )
+
+
+def noise_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
+    """Return the log-likelihood ratios of engines with the same noise in every rollout, over all draws."""
+    return tuple(map(sum, zip(*(draw.same_noise for draw in draws), strict=True))) or (0.0,) * len(NOISE_SHARES)
 
 
 def moments_of(draws: Sequence[Draw]) -> tuple[float, ...]:
@@ -190,16 +210,24 @@ def score_draws(
     tolerance: float,
     *,
     budget: int = BUDGET,
+    earlier: Sequence[Earlier] = (),
 ) -> list[Draw]:
     """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded."""
-    fresh = [pair for pair in trained_pairs(batches) if _is_fresh(pair, number, module.run.sampling.filters)]
-    fresh.sort(key=lambda pair: pair[0].seed)  # random, independent of the completions
-    few = fresh[: affordable_draws(fresh, budget)]
+    placed = [one for one in _places_of(batches) if _is_fresh(one[2], number, module.run.sampling.filters)]
+    placed.sort(key=lambda one: one[2][0].seed)  # random, independent of the completions
+    placed = placed[: affordable_draws([pair for _, _, pair in placed], budget)]
+    few = [pair for _, _, pair in placed]
+    before = {(batch, place): tokens for one in earlier[-1:] for batch, place, tokens in one.places}
+    others = [before.get((batch, place), ()) for batch, place, _ in placed]
     if not few or not forwards_plainly(module):
         return []
     model, ends = module.required_policy.model, sorted(module.run.sampling.eos_token_ids or ())
     with module.trainer.precision_plugin.forward_context():
-        return [_draw(*pair, scores, ends, tolerance) for pair, scores in zip(few, _scores(model, few), strict=True)]
+        rows = zip(few, _scores(model, few), others, strict=True)
+        return [
+            _draw(*pair, scores, ends, tolerance)._replace(same_noise=_noise_ratios(pair[1], scores, other, tolerance))
+            for pair, scores, other in rows
+        ]
 
 
 def affordable_draws(pairs: Sequence[Pair], budget: int) -> int:
@@ -275,6 +303,18 @@ def _unended_ratios(completion: Completion, scores: Tensor, ends: Sequence[int],
     ended = [place for place, token in enumerate(completion.token_ids[: len(scores)]) if token in ends]
     first = ended[0] if ended else len(scores)
     return tuple(-math.inf if first < least - 1 else float(going_on[: least - 1].sum()) for least in LEAST_TOKENS)
+
+
+def _noise_ratios(completion: Completion, scores: Tensor, other: Sequence[int], tolerance: float) -> tuple[float, ...]:
+    r"""Return the log-likelihood ratios of engines that draw some tokens with the noise that drew those of ``other``.
+
+    A token equals a given one with its probability p, so :math:`[\text{equal}] / p` has mean 1 after any other tokens.
+    """
+    number = min(len(scores), len(other))
+    ours, theirs = (torch.tensor(list(tokens[:number]), dtype=torch.int64) for tokens in (completion.token_ids, other))
+    least = (scores[:number].gather(1, theirs[:, None])[:, 0] + tolerance).clamp(max=0.0)
+    gains = torch.where(ours == theirs, (-least).exp(), 0.0)
+    return tuple(float((1 - share + share * gains).log().sum()) for share in NOISE_SHARES)
 
 
 def _own(completion: Completion, scores: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
-from lightning_rl import Evaluation, FinishReason, PromptDataModule, SamplingParams
+from lightning_rl import Evaluation, FinishReason, PromptDataModule, SamplingParams, TransformersEngine
 from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
@@ -31,7 +31,9 @@ from lightning_rl.audit.sampling_statistics import (
     Earlier,
     Pair,
     _greedy_ratio,
+    _noise_ratios,
     affordable_draws,
+    earlier_of,
     moments_of,
     repeat_ratios,
     repeats_of,
@@ -311,3 +313,52 @@ def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
         module = tiny_module(policy=leveled_policy, optimizer=partial(SGD, lr=0.0))
         fit(module, callbacks=[audit], data=tiny_prompts(24, 4))
     assert audit.findings == []
+
+
+@pytest.mark.parametrize("kind", ["gumbel", "quantile"])
+@pytest.mark.parametrize(("repeats", "found"), [(True, True), (False, False)])
+def test_tokens_drawn_with_the_noise_of_an_earlier_rollout_are_found(kind: str, repeats: bool, found: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def rollout(noise: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.randn(12, 8, 32, generator=generator, dtype=torch.float64).log_softmax(-1)
+        if kind == "gumbel":
+            return (scores - (-noise.log()).log()).argmax(-1), scores
+        return (scores.exp().cumsum(-1) < noise[..., :1]).sum(-1).clamp(max=31), scores
+
+    earlier, findings = list[Earlier](), list[Any]()
+    silent = Draw(0, torch.zeros(1), torch.zeros(1), torch.zeros(2, 1))
+    first = torch.rand(12, 8, 32, generator=generator, dtype=torch.float64)
+    for number in range(4):
+        tokens, scores = rollout(
+            first if repeats else torch.rand(first.shape, generator=generator, dtype=torch.float64)
+        )
+        batch = [pair(100 * number + row, each.tolist(), 20.0, prompt=number) for row, each in enumerate(tokens)]
+        before = {place: tokens for one in earlier[-1:] for _, place, tokens in one.places}
+        draws = [
+            silent._replace(sample=row, same_noise=_noise_ratios(one, each, before.get(row, ()), 0.0))
+            for row, ((_, one), each) in enumerate(zip(batch, scores, strict=True))
+        ]
+        evidence = replace(evidence_of(), batches=[batch], draws=draws, earlier=earlier)
+        findings = CHECKS["repeated_samples"](evidence)
+        earlier = [*earlier, earlier_of(number, [batch], draws)]
+    assert bool(findings) is found and all("same places" in finding.observed for finding in findings)
+
+
+class SameNoise(TransformersEngine):
+    """An engine that draws every batch with the same noise."""
+
+    @override
+    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        seeded = [replace(request, seed=place) for place, request in enumerate(requests)]
+        return super()._draw(seeded, logprobs=logprobs)
+
+
+@pytest.mark.parametrize(("engine", "found"), [(SameNoise, True), (TransformersEngine, False)])
+def test_an_engine_with_equal_noise_in_every_rollout_is_found(engine: Any, found: bool) -> None:
+    audit = SignalAudit(1, checks=["repeated_samples"])
+    module = tiny_module(engine=engine(), policy=tiny_policy, optimizer=partial(SGD, lr=1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        fit(module, callbacks=[audit], data=tiny_prompts(32, 4), max_steps=8)
+    assert {finding.culprit for finding in audit.findings} == ({"engine SameNoise"} if found else set())

@@ -12,9 +12,11 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import (
     LEAST_TOKENS,
+    NOISE_SHARES,
     SHARES,
     likelihood_ratios,
     moments_of,
+    noise_ratios,
     repeat_ratios,
     trained_pairs,
     turns_of,
@@ -34,11 +36,18 @@ NOTHING = "the engine returned no completions for this rollout"
 def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
     """No sample repeats another one of its prompt or of an earlier rollout, or its beginning, unless that is likely.
 
-    No request repeats the seed of another one. Likelihood ratios are multiplied over samples and a few rollouts.
+    No request repeats the seed of another one. No rollout repeats the noise of the one before: tokens at equal places
+    of their batches are independent. Likelihood ratios are multiplied over samples and a few rollouts.
     """
     if again := _repeated_seeds(evidence):
         culprit, expected = "stage draw, the seeds of the requests", "another seed for every request of a run"
         yield Finding(culprit=culprit, expected=expected, observed=f"{len(again)} again", samples=again[:4])
+        return
+    noise = [*(rollout.same_noise for rollout in evidence.earlier), noise_ratios(evidence.draws)]
+    if max(sum(parts) for parts in zip(*noise, strict=True)) > NATS + math.log(len(NOISE_SHARES)):
+        expected = f"other noise in every rollout: by chance this happens once in {1 / CHANCE:.0e} rollouts"
+        observed = "tokens that repeat those at the same places of the batches of an earlier rollout"
+        yield Finding(expected=expected, observed=observed, samples=[draw.sample for draw in evidence.draws[:4]])
         return
     repeats = evidence.sample_repeats
     if not any(sample.known for sample in repeats):

@@ -870,8 +870,6 @@ MISSED: dict[str, str] = {
     "neither 1 nor the number of rows over a constant",
     "shaped reward on its way into the logger": "compare the row in the logger's file",
     "shaped reward written into the logger": "compare every call of log_metrics, also those outside of Lightning's",
-    "seeds of places in a batch": "recompute uniforms from the seeds of requests, or correlate the quantiles of tokens "
-    "at equal places of two rollouts",
     "reward that returns 0 for its own errors": "nothing in the values says so: only a trace of exceptions in rewards",
 }
 """Faults that the audit does not report, or with another culprit, and the comparison that would show each."""
