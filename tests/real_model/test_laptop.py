@@ -34,7 +34,7 @@ def run(folder: Path, *options: str) -> str:
 
 def logged(folder: Path, column: str) -> list[float]:
     with (folder / "runs" / "addition" / "version_0" / "metrics.csv").open(newline="") as file:
-        return [float(row[column]) for row in csv.DictReader(file) if row[column]]
+        return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
 
 
 @pytest.mark.parametrize("seed", range(3))
