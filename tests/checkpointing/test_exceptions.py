@@ -250,12 +250,9 @@ def test_a_rollout_that_somebody_edited_is_not_saved(tmp_path: Path) -> None:
     class Edits(RLCallback):
         name = "edits"
 
-        def observe(self, rollout: Rollout) -> None:
-            self.kept = rollout
-
-        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
             if trainer.global_step == 2:
-                self.kept.rewards.add_(1.0)
+                pl_module.run.current.rollout.rewards.add_(1.0)
 
     with pytest.raises(RuntimeError, match="was written to in place") as raised:
         fit(
