@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -338,7 +339,7 @@ class _RunWatch:
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self.calls, samples),
             held_out=self._prompts.held_out(rollout, self.calls, samples),
-            text=module.sampler.text,
+            text=partial(_decode, module.tokenizer),
             numbers=module.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),
@@ -491,6 +492,10 @@ class _RunWatch:
         self.fields.release()
         self.release_tracer()
         self._row.close()
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    return "" if tokenizer is None else str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def _epoch_of(module: RLLightningModule) -> int | None:

@@ -15,6 +15,7 @@ from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
+from lightning_rl.audit.recomputed_metrics import shaped_parts
 from lightning_rl.audit.reward_repeats import RewardReply
 from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, repeats_of
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
@@ -34,7 +35,7 @@ from lightning_rl.losses import FunctionLoss
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import TURN_REWARDS, Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_advantages
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.selection import local_values
@@ -246,13 +247,21 @@ class Evidence:
 
     @cached_property
     def rewards_of_run(self) -> Tensor | None:
-        """Shaped rewards of :attr:`groups` in the run, [B, T]; None if they depend on other ranks."""
-        if not any(one.compares_prompts for one in self.contributions(*REWARDS)):
-            return self.signal(self.groups)[1]
-        if self.facts.ranks > 1:
+        """Shaped rewards of :attr:`groups` by their definition, [B, T] float64; None if they depend on other ranks."""
+        across = any(one.compares_prompts for one in self.contributions(*REWARDS))
+        if across and self.facts.ranks > 1:
             return None
-        places = (self.groups.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)
-        return self.signal(self.rollout)[1][places, : self.groups.width]
+        rollout = (self.rollout if across else self.groups).sanitize()
+        scores, shaped = shaped_parts(rollout, self.algorithm.corrections)
+        earned = rollout.token_extras.get(TURN_REWARDS) if self.algorithm.advantages.turn_rewards else None
+        if earned is not None:
+            earned = torch.where(rollout.valid_tokens & rollout.rewarded[:, None], earned.double(), 0.0)
+            scores, shaped = scores - earned.sum(-1), shaped + earned
+        order = rollout.valid_tokens.cumsum(-1)
+        last = rollout.valid_tokens & (order == order[:, -1:])
+        shaped = shaped + torch.where(last, scores[:, None], 0.0)
+        places = (self.groups.sample_ids[:, None] == rollout.sample_ids).int().argmax(-1)
+        return shaped[places, : self.groups.width]
 
     @cached_property
     def advantages(self) -> Tensor:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.data import Prompt, PromptDataModule
-from lightning_rl.data.encoding import Encoder
 from lightning_rl.data.prompt_stream import PromptStream
-from lightning_rl.data.row_schema import Reading
+from lightning_rl.data.row_schema import Reading, is_token_ids
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.evaluation.prompt_encoding import encode_prompts
 from lightning_rl.module import RLLightningModule
@@ -105,8 +104,15 @@ class PromptWatch:
         return {sample: self._encode(content) for sample, content in list(contents.items())[:MAX_GROUPS]}
 
     def _encode(self, content: Any) -> Ids:
-        encoder = Encoder.of(self._data.prompts.form, None, self._module.tokenizer, None, None)
-        return encoder.encode([content], ["a prompt"])[0]
+        tokenizer: Any = self._module.tokenizer
+        if is_token_ids(content):
+            return tuple(map(int, content))
+        if isinstance(content, str):
+            return tuple(tokenizer(content)["input_ids"])
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return tuple(
+            tokenizer.apply_chat_template(content, **options, **self._data.prompts.form.chat_template_kwargs or {})
+        )
 
     def held_out(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()

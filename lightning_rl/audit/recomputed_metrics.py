@@ -13,7 +13,7 @@ from lightning_rl.audit.audit_error import rounding
 from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS, Corrections, LossView, RLCallback, Stat
-from lightning_rl.corrections.stat import StatReduction, reduce_moments
+from lightning_rl.corrections.stat import StatReduction
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import GREEDY_SCORE, FinishReason, Rollout
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND
@@ -48,6 +48,21 @@ def merge(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
     for name, stat in (item for part in parts for item in part.items()):
         merged[name] = _join(merged[name], stat) if name in merged else Stat(stat.moments.cpu(), stat.reduction)
     return merged
+
+
+def value_of(stat: Stat) -> float:
+    """Return the number to log by its definition; NaN for an empty population."""
+    count, mean, squares, maximum = stat.moments.tolist()
+    if not count:
+        return math.nan
+    weight = squares + count * mean**2  # sum of all squares
+    return {
+        "mean": mean,
+        "sum": count * mean,
+        "max": maximum,
+        "std": math.sqrt(squares / max(count - 1, 1)),
+        "ess": count * mean**2 / weight if mean else math.nan,
+    }[stat.reduction]
 
 
 def _join(one: Stat, other: Stat) -> Stat:
@@ -208,7 +223,7 @@ def callback_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[
 def is_figure(figure: float, stat: Stat, scale: float = 0.0) -> bool:
     """Return True if a number is the value of a statistic up to rounding of its largest number or ``scale``."""
     count, mean, squares, maximum = stat.moments.tolist()
-    truth = stat.value()
+    truth = value_of(stat)
     if math.isnan(truth):
         return True
     spread = math.sqrt(squares / count) if count else 0.0
@@ -219,4 +234,4 @@ def is_figure(figure: float, stat: Stat, scale: float = 0.0) -> bool:
 def figure_of(moments: Sequence[Tensor], reduction: StatReduction) -> tuple[float, float]:
     """Return population and value of a metric that was logged in several parts."""
     joint = merge({"": Stat(part.cpu(), reduction)} for part in moments)[""]
-    return float(joint.moments[0]), reduce_moments(joint.moments.tolist(), reduction)
+    return float(joint.moments[0]), value_of(joint)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_rl.advantages import GAE, Estimator, GAEOverTurns, ReinforcePlusPlus, TraceDecay
+from lightning_rl.advantages import GAE, Estimator, GAEOverTurns, LengthAdaptive, ReinforcePlusPlus, TraceDecay
 from lightning_rl.audit.audit_error import Skip, differences, rounding
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
@@ -130,6 +130,8 @@ def _decays(estimator: Estimator, steps: list[list[list[int]]]) -> tuple[list[fl
     number = torch.tensor([len(row) for row in steps], dtype=torch.int64)
 
     def of_rows(decay: float | TraceDecay) -> list[float]:
+        if isinstance(decay, LengthAdaptive):
+            return [max(1 - 1 / (decay.alpha * max(len(row), 1)), 0.0) for row in steps]
         return decay(number).tolist() if isinstance(decay, TraceDecay) else [decay] * len(steps)
 
     return of_rows(lam), of_rows(lam if critic is None else critic)
