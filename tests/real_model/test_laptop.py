@@ -32,6 +32,11 @@ def run(folder: Path, *options: str) -> str:
     return (folder / "output").read_text()
 
 
+def rollouts(folder: Path) -> list[int]:
+    """Return the rollouts of which the recipe printed a line; its logger writes to disk once per validation."""
+    return [int(line) for line in re.findall(r"^ +(\d+) +\d", (folder / "output").read_text(), re.MULTILINE)]
+
+
 def logged(folder: Path, column: str) -> list[float]:
     with (folder / "runs" / "addition" / "version_0" / "metrics.csv").open(newline="") as file:
         return [float(row[column]) for row in csv.DictReader(file) if row.get(column)]
@@ -56,15 +61,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_an_ended_run_resumes_bitwise(ending: signal.Signals, whole: Path, tmp_path: Path) -> None:
     ended = start(tmp_path, "--rollouts", str(2 * SAVED))
-    checkpoints = tmp_path / "runs" / "addition" / "version_0" / "checkpoints"
-    while not (checkpoints / "last.ckpt").exists() or len(logged(tmp_path, "reward/task")) < SAVED + 2:
+    last = tmp_path / "runs" / "addition" / "version_0" / "checkpoints" / "last.ckpt"
+    while len(rollouts(tmp_path)) < SAVED + 2:
         assert ended.poll() is None, (tmp_path / "output").read_text()[-3000:]
         time.sleep(0.2)
     ended.send_signal(ending)
     assert ended.wait(120) != 0
     interrupted = next(tmp_path.rglob("interrupted.ckpt"), None)
     assert (interrupted is None) == (ending == signal.SIGKILL)
-    run(tmp_path, "--rollouts", str(2 * SAVED), "--ckpt_path", str(interrupted or checkpoints / "last.ckpt"))
+    before = rollouts(tmp_path)
+    assert before[-1] < 2 * SAVED - 1
+    run(tmp_path, "--rollouts", str(2 * SAVED), "--ckpt_path", str(interrupted or last))
+    made = rollouts(tmp_path)[len(before) :]
+    assert made == list(range(SAVED if ending == signal.SIGKILL else made[0], 2 * SAVED))
     # ModelCheckpoint continues in the folder of the checkpoint.
     expected, got = (states(next(folder.rglob("last.ckpt"))) for folder in (whole, tmp_path))
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
