@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.audit.forwards import forwards_plainly
+from lightning_rl.audit.subsample import order_of
 from lightning_rl.generation import Completion, Request
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.sampling_mask import from_bits
@@ -26,7 +27,8 @@ CUT = 2.0  # nats above the entropy at which the surprise is cut
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
 GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
 SHARES = (0.5, 0.1, 0.01, 0.001)  # of samples that are copies
-NOISE_SHARES = (0.5, 0.2, 0.05)  # of tokens that equal those of the same noise
+NOISE_SHARES = (0.5, 0.2, 0.05)  # of tokens that are drawn with the noise of another rollout
+NOISE_RATIOS = 3 * len(NOISE_SHARES)
 LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # possible values of min_tokens
 
 
@@ -40,8 +42,11 @@ class Draw(NamedTuple):
         reach: Largest distances of the surprise below and above 0, [2, N].
         greedy: Log-likelihood ratio of an engine that draws some samples greedily.
         unended: Log-likelihood ratios of engines that end no sample before each of :data:`LEAST_TOKENS`.
-        same_noise: Log-likelihood ratios of engines of which each of :data:`NOISE_SHARES` of the tokens repeat those at
-            the same place of an earlier rollout.
+        place: Number of the batch and place in it.
+        tokens: The tokens.
+        quantiles: Begin and end of the interval of each token in the cumulative distribution, in the order of the
+            vocabulary and from the likeliest token on, [2, 2, N].
+        same_noise: Result of :func:`_noise_ratios`.
     """
 
     sample: int
@@ -50,7 +55,10 @@ class Draw(NamedTuple):
     reach: Tensor
     greedy: float = 0.0
     unended: tuple[float, ...] = (0.0,) * len(LEAST_TOKENS)
-    same_noise: tuple[float, ...] = (0.0,) * len(NOISE_SHARES)
+    place: tuple[int, int] = (-1, -1)
+    tokens: tuple[int, ...] = ()
+    quantiles: Tensor = torch.zeros(2, 2, 0)
+    same_noise: tuple[float, ...] = (0.0,) * NOISE_RATIOS
 
 
 class Earlier(NamedTuple):
@@ -64,8 +72,7 @@ class Earlier(NamedTuple):
         likelier: Result of :func:`likelihood_ratios` of its draws.
         repeated: Result of :func:`repeat_ratios`.
         seeds: Seeds of its requests.
-        places: Batch, place in the batch and sampled tokens of its requests.
-        same_noise: Sums of those of its draws.
+        draws: Its draws.
     """
 
     number: int
@@ -75,8 +82,7 @@ class Earlier(NamedTuple):
     likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
     repeated: tuple[tuple[float, ...], ...] = ((0.0,) * len(SHARES),) * 2
     seeds: Sequence[int] = ()
-    places: Sequence[tuple[int, int, tuple[int, ...]]] = ()
-    same_noise: tuple[float, ...] = (0.0,) * len(NOISE_SHARES)
+    draws: Sequence[Draw] = ()
 
 
 class Repeat(NamedTuple):
@@ -176,14 +182,13 @@ def earlier_of(
         likelihood_ratios(draws),
         repeat_ratios(repeats),
         [request.seed for request, _ in pairs],
-        [(batch, place, tuple(each.token_ids)) for batch, place, (_, each) in _places_of(batches)[:KEPT_ROWS]],
-        noise_ratios(draws),
+        draws,
     )
 
 
 def noise_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
     """Return the log-likelihood ratios of engines with the same noise in every rollout, over all draws."""
-    return tuple(map(sum, zip(*(draw.same_noise for draw in draws), strict=True))) or (0.0,) * len(NOISE_SHARES)
+    return tuple(map(sum, zip(*(draw.same_noise for draw in draws), strict=True))) or (0.0,) * NOISE_RATIOS
 
 
 def moments_of(draws: Sequence[Draw]) -> tuple[float, ...]:
@@ -215,18 +220,20 @@ def score_draws(
     """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded."""
     placed = [one for one in _places_of(batches) if _is_fresh(one[2], number, module.run.sampling.filters)]
     placed.sort(key=lambda one: one[2][0].seed)  # random, independent of the completions
+    again = sorted(range(len(placed)), key=lambda row: order_of(placed[row][1], placed[row][0]))  # as in other rollouts
+    mixed = dict.fromkeys(row for pair in enumerate(again) for row in pair)
+    placed = [placed[row] for row in mixed]
     placed = placed[: affordable_draws([pair for _, _, pair in placed], budget)]
     few = [pair for _, _, pair in placed]
-    before = {(batch, place): tokens for one in earlier[-1:] for batch, place, tokens in one.places}
-    others = [before.get((batch, place), ()) for batch, place, _ in placed]
+    before = {draw.place: draw for one in earlier[-1:] for draw in one.draws}
     if not few or not forwards_plainly(module):
         return []
     model, ends = module.required_policy.model, sorted(module.run.sampling.eos_token_ids or ())
     with module.trainer.precision_plugin.forward_context():
-        rows = zip(few, _scores(model, few), others, strict=True)
+        rows = zip(placed, _scores(model, few), strict=True)
         return [
-            _draw(*pair, scores, ends, tolerance)._replace(same_noise=_noise_ratios(pair[1], scores, other, tolerance))
-            for pair, scores, other in rows
+            _draw(*pair, scores, ends, tolerance, (batch, place), before.get((batch, place)))
+            for (batch, place, pair), scores in rows
         ]
 
 
@@ -266,8 +273,16 @@ def _scores(model: nn.Module, pairs: Sequence[Pair]) -> list[Tensor]:
     return scores
 
 
-def _draw(request: Request, completion: Completion, scores: Tensor, ends: Sequence[int], tolerance: float) -> Draw:
-    own = _own(completion, scores)
+def _draw(
+    request: Request,
+    completion: Completion,
+    scores: Tensor,
+    ends: Sequence[int],
+    tolerance: float,
+    place: tuple[int, int],
+    before: Draw | None,
+) -> Draw:
+    own, tokens = _own(completion, scores), tuple(completion.token_ids[: len(scores)])
     probabilities, surprises = scores.exp(), -scores.clamp(min=-1e9)
     entropy = (probabilities * surprises).sum(-1)
     cut = entropy + CUT
@@ -281,6 +296,10 @@ def _draw(request: Request, completion: Completion, scores: Tensor, ends: Sequen
         torch.stack([mean, cut - mean]),
         _greedy_ratio(own, scores, tolerance),
         _unended_ratios(completion, scores, ends, tolerance),
+        place,
+        tokens,
+        (quantiles := quantiles_of(tokens, probabilities)),
+        (0.0,) * NOISE_RATIOS if before is None else _noise_ratios(tokens, scores, quantiles, before, tolerance),
     )
 
 
@@ -305,16 +324,34 @@ def _unended_ratios(completion: Completion, scores: Tensor, ends: Sequence[int],
     return tuple(-math.inf if first < least - 1 else float(going_on[: least - 1].sum()) for least in LEAST_TOKENS)
 
 
-def _noise_ratios(completion: Completion, scores: Tensor, other: Sequence[int], tolerance: float) -> tuple[float, ...]:
-    r"""Return the log-likelihood ratios of engines that draw some tokens with the noise that drew those of ``other``.
+def quantiles_of(tokens: Sequence[int], probabilities: Tensor) -> Tensor:
+    """Return the intervals of tokens in the cumulative distributions [N, V] before them, see :class:`Draw`."""
+    places = torch.tensor(tokens, dtype=torch.int64)[:, None]
+    own = probabilities.gather(1, places)
+    earlier = torch.arange(probabilities.shape[1]) < places
+    first = torch.stack([earlier, (probabilities > own) | (earlier & (probabilities == own))])
+    begin = torch.where(first, probabilities, 0.0).sum(-1)
+    return torch.stack([begin, begin + own[:, 0]], 1)
 
-    A token equals a given one with its probability p, so :math:`[\text{equal}] / p` has mean 1 after any other tokens.
+
+def _noise_ratios(
+    tokens: Sequence[int], scores: Tensor, quantiles: Tensor, before: Draw, tolerance: float
+) -> tuple[float, ...]:
+    r"""Return the log-likelihood ratios of engines that draw some tokens with the noise of an earlier draw.
+
+    Equal noise makes tokens equal, or intervals of the cumulative distribution overlap. A token equals a given one with
+    its probability p, so :math:`[\text{equal}] / p` has mean 1 after any other tokens. So has the overlap of two
+    intervals over the product of their lengths.
     """
-    number = min(len(scores), len(other))
-    ours, theirs = (torch.tensor(list(tokens[:number]), dtype=torch.int64) for tokens in (completion.token_ids, other))
-    least = (scores[:number].gather(1, theirs[:, None])[:, 0] + tolerance).clamp(max=0.0)
-    gains = torch.where(ours == theirs, (-least).exp(), 0.0)
-    return tuple(float((1 - share + share * gains).log().sum()) for share in NOISE_SHARES)
+    number = min(len(tokens), len(before.tokens))
+    ours, theirs = (torch.tensor(part[:number], dtype=torch.int64) for part in (tokens, before.tokens))
+    least = scores[:number].gather(1, theirs[:, None])[:, 0]
+    one, other = quantiles[..., :number], before.quantiles[..., :number]
+    overlap = (torch.minimum(one[:, 1], other[:, 1]) - torch.maximum(one[:, 0], other[:, 0])).clamp(min=0.0)
+    lengths = (one[:, 1] - one[:, 0]) * (other[:, 1] - other[:, 0])
+    gains = torch.cat([torch.where(ours == theirs, (-least).exp(), 0.0)[None], overlap / lengths.clamp(min=1e-300)])
+    gains = gains * math.exp(-tolerance)
+    return tuple(float((1 - share + share * kind).log().sum()) for kind in gains for share in NOISE_SHARES)
 
 
 def _own(completion: Completion, scores: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from lightning_rl.audit.sampling_statistics import (
     affordable_draws,
     earlier_of,
     moments_of,
+    quantiles_of,
     repeat_ratios,
     repeats_of,
 )
@@ -315,7 +316,7 @@ def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
     assert audit.findings == []
 
 
-@pytest.mark.parametrize("kind", ["gumbel", "quantile"])
+@pytest.mark.parametrize("kind", ["gumbel", "quantile", "ranked"])
 @pytest.mark.parametrize(("repeats", "found"), [(True, True), (False, False)])
 def test_tokens_drawn_with_the_noise_of_an_earlier_rollout_are_found(kind: str, repeats: bool, found: bool) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -324,7 +325,9 @@ def test_tokens_drawn_with_the_noise_of_an_earlier_rollout_are_found(kind: str, 
         scores = torch.randn(12, 8, 32, generator=generator, dtype=torch.float64).log_softmax(-1)
         if kind == "gumbel":
             return (scores - (-noise.log()).log()).argmax(-1), scores
-        return (scores.exp().cumsum(-1) < noise[..., :1]).sum(-1).clamp(max=31), scores
+        order = scores.argsort(-1, descending=True) if kind == "ranked" else torch.arange(32).expand_as(scores)
+        place = (scores.gather(-1, order).exp().cumsum(-1) < noise[..., :1]).sum(-1).clamp(max=31)
+        return order.gather(-1, place[..., None])[..., 0], scores
 
     earlier, findings = list[Earlier](), list[Any]()
     silent = Draw(0, torch.zeros(1), torch.zeros(1), torch.zeros(2, 1))
@@ -334,11 +337,14 @@ def test_tokens_drawn_with_the_noise_of_an_earlier_rollout_are_found(kind: str, 
             first if repeats else torch.rand(first.shape, generator=generator, dtype=torch.float64)
         )
         batch = [pair(100 * number + row, each.tolist(), 20.0, prompt=number) for row, each in enumerate(tokens)]
-        before = {place: tokens for one in earlier[-1:] for _, place, tokens in one.places}
-        draws = [
-            silent._replace(sample=row, same_noise=_noise_ratios(one, each, before.get(row, ()), 0.0))
-            for row, ((_, one), each) in enumerate(zip(batch, scores, strict=True))
-        ]
+        before = {draw.sample: draw for one in earlier[-1:] for draw in one.draws}
+        draws = list[Draw]()
+        for row, ((_, one), each) in enumerate(zip(batch, scores, strict=True)):
+            quantiles = quantiles_of(one.token_ids, each.exp())
+            draw = silent._replace(sample=row, tokens=one.token_ids, quantiles=quantiles)
+            if row in before:
+                draw = draw._replace(same_noise=_noise_ratios(one.token_ids, each, quantiles, before[row], 0.0))
+            draws.append(draw)
         evidence = replace(evidence_of(), batches=[batch], draws=draws, earlier=earlier)
         findings = CHECKS["repeated_samples"](evidence)
         earlier = [*earlier, earlier_of(number, [batch], draws)]

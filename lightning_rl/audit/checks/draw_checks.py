@@ -12,7 +12,7 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import (
     LEAST_TOKENS,
-    NOISE_SHARES,
+    NOISE_RATIOS,
     SHARES,
     likelihood_ratios,
     moments_of,
@@ -43,10 +43,10 @@ def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
         culprit, expected = "stage draw, the seeds of the requests", "another seed for every request of a run"
         yield Finding(culprit=culprit, expected=expected, observed=f"{len(again)} again", samples=again[:4])
         return
-    noise = [*(rollout.same_noise for rollout in evidence.earlier), noise_ratios(evidence.draws)]
-    if max(sum(parts) for parts in zip(*noise, strict=True)) > NATS + math.log(len(NOISE_SHARES)):
+    noise = [noise_ratios(draws) for draws in (*(one.draws for one in evidence.earlier), evidence.draws)]
+    if max(sum(parts) for parts in zip(*noise, strict=True)) > NATS + math.log(NOISE_RATIOS):
         expected = f"other noise in every rollout: by chance this happens once in {1 / CHANCE:.0e} rollouts"
-        observed = "tokens that repeat those at the same places of the batches of an earlier rollout"
+        observed = "tokens that follow those at the same places of the batches of an earlier rollout"
         yield Finding(expected=expected, observed=observed, samples=[draw.sample for draw in evidence.draws[:4]])
         return
     repeats = evidence.sample_repeats
