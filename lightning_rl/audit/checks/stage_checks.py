@@ -156,6 +156,8 @@ def counts_padding(contribution: Contribution, rows: RolloutT) -> Change | None:
     A mean over padding shrinks with the width. A decision shows it only if its threshold is between the two means, so
     all float fields of the rows take sizes of a grid that is finer than the ratio of the means of squares.
     """
+    if not rows.valid_tokens.any():
+        return None
     rows = rows.fit_width(min(rows.width, FEW_TOKENS)).sanitize()
     everything = torch.arange(len(rows), device=rows.groups.device)
     pattern, signs = 1.0 + 0.5 * pattern_of(rows), 1.0 - 2.0 * (everything % 2)[:, None]
