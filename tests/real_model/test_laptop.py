@@ -74,8 +74,8 @@ def test_an_ended_run_resumes_bitwise(ending: signal.Signals, whole: Path, tmp_p
     run(tmp_path, "--rollouts", str(2 * SAVED), "--ckpt_path", str(interrupted or last))
     made = rollouts(tmp_path)[len(before) :]
     assert made == list(range(SAVED if ending == signal.SIGKILL else made[0], 2 * SAVED))
-    # ModelCheckpoint continues in the folder of the checkpoint.
-    expected, got = (states(next(folder.rglob("last.ckpt"))) for folder in (whole, tmp_path))
+    resumed = tmp_path / "runs" / "addition" / "version_1" / "checkpoints" / "last.ckpt"
+    expected, got = (states(path) for path in (next(whole.rglob("last.ckpt")), resumed))
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
 
 
