@@ -15,6 +15,7 @@ from lightning_rl.callbacks.positive_nll import PositiveNLL
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.callbacks.reward_normalization import RewardNormalization
 from lightning_rl.callbacks.rollout_kl import RolloutKL
+from lightning_rl.callbacks.router_aux_loss import RouterAuxLoss
 from lightning_rl.callbacks.router_replay import RouterReplay
 from lightning_rl.callbacks.score_centering import ScoreCentering
 from lightning_rl.callbacks.sequence_ratio_mask import SequenceRatioMask
@@ -39,6 +40,7 @@ __all__ = [
     "ReferenceKL",
     "RewardNormalization",
     "RolloutKL",
+    "RouterAuxLoss",
     "RouterReplay",
     "ScoreCentering",
     "SequenceRatioMask",

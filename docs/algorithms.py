@@ -100,6 +100,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     "ReferenceKL": ("reference_kl_loss", "ppo_clip_with_kl", "kl_shaped_reward"),
     "RewardNormalization": ("reward_norm", "reward_norm_masked"),
     "RolloutKL": ("rollout_kl_loss",),
+    "RouterAuxLoss": (),
     "RouterReplay": (),
     "ScoreCentering": (),
     "SequenceRatioMask": (

@@ -179,6 +179,12 @@ def of_experts(*, replay: bool) -> Run:
     return fit(*callbacks, policy=mixture, rewards=share_sorted, rollouts=2, max_staleness=0)
 
 
+@cache
+def balanced() -> Run:
+    """The same with the load of its experts."""
+    return fit(corrections.RouterAuxLoss(), policy=mixture, rewards=share_sorted, rollouts=2, max_staleness=0)
+
+
 def mixture() -> Qwen2MoeForCausalLM:
     """A policy of the quickstart's shape whose routers choose among many experts, so that scores lie close."""
     dense = task.untrained_policy(0).config.to_dict()
@@ -385,6 +391,16 @@ def by_replay() -> Dots:
     return Dots(torch.cat([x, other_x]), torch.cat([y, other_y]), good, across, up, legend)
 
 
+def by_balance() -> Dots:
+    """Draw the load-balancing loss of each token, against its log-probability."""
+    parts = []
+    for view in (view for views in balanced().views for view in views):
+        values = view.logprobs, view.require("router_loss"), view.require("advantages") > 0
+        parts.append([value[view.valid_tokens] for value in values])
+    x, y, good = join(parts)
+    return Dots(x, y, good, "log-probability under the current policy", "loss of the routers", SIGNS)
+
+
 def by_row(
     correction: RLCallback, method: str, up: str, *, run: Callable[[], Run] = plain, group: bool = False
 ) -> Dots:
@@ -489,6 +505,7 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
     "TotalVariationMask": partial(by_factor, corrections.TotalVariationMask(0.05), whole="variation"),
     "OffPolicyIS": partial(by_factor, corrections.OffPolicyIS(0.5, 2.0), "current", "rollout"),
     "TruncatedIS": partial(by_factor, corrections.TruncatedIS()),
+    "RouterAuxLoss": by_balance,
     "RouterReplay": by_replay,
     "ScoreCentering": by_centering,
     "NoEOSMask": partial(

@@ -25,6 +25,7 @@ from lightning_rl.metrics import log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
 from lightning_rl.policy import ModelOptions, make_plan
 from lightning_rl.policy.build import ModelSource, TokenizerSource
+from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import check_domains, estimate_signal, exclude_rows
@@ -177,10 +178,13 @@ class RLLightningModule(BaseModule):
                 stats |= {"env/logprob": environment_logprob(rollout, policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             passes = {"old": run.needs.old_logprobs, "squares": run.needs.sum_pi_squared}
-            passes["rollout_as_old"] = run.needs.rollout_as_old
-            rollout = add_logprobs(rollout, plan, policy, self.models.reference, corrections, **passes)
+            passes |= {"rollout_as_old": run.needs.rollout_as_old, "loads": run.needs.expert_load}
+            scorers, global_sum = (policy, self.models.reference, corrections), self.parallel.collectives.sum
+            rollout = add_logprobs(rollout, plan, *scorers, **passes, global_sum=global_sum)
+            if run.needs.expert_load:  # the layouts carry it
+                plan = plan_of_rows(rollout.to("cpu"), plan.rows(), packed=run.options.packing).to(self.device)
         with run.times.phase("signal"):
-            estimator, global_sum = self.algorithm.advantages, self.parallel.collectives.sum
+            estimator = self.algorithm.advantages
             rollout, rewards, signal = estimate_signal(rollout, estimator, corrections, global_sum)
             check_domains(rollout, rewards.scores, estimator, corrections)
         current = CurrentRollout.of(number, rollout, plan)

@@ -22,6 +22,7 @@ RolloutT = TypeVar("RolloutT", bound="Rollout")
 ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
+EXPERT_LOAD = "expert_load"  # in ``extras``: share of tokens of each expert in the row's optimizer step, [B, E]
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum over the vocabulary of squared old probabilities
 # In ``token_extras``, for each response token: k = 1, 2, ... if the policy sampled it in turn k; 0 if the environment
 # appended it, such as the result of a tool; -k if it belongs to a new context that the environment

@@ -114,12 +114,14 @@ class Needs:
         rollout_as_old: They are those of the rollout, bit for bit, so that no pass is needed.
         ref_logprobs: Log-probabilities of the reference.
         sum_pi_squared: Sum of the squared probabilities of the vocabulary.
+        expert_load: Share of tokens of each expert in each optimizer step.
     """
 
     old_logprobs: bool = False
     rollout_as_old: bool = False
     ref_logprobs: bool = False
     sum_pi_squared: bool = False
+    expert_load: bool = False
 
 
 def needs(algorithm: Algorithm, *, steps_per_rollout: int, rollout_as_old: bool = False) -> Needs:
@@ -130,6 +132,7 @@ def needs(algorithm: Algorithm, *, steps_per_rollout: int, rollout_as_old: bool 
         rollout_as_old=rollout_as_old,
         ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
         sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
+        expert_load=any("router_loss" in fields for _, fields in _reading(algorithm)),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm, LossParts
-from lightning_rl.corrections import Corrections, LossView, Stat, StepTrace
+from lightning_rl.corrections import FURTHER_OUTPUTS, Corrections, LossView, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.policy import Microbatch, Outputs
@@ -270,5 +270,5 @@ def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False
         logprobs=outputs.logprobs,
         entropy=entropy,
         current_values=outputs.values,
-        rollout_kl=outputs.rollout_kl,
+        **{name: getattr(outputs, name) for name in FURTHER_OUTPUTS},
     )

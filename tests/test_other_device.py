@@ -97,7 +97,9 @@ def step_of(algorithm: Algorithm, device: torch.device | str) -> Numbers:
     values = leaf.detach() * 0.5
 
     def table(microbatch: Any) -> Outputs:
-        return from_table(Outputs(leaf * 1, leaf.square() + 0.1, values, rollout_kl=leaf.abs()))(microbatch)
+        return from_table(
+            Outputs(leaf * 1, leaf.square() + 0.1, values, rollout_kl=leaf.abs(), router_loss=leaf.exp())
+        )(microbatch)
 
     gradient = accumulate_gradient(rollout, plan.step(0), table, algorithm, backward=lambda loss: loss.backward())
     assert leaf.grad is not None

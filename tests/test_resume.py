@@ -19,6 +19,7 @@ from lightning_rl.callbacks import (
     NoEOSMask,
     ReferenceKL,
     RolloutKL,
+    RouterAuxLoss,
     RouterReplay,
     ScoreCentering,
 )
@@ -51,7 +52,7 @@ def corrections(options: dict[str, Any]) -> list[Callback]:
     if "critic" in options:
         return [NoEOSMask(), ReferenceKL(0.05)]
     if "top_p" in options:
-        return [RouterReplay(), ScoreCentering(4), ReferenceKL(0.1, as_loss=True)]
+        return [RouterReplay(), RouterAuxLoss(0.1), ScoreCentering(4), ReferenceKL(0.1, as_loss=True)]
     if options.get("advantages") == "remax":
         return [AdaptiveKL(0.05, target=0.01, horizon=20), EntropyBonus(0.02, target=2.2, step=0.01)]
     return [NoEOSMask(), OPSM(1e-3), RolloutKL(0.1), ReferenceKL(0.1, as_loss=True)]

@@ -34,7 +34,12 @@ def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
 def whole_view() -> LossView:
     rollout = whole_rollout()
     logprobs = torch.full(rollout.response_ids.shape, -1.0)
-    outputs = {"current_values": logprobs * 2, "rollout_kl": -logprobs, "prepared": logprobs < -2}
+    outputs = {
+        "current_values": logprobs * 2,
+        "rollout_kl": -logprobs,
+        "router_loss": 1 - logprobs,
+        "prepared": logprobs < -2,
+    }
     return view_of_rollout(rollout, logprobs).replace(**outputs)
 
 

@@ -15,10 +15,11 @@ from lightning_rl.corrections.rl_callback import (
 )
 from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.trace import MicrobatchTrace, StepTrace
-from lightning_rl.corrections.view import LossView
+from lightning_rl.corrections.view import FURTHER_OUTPUTS, LossView
 
 __all__ = [
     "CONTRIBUTIONS",
+    "FURTHER_OUTPUTS",
     "MADE_AFTER",
     "POLICY_LOSS_FACTORS",
     "REWARDS",

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from lightning_rl.rollout import TOKEN, Rollout, field_axes
 
+FURTHER_OUTPUTS = ("rollout_kl", "router_loss")
+"""Outputs of the policy's forward besides log-probabilities, entropy and values; each is None unless it is read."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossView(Rollout):
@@ -20,6 +23,8 @@ class LossView(Rollout):
         current_values: Predictions of the critic, with gradient, shape [b, T]; None without a critic.
         rollout_kl: KL of the engine's distribution from the policy's before each token, in nats, with gradient, shape
             [b, T]; None unless a correction records the engine's likeliest tokens.
+        router_loss: Load-balancing loss of the routers where each token is predicted, with gradient, shape [b, T]; None
+            unless a correction reads it.
         prepared: Output of the loss's ``prepare`` for these tokens, shape [b, T]; None for a loss without it.
     """
 
@@ -27,4 +32,5 @@ class LossView(Rollout):
     entropy: Float[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
     current_values: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
     rollout_kl: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    router_loss: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
     prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))

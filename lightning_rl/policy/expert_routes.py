@@ -25,8 +25,8 @@ CARRIER = "expert_routes"  # keyword argument that passes routes through the mod
 CLOSE = 0.01  # tolerance between a router's weights, at most 1, and ours, in any dtype
 
 
-def routers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the routers of a mixture of experts by name, in the order of the layers.
+def routers_of(model: PreTrainedModel, reader: str = "RouterReplay") -> dict[str, nn.Module]:
+    """Return the routers of a mixture of experts by name, in the order of the layers, for a correction.
 
     Raises:
         ValueError: If the model is dense.
@@ -34,7 +34,7 @@ def routers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     routers = modules_behind(model, "router_logits")
     if not routers:
         raise ValueError(
-            f"expected a mixture of experts, got {type(model).__name__}, which has no routers: leave RouterReplay out"
+            f"expected a mixture of experts, got {type(model).__name__}, which has no routers: leave {reader} out"
         )
     return routers
 

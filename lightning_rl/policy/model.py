@@ -17,6 +17,7 @@ from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
 from lightning_rl.policy.context_window import context_window, depends_on_batch
 from lightning_rl.policy.embedding_gradients import embedding_leaves, token_gradients
+from lightning_rl.policy.load_balancing import record_routers
 from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs, token_logprobs_and_kl
 from lightning_rl.policy.module_values import (
     Event,
@@ -49,6 +50,7 @@ class Outputs(NamedTuple):
     values: Float[Tensor, "b T"] | None
     sum_pi_squared: Float[Tensor, "b T"] | None = None
     rollout_kl: Float[Tensor, "b T"] | None = None
+    router_loss: Float[Tensor, "b T"] | None = None
 
 
 class FiniteOutputs:
@@ -146,11 +148,14 @@ class PolicyModel(nn.Module):
                 f"expected rows within the context window of {self.window} tokens, beyond which RoPE depends on the "
                 f"longest row of a batch, got {layout.longest} inputs: lower max_new_tokens"
             )
-        states = _hidden_states(backbone_of(self.model), layout, self.attention)
+        recorder = nullcontext() if layout.expert_load is None else record_routers(self.model)
+        with recorder as routers:
+            states = _hidden_states(backbone_of(self.model), layout, self.attention)
         with BatchInvariance() if is_batch_invariant(self.model) else nullcontext():
             logprobs, entropy, *kl = _score(self.model, states, layout, self.temperature)
         outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
         outputs = outputs._replace(rollout_kl=layout.scatter(kl[0])) if kl else outputs
+        outputs = outputs if routers is None else outputs._replace(router_loss=routers.loss(layout))
         if not squares:
             return outputs
         return outputs._replace(sum_pi_squared=layout.scatter(self._squares(states, layout)))
@@ -284,7 +289,7 @@ class Scorer:
                 "reference= a function that builds the initial policy"
             )
         with self.reading():
-            return self.scoring(replace(layout, top_ids=None, top_logprobs=None)).logprobs
+            return self.scoring(replace(layout, top_ids=None, top_logprobs=None, expert_load=None)).logprobs
 
 
 class Head(NamedTuple):
@@ -569,5 +574,6 @@ def check_router_loss(model: PreTrainedModel) -> None:
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             f"expected the training signal to come from losses of the library, got {type(model).__name__} with "
-            "config.output_router_logits=True, whose auxiliary loss would train nothing: set it to False"
+            "config.output_router_logits=True, whose auxiliary loss would train nothing: set it to False, and add "
+            "RouterAuxLoss(coef) to the callbacks to balance the experts"
         )

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
-from lightning_rl.rollout import SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, TURNS, Rollout, context_starts
+from lightning_rl.rollout import EXPERT_LOAD, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, TURNS, Rollout, context_starts
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
@@ -54,6 +54,7 @@ class Layout:
     sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that passed the filters
     top_ids: Int[Tensor, "A K"] | None = None  # likeliest tokens of the engine
     top_logprobs: Float[Tensor, "A K"] | None = None
+    expert_load: Float[Tensor, "b E"] | None = None  # in the optimizer step of each row
 
     @property
     def longest(self) -> int:
@@ -123,6 +124,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
         shape=(len(rows), rows.width),
         shared=shared,
+        expert_load=rows.extras.get(EXPERT_LOAD),
         **{
             name: rows.token_extras[name][row, column]
             for name in (SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS)

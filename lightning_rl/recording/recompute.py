@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.corrections import LossView, ReplayCorrections, StepTrace
+from lightning_rl.corrections import FURTHER_OUTPUTS, LossView, ReplayCorrections, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.policy import Outputs
@@ -120,7 +120,7 @@ def _replay_step(
                 table,
                 entropy,
                 recording.of_step(number, "values"),
-                rollout_kl=recording.of_step(number, "rollout_kl"),
+                **{name: recording.of_step(number, name) for name in FURTHER_OUTPUTS},
             )
         ),
         algorithm,

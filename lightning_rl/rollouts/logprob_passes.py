@@ -1,14 +1,17 @@
 """Forward passes over a rollout before its update: old and reference log-probabilities, and values of the critic."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.policy import Plan, PolicyModel, Scorer
+from lightning_rl.policy.load_balancing import load_of_steps, record_routers
 from lightning_rl.policy.model import FiniteOutputs
-from lightning_rl.rollout import SUM_PI_SQUARED, TURNS, Rollout
+from lightning_rl.rollout import EXPERT_LOAD, SUM_PI_SQUARED, TURNS, Rollout
+from lightning_rl.signal.masked import GlobalSum, local_sum
 
 
 @torch.no_grad()
@@ -22,10 +25,13 @@ def add_logprobs(
     old: bool,
     rollout_as_old: bool = False,
     squares: bool = False,
+    loads: bool = False,
+    global_sum: GlobalSum = local_sum,
 ) -> Rollout:
     """Add ``old_logprobs`` if ``old``, ``ref_logprobs`` given a reference, and ``values`` given a critic to a rollout.
 
-    With ``squares``, ``token_extras`` holds the sum of squared probabilities over the vocabulary at each token. The
+    With ``squares``, ``token_extras`` holds the sum of squared probabilities over the vocabulary at each token. With
+    ``loads``, ``extras`` holds the load of the experts in the optimizer step of each row, over all ranks. The
     microbatches are those of the update, so the importance ratio of an unchanged policy is exactly 1. With
     ``rollout_as_old``, ``old_logprobs`` are the engine's.
     """
@@ -33,11 +39,12 @@ def add_logprobs(
     exact = torch.promote_types(policy.model.dtype, torch.float32)
     empty = torch.zeros(rollout.response_ids.shape, dtype=exact, device=rollout.response_ids.device)
     old_logprobs, values, ref_logprobs, sums = (empty.clone() for _ in range(4))
-    finite = FiniteOutputs(rollout.groups.device)
+    finite, load = FiniteOutputs(rollout.groups.device), None
     for microbatch in plan.microbatches():
-        if old or critic or squares:
+        if old or critic or squares or loads:
             rows = microbatch.rows_of(rollout)
-            with corrections.forward_context(rows):
+            recorder = record_routers(policy.model) if loads else nullcontext()
+            with corrections.forward_context(rows), recorder as routers:
                 outputs = policy(microbatch.layout, squares=True) if squares else policy(microbatch.layout)
             finite.note(outputs, rows)
             _write(old_logprobs, microbatch.index, outputs.logprobs)
@@ -45,12 +52,19 @@ def add_logprobs(
                 _write(values, microbatch.index, outputs.values)
             if outputs.sum_pi_squared is not None:
                 _write(sums, microbatch.index, outputs.sum_pi_squared)
+            if routers is not None:
+                of_rows = routers.loads(microbatch.layout)
+                load = of_rows.new_zeros(len(rollout), of_rows.shape[1]) if load is None else load
+                _write(load, microbatch.index, of_rows)
         if reference is not None:
             _write(ref_logprobs, microbatch.index, reference.logprobs(microbatch.layout))
     finite.check()
     return rollout.replace(
         old_logprobs=rollout.rollout_logprobs if rollout_as_old else old_logprobs if old else None,
         values=values if critic else None,
+        extras=rollout.extras
+        if load is None
+        else {**rollout.extras, EXPERT_LOAD: load_of_steps(load, plan, global_sum)},
         ref_logprobs=ref_logprobs if reference is not None else None,
         token_extras={**rollout.token_extras, **({SUM_PI_SQUARED: sums} if squares else {})},
     )

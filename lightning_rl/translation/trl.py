@@ -299,7 +299,7 @@ class _Writer:
             adaptive = target if self["use_adaptive_entropy"] else {}
             calls.append(_call(f"{callbacks}.EntropyBonus", coef=self["entropy_coef"], **adaptive))
         if self["router_aux_loss_coef"]:
-            self.refuse("router_aux_loss_coef", "no load-balancing loss is added; write a callback with `loss_term`")
+            calls.append(_call(f"{callbacks}.RouterAuxLoss", coef=self["router_aux_loss_coef"]))
         return calls
 
     def mismatch(self) -> list[_Source]:

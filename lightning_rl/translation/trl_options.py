@@ -108,7 +108,12 @@ SECTIONS: dict[str, Table] = {
         | refusal("tokens are not masked by entropy; write a callback with `token_mask`", top_entropy_quantile=1.0)
         | refusal("the reference is frozen", sync_ref_model=False)
         | inert(REFUSED_SYNC, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512)
-        | inert("no load-balancing loss is added: only 0 is accepted", router_aux_loss_coef=None)
+        | different(
+            "`RouterAuxLoss(coef)`",
+            "over the trained tokens of an optimizer step; TRL takes all tokens of a microbatch, and, if it is "
+            "unset, the coefficient of the model's configuration",
+            router_aux_loss_coef=None,
+        )
         | refusal("there are no labels to smooth", label_smoothing_factor=0.0)
         | refusal("no noise is added to embeddings", neftune_noise_alpha=None)
     ),

@@ -39,6 +39,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    RouterAuxLoss,
     RouterReplay,
     ScoreCentering,
     SequenceRatioMask,
@@ -89,13 +90,14 @@ EXAMPLES: list[RLCallback] = [
     EntropyBonus(0.1),
     EntropyBonus(0.1, target=0.5),
     RewardNormalization("group", "none"),
+    RouterAuxLoss(0.1),
     RouterReplay(),
     ScoreCentering(),
 ]
-# decide by finish reason, length, reward and entropy, not by policies
+# decide by finish reason, length, reward, entropy and load of experts, not by policies
 CHANGES_ON_POLICY = (
     NoEOSMask, OverlongPenalty, LinearLengthPenalty, StopProperly, PositiveNLL, DynamicSampling, EntropyBonus,
-    RewardNormalization,
+    RewardNormalization, RouterAuxLoss,
 )  # fmt: skip
 LOGGED_BY_THE_CORE = (DynamicSampling, RouterReplay)  # groups/sampled and groups/filtered; kl/rollout
 ACTS_IN_THE_POLICY = (RouterReplay,)  # and on nothing that can be seen here without one
@@ -136,7 +138,9 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
     missing = [one for one in callbacks if one.provides and not _has_fields_of(rollout, one)]
     rollout = Corrections([one for one in missing if "provide" in one.contributes]).provide(rollout)
     kl = (moved - rollout.require("rollout_logprobs")).square() / 2
-    return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach(), rollout_kl=kl)
+    return view_of_rollout(rollout, moved).replace(
+        entropy=entropy if trained else entropy.detach(), rollout_kl=kl, router_loss=2.0 + kl
+    )
 
 
 def _has_fields_of(rollout: Rollout, callback: RLCallback) -> bool:
@@ -256,7 +260,7 @@ def test_none_waits_for_an_accelerator_between_microbatches() -> None:
     leaf = torch.zeros(rollout.response_ids.shape, device="meta", dtype=torch.float64, requires_grad=True)
 
     def table(microbatch: Microbatch) -> Outputs:
-        return from_table(Outputs(leaf * 1, leaf * 2, None, rollout_kl=leaf * 3))(microbatch)
+        return from_table(Outputs(leaf * 1, leaf * 2, None, rollout_kl=leaf * 3, router_loss=leaf * 4))(microbatch)
 
     first, rest, _ = reads_within(rollout.sanitize(), table, an_algorithm(corrections, loss=Reinforce()))
     assert first + rest == []

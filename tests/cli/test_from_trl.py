@@ -32,7 +32,8 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
         "num_generations": 4, "num_iterations": 2, "epsilon": 0.1, "epsilon_high": 0.28, "delta": 4.0,
         "loss_type": "grpo", "importance_sampling_level": "sequence", "scale_rewards": "batch",
         "reward_weights": [0.5], "beta": 0.1, "mask_truncated_completions": True, "off_policy_mask_threshold": 0.5,
-        "entropy_coef": 0.01, "use_adaptive_entropy": True, "per_device_train_batch_size": 16,
+        "entropy_coef": 0.01, "use_adaptive_entropy": True, "router_aux_loss_coef": 0.01,
+        "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 2, "generation_batch_size": 16, "max_steps": 7, "shuffle_dataset": False,
         "seed": 1, "data_seed": 1, "max_completion_length": 64, "temperature": 0.7, "top_p": 0.9, "top_k": 20,
         "min_p": 0.1, "chat_template_kwargs": {"enable_thinking": False}, "use_vllm": True, "learning_rate": 1e-5,
@@ -120,8 +121,7 @@ def test_an_option_without_a_place_is_noted(tmp_path: Path) -> None:
     plain = body(from_trl(write(tmp_path))[0])
     for name, option in OPTIONS.items():
         if option.verdict == "different" and not option.ours:
-            value = 0.0 if name == "router_aux_loss_coef" else other(option)
-            source, notes = from_trl(write(tmp_path, **{name: value}))
+            source, notes = from_trl(write(tmp_path, **{name: other(option)}))
             assert notes[name] == option.note and f"* {name}: " in source and body(source) == plain, name
 
 
@@ -176,7 +176,6 @@ def test_a_recipe_learns_what_trl_learned(case: str, tmp_path: Path) -> None:
         ({"logging_steps": 0.1}, "logging_steps"),
         ({"reward_weights": [1.0, 1.0]}, "reward_weights"),
         ({"reward_funcs": ["accuracy"]}, "reward_funcs"),
-        ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),
         ({"model_init_kwargs": {"trust_remote_code": True}}, "model_init_kwargs"),
         ({**VLLM, "vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max"),
         ({**VLLM, "loss_type": "vespo"}, "vllm_importance_sampling_mode"),

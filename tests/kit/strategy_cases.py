@@ -21,7 +21,15 @@ from kit.conversations import CONVERSATIONS, TURN_ENDS, Forgetful
 from kit.ranks import STRATEGIES
 from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from lightning_rl import FakeEngine, RLCallback, Rollout, SamplingParams
-from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, RouterReplay, rollout_kl
+from lightning_rl.callbacks import (
+    OPSM,
+    NoEOSMask,
+    ReferenceKL,
+    RolloutKL,
+    RouterAuxLoss,
+    RouterReplay,
+    rollout_kl,
+)
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation import Request
 from lightning_rl.metrics import is_of_the_clock
@@ -123,7 +131,7 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
         options |= {"policy": partial(tiny_model, case, dtype=dtype)}
     if case == "replayed":
         options |= {"policy": partial(tiny_model, "qwen3_moe", dtype=dtype), "top_p": 0.9}
-        corrections.append(RouterReplay())
+        corrections += [RouterReplay(), RouterAuxLoss(0.1)]
     settings = {"optimizer": partial(SGD, lr=0.05), "minibatches_per_rollout": 2, "max_tokens_per_microbatch": 20}
     module = tiny_module(**{**settings, **options})
     with patch.object(rollout_kl, "DRIFTED_BEYOND", DRIFTED_BEYOND):

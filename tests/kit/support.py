@@ -176,6 +176,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8},
     "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 16, "lru_width": 32},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "experts_implementation": "eager"},
 }
 

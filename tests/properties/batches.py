@@ -85,6 +85,7 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         entropy=noise().abs(),
         current_values=noise(0.5),
         rollout_kl=noise(0.1).abs(),
+        router_loss=1 + noise(0.1).abs(),
     )
 
 

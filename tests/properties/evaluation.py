@@ -19,7 +19,7 @@ from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.selection import GlobalConcat, local_values
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 
-LEAVES = ("logprobs", "entropy", "current_values", "rollout_kl")
+LEAVES = ("logprobs", "entropy", "current_values", "rollout_kl", "router_loss")
 Cut = Sequence[Sequence[int]]
 
 

@@ -44,6 +44,7 @@ from lightning_rl.advantages import (
     PassAtK,
     RelativePosition,
 )
+from lightning_rl.corrections import FURTHER_OUTPUTS
 from lightning_rl.losses import LOSSES, FunctionLoss
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
 
@@ -135,9 +136,8 @@ def quick_corrections() -> list[Any]:
 
 def leaf_of(correction: RLCallback) -> str:
     """The output of the policy through which a loss term trains."""
-    return (
-        "entropy" if correction.trains_entropy else "rollout_kl" if FOLLOWS in correction.reads_at_loss else "logprobs"
-    )
+    read = [name for name in FURTHER_OUTPUTS if name in correction.reads_at_loss]
+    return "entropy" if correction.trains_entropy else next(iter(read), "logprobs")
 
 
 def name_of(correction: RLCallback) -> str:

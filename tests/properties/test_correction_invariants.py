@@ -16,7 +16,7 @@ from lightning_rl.callbacks import LinearLengthPenalty
 from lightning_rl.signal.reductions import REDUCTIONS
 from properties.batches import WITNESS, disturbed, few, inserted, joined, shuffled_tokens, some, views, without_columns
 from properties.evaluation import agree, evaluate, provided, same, tensor_versions
-from properties.exports import CORRECTIONS, FOLLOWS, corrections_with, name_of, quick_corrections
+from properties.exports import CORRECTIONS, FOLLOWS, corrections_with, leaf_of, name_of, quick_corrections
 
 # With context= or turns=, LinearLengthPenalty counts masked tokens by its definition.
 INSERTABLE = [LinearLengthPenalty(0.25) if isinstance(c, LinearLengthPenalty) else c for c in CORRECTIONS]
@@ -37,7 +37,7 @@ each_own_term = pytest.mark.parametrize(
 TRUST_REGIONS = [
     term
     for term in corrections_with("loss_term")
-    if not (term.trains_entropy or term.chooses_rows or getattr(term, "unbiased", False) or term in FOLLOWING)
+    if leaf_of(term) == "logprobs" and not (term.chooses_rows or getattr(term, "unbiased", False))
 ]
 """Terms that are a distance; one weighed with the current policy has the gradient of the KL itself, which fades."""
 REJECT = callback_of("aaa", sequence_mask=lambda view: view.sample_ids % 2 == 0)

@@ -30,6 +30,7 @@ from lightning_rl.callbacks import (
     ReferenceKL,
     RewardNormalization,
     RolloutKL,
+    RouterAuxLoss,
     RouterReplay,
     ScoreCentering,
     SequenceRatioMask,
@@ -82,6 +83,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
         "mean": ("batch", "group"), "std": ("batch", "none"), "leave_one_out": (False, True),
         "unbiased": (True, False), "epsilon": (1e-6, 0.1), "clip": (INF, 0.5),
     },
+    RouterAuxLoss: {"coef": (0.001, 0.1)},
     RouterReplay: {},
     ScoreCentering: {"k": (32, None)},
 }  # fmt: skip
@@ -103,6 +105,7 @@ OFF: dict[type, list[RLCallback]] = {
     TeacherKL: [TeacherKL(None, 0.0), TeacherKL(None, 0.0, as_loss=True)],
     EntropyBonus: [EntropyBonus(0.0)],
     RewardNormalization: [RewardNormalization("none", "none")],
+    RouterAuxLoss: [RouterAuxLoss(0.0)],
 }
 WITHOUT_OFF_VALUE = {AdaptiveKL, NoEOSMask, DynamicSampling, RouterReplay, ScoreCentering}  # at 0 one could not adapt
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from kit.conversations import Echo, talking_module
 from kit.metric_names import Names, folders, noting_reward
-from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.support import fit, parity_reward, tiny_model, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from properties.exports import correction_examples
 
 from lightning_rl import Evaluation, PromptDataModule, RLCallback
 from lightning_rl.audit import SignalAudit, SignalLedger
-from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RouterReplay, TeacherKL
+from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RouterAuxLoss, RouterReplay, TeacherKL
 from lightning_rl.reporting.glossary import glossary
 
 
@@ -40,6 +40,8 @@ def options_of(correction: RLCallback) -> dict[str, Any]:
     """Options that a correction needs."""
     if isinstance(correction, OffPolicyIS):
         return {"loss": "reinforce"}
+    if isinstance(correction, RouterAuxLoss):
+        return {"policy": partial(tiny_model, "qwen3_moe")}
     return {"advantages": "reinforce_plus_plus"} if "token_reward" in correction.contributes else {}
 
 

@@ -9,7 +9,7 @@ from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of, reads_par
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.evidence import Contribution, Evidence, callback_of_one_method
-from lightning_rl.corrections import TOKEN_REWARDS, LossView
+from lightning_rl.corrections import FURTHER_OUTPUTS, TOKEN_REWARDS, LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import FinishReason, Rollout
 from lightning_rl.utils.finding import Finding
@@ -43,7 +43,10 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
         if reads_parameters(raw := term(view).per_token):
             yield Skip(f"{term} reads parameters of a model itself")
             continue
-        per_token, leaves = torch.where(view.valid_tokens, raw, 0.0), [view.logprobs, view.rollout_kl]
+        per_token, leaves = (
+            torch.where(view.valid_tokens, raw, 0.0),
+            [view.logprobs, *(getattr(view, name) for name in FURTHER_OUTPUTS)],
+        )
         leaves = [view.entropy] if term.callback.trains_entropy else [leaf for leaf in leaves if leaf is not None]
         gradient = torch.stack([gradient_of(per_token, leaf).abs() for leaf in leaves]).sum(0)
         trained = view.valid_tokens
@@ -239,10 +242,11 @@ def _trained_tokens(loss_term: Contribution, view: LossView) -> Tensor:
     """Return the tokens at which a term has a gradient, [b, T] bool."""
     view = view.replace(
         entropy=torch.where(view.valid_tokens, view.entropy.detach(), 0.0).requires_grad_(),
-        rollout_kl=None if view.rollout_kl is None else view.rollout_kl.detach().requires_grad_(),
+        **{name: one.detach().requires_grad_() for name in FURTHER_OUTPUTS if (one := getattr(view, name)) is not None},
     )
     per_token = torch.where(view.valid_tokens, loss_term(view).per_token, 0.0)
-    leaves = [leaf for leaf in (view.logprobs, view.entropy, view.rollout_kl) if leaf is not None]
+    further = [getattr(view, name) for name in FURTHER_OUTPUTS]
+    leaves = [leaf for leaf in (view.logprobs, view.entropy, *further) if leaf is not None]
     return torch.stack([gradient_of(per_token, leaf).abs() for leaf in leaves]).sum(0) != 0
 
 
