@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, rollout_of, run_step, tiny_module, view_of_rollout
+from kit.support import differing, fit, rollout_of, run_step, tiny_module, view_of_rollout
 from lightning.pytorch import Trainer
 
 from lightning_rl import LossView, Reinforce, Rollout
@@ -82,5 +82,8 @@ def test_a_rollout_without_a_right_response_has_no_term() -> None:
     assert step.loss == 0 and not step.gradient.any()
 
 
-def test_it_goes_with_several_steps_in_a_fit() -> None:
-    assert fit(tiny_module(epochs_per_rollout=2), callbacks=[PositiveNLL()]).global_step == 8
+def test_it_trains_in_several_steps_of_a_fit() -> None:
+    plain, trained = tiny_module(epochs_per_rollout=2), tiny_module(epochs_per_rollout=2)
+    fit(plain, max_steps=4)
+    fit(trained, callbacks=[PositiveNLL()], max_steps=4)
+    assert differing(trained, plain)

@@ -1,11 +1,13 @@
 """TruncatedIS: weights from old to rollout, capped, without gradient; a chain with PPO's ratio."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, run_step, tiny_module, view_of
+from kit.support import fit, run_step, tiny_module, view_of, weights_of
+from torch.optim import SGD
 from torch.testing import assert_close
 
 from lightning_rl import CISPO, Reinforce
@@ -92,8 +94,13 @@ def test_it_provides_and_reads_early_only_if_normalized() -> None:
     assert normal.batch_statistics
 
 
-def test_normalized_weights_go_with_several_steps_in_a_fit() -> None:
-    assert fit(tiny_module(epochs_per_rollout=2), callbacks=[TruncatedIS("sequence", normalized=True)]).global_step == 8
+@pytest.mark.parametrize("correction", [TruncatedIS(), TruncatedIS("sequence", normalized=True)])
+def test_a_fit_with_an_exact_engine_is_the_one_without_it(correction: TruncatedIS) -> None:
+    options: dict[str, Any] = {"epochs_per_rollout": 2, "optimizer": partial(SGD, lr=0.05)}
+    plain, corrected = tiny_module(**options), tiny_module(**options)
+    fit(plain, max_steps=4)
+    fit(corrected, callbacks=[correction], max_steps=4)
+    assert_close(weights_of(corrected), weights_of(plain), rtol=0, atol=1e-4)
 
 
 def test_logs_the_ratio_before_the_cap_and_how_often_it_binds() -> None:
@@ -103,10 +110,6 @@ def test_logs_the_ratio_before_the_cap_and_how_often_it_binds() -> None:
     assert logged["truncated_is/ratio_max"] == pytest.approx(3.0, rel=1e-6)
     assert logged["truncated_is/capped"] == pytest.approx(2 / 3)
     assert logged["truncated_is/weight_mean"] == pytest.approx(3.3 / 3, rel=1e-6)
-
-
-def test_goes_with_the_clipped_surrogate_in_a_fit() -> None:
-    assert fit(tiny_module(epochs_per_rollout=2), callbacks=[TruncatedIS()]).global_step == 8
 
 
 @pytest.mark.parametrize("loss", ["dppo", CISPO(anchor="rollout")])

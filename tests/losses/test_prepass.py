@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import an_algorithm, callback_of, fit, ragged_rollout, tiny_module, tiny_policy
+from kit.support import an_algorithm, callback_of, differing, fit, ragged_rollout, tiny_module, tiny_policy
 from torch import Tensor
 from typing_extensions import override
 
@@ -131,4 +131,7 @@ def test_a_fit_prepares_once_for_each_optimizer_step(minibatches: int, epochs: i
 
 
 def test_a_loss_of_the_library_trains_through_a_fit() -> None:
-    assert fit(tiny_module(loss=KLCov(fraction=0.1), minibatches_per_rollout=2)).global_step == 8
+    prepared, plain = (tiny_module(loss=loss, minibatches_per_rollout=2) for loss in (KLCov(fraction=0.5), Reinforce()))
+    fit(prepared, max_steps=4)
+    fit(plain, max_steps=4)
+    assert differing(prepared, plain)
