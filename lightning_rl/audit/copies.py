@@ -1,8 +1,9 @@
 """Copies of losses, estimators and corrections that share no state, so that repeated calls do not affect the run.
 
-Values, tensors and generators are copied at any depth, and so are closures and referenced globals of user functions.
-Models with their hooks, engines, trainers, tokenizers, classes and modules are shared, and locks are replaced by new
-ones. Code that holds anything else that cannot be copied, such as an open file, is never called again.
+Values, tensors, generators and modules of torch are copied at any depth, and so are closures and referenced globals of
+user functions, and the attributes of an object's user classes. Language models and modules with hooks, engines,
+trainers, tokenizers and Python modules are shared, and locks are replaced by new ones. Code that holds anything else
+that cannot be copied, such as an open file, is never called again.
 """
 
 import copy
@@ -11,30 +12,32 @@ import dataclasses
 import io
 import math
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import Engine
+from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.expert_routes import ExpertReplay
 from lightning_rl.utils.naming import name_of
 
 Thing = TypeVar("Thing")
 
-LIVE = (nn.Module, Trainer, LightningDataModule, Engine, ExpertReplay)  # the last one is hooks of a model
+LIVE = (PreTrainedModel, PolicyModel, LightningModule, Trainer, LightningDataModule, Engine, ExpertReplay)
 SHARED = (type, ModuleType, BuiltinFunctionType, Collectives, PreTrainedTokenizerBase, *LIVE)
 LOCKS: Mapping[type, Callable[[], Any]] = {type(lock()): lock for lock in (threading.Lock, threading.RLock)}
-STATELESS = ("lightning_rl", "torch", "lightning", "transformers", "numpy", "builtins")
-"""Packages whose functions are stateless."""
+STATELESS = {"lightning_rl", "torch", "lightning", "transformers", "numpy", *sys.stdlib_module_names}
+"""Packages whose functions and classes are stateless."""
 
 
 class CopyError(Exception):
@@ -48,7 +51,7 @@ def copy_state(thing: Thing) -> Thing:
         CopyError: If the object holds something that cannot be copied.
     """
     try:
-        return cast(Thing, _Copier().copy(thing))
+        return cast(Thing, _Copier().copy_object(thing))
     except Exception as error:  # pickling runs code of the object
         raise CopyError(f"{name_of(thing)} holds state that cannot be copied ({error})") from error
 
@@ -57,7 +60,7 @@ def copy_apart(thing: Any) -> Any:
     """Return a copy that shares no state, or None if the object holds a model or cannot be copied."""
     copier = _Copier()
     try:
-        twin = copier.copy(thing)
+        twin = copier.copy_object(thing)
     except Exception:  # noqa: BLE001  pickling runs code of the object
         return None
     return None if copier.shares else twin
@@ -121,13 +124,36 @@ def _write(thing: Any, name: str, value: float) -> None:
     object.__setattr__(thing, last, new)
 
 
+def _is_stateless(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in STATELESS
+
+
 class _Copier:
     """Copies objects with pickle; objects that pickle cannot copy are handled separately."""
 
     def __init__(self) -> None:
         self.around = list[Any]()
-        self.shares = False  # True once a stateful object is shared
+        self.shares = False  # True once there is an object that is shared or may be large
         self._functions = dict[int, FunctionType]()
+        self._classes = dict[int, type]()
+
+    def copy_object(self, thing: Any) -> Any:
+        """Return a copy of an object whose user classes are copies too."""
+        kind = type(thing)
+        own = [] if isinstance(thing, SHARED) else [each for each in kind.__mro__ if not _is_stateless(each.__module__)]
+        if not own or isinstance(thing, FunctionType):
+            return self.copy(thing)
+        copied = type(kind)(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__})
+        self._classes = {id(each): copied for each in own}
+        for each in reversed(own):
+            for name, value in vars(each).items():
+                if isinstance(value, FunctionType):
+                    setattr(copied, name, self._function(value))
+                elif not name.startswith(("__", "_abc_")) and not hasattr(value, "__get__"):
+                    setattr(copied, name, self._value(value))
+        twin = self.copy(thing)
+        object.__setattr__(twin, "__class__", copied)
+        return twin
 
     def copy(self, thing: Any) -> Any:
         """Return a copy of an object."""
@@ -138,9 +164,9 @@ class _Copier:
 
     def put_around(self, thing: Any) -> int | None:
         """Return a number for an object that bypasses pickle; None for other objects."""
+        self.shares |= isinstance(thing, (nn.Module, *LIVE, *LOCKS))
         if not isinstance(thing, (*SHARED, *LOCKS, Tensor, torch.Generator, FunctionType)):
             return None
-        self.shares |= isinstance(thing, (*LIVE, *LOCKS))
         self.around.append(thing)
         return len(self.around) - 1
 
@@ -159,7 +185,7 @@ class _Copier:
 
     def _function(self, function: FunctionType) -> FunctionType:
         """Return a function with a copied closure and copies of the globals that it names."""
-        if function.__module__.partition(".")[0] in STATELESS:
+        if _is_stateless(function.__module__):
             return function
         if id(function) not in self._functions:
             code, scope = function.__code__, dict(function.__globals__)
@@ -174,6 +200,8 @@ class _Copier:
         return self._functions[id(function)]
 
     def _value(self, value: Any) -> Any:
+        if id(value) in self._classes:
+            return self._classes[id(value)]
         if isinstance(value, SHARED):
             self.shares |= isinstance(value, LIVE)
             return value

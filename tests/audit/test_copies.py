@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_module, weights_of
+from kit.support import fit, tiny_module, tiny_policy, weights_of
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from typing_extensions import override
 
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
@@ -37,7 +38,7 @@ class Nested:
         self.history: dict[str, list[int]] = {"seen": [1]}
         self.mean = torch.zeros(2)
         self.random, self.generator = random.Random(0), torch.Generator().manual_seed(3)
-        self.model = nn.Linear(2, 2)
+        self.model, self.norm = tiny_policy(), nn.BatchNorm1d(2)
 
 
 def test_state_is_copied_at_every_depth_and_models_are_shared() -> None:
@@ -51,7 +52,8 @@ def test_state_is_copied_at_every_depth_and_models_are_shared() -> None:
     assert torch.equal(
         torch.rand(1, generator=thing.generator), torch.rand(1, generator=torch.Generator().manual_seed(3))
     )
-    assert twin.model is thing.model
+    twin.norm(torch.ones(3, 2))
+    assert twin.model is thing.model and thing.norm.num_batches_tracked == 0
 
 
 def closure() -> Callable[[], list[int]]:
@@ -85,7 +87,7 @@ def test_what_is_kept_beside_slots_is_copied() -> None:
     thing: Any = Following()
     twin = copy_state(thing)
     twin.seen.append(2)
-    assert (thing.seen, twin.seen, twin) == ([1], [1, 2], thing)
+    assert (thing.seen, twin.seen, repr(twin)) == ([1], [1, 2], repr(thing))
 
 
 def test_a_copy_has_locks_of_its_own() -> None:
@@ -270,6 +272,59 @@ class Numbering(Counter):
         return self.seen[0]
 
 
+class Averaging(Counter):
+    """Counts in a metric and a normalization, which are modules of torch."""
+
+    @override
+    def hold(self, _folder: Path) -> None:
+        self.mean, self.norm = MeanMetric(), nn.BatchNorm1d(1)
+
+    @override
+    def count(self) -> int:
+        self.seen[0] += 1
+        self.mean.update(self.seen[0])
+        self.norm(torch.tensor([[1.0], [self.seen[0]]]))
+        return float(self.mean.compute() + self.norm.running_mean)  # pyrefly: ignore[bad-return, unsupported-operation]
+
+
+class ClassCounter(Counter):
+    """Counts in an attribute of its class."""
+
+    calls = 0
+
+    @override
+    def count(self) -> int:
+        ClassCounter.calls += 1
+        return ClassCounter.calls
+
+
+def closure_counter(_folder: Path) -> Counter:
+    """Return a correction that counts in a variable around its class."""
+    calls = 0
+
+    class Inner(Counter):
+        @override
+        def count(self) -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+    return Inner(_folder)
+
+
+class GlobalCounter(Counter):
+    """Counts in a global of its file."""
+
+    @override
+    def count(self) -> int:
+        global GLOBAL
+        GLOBAL += 1
+        return GLOBAL
+
+
+GLOBAL = 0
+
+
 def numbering_loss() -> Callable[[LossView], Tensor]:
     """Return a loss with weights that fall with every call, from a generator."""
     seen = [0]
@@ -286,6 +341,10 @@ NEUTRAL: dict[str, Callable[[Path], dict[str, Any]]] = {
     "penalty": lambda _: {"callbacks": [Penalty()]},
     "own forward": lambda _: {"callbacks": [OwnForward()]},
     "lock": lambda folder: {"callbacks": [Counter(folder)]},
+    "module": lambda folder: {"callbacks": [Averaging(folder)]},
+    "class attribute": lambda folder: {"callbacks": [ClassCounter(folder)]},
+    "closure of a class": lambda folder: {"callbacks": [closure_counter(folder)]},
+    "global": lambda folder: {"callbacks": [GlobalCounter(folder)]},
     "file": lambda folder: {"callbacks": [Filing(folder)]},
     "generator": lambda folder: {"callbacks": [Numbering(folder)]},
     "generator of a loss": lambda _: {"loss": numbering_loss()},
@@ -298,6 +357,7 @@ def test_an_audited_run_is_the_run(case: str, tmp_path: Path) -> None:
     weights, audit = list[dict[str, Tensor]](), SignalAudit(1)
     for name, audits in (("plain", []), ("audited", [audit])):
         (folder := tmp_path / name).mkdir()
+        ClassCounter.calls = globals()["GLOBAL"] = 0
         options = NEUTRAL[case](folder)
         callbacks = options.pop("callbacks", [])
         module = tiny_module(minibatches_per_rollout=2, **options)
