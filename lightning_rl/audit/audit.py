@@ -339,7 +339,7 @@ class _RunWatch:
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self.calls, samples),
             held_out=self._prompts.held_out(rollout, self.calls, samples),
-            text=partial(_decode, module.tokenizer),
+            text=partial(_decode, module.tokenizer, module.run.sampling.eos_token_ids or ()),
             numbers=module.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),
@@ -494,8 +494,19 @@ class _RunWatch:
         self._row.close()
 
 
-def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    return "" if tokenizer is None else str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+def _decode(tokenizer: Any, ends: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Return the text that a reward should get: all but the special tokens that begin, end or fill sequences."""
+    if tokenizer is None:
+        return ""
+    names = ("bos_token", "eos_token", "pad_token", "cls_token", "sep_token", "mask_token")
+    out = {str(getattr(tokenizer, name, None)) for name in names} | set(tokenizer.convert_ids_to_tokens(list(ends)))
+    known = tokenizer.added_tokens_decoder
+    words = [
+        number
+        for number in token_ids
+        if number not in known or not (known[number].special and str(known[number]) in out)
+    ]
+    return str(tokenizer.decode(words))
 
 
 def _epoch_of(module: RLLightningModule) -> int | None:

@@ -191,7 +191,7 @@ def _answer(
     finish: FinishReason,
     turn: int,
 ) -> Action:
-    plain = plain_text(cast(Any, conversations.tokenizer))
+    plain = plain_text(cast(Any, conversations.tokenizer), conversations.close)
     parse = plain if finish == FinishReason.LENGTH else conversations.parse or plain
     return replace(parse(ids, prefix, schemas_of(made.tools)), finish=finish, turn=turn, token_ids=tuple(ids))
 

@@ -58,7 +58,7 @@ class MessageEnvironment:
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Parse a complete answer and return the environment's reply."""
         if finish == FinishReason.LENGTH:  # a truncated call is no call
-            parsed = plain_text(self._bridge.tokenizer)(token_ids, self._prefix, ())
+            parsed = plain_text(self._bridge.tokenizer, self._bridge.close)(token_ids, self._prefix, ())
         else:
             parsed = self._parse(token_ids, self._prefix, self._schemas)
         answer = dataclasses.replace(parsed, finish=finish, turn=self._turn, token_ids=tuple(token_ids))

@@ -7,7 +7,7 @@ read the call that the tokenizer's chat template writes, or an error is raised b
 import itertools
 import json
 import os.path
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.environments.environment import Action, Message, ToolCall
 from lightning_rl.rewards.optional_imports import require
+from lightning_rl.utils.decoding import decode_completions
 
 HERMES = "hermes"
 MAX_SHOWN = 120  # characters of a misread text in messages
@@ -51,12 +52,12 @@ def check_source(source: Any) -> Any:
     )
 
 
-def plain_text(tokenizer: PreTrainedTokenizerBase) -> AnswerParser:
-    """Return a parser that takes all of an answer as text."""
+def plain_text(tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -> AnswerParser:
+    """Return a parser that takes all of an answer as text, without the ids ``ends`` that end a response."""
 
     def parse(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         del prefix_ids, tools
-        return Action(text=str(tokenizer.decode(list(token_ids), skip_special_tokens=True)))
+        return Action(text=decode_completions(tokenizer, [token_ids], ends)[0])
 
     return parse
 

@@ -110,7 +110,7 @@ class Environments:
         if not isinstance(made, Environment):
             return made
         bridge = self._bridge(type(made).__name__)
-        parse = self.parse or plain_text(bridge.tokenizer)
+        parse = self.parse or plain_text(bridge.tokenizer, bridge.close)
         return MessageEnvironment(made, bridge, parse, _schemas(made), messages_of(prompt))
 
     def _bridge(self, name: str) -> Bridge:

@@ -21,6 +21,8 @@ from lightning_rl.rewards.scoring import Rewards, RewardSource, Scores
 from lightning_rl.rewards.subprocess_reward import SubprocessReward
 from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
+from lightning_rl.rewards.token_f1 import TokenF1
+from lightning_rl.rewards.verl_reward import VerlReward
 
 __all__ = [
     "AnswerMatch",
@@ -49,6 +51,8 @@ __all__ = [
     "Scores",
     "SubprocessReward",
     "TagFormat",
+    "TokenF1",
     "UnreadableReference",
+    "VerlReward",
     "text_of",
 ]

@@ -9,11 +9,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.text import MARKERS, column_of, stated_answer, texts_of
+from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, references_in
+from lightning_rl.rewards.text import MARKERS, column_of, stated_answer
 from lightning_rl.utils.arguments import check_text, check_texts
 
-DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\"
+DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\\uff1a\uff08\uff09\u3002"
 NOT_NEGATED = r"(?<!\bnot\s)(?<!n['\u2019]t\s)"
 
 
@@ -24,10 +24,12 @@ class ChoiceMatch(AnswerMatch):
     The last marker decides: the choice is the letter after it, upper or lower case (``Answer: B``, ``the answer is
     (b)``, ``\boxed{B}``), else the last letter in brackets or bold after it. A box that is not closed states no choice.
     Without a marker the choice is the whole completion (``b``, ``B.``, ``(B) a whale``), else the last letter in
-    brackets or bold. With ``choices``, the text of a choice counts like its letter.
+    brackets, before a bracket or in bold. With ``choices``, the text of a choice counts like its letter.
 
     Args:
-        answer: Name of the column with the references: letters, indices from 0, or texts of choices.
+        answer: Name of the column with the references: letters, indices from 0, texts of choices, or lists of them.
+        after: See :class:`AnswerMatch`.
+        tag: See :class:`AnswerMatch`.
         letters: Letters of the choices, in order.
         choices: Name of the column with the list of choice texts of each row; None for letters only.
         markers: Strings that precede an answer, case-insensitive.
@@ -59,16 +61,13 @@ class ChoiceMatch(AnswerMatch):
             )
 
     @override
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
-    ) -> list[float | None]:
-        texts = texts_of(completions)
-        references = column_of(columns, self.answer, len(texts), option="answer", reward=self)
+    def references_of(self, columns: dict[str, Any], rows: int) -> Sequence[Any]:
+        references = super().references_of(columns, rows)
         if self.choices is None:
-            return self.compare(texts, references)
-        choices = column_of(columns, self.choices, len(texts), option="choices", reward=self)
-        pairs = [None if wanted is None else (wanted, row) for wanted, row in zip(references, choices, strict=True)]
-        return self.compare(texts, pairs)
+            return references
+        choices = column_of(columns, self.choices, rows, option="choices", reward=self)
+        pairs = zip(references, choices, strict=True)
+        return [None if known is None else [(one, row) for one in references_in(known)] for known, row in pairs]
 
     @override
     def score(self, text: str, reference: Any) -> float:
@@ -89,9 +88,10 @@ class ChoiceMatch(AnswerMatch):
         if isinstance(reference, str):
             if _normal_form(reference) in choices:
                 return choices.index(_normal_form(reference))
-            letter = reference.strip(DECORATION).upper()
-            if len(letter) == 1 and letter in self.letters.upper():
-                return self.letters.upper().index(letter)
+            letter = reference.strip(DECORATION)
+            lettered = self._letter_before_text(reference)
+            if lettered is not None or (len(letter) == 1 and letter.upper() in self.letters.upper()):
+                return self._index_of_letter(lettered or letter)
         hint = "" if choices else ", or (with choices=) the text of a choice"
         raise UnreadableReference(
             f"expected one of the letters {self.letters!r}, an index below {len(self.letters)}{hint}, "
@@ -112,8 +112,13 @@ class ChoiceMatch(AnswerMatch):
             return self._index_of_letter(bare)
         if _normal_form(text) in choices:
             return choices.index(_normal_form(text))
-        lettered = re.match(rf"[\s*_(\[]*([{re.escape(self.letters)}])[*_]*[).:\]]", text)
-        return self._index_of_letter(lettered[1]) if lettered else self._last_letter_in_brackets(text)
+        lettered = self._letter_before_text(text)
+        return self._index_of_letter(lettered) if lettered else self._last_letter_in_brackets(text)
+
+    def _letter_before_text(self, text: str) -> str | None:
+        """Return the letter before the text of a choice, as in ``B) a whale``."""
+        match = re.match(rf"[\s*_(\[]*([{re.escape(self.letters)}])[*_]*[).:\]]", text)
+        return match[1] if match else None
 
     def _index_at_start(self, stated: str, choices: Sequence[str]) -> int | None:
         normal = _normal_form(stated)
@@ -125,7 +130,8 @@ class ChoiceMatch(AnswerMatch):
 
     def _last_letter_in_brackets(self, text: str, flags: int = 0) -> int | None:
         """Return the index of the last letter in brackets or bold that is not negated."""
-        emphasized = re.findall(rf"{NOT_NEGATED}(?:\(|\[|\*\*)([{re.escape(self.letters)}])(?:\)|\]|\*\*)", text, flags)
+        letter = rf"([{re.escape(self.letters)}])"
+        emphasized = re.findall(rf"{NOT_NEGATED}(?:(?:\(|\[|\*\*)|(?<=\s)(?=.\))){letter}(?:\)|\]|\*\*)", text, flags)
         return self._index_of_letter(emphasized[-1]) if emphasized else None
 
     def _index_of_letter(self, letter: str) -> int:
@@ -139,8 +145,10 @@ def _start_pattern(letters: str) -> re.Pattern[str]:
     The words ``a`` and ``I`` before another word are no letters.
     """
     named = r"\b(?i:option|choice)\b"
-    decoration = rf"(?:[\s*_`\"'()\[\]{{}}$:]|\\text\w*+|{named})*"
-    return re.compile(rf"{decoration}(?:(?<={named}\s)|(?![aiI]\s+\w))([{_both_cases(letters)}])(?![^\W_]|['\u2019])")
+    decoration = rf"(?:[\s*_`\"'()\[\]{{}}$:\uff1a\uff08]|\\(?:text|math)\w*+|\\mbox|{named})*"
+    return re.compile(
+        rf"{decoration}(?:(?<={named}\s)|(?![aiI]\s+\w))([{_both_cases(letters)}])(?![a-zA-Z0-9]|['\u2019])"
+    )
 
 
 def _both_cases(letters: str) -> str:

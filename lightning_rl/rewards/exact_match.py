@@ -1,5 +1,6 @@
 """Reward for a completion that equals the reference."""
 
+import re
 import unicodedata
 from dataclasses import dataclass
 from typing import Any
@@ -7,19 +8,25 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.utils.arguments import check_text
+
+ARTICLES = re.compile(r"\b(?:a|an|the)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch(AnswerMatch):
     """Exact-match reward: 1 if a completion equals the reference, else 0; surrounding whitespace is ignored.
 
+    With all three ``ignore_`` options, texts are normalized like those of SQuAD.
+
+    Source: the evaluation of SQuAD, Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1.
+
     Args:
         answer: Name of the column with the references: a string, or a list of accepted strings.
-        after: Marker such as ``"</think>"``: compare only the text after its last occurrence, and score a completion
-            without it 0. None compares the whole completion.
+        after: See :class:`AnswerMatch`.
+        tag: See :class:`AnswerMatch`.
         ignore_case: Ignore case.
         ignore_punctuation: Ignore punctuation and symbols.
+        ignore_articles: Ignore the words a, an and the, and how much whitespace is between words.
 
     Raises:
         ValueError: If an option is invalid.
@@ -29,25 +36,15 @@ class ExactMatch(AnswerMatch):
         [1.0, 0.0]
     """
 
-    after: str | None = None
     ignore_case: bool = False
     ignore_punctuation: bool = False
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_text(optional=True, after=self.after)
+    ignore_articles: bool = False
 
     @override
     def score(self, text: str, reference: Any) -> float:
-        accepted = [reference] if isinstance(reference, str) else reference
-        if not isinstance(accepted, list | tuple) or not all(isinstance(known, str) for known in accepted):
+        if not isinstance(reference, str):
             raise UnreadableReference(f"expected a string or a list of strings, got {reference!r:.200}")
-        if self.after is not None:
-            _, present, text = text.rpartition(self.after)
-            if not present:
-                return 0.0
-        return float(self.normal_form(text) in [self.normal_form(known) for known in accepted])
+        return float(self.normal_form(text) == self.normal_form(reference))
 
     def normal_form(self, text: str) -> str:
         """Return the text after normalization."""
@@ -55,4 +52,6 @@ class ExactMatch(AnswerMatch):
             text = text.casefold()
         if self.ignore_punctuation:
             text = "".join(letter for letter in text if unicodedata.category(letter)[0] not in "PS")
+        if self.ignore_articles:
+            text = " ".join(ARTICLES.sub(" ", text).split())
         return text.strip()

@@ -9,7 +9,7 @@ import math
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
@@ -22,30 +22,33 @@ from typing_extensions import override
 
 from lightning_rl.processes.errors import LOADING, CallError
 from lightning_rl.processes.pool import Pool
-from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, warn_of_unreadable
+from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, references_in, warn_of_unreadable
+from lightning_rl.rewards.math_reading import answer_of_reference, answers_of_text
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
 MEMORY = 2 * 2**30  # bytes of a process
-MARKER, TAIL = "####", 4000
 PATIENCE = 20.0  # multiple of the limit after which a process that uses no CPU time is killed
-DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
-PLAIN = re.compile(r"\$-?[0-9]{1,3}(?:(?:,[0-9]{3}){1,2}|[0-9]{0,6})(?:\.[0-9]{1,6})?\$")
+PLAIN = re.compile(r"\$-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,2}|[0-9]{1,9})(?:\.[0-9]{1,6})?\$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MathMatch(AnswerMatch):
     r"""Math reward: 1 if a completion is mathematically equivalent to the reference, else 0.
 
-    Of a completion, math-verify reads the last 4000 characters, or the text after the last ``####`` in them, and looks
-    for ``\boxed{}``, formulas between dollar signs and numbers. If either number is rounded, both are compared to six
-    decimals. 9% equals both 9 and 0.09.
+    The last ``\boxed{}`` or ``####`` in the last 4000 characters decides, and a box that is not closed is no answer.
+    Without them it is the text after the last "answer is" or "answer:", or the formulas between dollar signs and
+    numbers that math-verify finds. If either number is rounded, both are compared to six decimals, and a smaller
+    number than .001 to four digits. 9% equals both 9 and 0.09. Units of measure, moduli and bases of numerals are
+    compared where both have one. A reference in words, such as "Friday", has to be equal to the answer.
 
     A comparison that takes more than ``timeout`` seconds of CPU time scores 0, so the load of the machine changes no
     score. The processes start at the first call and end with this object.
 
     Args:
-        answer: Name of the column with the references: numbers, LaTeX, or whole answers of GSM8K.
+        answer: Name of the column with the references: numbers, LaTeX, whole answers of GSM8K, or a list of them.
+        after: See :class:`AnswerMatch`.
+        tag: See :class:`AnswerMatch`.
         timeout: Limit of CPU time of one completion in seconds.
         processes: Number of processes that compare at the same time.
 
@@ -71,18 +74,22 @@ class MathMatch(AnswerMatch):
 
     @override
     def compare(self, texts: Sequence[str], references: Sequence[Any]) -> list[float | None]:
-        readable = [_is_mathematics(reference) for reference in references]
-        rows = [row for row, fine in enumerate(readable) if fine]
-        questions = [self.question(texts[row], references[row]) for row in rows]
-        values: list[float | None] = [None] * len(texts)
+        values: list[float | None] = [None if reference is None else math.nan for reference in references]
+        questions, rows, failures = list[tuple[str, str]](), list[int](), dict[int, UnreadableReference]()
+        for row, (text, reference) in enumerate(zip(texts, references, strict=True)):
+            for one in () if reference is None else references_in(reference):
+                try:
+                    pairs = _questions(text, one)
+                except UnreadableReference as error:
+                    failures[row], pairs = error, []
+                questions += pairs
+                rows += [row] * len(pairs)
         for row, answer in zip(rows, self._answers(questions), strict=True):
-            values[row] = math.nan if answer is None else float(answer)
-        for row, reference in enumerate(references):
-            if reference is not None and not readable[row]:
-                values[row] = math.nan
+            if answer is not None:
+                values[row] = float(answer or values[row] == 1)
         unreadable = [
-            UnreadableReference(f"expected a number or formula, got {reference!r:.200}")
-            for value, reference in zip(values, references, strict=True)
+            failures.get(row) or UnreadableReference(f"expected a number or formula, got {references[row]!r:.200}")
+            for row, value in enumerate(values)
             if value is not None and math.isnan(value)
         ]
         warn_of_unreadable(unreadable, column=self.answer, option="answer", reward=self)
@@ -107,21 +114,22 @@ class MathMatch(AnswerMatch):
         value = self.compare([text], [reference])[0]
         return math.nan if value is None else value
 
-    def question(self, text: str, reference: Any) -> tuple[str, str]:
-        """Return the parts of reference and text that are compared."""
-        text, marked, stated = text[-TAIL:].rpartition(MARKER)
-        return _formula(str(reference)[-TAIL:].rpartition(MARKER)[2]), _formula(stated) if marked else stated
 
+def _questions(text: str, reference: Any) -> list[tuple[str, str]]:
+    """Return the formulas that math-verify compares: of the reference, and of each reading of the text.
 
-def _is_mathematics(reference: Any) -> bool:
-    """Return True if a reference is a string or a number."""
-    return isinstance(reference, str | Real | Decimal) and not isinstance(reference, bool)
-
-
-def _formula(text: str) -> str:
-    """Return the text between dollar signs, unless it marks formulas; else math-verify reads only numbers."""
-    text = text.strip()
-    return text if not text or any(mark in text for mark in DELIMITERS) else f"${text}$"
+    Raises:
+        UnreadableReference: If the reference is not mathematics.
+    """
+    if not isinstance(reference, str | Real | Decimal) or isinstance(reference, bool):
+        raise UnreadableReference(f"expected a number or formula, got {reference!r:.200}")
+    wanted = answer_of_reference(reference)
+    given = answers_of_text(text, commas="," in str(reference))
+    if wanted.words is not None:
+        return [("$1$", "$1$" if any(answer.words == wanted.words for answer in given) else "$0$")]
+    if any(answer.contradicts(wanted) for answer in given):
+        return [(wanted.latex, "")]
+    return [(wanted.latex, answer.latex) for answer in given]
 
 
 def _same_number(reference: str, text: str) -> bool | None:
@@ -162,18 +170,32 @@ class Comparison:
 def _builder() -> Callable[[], Callable[[str, str, float], bool | None]]:
     def build() -> Callable[[str, str, float], bool | None]:
         from math_verify import parse, verify
+        from sympy import Integer, floor, log
 
         logging.disable()
 
         @lru_cache(maxsize=1024)
-        def parse_reference(reference: str) -> list[Any]:
-            return parse(reference, parsing_timeout=0)
+        def parse_reference(reference: str) -> tuple[list[Any], int]:
+            wanted = parse(reference, parsing_timeout=0)
+            sizes = [abs(number.evalf(5)) for number in numbers_in(wanted[0])] if wanted else []
+            smallest = min((size for size in sizes if size.is_positive), default=Integer(1))
+            return wanted, max(6, 3 - int(floor(log(smallest, 10))))
+
+        def numbers_in(formula: Any) -> Iterator[Any]:
+            if getattr(formula, "is_number", False):
+                yield formula
+            else:
+                for part in getattr(formula, "args", ()):
+                    yield from numbers_in(part)
 
         def compare(reference: str, text: str, seconds: float) -> bool | None:
             signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, because sympy catches exceptions
             try:
-                wanted = parse_reference(reference)
-                return verify(wanted, parse(text, parsing_timeout=0), timeout_seconds=0) if wanted else None
+                wanted, digits = parse_reference(reference)
+                if not wanted:
+                    return None
+                given = parse(text, parsing_timeout=0)
+                return verify(wanted, given, digits, 9 + digits, timeout_seconds=0)
             except (RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
                 return False
             finally:

@@ -1,8 +1,8 @@
 r"""Reward for the number of the reference, compared exactly.
 
-Numbers: digits of any script with thousands separators, decimals, sign, currency before and unit after; scientific
-notation (``1.5e3``, ``1.5 \times 10^3``) and powers (``2^10``); fractions (``3/4``, ``\frac{3}{4}``) and mixed numbers
-(``1 3/4``). Numbers of more than 1000 digits are skipped.
+Numbers: digits of any script with thousands separators, decimals (after a leading zero also with a comma), sign,
+currency before and unit after; scientific notation (``1.5e3``, ``1.5 \times 10^3``) and powers (``2^10``); fractions
+(``3/4``, ``\frac{3}{4}``) and mixed numbers (``1 3/4``). Numbers of more than 1000 digits are skipped.
 
 Source: the answers of GSM8K, which end with ``#### 42``: Cobbe et al. 2021, arXiv:2110.14168.
 """
@@ -26,8 +26,9 @@ MAX_DIGITS = 1000
 
 SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
 GROUP = rf"{SEPARATOR}[0-9]{{3}}"
-INTEGER = rf"(?:[0-9]{{1,3}}(?:{GROUP})+(?!{GROUP}|[0-9])|[0-9]++)"
-DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]++)?|(?<![0-9A-Za-z_.])\.[0-9]++)"
+INTEGER = rf"(?:(?!0)[0-9]{{1,3}}(?:{GROUP})+(?!{GROUP}|[0-9])|[0-9]++)"
+COMMA = r"(?:(?<![0-9.,(\[{])0(?:,|\{,\})[0-9]++(?![.,)\]}]?[0-9)\]}]))"  # 0,5 is no thousand, (0,5) is a pair
+DECIMAL = rf"(?:{COMMA}|{INTEGER}(?:\.[0-9]++)?|(?<![0-9A-Za-z_.])\.[0-9]++)"
 NUMERAL = r"(?:\{\s*+[-+]?" + DECIMAL + r"\s*+\}|[0-9])"
 CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)"
 OUTSIDE = r"(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?<!_\{)"  # not part of a name, exponent or index
@@ -56,7 +57,7 @@ NUMBER = re.compile(
 )
 LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/", "\u2215": "/", "\uff0f": "/"}
 LETTERS |= {"\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
-SPACING = re.compile(r"\\(?:text|mathrm|mbox|[,;! ])")
+SPACING = re.compile(r"\\(?:text|mathrm|mbox)|(?<!,)\\[,;! ](?![0-9]{3})")
 FORMULA = re.compile(r"[-+*=^_<>\\]")
 SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 
@@ -71,13 +72,17 @@ class NumberMatch(AnswerMatch):
     42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
 
     Args:
-        answer: Name of the column with the references: numbers, texts with one number, or whole answers of GSM8K.
+        answer: Name of the column with the references: numbers, texts with one number, whole answers of GSM8K, or lists
+            of them.
+        after: See :class:`AnswerMatch`.
+        tag: See :class:`AnswerMatch`.
         markers: Strings that precede an answer, case-insensitive; after one that ends with a brace, the text in braces.
         strict: Score a completion 0 unless a number is in the line after its last marker.
         rel_tol: Tolerance relative to the reference.
+        abs_tol: Absolute tolerance; the larger of the two counts, as in :func:`math.isclose`.
 
     Raises:
-        ValueError: If the tolerance is negative or not finite.
+        ValueError: If a tolerance is negative or not finite.
 
     Example:
         >>> NumberMatch()(["?"] * 3, ["It is $1,042.00.", "42 or 43", "#### 1042"], answer=["... #### 1042"] * 3)
@@ -87,12 +92,13 @@ class NumberMatch(AnswerMatch):
     markers: tuple[str, ...] = MARKERS
     strict: bool = False
     rel_tol: float = 0.0
+    abs_tol: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         check_texts(markers=self.markers)
-        check_numbers(at_least=0, finite=True, rel_tol=self.rel_tol)
+        check_numbers(at_least=0, finite=True, rel_tol=self.rel_tol, abs_tol=self.abs_tol)
 
     @override
     def score(self, text: str, reference: Any) -> float:
@@ -100,7 +106,7 @@ class NumberMatch(AnswerMatch):
         stated = self.number_of_text(text)
         if stated is None:
             return 0.0
-        room = _exact(self.rel_tol) * abs(wanted)
+        room = max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted))
         return float(abs(stated - wanted) <= room)
 
     def number_of_text(self, text: str) -> Fraction | None:
@@ -118,7 +124,8 @@ class NumberMatch(AnswerMatch):
         Raises:
             UnreadableReference: If the reference is neither a number nor a text with one number or a marked number.
         """
-        if isinstance(reference, Rational | float) and not isinstance(reference, bool) and math.isfinite(reference):
+        number = isinstance(reference, Rational | float) and not isinstance(reference, bool)
+        if number and (isinstance(reference, Rational) or math.isfinite(reference)):
             return _exact(reference)
         if isinstance(reference, str):
             text = _plain(reference)
@@ -207,6 +214,7 @@ def _power(match: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(numeral: str) -> Fraction:
+    numeral = re.sub(r"^0(?:,|\{,\})", "0.", numeral)
     return Fraction(re.sub(r"[^0-9.+-]", "", numeral))
 
 

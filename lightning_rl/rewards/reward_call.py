@@ -198,6 +198,8 @@ class CallStyle:
                     f'column of the data, as in PromptDataModule(columns={{"{missing[0]}": ...}})'
                 )
             )
+            if "solution_str" in signature.parameters:
+                cure = f": wrap a reward function of verl, as in VerlReward(compute_score={name})"
             raise TypeError(
                 f"expected reward {name} to accept (prompts, completions, *, completion_ids, **columns) with the "
                 f"columns {sorted(columns)}, got {name}{signature}{cure}"

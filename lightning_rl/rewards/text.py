@@ -8,7 +8,9 @@ from typing import Any
 from lightning_rl.utils.arguments import check_rows
 from lightning_rl.utils.naming import REWARD_ARGUMENTS
 
-MARKERS = ("####", r"\boxed{", "answer is", "answer:")
+MARKERS = ("####", r"\boxed{", r"\fbox{", "answer is", "answer:", "antwort ist", "antwort:")  # codespell:ignore ist
+MARKERS += ("respuesta es", "r\u00e9ponse est", "risposta \u00e8", "resposta \u00e9", "\u043e\u0442\u0432\u0435\u0442:")
+MARKERS += ("\u7b54\u6848\u662f", "\u7b54\u6848\u4e3a", "\u7b54\u6848:", "\u7b54\u6848\uff1a", "\u6545\u9009")
 SPAN = 200  # maximum length of the line with an answer
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 

@@ -9,7 +9,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -37,6 +36,7 @@ from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, 
 from lightning_rl.rewards.subprocess_reward import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
 from lightning_rl.rollouts.collate import lay_out
+from lightning_rl.utils.decoding import decode_completions
 
 GREEDY_IDS = 2**62  # first sample id of greedy completions; larger than that of any sample that trains
 
@@ -432,8 +432,7 @@ class Sampler:
         """Decode completions for the rewards in one call."""
         if self.tokenizer is None or not rows:
             return [""] * len(rows)
-        array: Any = np.fromiter(rows, dtype=object, count=len(rows))  # the tokenizer inspects each entry of a list
-        return self.tokenizer.batch_decode(array, skip_special_tokens=True)
+        return decode_completions(self.tokenizer, rows, self.sampling.eos_token_ids or ())
 
     def _whole_text(self, token_ids: Sequence[int]) -> str:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))

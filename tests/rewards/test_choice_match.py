@@ -44,6 +44,18 @@ ANIMALS = ["a dog", "a whale", "a whale shark", "an ant"]
         ("answer: (b)", "B"),
         ("ANSWER: option a because", "A"),
         (r"\boxed{b}", "B"),
+        (r"\boxed{\mathrm{B}}", "B"),
+        (r"\boxed{\mathbf{(B)}}", "B"),
+        (r"\fbox{\textbf{B}}", "B"),
+        ("I choose B)36", "B"),
+        ("Not A) but B)", "B"),
+        ("\u6240\u4ee5\u7b54\u6848\u662fB\u3002", "B"),
+        ("\u7b54\u6848\uff1a\uff08B\uff09", "B"),
+        ("\u6545\u9009\uff1aB", "B"),
+        ("\u6545\u9009B\u9879", "B"),
+        ("Die Antwort: B.", "B"),
+        ("La r\u00e9ponse est (B)", "B"),
+        ("La respuesta es B", "B"),
         ("#### b) a whale", "B"),
         ("The answer is clear: it is (b).", "B"),
         ("Answer: A\nNo. The answer is wrong.", None),
@@ -87,7 +99,7 @@ def test_texts_of_choices(completion: str, index: int | None) -> None:
     assert values == [float(row == index) for row in range(4)]
 
 
-@pytest.mark.parametrize("reference", ["B", "b", "(B)", 1, "a whale"])
+@pytest.mark.parametrize("reference", ["B", "b", "(B)", 1, "a whale", "B)36", "(B) 36", "B. 36", [1, 3], ["B"]])
 def test_a_reference_is_a_letter_an_index_or_a_text(reference: Any) -> None:
     reward = ChoiceMatch(choices="options")
     assert reward(["?"] * 2, ["B", "C"], answer=[reference] * 2, options=[ANIMALS] * 2) == [1.0, 0.0]

@@ -11,7 +11,8 @@ from kit.skips import need_sandbox
 
 from lightning_rl.rewards import CodeTests, Sandbox, SandboxUnavailable, sandbox
 from lightning_rl.rewards.answer_match import UnreadableReference
-from lightning_rl.rewards.code import _read, code_of
+from lightning_rl.rewards.code import code_of
+from lightning_rl.rewards.code_cases import InputOutput, Script, read_tests
 
 DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
 CASES = [{"input": "2", "output": "4"}, {"input": "3\n", "output": " 6 \n\n"}]
@@ -67,7 +68,7 @@ def test_another_column_and_what_is_no_test() -> None:
     ):
         reward()([""], [DOUBLE], cases=[CASES])
     logged: dict[str, Any] = {}
-    with pytest.warns(UserWarning, match='expected a test to be code or a mapping with strings "input" .* got 3'):
+    with pytest.warns(UserWarning, match='expected a test to be code or a mapping with "input" .* got 3'):
         values = reward()(["", ""], [DOUBLE, DOUBLE], tests=[[3], CASES], log_extra=logged.__setitem__)
     assert "got 3" in logged["reason"][0] and logged["reason"][1] is None
     assert math.isnan(values[0] or 0) and values[1] == 1.0, "a bad row costs no other"
@@ -81,6 +82,8 @@ def test_a_machine_without_bubblewrap_is_refused_when_it_is_made(monkeypatch: py
 
 HUMAN_EVAL = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n"
 ONE = {"input": "2", "output": "4"}
+READ = InputOutput("2", "4")
+ASSERT = Script("assert f(2) == 4")
 
 
 @pytest.mark.parametrize(
@@ -88,24 +91,68 @@ ONE = {"input": "2", "output": "4"}
     [
         (None, []),
         ([], []),
-        ([ONE, "assert f(2) == 4"], [ONE, "assert f(2) == 4"]),
-        (ONE, [ONE]),
-        ("assert f(2) == 4", ["assert f(2) == 4"]),
-        ({"inputs": ["2", "3"], "outputs": ["4", "6"]}, [ONE, {"input": "3", "output": "6"}]),
-        (json.dumps([ONE]), [ONE]),
-        (json.dumps({"inputs": ["2"], "outputs": ["4"]}), [ONE]),
-        (json.dumps(["assert f(2) == 4"]), ["assert f(2) == 4"]),
-        (HUMAN_EVAL, [f"{HUMAN_EVAL}\ncheck(f)"]),
-        (f"{HUMAN_EVAL}\ncheck(f)", [f"{HUMAN_EVAL}\ncheck(f)"]),
+        ([ONE, "assert f(2) == 4"], [READ, ASSERT]),
+        (ONE, [READ]),
+        ([[ONE]], [READ]),
+        ({**ONE, "type": "stdin_stdout"}, [READ]),
+        ("assert f(2) == 4", [ASSERT]),
+        ({"inputs": ["2", "3"], "outputs": ["4", "6"]}, [READ, InputOutput("3", "6")]),
+        (json.dumps([ONE]), [READ]),
+        (json.dumps({"inputs": ["2"], "outputs": ["4"]}), [READ]),
+        (json.dumps(["assert f(2) == 4"]), [ASSERT]),
+        (HUMAN_EVAL, [Script(f"{HUMAN_EVAL}\ncheck(f)")]),
+        (f"{HUMAN_EVAL}\ncheck(f)", [Script(f"{HUMAN_EVAL}\ncheck(f)")]),
+        ("def test_a():\n    assert f(2) == 4", [Script("def test_a():\n    assert f(2) == 4\ntest_a()")]),
     ],
 )
 def test_the_forms_that_tests_have(tests: Any, read: Any) -> None:
-    assert _read(tests, "f") == read
+    assert read_tests(tests, "f") == read
+
+
+FIRST = "def f(x):\n    return x[0] if isinstance(x, list) else x"
+METHOD = "class Solution:\n    def f(self, nums: List[int], k: int) -> int:\n        return sum(nums) + k"
+TWICE = "def f(x):\n    return 2 * x"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "columns", "value"),
+    [
+        (FIRST, [[{"fn_name": "f", "input": "[1]", "output": "1", "type": "function_call"}]], {}, 1.0),
+        (
+            METHOD,
+            {"input": "[1,2]\n3", "output": "6", "testtype": "functional"},
+            {"metadata": '{"func_name": "f"}'},
+            1.0,
+        ),
+        (
+            METHOD,
+            {"input": "[1,2]\n3", "output": "7", "testtype": "functional"},
+            {"metadata": '{"func_name": "f"}'},
+            0.0,
+        ),
+        (METHOD, {"input": "[1,2]\n3", "output": "6", "metadata": {"func_name": "f"}}, {}, 1.0),
+        (TWICE, {"input": "2", "output": "4", "type": "function_call"}, {"entry_point": "f"}, 1.0),
+        (TWICE, {"inputs": [[2], ["a"]], "outputs": [4, ["aa"]], "fn_name": "f"}, {}, 1.0),
+        (TWICE, {"inputs": [[2], ["a"]], "outputs": [4, "a"], "fn_name": "f"}, {}, 0.5),
+        (TWICE, "def test_a():\n    assert f(2) == 4\ndef test_b():\n    assert f(1) == 2", {}, 1.0),
+        (TWICE, "def test_a():\n    assert f(2) == 5", {}, 0.0),
+        ("f = lambda x: x > 0", {"input": "2", "output": "true", "fn_name": "f"}, {}, 1.0),
+        ("f = lambda x: x > 0", {"input": "2", "output": "1", "fn_name": "f"}, {}, 0.0),
+        ("f = lambda x: (x, {1: 2})", {"input": "2", "output": '[2, {"1": 2}]', "fn_name": "f"}, {}, 1.0),
+        ("print(4)\ndef f(x): print(x); raise SystemExit(0)", {"input": "2", "output": "4", "fn_name": "f"}, {}, 0.0),
+        ("from __future__ import annotations\nf = lambda x: x", {"input": "2", "output": "2", "fn_name": "f"}, {}, 1.0),
+        ("f = pow", {"input": "2\n3\n5", "output": "3", "fn_name": "f"}, {}, 1.0),
+        ("def g(x): return x", {"input": "2", "output": "2", "fn_name": "f"}, {}, 0.0),
+    ],
+)
+def test_functions_are_called(program: str, tests: Any, columns: dict[str, Any], value: float) -> None:
+    rows: dict[str, Any] = {name: [cell] for name, cell in columns.items()}
+    assert reward()([""], [f"```python\n{program}\n```"], tests=[tests], **rows) == [value]
 
 
 @pytest.mark.nightly
 def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
-    script = "from lightning_rl.rewards.code import _read; _read(r\"assert f('\\d') == 4\", 'f')"
+    script = "from lightning_rl.rewards.code_cases import read_tests; read_tests(r\"assert f('\\d') == 4\", 'f')"
     run = subprocess.run([sys.executable, "-W", "default", "-c", script], capture_output=True, text=True, check=True)
     assert "SyntaxWarning" not in run.stderr
 
@@ -121,13 +168,17 @@ def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
         ("assert f(2) =", "to be Python"),
         ("[1, 2]", "to be code or a mapping"),
         ({"a": 1}, "to be code or a mapping"),
-        ({"input": ["2"], "output": "4"}, "to be code or a mapping"),
+        ({"input": ["2"], "output": "4"}, 'expected strings "input" and "output" of a program'),
+        ({**ONE, "type": "interactive"}, 'expected strings "input" and "output" of a program'),
+        ({**ONE, "checker": "any order"}, 'no other keys than "type"'),
+        ({**ONE, "testtype": "functional"}, "expected the name of the function to call"),
+        ("def test_a(fixture):\n    assert fixture", "definitions only"),
         ({"inputs": ["2"], "outputs": []}, 'as many "inputs" as "outputs"'),
         ({"inputs": "2", "outputs": "4"}, 'as many "inputs" as "outputs"'),
-        ({"inputs": [[2]], "outputs": [4], "fn_name": "f"}, 'without "fn_name"'),
-        ({"inputs": [[2]], "outputs": ["4"]}, "to be code or a mapping"),
+        ({"inputs": ["2"], "outputs": ["4"], "checker": "f"}, 'no other keys than "fn_name"'),
+        ({"inputs": [[2]], "outputs": ["4"]}, 'expected strings "input" and "output" of a program'),
     ],
 )
 def test_what_is_no_test_is_none(tests: Any, message: str) -> None:
-    found = _read(tests, None)
+    found = read_tests(tests)
     assert isinstance(found, UnreadableReference) and message in str(found)

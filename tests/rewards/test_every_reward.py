@@ -27,8 +27,15 @@ from lightning_rl.rewards import (
     SandboxResult,
     SandboxService,
     TagFormat,
+    TokenF1,
+    VerlReward,
 )
 from lightning_rl.testing import check_reward
+
+
+def compute_score(data_source: Any, solution_str: str, ground_truth: str, extra_info: Any) -> dict[str, float]:
+    return {"score": float(ground_truth in solution_str)}
+
 
 EXAMPLES: list[Any] = [
     ChoiceMatch(),
@@ -46,8 +53,11 @@ EXAMPLES: list[Any] = [
     Repetition(unit="words"),
     TagFormat(),
     TagFormat(partial=True, prefix="<think>"),
+    TokenF1(),
+    TokenF1(tag="a"),
+    VerlReward(compute_score=compute_score),
 ]
-COLUMNS: dict[str, Any] = {"answer": "B", "choices": ["a dog", "a whale", "7", ""]}
+COLUMNS: dict[str, Any] = {"answer": "B", "ground_truth": "B", "choices": ["a dog", "a whale", "7", ""]}
 NASTY = {
     "empty": "",
     "space": " \n\t",
@@ -126,6 +136,7 @@ def test_what_the_loop_passes_beside_columns_changes_nothing(reward: Any) -> Non
     columns = {
         "answer": ["7"] if type(reward) in (NumberMatch, MathMatch) else ["B"],
         "choices": [["x", "7", "y", "z"]],
+        "ground_truth": ["7"],
     }
     extras = {"trainer_state": object(), "log_extra": print, "log_metric": print}
     plain = reward(["?"], ["7 B"], completion_ids=[[1, 2]], **columns)

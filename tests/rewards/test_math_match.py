@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import runpy
 import signal
 import threading
 import time
@@ -59,14 +60,98 @@ def test_table(reward: MathMatch, completion: str, reference: Any, value: float)
     assert reward(["?"], [completion], answer=[reference]) == [value]
 
 
+@pytest.mark.parametrize(
+    ("completion", "reference", "value"),
+    [
+        pytest.param(r"\boxed{(1,2)}", "(1,\n2)", 1.0, id="line-break"),
+        pytest.param(r"\boxed{2}", "(1,\n2)", 0.0, id="not-the-last-line-alone"),
+        pytest.param(r"\boxed{\sqrt{2}}", "#### \\sqrt{2}\nDone.", 1.0, id="first-line-after-the-marker"),
+        pytest.param(
+            r"$\boxed{\begin{pmatrix}1\\2\end{pmatrix}}$",
+            "\\begin{pmatrix}\n1\\\\\n2\n\\end{pmatrix}",
+            1.0,
+            id="matrix",
+        ),
+        pytest.param(r"\boxed{18.90}", r"\$18.90", 1.0, id="escaped-dollar"),
+        pytest.param(r"\boxed{\$18.90}", "$18.90", 1.0, id="dollar"),
+        pytest.param(r"\boxed{32348}", r"\$32,\!348", 1.0, id="negative-space"),
+        pytest.param("#### 0,111", "0.111", 1.0, id="leading-zero"),
+        pytest.param(r"\boxed{111}", "0,111", 0.0, id="leading-zero-is-no-thousand"),
+        pytest.param("#### 0,5", "0.5", 1.0, id="decimal-comma"),
+        pytest.param(r"\boxed{(0,5)}", "(0,5)", 1.0, id="pair"),
+        pytest.param(r"\boxed{0.5}", "(0,5)", 0.0, id="pair-is-no-decimal"),
+        pytest.param(r"So \boxed{3}. Wait, ... \boxed{4}.", "4", 1.0, id="last-box"),
+        pytest.param(r"So \boxed{3}. Wait, \boxed{4}.", "3", 0.0, id="not-the-first-box"),
+        pytest.param(r"So \boxed{3}, \boxed{4}.", "3, 4", 0.0, id="boxes-are-not-joined"),
+        pytest.param(r"\fbox{4}", "4", 1.0, id="fbox"),
+        pytest.param(r"\boxed 7", "7", 1.0, id="box-of-a-token"),
+        pytest.param(r"\boxed{5} so \boxed{6", "5", 0.0, id="unclosed-box"),
+        pytest.param(r"\boxed{5}. I hope the answer is right.", "5", 1.0, id="symbols-beat-words"),
+        pytest.param(r"The answer is \sqrt{2}.", r"\sqrt{2}", 1.0, id="sentence"),
+        pytest.param("The answer is then 5", "5", 1.0, id="words-between"),
+        pytest.param(r"\boxed{1.6 \times 10^{-19}}", r"6.6 \times 10^{-34}", 0.0, id="small"),
+        pytest.param(r"\boxed{0.0}", r"1.6 \times 10^{-19}", 0.0, id="small-is-not-0"),
+        pytest.param(r"\boxed{1.6e-19}", r"1.6 \times 10^{-19}", 1.0, id="small-and-equal"),
+        pytest.param(r"\boxed{1.6e-19}", 1.6e-19, 1.0, id="small-float"),
+        pytest.param(r"\boxed{(1, 10^{-19})}", r"(1, 2 \cdot 10^{-19})", 0.0, id="small-in-a-pair"),
+        pytest.param("\\boxed{1/20!}", "1/25!", 0.0, id="small-fraction"),
+        pytest.param("\\boxed{1/25!}", "1/25!", 1.0, id="same-small-fraction"),
+        pytest.param(r"\boxed{10^{-400}}", r"10^{-401}", 0.0, id="smaller-than-a-float"),
+        pytest.param(r"\boxed{0.333333}", "1/3", 1.0, id="six-decimals"),
+        pytest.param(r"\boxed{.00012341}", ".0001234", 1.0, id="four-digits"),
+        pytest.param(r"\boxed{.0001236}", ".0001234", 0.0, id="not-three-digits"),
+        pytest.param(r"\boxed{101_2}", "101_3", 0.0, id="base"),
+        pytest.param(r"\boxed{101_{2}}", "101_2", 1.0, id="same-base"),
+        pytest.param(r"\boxed{101}", "101_2", 1.0, id="no-base"),
+        pytest.param(r"\boxed{5 \mod 7}", r"5 \mod 8", 0.0, id="modulus"),
+        pytest.param(r"\boxed{5 \pmod{7}}", r"5 \mod 7", 1.0, id="same-modulus"),
+        pytest.param(r"\boxed{5}", "5 ft", 1.0, id="no-unit"),
+        pytest.param(r"\boxed{5 \text{ feet}}", "5 ft", 1.0, id="other-name-of-the-unit"),
+        pytest.param(r"\boxed{5 \text{ hours}}", "5 minutes", 0.0, id="unit"),
+        pytest.param("The answer is 5 hours.", r"5\text{ minutes}", 0.0, id="unit-in-a-sentence"),
+        pytest.param("5 hours", "5 minutes", 0.0, id="unit-alone"),
+        pytest.param(r"\boxed{60 \text{ mph}}", "60 miles per hour", 1.0, id="speed"),
+        pytest.param(r"\boxed{12\text{ cm}^2}", r"12 \text{ square centimeters}", 1.0, id="area"),
+        pytest.param(r"\boxed{12\text{ cm}^3}", r"12 \text{ square centimeters}", 0.0, id="volume"),
+        pytest.param(r"\boxed{5 \text{ boys}}", "5 children", 1.0, id="unknown-units"),
+        pytest.param(r"\boxed{5000000}", "5 million", 1.0, id="million"),
+        pytest.param(r"\boxed{5 \text{ billion}}", "5 million", 0.0, id="billion"),
+        pytest.param(r"\boxed{5x}", "5x", 1.0, id="variable-is-no-unit"),
+        pytest.param(r"\boxed{5}", "5x", 0.0, id="variable-is-not-dropped"),
+        pytest.param(r"\boxed{\text{Friday}}", "Friday", 1.0, id="words"),
+        pytest.param("The answer is friday.", r"\text{Friday}", 1.0, id="words-in-a-sentence"),
+        pytest.param(r"\boxed{Sunday}", "Friday", 0.0, id="other-words"),
+        pytest.param(r"\boxed{yrdiaF}", "Friday", 0.0, id="words-are-no-products"),
+        pytest.param(r"\boxed{\text{June } 5}", "June 5", 1.0, id="words-and-numbers"),
+        pytest.param(r"\boxed{2\text{ or }1}", "1 and 2", 1.0, id="conjunction"),
+        pytest.param(r"\boxed{4}", ["5", "4"], 1.0, id="several-references"),
+        pytest.param(r"\boxed{4}", ["n/a", "4"], 1.0, id="one-readable-reference"),
+        pytest.param(r"\boxed{3}", ["5", "4"], 0.0, id="none-of-several-references"),
+    ],
+)
+def test_which_answer_counts_and_what_is_compared(
+    reward: MathMatch, completion: str, reference: Any, value: float
+) -> None:
+    assert reward(["?"], [completion], answer=[reference]) == [value]
+
+
+@pytest.mark.parametrize("reference", ["", "forty two", "Twenty-one", "n/a", math.nan, math.inf, True, [], ["n/a", ""]])
+def test_a_reference_without_a_value_fails_its_row(reward: MathMatch, reference: Any) -> None:
+    with pytest.warns(UserWarning, match=r"cannot read 1 of its references"):
+        values = reward(["?"] * 2, ["4", "4"], answer=[reference, "4"])
+    assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
+
+
+def test_only_the_text_after_the_thought_or_in_a_tag_counts() -> None:
+    thought, tagged = MathMatch(after="</think>"), MathMatch(tag="answer")
+    completions = [r"\boxed{4}</think>", r"\boxed{3}</think> It is \boxed{4}.", r"\boxed{4}"]
+    assert thought(["?"] * 3, completions, answer=["4"] * 3) == [0.0, 1.0, 0.0]
+    completions = ["4 <answer>3</answer>", "3 <answer> 4 </answer> 5", "4", "<answer>4"]
+    assert tagged(["?"] * 4, completions, answer=["4"] * 4) == [0.0, 1.0, 0.0, 0.0]
+
+
 def test_no_reference_means_does_not_apply(reward: MathMatch) -> None:
     assert reward(["?"] * 2, ["4", "4"], answer=[None, "4"]) == [None, 1.0]
-
-
-def test_a_reference_that_is_not_mathematics_fails_its_row(reward: MathMatch) -> None:
-    with pytest.warns(UserWarning, match=r"cannot read 1 of its references.*expected a number or formula, got ''"):
-        values = reward(["?"] * 2, ["4", "4"], answer=["", "4"])
-    assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
 
 
 def test_a_formula_that_hangs_scores_0_and_the_others_are_compared() -> None:
@@ -148,3 +233,9 @@ def test_bundled_gold_answers_score_1_and_others_0(reward: MathMatch) -> None:
     for more in ("1", ".5"):
         others = [rf"So it is \boxed{{{number}{more}}}." for number in numbers]
         assert reward([""] * 200, others, answer=answers) == [0.0] * 200
+
+
+def test_the_page_shows_what_the_rewards_give() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "answers.py"))
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    assert f"{script['BEGIN']}\n{script['tables']()}{script['END']}" in page, "run python docs/answers.py"

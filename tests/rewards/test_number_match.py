@@ -34,6 +34,12 @@ F = Fraction
         ("16 - 3", [16, 3]),
         ("x-3", [3]),
         ("x=-3", [-3]),
+        ("0,111", [F(111, 1000)]),
+        ("x=0,5", [F(1, 2)]),
+        ("-0{,}25", [F(-1, 4)]),
+        ("(0,1)", [0, 1]),
+        ("0,1,2", [0, 1, 2]),
+        ("0, 5", [0, 5]),
         ("1,234,567.89", [F(123456789, 100)]),
         ("1{,}234", [1234]),
         (r"1,\!234", [1234]),
@@ -123,6 +129,13 @@ def test_what_reads_as_a_number(text: str, numbers: list[Any]) -> None:
         pytest.param({}, "42.0001", 0.0, id="nothing-is-rounded"),
         pytest.param({"rel_tol": 0.25}, "52.5", 1.0, id="relative-tolerance"),
         pytest.param({"rel_tol": 0.25}, "52.6", 0.0, id="beyond-relative-tolerance"),
+        pytest.param({"abs_tol": 0.5}, "42.5", 1.0, id="absolute-tolerance"),
+        pytest.param({"abs_tol": 0.5, "rel_tol": 0.001}, "42.6", 0.0, id="beyond-both-tolerances"),
+        pytest.param({"after": "</think>"}, "42</think> 43", 0.0, id="number-in-the-thought"),
+        pytest.param({"after": "</think>"}, "41</think> 42", 1.0, id="number-after-the-thought"),
+        pytest.param({"tag": "answer"}, "41 <answer>42</answer> 43", 1.0, id="number-in-a-tag"),
+        pytest.param({"tag": "answer"}, "42", 0.0, id="no-tag"),
+        pytest.param({}, r"\fbox{42} 43", 1.0, id="fbox"),
         pytest.param({}, "42%", 1.0, id="percent-is-a-unit"),
         pytest.param({}, r"\boxed{42", 0.0, id="unclosed-box"),
         pytest.param({}, r"#### 42 so \boxed{42", 0.0, id="unclosed-box-after-a-marker"),
@@ -153,6 +166,11 @@ def test_which_number_is_stated(options: dict[str, Any], completion: str, value:
         (r"so \boxed{-3}", F(-3)),
         (r"\boxed{42 \text{ cm}}", F(42)),
         ("x = 42", F(42)),
+        (r"32,\!348", F(32348)),
+        (r"1\,000", F(1000)),
+        (r"\$32,\!348", F(32348)),
+        (r"5\,\text{cm}", F(5)),
+        (10**400, F(10**400)),
         ("The answer is clear.\nIt is 42", F(42)),
     ],
 )
@@ -171,7 +189,8 @@ def test_what_reads_as_a_reference(reference: Any, number: Fraction) -> None:
         True,
         math.nan,
         math.inf,
-        [42],
+        [],
+        ["x", "y"],
         "1e999999999",
         "#### 1 2",
         "5. The answer is x",
@@ -181,6 +200,10 @@ def test_a_reference_that_is_not_one_number_takes_its_row_out(reference: Any) ->
     with pytest.warns(UserWarning, match=r"expected a number, or a text with one number, got"):
         values = NumberMatch()(["?"] * 2, ["42", "42"], answer=[reference, 42])
     assert values[0] is not None and math.isnan(values[0]) and values[1] == 1.0
+
+
+def test_one_of_several_references_is_enough() -> None:
+    assert NumberMatch()(["?"] * 3, ["4", "5", "6"], answer=[[4, "5"], ("x", 5), [4, 5]]) == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.nightly

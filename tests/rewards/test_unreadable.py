@@ -25,7 +25,7 @@ ENGLISH = "We add the two numbers now."
     [
         (NumberMatch(), "4", "answer", "4", "x + 1", "expected a number, or a text with one number, got 'x"),
         (MathMatch(), "4", "answer", "4", "", "expected a number or formula, got ''"),
-        (MathMatch(), "4", "answer", "4", ["4"], r"expected a number or formula, got \['4'\]"),
+        (MathMatch(), "4", "answer", "4", {"a": 4}, "expected a number or formula, got {'a': 4}"),
         (ExactMatch(), "4", "answer", "4", 4, "expected a string or a list of strings, got 4"),
         (ChoiceMatch(), "A", "answer", "A", "Z", "expected one of the letters"),
         (RegexMatch(pattern="(.)", answer="answer"), "4", "answer", 4, ["4"], r"a string or a number, got \['4'\]"),

@@ -15,8 +15,9 @@ from lightning_rl import EngineError, FakeEngine, FinishReason, PromptDataModule
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
+from lightning_rl.environments.parsing import plain_text
 from lightning_rl.generation import Completion, Request
-from lightning_rl.rewards import Rewards
+from lightning_rl.rewards import Rewards, TagFormat
 from lightning_rl.rollouts.sample import Sampler, distribute_prompts
 
 G = 3
@@ -142,6 +143,21 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
     assert seen["answer"] == ["b"] * G + [None] * G and seen["level"] == [None] * G + [4] * G
     assert seen["completion_ids"][0] == answer(request_of((2,), 21))
     assert seen["completions"][0] == "b", "EOS is no text"
+
+
+def test_special_tokens_are_text_unless_they_end_or_fill_a_response() -> None:
+    tokenizer = tiny_tokenizer()
+    tags = ["<think>", "</think>", "<answer>", "</answer>", "<end>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags, "pad_token": "<pad>"})
+    number = tokenizer.get_vocab()
+    ids = [number[word] for word in ("<think>", "a", "</think>", "<answer>", "b", "</answer>")]
+    ends = [number[word] for word in ("<end>", "</s>", "<pad>")]
+    sampling = SamplingParams(eos_token_ids=ends[:1])
+    text = sampler_of(tokenizer=tokenizer, sampling=sampling).text([*ids, *ends])
+    assert text.split() == ["<think>", "a", "</think>", "<answer>", "b", "</answer>"]
+    assert TagFormat()(["?"], [text]) == [1.0]
+    assert plain_text(tokenizer, ends)(ids + ends, (), ()).text == text
+    assert sampler_of(tokenizer=tokenizer).text(ends[:1]) == "<end>", "which ends no response of this run"
 
 
 def test_the_texts_of_a_round_are_decoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
 from lightning_rl.run_spec import size_cure
 from lightning_rl.setup_checks import wrong_eos
+from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
 
 PRINTED = ("torch", "lightning", "transformers")
@@ -96,6 +97,10 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
     ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.tokenizer
     names = ", ".join(_token_name(tokenizer, token) for token in ids)
     yield fact("eos", f"responses end with {names or 'a stop string only'}")
+    hidden = [] if tokenizer is None else sorted(hidden_tokens(tokenizer, ids))
+    yield fact(
+        "eos", f"the texts for rewards leave out {', '.join(_token_name(tokenizer, i) for i in hidden) or 'no token'}"
+    )
     data = module.data_module
     if fault := wrong_eos(module.run.sampling, tokenizer, data.first(), data.template_options):
         yield fault

@@ -1,0 +1,98 @@
+"""Write the table of answers in docs/rewards.md by running the rewards. Run ``python docs/answers.py``."""
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.rewards import ChoiceMatch, MathMatch, NumberMatch
+
+PAGE = Path(__file__).with_name("rewards.md")
+BEGIN, END = "<!-- docs/answers.py writes what follows -->\n", "<!-- up to here -->\n"
+HEAD = """| completion | reference | `NumberMatch()` | `MathMatch()` |
+|---|---|---|---|
+"""
+CHOICES_HEAD = """| completion | reference | `ChoiceMatch()` |
+|---|---|---|
+"""
+ANSWERS = (
+    ("It is $1,042.00.", "1042"),
+    ("42 or 43", "42"),
+    ("#### 42", "... #### 42"),
+    ("#### 42 clips", "42"),
+    (r"So \boxed{3}. Wait, \boxed{4}.", "4"),
+    (r"\boxed{5} so \boxed{6", "5"),
+    (r"\fbox{4}", "4"),
+    ("The answer is 6 * 7 = 42.", "42"),
+    ("La respuesta es 42.", "42"),
+    ("42</think> 43", "42"),
+    (r"\boxed{32348}", r"\$32,\!348"),
+    (r"\boxed{0,111}", "0.111"),
+    (r"\boxed{1e3}", "1000"),
+    ("33%", "0.33"),
+    ("33%", "33"),
+    ("0.333333", "1/3"),
+    (r"\boxed{\frac{2}{6}}", r"\frac{1}{3}"),
+    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
+    (r"\boxed{(1, 2)}", "(1,\n2)"),
+    (r"\boxed{2, 1}", "1 and 2"),
+    (r"\boxed{x = 5}", "5"),
+    (r"\boxed{5}", "5 ft"),
+    (r"\boxed{5 \text{ hours}}", "5 minutes"),
+    (r"\boxed{5 \text{ feet}}", "5 ft"),
+    (r"\boxed{101_2}", "101_3"),
+    (r"\boxed{5 \mod 7}", r"5 \mod 8"),
+    (r"\boxed{0}", r"1.6 \times 10^{-19}"),
+    (r"\boxed{\text{Friday}}", "Friday"),
+    ("42", "forty two"),
+    ("42", "n/a"),
+)
+CHOICES = (
+    ("B", "B"),
+    ("I choose B)36", "B)36"),
+    (r"\boxed{\mathrm{b}}", "B"),
+    ("First answer: A. On reflection, the answer is b.", "B"),
+    ("\u6545\u9009\uff1aB", "B"),
+    ("La respuesta es B.", "B"),
+    ("B or C", "B"),
+    ("B", "a whale"),
+)
+
+
+def value_of(reward: Any, completion: str, reference: str) -> str:
+    """Return what a reward gives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = reward(["?"], [completion], answer=[reference])[0]
+    return "unreadable" if math.isnan(value) else f"{value:g}"
+
+
+def code(text: str) -> str:
+    """Return a text as code in a cell."""
+    return f"`{text}`".replace("\n", "⏎").replace("|", r"\|")
+
+
+def tables() -> str:
+    """Return both tables."""
+    number, mathematics, choice = NumberMatch(), MathMatch(), ChoiceMatch()
+    rows = [
+        (text, wanted, value_of(number, text, wanted), value_of(mathematics, text, wanted)) for text, wanted in ANSWERS
+    ]
+    answers = "".join(
+        f"| {code(text)} | {code(wanted)} | {first} | {second} |\n" for text, wanted, first, second in rows
+    )
+    choices = "".join(
+        f"| {code(text)} | {code(wanted)} | {value_of(choice, text, wanted)} |\n" for text, wanted in CHOICES
+    )
+    return f"{HEAD}{answers}\n{CHOICES_HEAD}{choices}"
+
+
+def main() -> None:
+    """Write the page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n{tables()}{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
