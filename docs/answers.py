@@ -33,6 +33,7 @@ ANSWERS = (
     ("33%", "33"),
     ("0.333333", "1/3"),
     (r"\boxed{\frac{2}{6}}", r"\frac{1}{3}"),
+    (r"\boxed{3\sqrt{2}}", "3"),
     (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
     (r"\boxed{(1, 2)}", "(1,\n2)"),
     (r"\boxed{2, 1}", "1 and 2"),
@@ -54,7 +55,7 @@ CHOICES = (
     ("First answer: A. On reflection, the answer is b.", "B"),
     ("\u6545\u9009\uff1aB", "B"),
     ("La respuesta es B.", "B"),
-    ("B or C", "B"),
+    ("The answer is B or C.", "B"),
     ("B", "a whale"),
 )
 

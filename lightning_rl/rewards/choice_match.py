@@ -22,9 +22,10 @@ class ChoiceMatch(AnswerMatch):
     r"""Multiple-choice reward: 1 if a completion chooses the reference, else 0.
 
     The last marker decides: the choice is the letter after it, upper or lower case (``Answer: B``, ``the answer is
-    (b)``, ``\boxed{B}``), else the last letter in brackets or bold after it. A box that is not closed states no choice.
-    Without a marker the choice is the whole completion (``b``, ``B.``, ``(B) a whale``), else the last letter in
-    brackets, before a bracket or in bold. With ``choices``, the text of a choice counts like its letter.
+    (b)``, ``\boxed{B}``), unless another follows (``A or B``), else the last letter in brackets or bold after it. A box
+    that is not closed states no choice. Without a marker the choice is the whole completion (``b``, ``B.``, ``(B) a
+    whale``), else the last letter in brackets, before a bracket or in bold. With ``choices``, the text of a choice
+    counts like its letter.
 
     Args:
         answer: Name of the column with the references: letters, indices from 0, texts of choices, or lists of them.
@@ -103,6 +104,8 @@ class ChoiceMatch(AnswerMatch):
         stated = stated_answer(text, self.markers)
         if stated is None:
             return self._index_without_marker(text, choices)
+        if _start_pattern(self.letters, several=True).match(stated):
+            return None
         index = self._index_at_start(stated, choices)
         return self._last_letter_in_brackets(stated, re.IGNORECASE) if index is None else index
 
@@ -139,16 +142,16 @@ class ChoiceMatch(AnswerMatch):
 
 
 @lru_cache(maxsize=64)
-def _start_pattern(letters: str) -> re.Pattern[str]:
+def _start_pattern(letters: str, *, several: bool = False) -> re.Pattern[str]:
     """Return a pattern for a letter at the start of an answer, after decoration such as ``option`` or brackets.
 
-    The words ``a`` and ``I`` before another word are no letters.
+    The words ``a`` and ``I`` before another word are no letters. With ``several``, a second letter has to follow.
     """
     named = r"\b(?i:option|choice)\b"
     decoration = rf"(?:[\s*_`\"'()\[\]{{}}$:\uff1a\uff08]|\\(?:text|math)\w*+|\\mbox|{named})*"
-    return re.compile(
-        rf"{decoration}(?:(?<={named}\s)|(?![aiI]\s+\w))([{_both_cases(letters)}])(?![a-zA-Z0-9]|['\u2019])"
-    )
+    letter = rf"([{_both_cases(letters)}])(?![a-zA-Z0-9]|['\u2019])"
+    second = rf"[)\]*}}]*\s*(?:/|&|\b(?i:or|and)\b){decoration}{letter}" if several else ""
+    return re.compile(rf"{decoration}(?:(?<={named}\s)|(?![aiI]\s+\w)){letter}{second}")
 
 
 def _both_cases(letters: str) -> str:

@@ -57,6 +57,12 @@ NUMBER = re.compile(
 )
 LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/", "\u2215": "/", "\uff0f": "/"}
 LETTERS |= {"\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
+BEFORE = re.compile(  # a number is part of a formula, range or time
+    r"(?:\\(?!text|math|mbox|left|quad)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
+)
+AFTER = re.compile(
+    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|_|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
+)
 SPACING = re.compile(r"\\(?:text|mathrm|mbox)|(?<!,)\\[,;! ](?![0-9]{3})")
 FORMULA = re.compile(r"[-+*=^_<>\\]")
 SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
@@ -64,12 +70,12 @@ SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 
 @dataclass(frozen=True, kw_only=True)
 class NumberMatch(AnswerMatch):
-    """Number reward: 1 if a completion states the number of the reference, else 0.
+    r"""Number reward: 1 if a completion states the number of the reference, else 0.
 
     The last marker decides: the stated number is the first in the line after it (after the ``=`` in ``x = 42`` and ``6
-    * 7 = 42``), else the last number after it. Without a marker it is the last number of the completion. A brace that
-    is not closed states no number. Percent signs are ignored. Numbers are compared as fractions, without rounding: 42,
-    42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
+    * 7 = 42``), else the last number after it. A part of a formula (``3\sqrt{2}``), range or time is no number. Without
+    a marker it is the last number of the completion. A brace that is not closed states no number. Percent signs are
+    ignored. Numbers are compared as fractions, without rounding: 42, 42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
 
     Args:
         answer: Name of the column with the references: numbers, texts with one number, whole answers of GSM8K, or lists
@@ -113,9 +119,10 @@ class NumberMatch(AnswerMatch):
         """Return the number that a completion states; None if there is none or it has more than 1000 digits."""
         text = _plain(text)
         stated = stated_answer(text, self.markers)
-        match = None if stated is None else NUMBER.search(_right_side(first_line(stated)))
-        if match:
-            return _value(match)
+        line = "" if stated is None else _right_side(first_line(stated))
+        if match := NUMBER.search(line):
+            part = BEFORE.search(line[: match.start()]) or AFTER.match(line[match.end() :])
+            return None if part else _value(match)
         return None if self.strict else _last_value(text if stated is None else stated)
 
     def number_of_reference(self, reference: Any) -> Fraction:

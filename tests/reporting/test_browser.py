@@ -150,9 +150,9 @@ def test_samples_are_sorted_and_filtered(browser: Browser, run: Path) -> None:
     values = shown_figures(browser, "[data-what=mismatch]")
     assert values == sorted(values, reverse=True) and len(set(values)) > 4
     finishes = [sample["finish"] for sample in recording.header["samples"]]
-    browser.choose("FinishReason", "length")
+    browser.choose("Finish", "length")
     assert len(shown_figures(browser, "[data-what=tokens]")) == finishes.count("length")
-    browser.choose("FinishReason", "")
+    browser.choose("Finish", "")
     browser.choose("Reward from", "1")
     assert len(shown_figures(browser, "[data-what=reward]")) == rewards.count(1.0)
 

@@ -49,7 +49,11 @@ function sampleCard(page, pass, sample, painted, extra) {
     chips, tokenBlock(page, sample, painted));
 }
 
-const promptBlock = (page, sample) => h("div", { class: "prompt" }, h("span", { class: "speaker" }, "prompt"), h("span", {}, visible(page.promptOf(sample), true)));
+const promptBlock = (page, sample) => {
+  const block = h("div", { class: "prompt" }, h("span", { class: "speaker" }, "prompt"), h("span", {}, visible(page.promptOf(sample), true)));
+  requestAnimationFrame(() => { block.scrollTop = block.scrollHeight; }); // the question stands at the end
+  return block;
+};
 
 async function viewRollout(params) {
   if (!RUN.rollouts.length) return h("p", { class: "quiet" }, "No rollout was recorded: add RunReport() or RolloutRecorder(folder) to the callbacks.");
@@ -137,7 +141,7 @@ async function viewRollout(params) {
       choice("Sort by", SORTS, sort, (value) => set({ sort: value })),
       choice("Order", [["", "largest first"], ["1", "smallest first"]], params.get("rising") || "", (value) => set({ rising: value || null })),
       choice("Layout", [["", "groups"], ["1", "one list"]], params.get("flat") || "", (value) => set({ flat: value || null })),
-      choice("FinishReason", [["", "any"], ...finishes.map((name) => [name, name])], params.get("finish") || "", (value) => set({ finish: value || null })),
+      choice("Finish", [["", "any"], ...finishes.map((name) => [name, name])], params.get("finish") || "", (value) => set({ finish: value || null })),
       choice("Only", [["", "all"], ["finding", "with a finding"], ["trained", "that train"], ["untrained", "that do not train"]], params.get("only") || "", (value) => set({ only: value || null })),
       field("low", "Reward from"), field("high", "to"),
       page.passes > 1 ? choice("Pass", Array.from({ length: page.passes }, (_, n) => [n, String(n + 1)]), pass, (value) => set({ pass: value })) : null, search),
