@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint
 from lightning_rl.checkpointing.checksum import LIGHTNING, check_whole, unreadable, write_sums
+from lightning_rl.checkpointing.folder_pickles import check_pickles
 from lightning_rl.distributed import RunEndError, failing_together
 from lightning_rl.utils.atomic_write import PART, move_over, remove, write_atomically
 
@@ -114,6 +115,7 @@ class AtomicStrategy(Strategy):
         with failing_together("a whole checkpoint"):
             if local and self.is_global_zero:
                 check_whole(Path(checkpoint_path))
+                check_pickles(Path(checkpoint_path))
         try:
             # Lightning unpickles URLs by default
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only is None or weights_only)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.checkpointing.checksum import UNREADABLE, check_whole, unreadable
+from lightning_rl.checkpointing.folder_pickles import check_pickles
 from lightning_rl.environments import Conversations
 from lightning_rl.losses import Critic
 from lightning_rl.policy.build import ModelSource, build_model
@@ -27,10 +28,11 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     """Load a checkpoint of this library with ``weights_only=True``.
 
     Raises:
-        ValueError: For the folder of a sharded strategy (the message tells how to consolidate it), for other
-            checkpoints, and for a file that is empty, truncated or damaged.
+        ValueError: For the folder of a sharded strategy (the message tells how to consolidate it, unless reading it
+            may run code), for other checkpoints, and for a file that is empty, truncated or damaged.
     """
     if Path(path).is_dir():
+        check_pickles(Path(path))  # before the message advises to read it
         raise ValueError(f"expected a single-file checkpoint, got the folder {path}: {_consolidation(Path(path))}")
     check_whole(Path(path))
     try:
