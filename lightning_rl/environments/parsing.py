@@ -98,6 +98,7 @@ class RendererParser:
     Args:
         tokenizer: Tokenizer of the ids.
         name: Name of the renderer.
+        options: Further arguments of the chat template, such as ``enable_thinking``; the renderer gets those it knows.
 
     Raises:
         ImportError: If the package is missing; says how to install it.
@@ -106,18 +107,21 @@ class RendererParser:
 
     tokenizer: PreTrainedTokenizerBase
     name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
     _renderer: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
         """Create the renderer."""
         require("renderers", extra="renderers")
-        from renderers import config_from_name, create_renderer
+        from renderers import config_from_name, create_renderer, template_field_names
 
         try:
             if self.name == "auto":
                 raise ValueError("it asks a server which model this is")
             config: Any = config_from_name(self.name)
-            object.__setattr__(self, "_renderer", create_renderer(self.tokenizer, config))
+            known = {name: self.options[name] for name in template_field_names(config) & self.options.keys()}
+            renderer = create_renderer(self.tokenizer, config, chat_template_kwargs=known)
+            object.__setattr__(self, "_renderer", renderer)
         except Exception as error:
             raise ParserError(
                 f"expected tool_parser to be the name of a renderer that fits the tokenizer, got {self.name!r}: {error}"
@@ -184,7 +188,7 @@ def _candidates(
         return
     name = _renderer_name(tokenizer) if source is None else source
     if name is not None and name != HERMES:
-        yield f"renderer {name!r}", lambda: RendererParser(tokenizer, name)
+        yield f"renderer {name!r}", lambda: RendererParser(tokenizer, name, options)
     template = getattr(tokenizer, "response_template", None)
     if source is None and template is not None:
         yield "the tokenizer's response template", lambda: TemplateParser(tokenizer, template)
@@ -230,7 +234,7 @@ def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
     }
 
 
-NAME, EARLIER, LATER = "look_at", "words-of-an-earlier-call", "words-of-this-call"
+NAME, EARLIER, LATER = "look_at", "words-of-an-earlier-answer", "words-of-this-answer"
 QUESTION: Message = {"role": "user", "content": "?"}
 PARAMETERS = {
     "type": "object",
@@ -243,22 +247,28 @@ TOOL = {"type": "function", "function": {"name": NAME, "description": "Looks.", 
 def misread(
     parser: AnswerParser, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return a description of how a parser misreads a call written by the chat template; None if it is read correctly.
+    """Return a description of how a parser misreads a call or a text of the chat template; None if it reads both.
 
-    The conversation has an earlier call too: a parser that reads it again would repeat it.
+    The conversation has an earlier answer too: a parser that reads its call again would repeat it.
     """
-    written = _written_call(tokenizer, options or {})
-    if written is None:
+    options = options or {}
+    call, said = _written_call(tokenizer, options), _written(tokenizer, options, *map(_said, (EARLIER, LATER)))
+    if call is None:
         return "the chat template writes no tool calls"
-    prefix, text = written
-    answer = parser(tokenizer(text, add_special_tokens=False)["input_ids"], prefix, [TOOL])
+    answer = _read(parser, tokenizer, *call)
     calls = [(call.name, dict(call.arguments)) for call in answer.tool_calls]
-    if calls == [(NAME, {"x": LATER})]:
-        return None
     if any(arguments.get("x") == EARLIER for _, arguments in calls):
         return "it reads the call of an earlier answer again"
-    errors = [" ".join(error.split())[:MAX_SHOWN] for error in answer.errors]
-    return f"in {text[:MAX_SHOWN]!r} it reads {calls or errors or 'no call'}"
+    if calls != [(NAME, {"x": LATER})]:
+        errors = [" ".join(error.split())[:MAX_SHOWN] for error in answer.errors]
+        return f"in {call[1][:MAX_SHOWN]!r} it reads {calls or errors or 'no call'}"
+    if said is not None and LATER not in (text := _read(parser, tokenizer, *said).text):
+        return f"in {said[1][:MAX_SHOWN]!r} it reads {repr(text) if text else 'no text'}"
+    return None
+
+
+def _read(parser: AnswerParser, tokenizer: PreTrainedTokenizerBase, prefix: list[int], text: str) -> Action:
+    return parser(tokenizer(text, add_special_tokens=False)["input_ids"], prefix, [TOOL])
 
 
 def _written_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[list[int], str] | None:
@@ -267,30 +277,38 @@ def _written_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
         earlier, later = (
             _call_message(words, f"{prefix}{number}", as_text=as_text) for number, words in enumerate((EARLIER, LATER))
         )
-        try:
-            texts = [
-                _render(tokenizer, [QUESTION, earlier, QUESTION], options, add_generation_prompt=True),
-                _render(tokenizer, [QUESTION, earlier, QUESTION, later], options, add_generation_prompt=False),
-            ]
-        except Exception:  # noqa: BLE001  a template may raise anything
-            continue
-        ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-        before = list(os.path.commonprefix(ids))  # noqa: RUF071  of tokens
-        written = str(tokenizer.decode(ids[1][len(before) :])).rstrip()
-        if NAME in written and LATER in written:
-            return before, written
+        written = _written(tokenizer, options, earlier, later)
+        if written is not None and NAME in written[1]:
+            return written
     return None
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], earlier: Message, later: Message
+) -> tuple[list[int], str] | None:
+    """Return the ids before a second answer and its text, as written by the chat template; None if it does not."""
+    try:
+        texts = [
+            _render(tokenizer, [QUESTION, earlier, QUESTION], options, add_generation_prompt=True),
+            _render(tokenizer, [QUESTION, earlier, QUESTION, later], options, add_generation_prompt=False),
+        ]
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return None
+    ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    before = list(os.path.commonprefix(ids))  # noqa: RUF071  of tokens
+    written = str(tokenizer.decode(ids[1][len(before) :])).rstrip()
+    return (before, written) if LATER in written else None
+
+
+def _said(words: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": words}
 
 
 def _call_message(words: str, number: str, *, as_text: bool) -> Message:
     """Return a call whose arguments are an object, as most templates expect, or JSON text."""
     arguments = {"x": words}
     function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": number, "function": function}],
-    }
+    return _said("") | {"tool_calls": [{"type": "function", "id": number, "function": function}]}
 
 
 def _render(

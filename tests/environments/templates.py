@@ -322,10 +322,12 @@ FAMILIES: dict[str, Family] = {
       {{ '\n</tool_call>' }}
     {%- endfor -%}
   {%- else -%}
-    {{ '<|' + m.role + '|>\n' + m.content }}
+    {{ '<|' + m.role + '|>\n' + m.content }}{{ '/nothink' if m.role == 'user' and enable_thinking is false }}
   {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}""",
+{%- if add_generation_prompt -%}
+  {{ '<|assistant|>' }}{{ '\n<think></think>' if enable_thinking is false }}
+{%- endif -%}""",
         special=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
         added=(*CALL_TAGS, *THOUGHT_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         renderer="glm-4.5",

@@ -82,6 +82,30 @@ def test_a_renderer_reads_the_calls_of_its_family(name: str) -> None:
     assert isinstance(parser_for(tokenizer_of(name), FAMILIES[name].renderer), RendererParser)
 
 
+@pytest.mark.parametrize(
+    ("options", "said", "reasoning"),
+    [
+        ({"enable_thinking": False}, "\nIt is 4.", ""),
+        ({"enable_thinking": False, "of": "another template"}, "\nIt is 4.", ""),
+        ({"enable_thinking": True}, "\n<think>hm</think>\nIt is 4.", "hm"),
+        ({}, "\n<think>hm</think>\nIt is 4.", "hm"),
+    ],
+)
+def test_a_renderer_gets_the_options_of_the_template(options: dict[str, Any], said: str, reasoning: str) -> None:
+    tokenizer = tokenizer_of("glm-4.5")
+    question = [{"role": "user", "content": "2+2?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False, **options)
+    answer = parse(parser_for(tokenizer, "glm-4.5", options), f"{said}<|user|>", before=prompt, name="glm-4.5")
+    assert (answer.text.strip(), (answer.reasoning or "").strip()) == ("It is 4.", reasoning)
+
+
+def test_a_parser_that_takes_an_answer_for_reasoning_is_refused() -> None:
+    tokenizer, options = tokenizer_of("glm-4.5"), {"enable_thinking": False}
+    fault = "in '\\nwords-of-this-answer' it reads no text"
+    assert misread(RendererParser(tokenizer, "glm-4.5"), tokenizer, options) == fault
+    assert misread(RendererParser(tokenizer, "glm-4.5", options), tokenizer, options) is None
+
+
 def test_formats_without_quotes_are_typed_by_the_schemas() -> None:
     said = "</think>\n\n<tool_call>\n<function=look>\n<parameter=x>\n7\n</parameter>\n<parameter=n>\n7\n</parameter>\n"
     parser = parser_for(tokenizer_of("qwen3.5"), "qwen3.5")
