@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_parsing import ResponseParser
+from typing_extensions import override
 
 from lightning_rl.environments.environment import Action, Message, ToolCall
 from lightning_rl.rewards.optional_imports import require
@@ -64,9 +66,7 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -
 
 @dataclass(frozen=True, slots=True)
 class TemplateParser:
-    """Parser with a response template of transformers.
-
-    transformers raises for an answer with an unparsable call, so none of the answer's calls is made.
+    """Parser with a response template of transformers, which reports the fault of every unparsable call.
 
     Args:
         tokenizer: Tokenizer of the ids.
@@ -79,16 +79,35 @@ class TemplateParser:
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
         text, prefix = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prefix_ids))
+        broken: list[str] = []
         try:
-            message: Any = self.tokenizer.parse_response(
-                text, dict(self.template), prefix=prefix, tools=list(tools) or None
-            )
+            response = _Response(dict(self.template), prefix, tools, broken)
+            response.feed(text)
+            message, _ = response.finalize()
         except Exception as error:  # noqa: BLE001  a policy may write anything
             return _unreadable(self.tokenizer, token_ids, error)
         calls, errors = _read_calls([call.get("function", call) for call in message.get("tool_calls") or ()])
         keys = ("reasoning_content", "thinking", "reasoning")
         reasoning = next((message[key] for key in keys if message.get(key)), None)
-        return Action(text=_text(message.get("content")), tool_calls=calls, reasoning=reasoning, errors=errors)
+        return Action(
+            text=_text(message.get("content")), tool_calls=calls, reasoning=reasoning, errors=[*broken, *errors]
+        )
+
+
+class _Response(ResponseParser):
+    """Response in which a region that cannot be read is an error, and the others are kept."""
+
+    def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[Any], broken: list[str]) -> None:
+        self._broken = broken
+        super().__init__(template, prefix, tools=list(tools) or None)
+
+    @override
+    def _close_current(self, events: list[dict]) -> None:
+        try:
+            super()._close_current(events)
+        except Exception as error:  # noqa: BLE001  a policy may write anything
+            self._broken.append(f"a tool call could not be read: {error}")
+            self._reset_to_implicit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +243,7 @@ def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
             "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
             "tool_calls": {
                 "open": "<tool_call>",
-                "close": "</tool_call>",
+                "close_pattern": "</tool_call>|(?=<tool_call>)",  # the next call ends one that is not closed
                 "content": "json",
                 "repeats": True,
                 "transform": {"type": "function", "function": "{content}"},

@@ -71,6 +71,46 @@ def test_what_cannot_be_read_is_an_error_for_the_policy(source: str, said: str, 
     assert calls(answer) == [] and len(answer.errors) == 1 and wrong in answer.errors[0]
 
 
+TYPED = {  # a template whose transform looks into the JSON of a call
+    "start_anchor": HEAD,
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+        },
+        "content": {"close": "<|im_end|>", "repeats": True, "join": ""},
+    },
+}
+
+
+@pytest.mark.parametrize("broken_first", [True, False])
+@pytest.mark.parametrize(
+    ("template", "broken"),
+    [
+        (None, '{"name": "look", "arguments": {"x": }}'),
+        (None, '{"name": "look", "arguments": [1]}'),
+        (None, "look(1)"),
+        (TYPED, '{"name": "look", "arguments": {"x": }}'),
+        (TYPED, '{"name": "look"}'),
+        (TYPED, "[1]"),
+    ],
+)
+def test_one_broken_call_leaves_the_others_and_the_text(template: Any, broken: str, broken_first: bool) -> None:
+    parser = parser_for(tokenizer_of("qwen3"), template or "hermes")
+    pair = [f"<tool_call>\n{broken}\n</tool_call>", FIRST]
+    answer = parse(parser, "Sure." + "\n".join(pair if broken_first else pair[::-1]) + "<|im_end|>")
+    assert calls(answer) == [("look", {"x": "one"})] and len(answer.errors) == 1 and answer.text.strip() == "Sure."
+
+
+@pytest.mark.parametrize("broken", ["<tool_call>", '<tool_call>\n{"name": "look", "arg'])
+def test_a_call_that_is_not_closed_leaves_the_next_one(broken: str) -> None:
+    answer = parse(parser_for(tokenizer_of("qwen3"), "hermes"), f"{broken}\n{FIRST}<|im_end|>")
+    assert calls(answer) == [("look", {"x": "one"})] and len(answer.errors) == 1
+
+
 def test_arguments_are_optional_and_may_be_written_as_text() -> None:
     parser = parser_for(tokenizer_of("qwen3"), "hermes")
     said = '<tool_call>{"name": "look"}</tool_call><tool_call>{"name": "look", "arguments": "{\\"n\\": 1}"}</tool_call>'
