@@ -40,7 +40,7 @@ def test_hparams_yaml_holds_everything(tmp_path: Path) -> None:
     assert hparams["corrections"]["no_eos_mask"]["init_args"] == {"action": "drop_tokens"}
     names = [entry["class_path"].rpartition(".")[2] for entry in hparams["callbacks"]]
     assert names == ["StopOnZeroGradient", "LearningRateMonitor", "FaultTolerance"]
-    assert hparams["callbacks"][0]["init_args"] == {"patience": 10}
+    assert hparams["callbacks"][0]["init_args"] == {"patience": 256}
     assert hparams["data"]["prompts"]["rows"] == 16 and hparams["data"]["prompts_per_rollout"] == 4
     assert hparams["trainer"]["precision"] == "32-true" and hparams["trainer"]["ranks"] == 1
     assert set(hparams["versions"]) == {"lightning_rl", "torch", "lightning", "transformers"}

@@ -131,14 +131,26 @@ def sampling_figures(
             if len(call.values) == len(part) and facts.reward_weights.get(call.name):  # greedy answers are not rows
                 wrong |= rows
         failed += len(wrong)
+    scores = [group for part, _ in rounds for group in _scores_of_groups(part)]
     counts = {
         "groups/sampled": sum(sampled) // facts.group_size,
         "groups/filtered": (sum(sampled) - len(rollout)) // facts.group_size,
+        "groups/solved": sum(min(group) >= 1 for group in scores),
+        "groups/unsolved": sum(max(group) <= 0 for group in scores),
         "engine/aborted": sum(int((part.finish == FinishReason.ABORT).sum()) for part, _ in rounds),
         "reward/failed": failed,
         **by_function,
     }
     return {name: replace(population(torch.tensor([float(n)])), reduction="sum") for name, n in counts.items()}
+
+
+def _scores_of_groups(rollout: Rollout) -> Iterable[list[float]]:
+    """Return the scores of each group by the first function that applies to a row, without groups that have none."""
+    found: dict[int, list[float]] = {}
+    functions = [one.tolist() for one in rollout.task_rewards.values()] or [rollout.rewards.tolist()]
+    for group, *scores in zip(rollout.groups.tolist(), *functions, strict=True):
+        found.setdefault(group, []).extend([score for score in scores if not math.isnan(score)][:1])
+    return filter(None, found.values())
 
 
 def shaped_parts(rollout: Rollout, corrections: Corrections) -> tuple[Tensor, Tensor]:

@@ -32,10 +32,12 @@ from lightning_rl.generation import Completion, Engine, EngineError, Request, Sa
 from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
+from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.subprocess_reward import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
 from lightning_rl.rollouts.collate import lay_out
+from lightning_rl.signal.masked import group_index
 from lightning_rl.utils.decoding import decode_completions
 
 GREEDY_IDS = 2**62  # first sample id of greedy completions; larger than that of any sample that trains
@@ -203,7 +205,7 @@ class Sampler:
         calls: list[RewardCall] = []
         failed: list[Tensor] = []
         outcomes: list[Outcome] = []
-        samples, missing, filtered, aborted = first, groups, 0, 0
+        samples, missing, filtered, aborted, solved, unsolved = first, groups, 0, 0, 0, 0
         for round_number in range(self.max_rounds):
             wanted = self.collectives.objects(missing)
             if not sum(wanted):
@@ -219,6 +221,7 @@ class Sampler:
                 keep = self.corrections.keep_groups(part)
             calls, failed, outcomes = [*calls, *new], [*failed, failing], [*outcomes, *samples.outcomes]
             aborted += int((part.finish == FinishReason.ABORT).sum())
+            solved, unsolved = (sum(pair) for pair in zip((solved, unsolved), count_solved(part), strict=True))
             parts.append(part.select(keep))
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
@@ -228,6 +231,7 @@ class Sampler:
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
+        counts |= {"groups/solved": solved, "groups/unsolved": unsolved}
         counts |= {"engine/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
         stats = {name: Stat.single(count).sum() for name, count in counts.items()}
         return ScoredGroups(concatenate(parts), stats, logged)
@@ -507,6 +511,18 @@ def staleness(rollout: Rollout, number: int) -> dict[str, Stat]:
     """Return the age of each token's weights, in rollouts before rollout ``number``."""
     age = Stat.of(number - rollout.policy_version, rollout.valid_tokens)
     return {"staleness/mean": age, "staleness/max": age.maximum()}
+
+
+def count_solved(rollout: Rollout) -> tuple[int, int]:
+    """Return the numbers of groups whose scores are all at least 1, and at most 0, by the function that decides."""
+    (index, number), scores = group_index(rollout.groups), deciding_scores(rollout, None)
+
+    def all_of(right: Tensor) -> int:
+        parts = (right, ~right & ~scores.isnan())
+        found, others = (torch.zeros(number).index_add_(0, index, part.float()) for part in parts)
+        return int(((found > 0) & (others == 0)).sum())
+
+    return all_of(scores >= 1), all_of(scores <= 0)
 
 
 def _repeat(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:

@@ -1,5 +1,6 @@
-"""Rollouts without a gradient, and the end of a run that has too many of them in a row."""
+"""Rollouts without a gradient, and the end of a run that has too many groups of them in a row."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,11 @@ from typing_extensions import override
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import RunEndError
+from lightning_rl.generation import SamplingParams
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.arguments import check_counts
 
-SHOWN = ("groups/sampled", "groups/filtered", "groups/zero_variance")
+SHOWN = ("groups/sampled", "groups/filtered", "groups/solved", "groups/unsolved", "groups/zero_variance")
 SHOWN += ("engine/aborted", "reward/failed", "length/truncated")
 
 STOPPED = (
@@ -25,36 +27,40 @@ STOPPED = (
 
 
 class IdleRunError(RunEndError):
-    """Error that ends a run after too many rollouts in a row without a gradient or learning rate."""
+    """Error that ends a run after too many groups in a row without a gradient or learning rate."""
 
 
 class StopOnZeroGradient(Callback):
-    """Ends a run after consecutive rollouts without an optimizer step that had both a gradient and a learning rate.
+    """Ends a run after many groups in rollouts without an optimizer step that had both a gradient and a learning rate.
 
     A run without this callback gets it with its default. A rollout without a trained token makes no step. With all
     advantages zero, only momentum and weight decay move the policy. With a learning rate of 0 in every parameter group,
     nothing moves. One group with a learning rate is enough, such as the critic's during its warmup.
 
     Args:
-        patience: Number of such rollouts after which the run ends with a checkpoint; None to only warn.
+        patience: Number of sampled groups in such rollouts in a row after which the run ends with a checkpoint, at
+            least one rollout after a warning; None for never. If a sample is right with probability 0.01, 256 groups of
+            8 samples are all wrong with probability 1e-9.
 
     Attributes:
-        count: Number of such rollouts in a row.
+        count: Number of sampled groups of such rollouts in a row.
+        warned: True if a warning was given for them.
+        over: True if the run ends before the next rollout.
         learning: True if the current rollout had a gradient at a learning rate above 0.
         stopped: True if it had a gradient at a learning rate of 0.
         figures: Metrics of the last rollout, over all ranks; empty before the first.
         reason: Cause of the last rollout without a gradient.
-        ended: True if a rollout has ended since the fit began.
     """
 
-    def __init__(self, patience: int | None = 10) -> None:
+    def __init__(self, patience: int | None = 256) -> None:
         check_counts(1, optional=True, patience=patience)
         self.patience = patience
         self._rates: list[float] = []
         self._reset()
 
     def _reset(self) -> None:
-        self.count, self.learning, self.stopped, self.reason, self.ended = 0, False, False, "", False
+        self.count, self.reason = 0, ""
+        self.learning = self.stopped = self.warned = self.over = False
         self.figures: Mapping[str, float] = {}
 
     @override
@@ -78,7 +84,7 @@ class StopOnZeroGradient(Callback):
         if outputs:
             self.note(outputs["optim/grad_norm"], self._rates)
         if batch.step == pl_module.steps_per_rollout - 1:
-            self.end_rollout(batch.rollout, pl_module.run.corrections)
+            self.end_rollout(batch.rollout, pl_module.run.corrections, pl_module.run.sampling)
 
     def note(self, norm: Tensor, rates: Sequence[float]) -> None:
         """Record the gradient norm of an optimizer step and the learning rate of each parameter group.
@@ -89,20 +95,29 @@ class StopOnZeroGradient(Callback):
         self.learning = self.learning or (has_gradient and moves)
         self.stopped = self.stopped or (has_gradient and not moves)
 
-    def end_rollout(self, number: int, corrections: Corrections) -> None:
+    def end_rollout(self, number: int, corrections: Corrections, sampling: SamplingParams) -> None:
         """Update the count after the last step of a rollout.
 
-        Warns of the first rollout in a row without a trained token, and of zero gradients at half of ``patience``.
+        Warns once of rollouts in a row: of the first without a trained token, or at half of ``patience``.
         """
-        self.ended = True
-        stopped, self.stopped = self.stopped, False
-        self.count, self.learning = 0 if self.learning else self.count + 1, False
-        if not self.count:
+        stopped, taught = self.stopped, self.learning
+        self.stopped = self.learning = False
+        self.count = 0 if taught else self.count + int(self.figures["groups/sampled"])
+        if taught:
+            self.warned = False
             return
-        self.reason = f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections)
-        half = 0 if self.patience is None else max(self.patience // 2, 1)
-        if self.count == (half if self.figures.get("trained tokens") else 1):
-            warnings.warn(f"rollout {number} taught the policy nothing: {self.reason}", stacklevel=2)
+        self.reason = f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections, sampling)
+        patience = math.inf if self.patience is None else self.patience
+        if self.warned:
+            self.over = self.count >= patience
+        elif self.count >= patience / 2 or not self.figures["trained tokens"]:
+            self.warned = True
+            end = (
+                ""
+                if self.patience is None
+                else f"; the run ends after {patience} groups in a row like its {self.count}"
+            )
+            warnings.warn(f"rollout {number} taught the policy nothing: {self.reason}{end}", stacklevel=2)
 
     def check(self) -> None:
         """End the run on every rank before the next rollout if the limit is reached.
@@ -112,24 +127,22 @@ class StopOnZeroGradient(Callback):
         Raises:
             IdleRunError: With the reason and the metrics of the last rollout.
         """
-        if self.patience is None or self.count < self.patience:
-            return
-        count, self.count = self.count, self.patience - 1
-        if self.ended:
+        if self.over:
             lacked = "learning rate" if self.reason.startswith(STOPPED) else "gradient"
             raise IdleRunError(
-                f"expected the policy to learn, but {count} rollouts in a row had no {lacked} (patience="
+                f"expected the policy to learn, but {self.count} groups in a row had no {lacked} (patience="
                 f"{self.patience}): {self.reason}"
             )
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "learning": self.learning, "stopped": self.stopped, "figures": dict(self.figures)}
+        saved = {name: getattr(self, name) for name in ("count", "learning", "stopped", "warned")}
+        return {**saved, "figures": dict(self.figures)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.count, self.learning, self.stopped = (state_dict[name] for name in ("count", "learning", "stopped"))
-        self.figures = state_dict["figures"]
+        self.warned, self.figures = state_dict.get("warned", False), state_dict["figures"]
 
 
 def row_counts(rollout: Rollout) -> dict[str, Stat]:
@@ -141,9 +154,9 @@ def row_counts(rollout: Rollout) -> dict[str, Stat]:
     return {name: Stat.single(mask.sum()).sum() for name, mask in counts.items()}
 
 
-def _reason(figures: Mapping[str, float], corrections: Corrections) -> str:
+def _reason(figures: Mapping[str, float], corrections: Corrections, sampling: SamplingParams) -> str:
     """Return the cause of a zero gradient, the change to make, and the metrics that show it."""
-    return f"{_cause(figures, corrections)} ({_last(figures)})"
+    return f"{_cause(figures, corrections, sampling)} ({_last(figures)})"
 
 
 def _last(figures: Mapping[str, float]) -> str:
@@ -156,12 +169,9 @@ def count_names(figures: Mapping[str, float]) -> list[str]:
     return [name for name in figures if "/" not in name]
 
 
-def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
+def _cause(figures: Mapping[str, float], corrections: Corrections, sampling: SamplingParams) -> str:
     if not figures.get("rows"):
-        return (
-            f"every group was filtered by {_names(corrections, 'keep_groups')}, because the rewards of its samples are "
-            "all equal: take easier or harder prompts, a reward with more values, a larger group_size or temperature"
-        )
+        return f"every group was filtered by {_names(corrections, 'keep_groups')}, {_equal(figures, sampling)}"
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
         return "the engine aborted every sample (FinishReason.ABORT): check its log and its context length"
     if not figures["trained tokens"]:
@@ -170,13 +180,26 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
     if not figures["rewarded rows"]:
         return "no row has a reward: check that the reward functions apply to this data and that no mask drops them all"
     if not figures["tokens with an advantage"]:
-        return (
-            "every advantage is zero, because the rewards of each prompt's samples are all equal: take easier or "
-            "harder prompts, a reward with more values, a larger group_size or temperature"
-        )
+        return f"every advantage is zero, {_equal(figures, sampling)}"
     masks = _names(corrections, "sequence_mask", "token_mask", "token_weight")
     truncated = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
     return f"the gradient is zero, because {masks} masked every token with an advantage: loosen them.{truncated}"
+
+
+def _equal(figures: Mapping[str, float], sampling: SamplingParams) -> str:
+    """Return why the rewards of each group are equal, and a change that can help with these sampling parameters."""
+    groups, solved, unsolved = (figures[f"groups/{name}"] for name in ("sampled", "solved", "unsolved"))
+    cause = (
+        f"because the rewards of each prompt's samples are all equal ({solved / groups:.0%} of the groups solved, "
+        f"{unsolved / groups:.0%} unsolved)"
+    )
+    if sampling.top_k == 1:
+        return f"{cause}, as with top_k=1 all samples of a prompt are: raise top_k"
+    difficulty = "harder" if solved == groups else "easier" if unsolved == groups else "easier or harder"
+    longer = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
+    return (
+        f"{cause}: take {difficulty} prompts, a reward with partial credit, a larger group_size or temperature.{longer}"
+    )
 
 
 def _runs_long(figures: Mapping[str, float]) -> bool:

@@ -219,7 +219,7 @@ def test_a_run_whose_engine_aborts_everything_ends_with_the_reason() -> None:
     with (
         pytest.warns(UserWarning, match="Lost aborted every requested sample"),
         pytest.warns(UserWarning, match=told),
-        pytest.raises(IdleRunError, match=r"3 rollouts in a row had no gradient .*: the engine aborted every sample"),
+        pytest.raises(IdleRunError, match=r"8 groups in a row had no gradient .*: the engine aborted every sample"),
     ):
         fit(tiny_module(engine=Lost(), patience=3))
 

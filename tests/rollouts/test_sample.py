@@ -223,6 +223,31 @@ def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     assert data.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.cursor - 1
 
 
+@pytest.mark.filterwarnings("ignore:no reward function applies")
+def test_groups_that_are_solved_or_not_are_counted_before_they_are_filtered() -> None:
+    scores: dict[int, tuple[float | None, float | None]] = {
+        2: (1, 1),
+        3: (0, 1),
+        4: (0, -1),
+        5: (None, 2),
+        6: (None, None),
+        7: (0.5, 0.5),
+    }
+
+    def by_prompt(prompts: Sequence[Any], completions: Any, **_: Any) -> list[float | None]:
+        return [scores[prompt[0]][place % 2] for place, prompt in enumerate(prompts)]
+
+    keeping = Keeping(lambda rollout: torch.zeros(len(rollout), dtype=torch.bool))
+    keeping.max_rounds = 1
+    sampler = sampler_of(keeping, rewards=[by_prompt], group_size=2)
+    data = PromptDataModule([[first] for first in scores], 1, shuffle=False)
+    data.connect(None, None)
+    with pytest.warns(UserWarning, match="groups are missing"):
+        _, stats = fill_rollout(sampler, data.take, len(scores))
+    counts = {name: float(stats[f"groups/{name}"].value()) for name in ("sampled", "solved", "unsolved")}
+    assert counts == {"sampled": 6, "solved": 2, "unsolved": 1}
+
+
 def test_a_split_group_is_refused() -> None:
     splitting = Keeping(lambda rollout: rollout.sample_ids != 4)
     with pytest.raises(

@@ -1,6 +1,8 @@
 """Idle: a run that learns nothing says so and stops, with the reason, the figures and a checkpoint."""
 
 import math
+import random
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from lightning_rl import RLCallback, RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import DynamicSampling, EntropyBonus, NoEOSMask
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.corrections import Corrections
+from lightning_rl.generation import SamplingParams
 from lightning_rl.rollouts.zero_gradient import IdleRunError, StopOnZeroGradient
 
 FIGURES = {
@@ -23,6 +26,9 @@ FIGURES = {
     "trained tokens": 8.0,
     "tokens with an advantage": 0.0,
     "excluded rows": 0,
+    "groups/sampled": 4.0,
+    "groups/solved": 1.0,
+    "groups/unsolved": 3.0,
 }
 MISSING = "ignore:.* groups are missing after"
 IDLE = "ignore:rollout .* taught the policy nothing"
@@ -34,7 +40,7 @@ def _checkpoints_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def watching() -> StopOnZeroGradient:
-    callback = StopOnZeroGradient(3)
+    callback = StopOnZeroGradient(12)
     callback.figures = FIGURES
     return callback
 
@@ -53,7 +59,7 @@ def never_ends() -> Any:
 def run(
     *callbacks: RLCallback, folder: Path | None = None, ckpt_path: Path | None = None, epochs: int = 20, **options: Any
 ) -> RLLightningModule:
-    module = tiny_module(**{"rewards": equal, "patience": 3, **options})
+    module = tiny_module(**{"rewards": equal, "patience": 12, **options})
     data = tiny_prompts(8, 4)
     fit(
         module, data=data, callbacks=callbacks, default_root_dir=folder, max_epochs=epochs, max_steps=30,
@@ -65,14 +71,14 @@ def run(
 @pytest.mark.filterwarnings(MISSING)
 def test_dynamic_sampling_with_equal_rewards_ends_the_run(tmp_path: Path) -> None:
     message = (
-        r"3 rollouts in a row had no gradient \(patience=3\): every group was filtered by DynamicSampling, "
-        r".*\(last rollout: rows 0, .*groups/sampled 8, groups/filtered 8"
+        r"24 groups in a row had no gradient \(patience=24\): every group was filtered by DynamicSampling, "
+        r".*\(last rollout: rows 0, .*groups/sampled 8, groups/filtered 8, groups/solved 8, groups/unsolved 0"
     )
     ending = pytest.raises(IdleRunError, match=message)
     with pytest.warns(UserWarning, match="rollout 0 taught the policy nothing: every group"), ending:
-        run(DynamicSampling(max_rounds=2), folder=tmp_path)
+        run(DynamicSampling(max_rounds=2), folder=tmp_path, patience=24)
     saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
-    assert saved["global_step"] == 0 and saved["callbacks"]["StopOnZeroGradient"]["count"] == 2
+    assert saved["global_step"] == 0 and saved["callbacks"]["StopOnZeroGradient"]["count"] == 24
 
 
 def test_truncated_responses_without_a_trained_token_end_the_run() -> None:
@@ -85,7 +91,7 @@ def test_truncated_responses_without_a_trained_token_end_the_run() -> None:
 
 def test_advantages_that_are_all_zero_end_the_run_though_steps_are_made(tmp_path: Path) -> None:
     ending = pytest.raises(IdleRunError, match=r"every advantage is zero, because .* groups/zero_variance 1")
-    with pytest.warns(UserWarning, match="rollout 0 taught"), ending:
+    with pytest.warns(UserWarning, match="rollout 1 taught"), ending:
         run(folder=tmp_path, minibatches_per_rollout=2)
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 6
 
@@ -125,7 +131,7 @@ def test_a_resumed_run_keeps_the_count_and_has_one_rollout_to_show(tmp_path: Pat
     with pytest.raises(IdleRunError):
         run(folder=tmp_path)
     assert resume(parity_reward).trainer.global_step == 6
-    with pytest.raises(IdleRunError, match="3 rollouts in a row"):
+    with pytest.raises(IdleRunError, match="16 groups in a row"):
         resume(equal)
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 4, "one more than the first time"
 
@@ -138,11 +144,63 @@ def test_the_count_is_part_of_a_checkpoint_in_the_middle_of_a_rollout() -> None:
     assert (again.count, again.learning, again.figures) == (4, True, FIGURES)
 
 
+def ends(callback: StopOnZeroGradient, rollouts: list[dict[str, float]], sampling: SamplingParams) -> str | None:
+    """The message with which rollouts end a run; None if they do not."""
+    for number, figures in enumerate(rollouts):
+        callback.figures = figures
+        callback.note(torch.tensor(figures["tokens with an advantage"]), [0.1])
+        callback.end_rollout(number, Corrections(), sampling)
+        try:
+            callback.check()
+        except IdleRunError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.filterwarnings(IDLE)
+@pytest.mark.parametrize(("groups", "samples"), [(4, 8), (1, 8), (4, 4)])
+def test_rare_successes_do_not_end_a_run(groups: int, samples: int) -> None:
+    coin, solved_sometimes = random.Random(0), 1 - 0.99**samples - 0.01**samples
+    for _ in range(200):
+        taught = [sum(coin.random() < solved_sometimes for _ in range(groups)) for _ in range(100)]
+        figures = [{**FIGURES, "groups/sampled": groups, "tokens with an advantage": 8.0 * n} for n in taught]
+        assert ends(StopOnZeroGradient(), figures, SamplingParams()) is None
+
+
+@pytest.mark.parametrize("groups", [1, 5, 64, 1000])
+def test_a_run_is_warned_a_rollout_before_it_ends(groups: int) -> None:
+    callback = StopOnZeroGradient()
+    with pytest.warns(UserWarning, match="taught the policy nothing") as told:
+        assert ends(callback, [{**FIGURES, "groups/sampled": groups}] * 400, SamplingParams()) is not None
+    assert len(told) == 1 and "the run ends after 256 groups in a row" in str(told[0].message)
+    at = int(str(told[0].message).split()[1])
+    assert at < callback.count / groups - 1, "a rollout between the warning and the end"
+
+
+@pytest.mark.filterwarnings(IDLE)
+@pytest.mark.parametrize(
+    ("sampling", "solved", "unsolved", "advice", "useless"),
+    [
+        ({}, 0, 4, "easier prompts, .*partial credit, a larger group_size or temperature", "harder"),
+        ({}, 4, 0, "harder prompts", "easier"),
+        ({}, 1, 3, "easier or harder prompts", "top_k"),
+        ({"top_p": 0.9}, 0, 4, "temperature", "top_k"),
+        ({"top_k": 1}, 0, 4, "top_k=1 .* raise top_k", "temperature|group_size|prompts,"),
+        ({"top_k": 1, "temperature": 0.5}, 4, 0, "top_k=1 .* raise top_k", "temperature|group_size|prompts,"),
+    ],
+)
+def test_the_advice_can_help(sampling: dict[str, Any], solved: int, unsolved: int, advice: str, useless: str) -> None:
+    figures = {**FIGURES, "groups/solved": solved, "groups/unsolved": unsolved}
+    message = ends(StopOnZeroGradient(8), [figures] * 3, SamplingParams(**sampling))
+    assert message and re.search(advice, message) and not re.search(useless, message), message
+    assert f"{solved / 4:.0%} of the groups solved, {unsolved / 4:.0%} unsolved" in message
+
+
 def test_a_norm_that_is_not_finite_is_no_sign_of_idleness() -> None:
     idle = watching()
     for norm in (0.0, math.nan):
         idle.note(torch.tensor(norm), [0.1])
-    idle.end_rollout(0, Corrections())
+    idle.end_rollout(0, Corrections(), SamplingParams())
     assert idle.count == 0
 
 
@@ -159,12 +217,12 @@ def test_a_rollout_without_a_learning_rate_is_idle(steps: list[list[float]], idl
     idle = watching()
     for rates in steps:
         idle.note(torch.tensor(0.5), rates)
-    resumed = StopOnZeroGradient(3)
+    resumed = StopOnZeroGradient(8)
     resumed.load_state_dict(idle.state_dict())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        resumed.end_rollout(0, Corrections())
-    assert resumed.count == int(idles)
+        resumed.end_rollout(0, Corrections(), SamplingParams())
+    assert resumed.count == 4 * idles
     assert [("learning rate was 0 in every parameter group" in str(one.message)) for one in caught] == [True] * idles
 
 
@@ -176,7 +234,7 @@ def test_a_rollout_without_a_learning_rate_is_idle(steps: list[list[float]], idl
     ],
 )
 def test_a_run_whose_learning_rate_is_zero_ends(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
-    message = r"3 rollouts in a row had no learning rate \(patience=3\): .*\(last rollout: rows 16, "
+    message = r"12 groups in a row had no learning rate \(patience=12\): .*\(last rollout: rows 16, "
     ending = pytest.raises(IdleRunError, match=message)
     with pytest.warns(UserWarning, match="taught the policy nothing: the learning rate was 0"), ending:
         run(folder=tmp_path, rewards=parity_reward, **options)
