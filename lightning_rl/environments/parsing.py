@@ -255,6 +255,7 @@ def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
 
 NAME, EARLIER, LATER = "look_at", "words-of-an-earlier-answer", "words-of-this-answer"
 QUESTION: Message = {"role": "user", "content": "?"}
+AGAIN = "it reads the call of an earlier answer again"
 PARAMETERS = {
     "type": "object",
     "properties": {"x": {"type": "string", "description": "where"}},
@@ -268,66 +269,80 @@ def misread(
 ) -> str | None:
     """Return a description of how a parser misreads a call or a text of the chat template; None if it reads both.
 
-    The conversation has an earlier answer too: a parser that reads its call again would repeat it.
+    Some templates write the opening of calls once in a conversation, so a call after another one, which a parser that
+    reads that again would repeat, or the first one of a conversation has to be read.
     """
     options = options or {}
-    call, said = _written_call(tokenizer, options), _written(tokenizer, options, *map(_said, (EARLIER, LATER)))
-    if call is None:
+    calls = _written_calls(tokenizer, options)
+    if not calls:
         return "the chat template writes no tool calls"
-    answer = _read(parser, tokenizer, *call)
-    calls = [(call.name, dict(call.arguments)) for call in answer.tool_calls]
-    if any(arguments.get("x") == EARLIER for _, arguments in calls):
-        return "it reads the call of an earlier answer again"
-    if calls != [(NAME, {"x": LATER})]:
-        errors = [" ".join(error.split())[:MAX_SHOWN] for error in answer.errors]
-        return f"in {call[1][:MAX_SHOWN]!r} it reads {calls or errors or 'no call'}"
+    faults = [_misread_call(_read(parser, tokenizer, *call), call[1]) for call in calls]
+    if AGAIN in faults or None not in faults:
+        return AGAIN if AGAIN in faults else faults[0]
+    said = _written(tokenizer, options, [QUESTION, _said(EARLIER), QUESTION], _said(LATER))
     if said is not None and LATER not in (text := _read(parser, tokenizer, *said).text):
         return f"in {said[1][:MAX_SHOWN]!r} it reads {repr(text) if text else 'no text'}"
     return None
+
+
+def _misread_call(answer: Action, written: str) -> str | None:
+    calls = [(call.name, dict(call.arguments)) for call in answer.tool_calls]
+    if any(arguments.get("x") == EARLIER for _, arguments in calls):
+        return AGAIN
+    errors = [" ".join(error.split())[:MAX_SHOWN] for error in answer.errors]
+    right = calls == [(NAME, {"x": LATER})]
+    return None if right else f"in {written[:MAX_SHOWN]!r} it reads {calls or errors or 'no call'}"
 
 
 def _read(parser: AnswerParser, tokenizer: PreTrainedTokenizerBase, prefix: list[int], text: str) -> Action:
     return parser(tokenizer(text, add_special_tokens=False)["input_ids"], prefix, [TOOL])
 
 
-def _written_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> tuple[list[int], str] | None:
-    """Return the ids before a call and the call's text, as written by the chat template; None if it writes none."""
-    for as_text, prefix in itertools.product((False, True), ("call0000", f"functions.{NAME}:")):
-        earlier, later = (
-            _call_message(words, f"{prefix}{number}", as_text=as_text) for number, words in enumerate((EARLIER, LATER))
-        )
-        written = _written(tokenizer, options, earlier, later)
-        if written is not None and NAME in written[1]:
-            return written
-    return None
+def _written_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> list[tuple[list[int], str]]:
+    """Return the ids before a call and its text, as written by the chat template after another call, and as the first.
+
+    Templates differ in the ids, contents and arguments that they take.
+    """
+    found: list[tuple[list[int], str]] = []
+    for number in (1, 0):
+        for content, as_text, name in itertools.product(("", None), (False, True), ("call0000", f"functions.{NAME}:")):
+            earlier, later = (
+                _call_message(words, f"{name}{place}", content, as_text=as_text)
+                for place, words in enumerate((EARLIER, LATER))
+            )
+            written = _written(tokenizer, options, [QUESTION, *[earlier, QUESTION] * number], later)
+            if written is not None and NAME in written[1]:
+                found.append(written)
+                break
+    return found
 
 
 def _written(
-    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], earlier: Message, later: Message
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], before: Sequence[Message], answer: Message
 ) -> tuple[list[int], str] | None:
-    """Return the ids before a second answer and its text, as written by the chat template; None if it does not."""
+    """Return the ids before an answer and its text, as written by the chat template; None if it does not."""
     try:
         texts = [
-            _render(tokenizer, [QUESTION, earlier, QUESTION], options, add_generation_prompt=True),
-            _render(tokenizer, [QUESTION, earlier, QUESTION, later], options, add_generation_prompt=False),
+            _render(tokenizer, before, options, add_generation_prompt=True),
+            _render(tokenizer, [*before, answer], options, add_generation_prompt=False),
         ]
     except Exception:  # noqa: BLE001  a template may raise anything
         return None
     ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
-    before = list(os.path.commonprefix(ids))  # noqa: RUF071  of tokens
-    written = str(tokenizer.decode(ids[1][len(before) :])).rstrip()
-    return (before, written) if LATER in written else None
+    prefix = list(os.path.commonprefix(ids))  # noqa: RUF071  of tokens
+    written = str(tokenizer.decode(ids[1][len(prefix) :])).rstrip()
+    return (prefix, written) if LATER in written else None
 
 
-def _said(words: str) -> dict[str, Any]:
+def _said(words: str | None) -> dict[str, Any]:
     return {"role": "assistant", "content": words}
 
 
-def _call_message(words: str, number: str, *, as_text: bool) -> Message:
+def _call_message(words: str, number: str, content: str | None, *, as_text: bool) -> Message:
     """Return a call whose arguments are an object, as most templates expect, or JSON text."""
     arguments = {"x": words}
     function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
-    return _said("") | {"tool_calls": [{"type": "function", "id": number, "function": function}]}
+    return _said(content) | {"tool_calls": [{"type": "function", "id": number, "function": function}]}
 
 
 def _render(

@@ -79,32 +79,44 @@ THOUGHT_TAGS = ("<think>", "</think>")
 WIDE = "\N{FULLWIDTH VERTICAL LINE}"
 DEEPSEEK = """
 {{- bos_token }}
-{%- set state = namespace(outputs=false) -%}
+{%- set state = namespace(opened=false, outputs=false, answered=false) -%}
 {%- for m in messages -%}
   {%- if m.role == 'system' -%}{{ m.content }}{%- endif -%}
   {%- if m.role == 'user' -%}{%- set state.outputs = false -%}{{ '<|User|>' + m.content }}{%- endif -%}
-  {%- if m.role == 'assistant' -%}
-    {{ '' if state.outputs else '<|Assistant|>' }}{{ m.content.split('</think>')[-1] }}
-    {%- if m.tool_calls -%}
-      {{ '<|tool▁calls▁begin|>' }}
-      {%- for call in m.tool_calls -%}
-        {{ '\n' if not loop.first }}
-        {{- '<|tool▁call▁begin|>function<|tool▁sep|>' + call.function.name + '\n```json\n' }}
-        {{- call.function.arguments + '\n```<|tool▁call▁end|>' }}
-      {%- endfor -%}
-      {{ '<|tool▁calls▁end|>' }}
-    {%- endif -%}
+  {%- if m.role == 'assistant' and CALLS -%}
     {%- set state.outputs = false -%}
-    {{ '<|end▁of▁sentence|>' }}
+    {%- for call in m.tool_calls -%}
+      {{ '\n' if state.opened else '<|Assistant|>' + (m.content or '') + '<|tool▁calls▁begin|>' }}
+      {{- '<|tool▁call▁begin|>' + call.type + '<|tool▁sep|>' + call.function.name + '\n```json\n' }}
+      {{- call.function.arguments + '\n```<|tool▁call▁end|>' }}{{ CLOSE if state.opened }}
+      {%- set state.opened = true -%}
+    {%- endfor -%}
+    {{ END }}
+  {%- elif m.role == 'assistant' -%}
+    {{ '<|tool▁outputs▁end|>' if state.outputs else '<|Assistant|>' }}
+    {{- m.content.split('</think>')[-1] + '<|end▁of▁sentence|>' }}
+    {%- set state.outputs = false -%}
   {%- endif -%}
   {%- if m.role == 'tool' -%}
-    {{ '' if state.outputs else '<|tool▁outputs▁begin|>' }}
+    {{ '\n' if state.answered else '<|tool▁outputs▁begin|>' }}
     {{- '<|tool▁output▁begin|>' + m.content + '<|tool▁output▁end|>' }}
-    {%- set state.outputs = true -%}
-    {%- if loop.last or loop.nextitem.role != 'tool' -%}{{ '<|tool▁outputs▁end|>' }}{%- endif -%}
+    {%- set state.outputs = true -%}{%- set state.answered = true -%}
   {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt and not state.outputs -%}{{ HEAD }}{%- endif -%}""".replace("|", WIDE)
+{%- if state.outputs -%}{{ '<|tool▁outputs▁end|>' }}{%- endif -%}
+{%- if add_generation_prompt and not state.outputs -%}{{ '<|Assistant|>HEAD' }}{%- endif -%}"""
+CALLS_END = "'<|tool▁calls▁end|><|end▁of▁sentence|>'"
+
+
+def deepseek(head: str, *, calls: str = "m.tool_calls", close: str = "''", end: str = CALLS_END) -> str:
+    """Template that opens calls and results once in a conversation, with the full-width signs of its tokens."""
+    parts = {"HEAD": head, "CALLS": calls, "CLOSE": close, "END": end}
+    text = DEEPSEEK
+    for name, part in parts.items():
+        text = text.replace(name, part)
+    return text.replace("<|", f"<{WIDE}").replace("|>", f"{WIDE}>")
+
+
 DEEPSEEK_TOKENS = tuple(
     f"<{WIDE}{name}{WIDE}>"
     for name in (
@@ -333,11 +345,18 @@ FAMILIES: dict[str, Family] = {
         renderer="glm-4.5",
         close=("<|user|>", "<|observation|>"),
     ),
+    "deepseek-v3": Family(template=deepseek(""), special=DEEPSEEK_TOKENS, renderer="deepseek-v3"),
     "deepseek-r1": Family(
-        template=DEEPSEEK.replace("HEAD", f"'<{WIDE}Assistant{WIDE}><think>\\n'"),
+        template=deepseek("<think>\\n"),
         special=DEEPSEEK_TOKENS,
         added=THOUGHT_TAGS,
         renderer="deepseek-r1",
+        appends=(),
+    ),
+    "r1-distill": Family(  # the first call of a conversation is not closed, and no mark of calls is a token
+        template=deepseek("<think>\\n", calls="m.content is none", close=CALLS_END, end="''"),
+        special=DEEPSEEK_TOKENS[:4],
+        added=THOUGHT_TAGS,
         appends=(),
     ),
     "phi-3.5": Family(  # what a tool says is not there
