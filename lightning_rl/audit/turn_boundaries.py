@@ -103,8 +103,10 @@ def behind_an_answer(bridge: Bridge, messages: Sequence[Message]) -> tuple[int, 
             continue
         if one != other:
             end = _common_end(one, other)
-            first = next((place for place, token in enumerate(end) if token in bridge.ends), len(end))
-            return tuple(end[first:])
+            for ids in (bridge.ends, control_tokens(bridge.tokenizer)):
+                if closing := [place for place, token in enumerate(end) if token in ids]:
+                    return tuple(end[closing[0] :])
+            return ()
     return ()
 
 

@@ -121,9 +121,8 @@ class Bridge:
         harmless = self.tail([{**message, "content": "x"} for message in messages])
         if self._count(ids) > self._count(harmless):
             raise BridgeError("the environment's text became control tokens, which could end its turn")
-        if not drawn or drawn[-1] not in self.ends:
-            return ids
-        return ids[1:] if drawn[-1] == ids[0] or not self.closes_as_head(ids) else ids
+        closed = drawn and (drawn[-1] == ids[0] or (drawn[-1] in self.ends and not self.closes_as_head(ids)))
+        return ids[1:] if closed else ids
 
     @property
     def ends(self) -> Collection[int]:
@@ -157,27 +156,37 @@ class Bridge:
             )
         if MARK in after:
             raise BridgeError("the template writes an answer twice")
-        closing = self._closing(self.tokenizer(before, add_special_tokens=False)["input_ids"])
-        ids = self._ids([*talk, *new])
-        places = [place for place, token in enumerate(ids) if token in self.ends]
-        if len(places) <= closing:
-            raise BridgeError(self._missing_end(after))
-        return tuple(ids[places[closing] :])
+        ids, earlier = self._ids([*talk, *new]), self._encoded(before)
 
-    def _missing_end(self, after: str) -> str:
-        """Return the message for a template that writes no closing id after an answer."""
+        def behind(ends: Collection[int]) -> tuple[int, ...]:
+            closing = sum(token in ends for token in earlier)
+            places = [place for place, token in enumerate(ids) if token in ends]
+            return tuple(ids[places[closing] :]) if len(places) > closing else ()
+
+        return behind(self.ends) or behind([self._end_in_history(talk, after)])
+
+    def _end_in_history(self, talk: Sequence[Message], after: str) -> int:
+        """Return the id that closes an answer before ``after`` and ends no response, as ``<|end|>`` of gpt-oss.
+
+        Raises:
+            BridgeError: If the template closes the last answer of a conversation with an id that ends no response
+                either; says what to pass.
+        """
         start = f"the template ends an answer with none of the ids {sorted(self.close)} that end a response"
-        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"]
-        token = next((token for token in ids if token in self._control), None)
-        if token is None:
-            return f"{start}, nor with another control token: it has to write one after each answer"
-        return (
-            f"{start}, but with {self._control[token]!r} (id {token}): pass sampling=SamplingParams(eos_token_ids="
-            f"{sorted({*self.close, token})})"
+        end = str(self._render(talk, head=False, tokenize=False)).partition(MARK)[2]
+        first, last = (next(filter(self._control.__contains__, self._encoded(text)), None) for text in (after, end))
+        if first is None:
+            raise BridgeError(f"{start}, nor with another control token: it has to write one after each answer")
+        last = first if last is None else last
+        if last in self.ends:
+            return first
+        raise BridgeError(
+            f"{start}, but with {self._control[last]!r} (id {last}): pass sampling=SamplingParams(eos_token_ids="
+            f"{sorted({*self.close, last})})"
         )
 
-    def _closing(self, ids: Sequence[int]) -> int:
-        return sum(token in self.ends for token in ids)
+    def _encoded(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         return str(self._render(messages, tokenize=False, tools=list(tools) or None))
@@ -196,12 +205,12 @@ class Bridge:
                 "write as plain text: install transformers>=5.23"
             )
         text = self._render(messages, tokenize=False, **options)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._encoded(text)
 
-    def _render(self, messages: Sequence[Message], **options: Any) -> Any:
+    def _render(self, messages: Sequence[Message], *, head: bool = True, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, **{**self.options, **options}
+                [dict(message) for message in messages], add_generation_prompt=head, **{**self.options, **options}
             )
         except Exception as error:  # a template may raise anything
             raise BridgeError(f"the template raises {type(error).__name__}: {error}") from error

@@ -313,7 +313,7 @@ FAMILIES: dict[str, Family] = {
 {%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}""",
         special=("<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|constrain|>"),
         renderer="gpt-oss",
-        close=("<|return|>", "<|end|>", "<|call|>"),
+        close=("<|return|>", "<|call|>"),
     ),
     "glm-4.5": Family(  # the head of the next speaker ends an answer
         template="""

@@ -343,3 +343,22 @@ def test_a_conversation_only_grows_and_every_drawn_token_is_its_own_once(
     trained = [token for token, turn in zip(row.response_ids, row.turn_numbers, strict=True) if turn]
     assert trained == [token for ids, _ in answers for token in ids]
     assert sorted(set(row.turn_numbers) - {0}) == list(range(1, len(answers) + 1))
+
+
+def test_what_ends_a_response_need_not_end_a_message_of_the_history() -> None:
+    name, question = "gpt-oss", NEW["user"]
+    tail = tokenizer_of(name).decode(list(bridge_of(name).tail(question)))
+    assert tail == "<|end|><|start|>user<|message|>hello world<|end|><|start|>assistant"
+    ending, call, end = tokenizer_of(name).convert_tokens_to_ids(["<|return|>", "<|call|>", "<|end|>"])
+    after = bridge_of(name).after([ending], question)
+    assert end not in after[:1], "the token that was sampled closes the message"
+    with pytest.raises(BridgeError, match=rf"but with '<\|return\|>' \(id {ending}\): pass .*\[{ending}, {call}\]"):
+        Bridge(tokenizer_of(name), {call}).tail(question)
+
+
+@pytest.mark.parametrize(("name", "ending"), [("chatml", "<|endoftext|>"), ("phi-3.5", "<|endoftext|>")])
+def test_a_token_that_the_template_does_not_write_after_an_answer_does_not_end_a_response(
+    name: str, ending: str
+) -> None:
+    with pytest.raises(BridgeError, match="ends an answer with none of the ids"):
+        Bridge(tokenizer_of(name), {tokenizer_of(name).convert_tokens_to_ids(ending)}).tail(NEW["user"])
