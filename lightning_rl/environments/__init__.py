@@ -13,6 +13,7 @@ from lightning_rl.environments.environment import (
     TokenStep,
     ToolCall,
 )
+from lightning_rl.environments.json_calls import JsonParser
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import EnvironmentReward, Outcome
 from lightning_rl.environments.parsing import (
@@ -35,6 +36,7 @@ __all__ = [
     "Conversations",
     "Environment",
     "EnvironmentReward",
+    "JsonParser",
     "Message",
     "MessageEnvironment",
     "ObjectEnvironment",

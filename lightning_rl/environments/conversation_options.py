@@ -26,8 +26,8 @@ class Conversations:
         source: Class or function that creates an ``Environment`` for each conversation, a mapping from names to such
             factories, or a list of functions that the policy may call; see :class:`ToolEnvironment`. With a mapping,
             the data column ``environment`` selects the name.
-        tool_parser: Parser of the policy's tool calls: ``"hermes"``, a name known to the package ``renderers``, a
-            response template of transformers, or a function. Default: derived from the chat template.
+        tool_parser: Parser of the policy's tool calls: ``"hermes"``, ``"json"``, a name known to the package
+            ``renderers``, a response template of transformers, or a function. Default: derived from the chat template.
         max_turns: Maximum number of answers per conversation. ``sampling.max_new_tokens`` limits their tokens in total.
         max_turn_tokens: Maximum number of tokens per answer; None for no separate limit.
         workers: Number of concurrent conversations, each in a subprocess that is killed if its environment hangs; 0

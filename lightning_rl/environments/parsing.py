@@ -7,8 +7,9 @@ read the call that the tokenizer's chat template writes, or an error is raised b
 import itertools
 import json
 import os.path
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -17,10 +18,13 @@ from transformers.utils.chat_parsing import ResponseParser
 from typing_extensions import override
 
 from lightning_rl.environments.environment import Action, Message, ToolCall
+from lightning_rl.environments.json_calls import JsonParser
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.decoding import decode_completions
 
 HERMES = "hermes"
+JSON = ("json", "llama-3")  # the renderer of Llama 3 takes several calls, and broken ones, for text
+JSON_HEAD = re.compile(r'\[?\s*(\{\s*("type":\s*"function",\s*)?"(function":\s*\{\s*"name|name)":\s*")?$')
 MAX_SHOWN = 120  # characters of a misread text in messages
 
 
@@ -33,7 +37,8 @@ class AnswerParser(Protocol):
 
 
 ParserSource = AnswerParser | Mapping[str, Any] | str
-"""Parser, response template of transformers, or name of a renderer; ``"hermes"`` for calls as JSON in tags."""
+"""Parser, response template of transformers, or name of a renderer; ``"hermes"`` for calls as JSON in tags, ``"json"``
+for JSON or Python without a tag around each call."""
 
 
 class ParserError(ValueError):
@@ -49,8 +54,8 @@ def check_source(source: Any) -> Any:
     if source is None or callable(source) or isinstance(source, (Mapping, str)):
         return source
     raise ValueError(
-        "expected tool_parser to be a response template of transformers, the name of a renderer, 'hermes', a function "
-        f"or None, got {source!r}"
+        "expected tool_parser to be a response template of transformers, the name of a renderer, 'hermes', 'json', a "
+        f"function or None, got {source!r}"
     )
 
 
@@ -71,10 +76,12 @@ class TemplateParser:
     Args:
         tokenizer: Tokenizer of the ids.
         template: Response template, as in ``tokenizer.response_template``.
+        mark: Text before the name of a call, without spaces: with a tool's name in an answer's text, it is an error.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: Mapping[str, Any]
+    mark: str = field(default="", compare=False)
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
@@ -89,9 +96,9 @@ class TemplateParser:
         calls, errors = _read_calls([call.get("function", call) for call in message.get("tool_calls") or ()])
         keys = ("reasoning_content", "thinking", "reasoning")
         reasoning = next((message[key] for key in keys if message.get(key)), None)
-        return Action(
-            text=_text(message.get("content")), tool_calls=calls, reasoning=reasoning, errors=[*broken, *errors]
-        )
+        text = _text(message.get("content"))
+        errors = [*broken, *errors] or ([] if calls else _untagged(text, self.mark, tools))
+        return Action(text=text, tool_calls=calls, reasoning=reasoning, errors=errors)
 
 
 class _Response(ResponseParser):
@@ -118,6 +125,7 @@ class RendererParser:
         tokenizer: Tokenizer of the ids.
         name: Name of the renderer.
         options: Further arguments of the chat template, such as ``enable_thinking``; the renderer gets those it knows.
+        mark: As for :class:`TemplateParser`.
 
     Raises:
         ImportError: If the package is missing; says how to install it.
@@ -127,6 +135,7 @@ class RendererParser:
     tokenizer: PreTrainedTokenizerBase
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    mark: str = field(default="", compare=False)
     _renderer: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -158,9 +167,9 @@ class RendererParser:
         whole = [call for call in parsed.tool_calls if call.status in ("ok", "unknown_tool")]
         calls, errors = _read_calls([{"name": call.name, "arguments": call.arguments, "id": call.id} for call in whole])
         broken = [f"{call.status}: {call.raw}" for call in parsed.tool_calls if call not in whole]
-        return Action(
-            text=_text(parsed.content), tool_calls=calls, reasoning=parsed.reasoning_content, errors=[*errors, *broken]
-        )
+        text = _text(parsed.content)
+        errors = [*errors, *broken] or ([] if calls else _untagged(text, self.mark, tools))
+        return Action(text=text, tool_calls=calls, reasoning=parsed.reasoning_content, errors=errors)
 
 
 def parser_for(
@@ -172,7 +181,7 @@ def parser_for(
         tokenizer: Tokenizer with a chat template.
         source: Parser, response template of transformers, name of a renderer, or ``"hermes"``; None for the first of
             these that reads the template's own call: the renderer of the tokenizer's name, the tokenizer's response
-            template, ``"hermes"``.
+            template, ``"hermes"``, ``"json"``.
         options: Further arguments of the chat template.
 
     Raises:
@@ -188,7 +197,8 @@ def parser_for(
             tried.append(str(error))
             continue
         if (fault := misread(parser, tokenizer, options)) is None:
-            return parser
+            mark = "".join(_call_head(tokenizer, options or {}).rpartition("\n")[2].split())
+            return replace(parser, mark=mark) if isinstance(parser, TemplateParser | RendererParser) else parser
         tried.append(f"{name}: {fault}")
     raise ParserError(
         f"expected a parser of the tool calls of {tokenizer.name_or_path or 'this tokenizer'}, got none that reads "
@@ -206,13 +216,16 @@ def _candidates(
         yield "the response template", lambda: TemplateParser(tokenizer, source)
         return
     name = _renderer_name(tokenizer) if source is None else source
-    if name is not None and name != HERMES:
+    if name is not None and name not in (HERMES, *JSON):
         yield f"renderer {name!r}", lambda: RendererParser(tokenizer, name, options)
     template = getattr(tokenizer, "response_template", None)
     if source is None and template is not None:
         yield "the tokenizer's response template", lambda: TemplateParser(tokenizer, template)
     if source in (None, HERMES):
         yield repr(HERMES), lambda: TemplateParser(tokenizer, hermes_template(tokenizer, options))
+    if source in (None, *JSON):
+        head = _call_head(tokenizer, options).rpartition("</think>")[2]
+        yield repr(JSON[0]), lambda: JsonParser(tokenizer, JSON_HEAD.sub("", head).strip())
 
 
 def _renderer_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -317,6 +330,12 @@ def _written_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
     return found
 
 
+def _call_head(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    """Return what the chat template writes before the name of a conversation's first call; empty if it writes none."""
+    calls = _written_calls(tokenizer, options)
+    return calls[-1][1].partition(NAME)[0] if calls else ""
+
+
 def _written(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], before: Sequence[Message], answer: Message
 ) -> tuple[list[int], str] | None:
@@ -375,6 +394,14 @@ def _read_call(function: Any) -> ToolCall:
     if arguments is not None and not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of {name} have to be an object, got {arguments!r}")
     return ToolCall(name=name, arguments=dict(arguments or {}), id=function.get("id"))
+
+
+def _untagged(text: str, mark: str, tools: Sequence[Any]) -> list[str]:
+    """Return an error if the text has a call without the tags that the chat template writes around it."""
+    squeezed = "".join(text.split())
+    names = [tool.get("function", tool).get("name") for tool in tools] if mark else []
+    found = [name for name in names if re.search(rf"{re.escape(mark + name)}\b", squeezed)]
+    return [f"the call of {name} has no tags around it, so it was not made" for name in found[:1]]
 
 
 def _unreadable(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], error: Exception) -> Action:

@@ -4,6 +4,7 @@ Nothing here is a copy: only what matters between turns is there, which are head
 tools are called and how they answer.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -72,6 +73,14 @@ LAST_QUESTION = """
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set seen.at = loop.index0 -%}{%- endif -%}{%- endfor -%}"""
 CHATML_TOOLS = "{%- if tools -%}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{%- endif -%}"
 CHATML_HEAD = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+JSON_CALL = """
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}{{ '}' -}}"""
+PYTHON_CALL = """
+{{- call.function.name + '(' }}
+{%- for name, value in call.function.arguments | items -%}
+  {{- ', ' if not loop.first }}{{ name + '=' + (value | tojson) }}
+{%- endfor -%}
+{{- ')' -}}"""
 IM = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
 CALL_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 THOUGHT_TAGS = ("<think>", "</think>")
@@ -159,6 +168,7 @@ LLAMA_TOKENS = (
     "<|start_header_id|>",
     "<|end_header_id|>",
     "<|eom_id|>",
+    "<|python_tag|>",
 )
 
 FAMILIES: dict[str, Family] = {
@@ -227,7 +237,6 @@ FAMILIES: dict[str, Family] = {
     "llama-3.1": Family(  # a tool's text as a JSON string
         template=LLAMA.replace("TOOL_TEXT", "m.content | tojson"),
         special=LLAMA_TOKENS,
-        renderer="llama-3",
         close=("<|eot_id|>", "<|eom_id|>"),
     ),
     "gemma-3": Family(
@@ -398,11 +407,16 @@ FAMILIES: dict[str, Family] = {
         two_tools="drops the text of a tool message",
         appends=("user",),
     ),
-    "mistral": Family(  # no head before an answer; a result carries the nine letters of its call
-        template="""
+    "mistral": Family(  # no head before an answer; tools before the last user; a result carries the letters of its call
+        template=LAST_QUESTION
+        + """
 {{- bos_token }}
-{%- if tools -%}{{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif -%}
 {%- for m in messages -%}
+  {%- if m.role == 'user' and loop.previtem and loop.previtem.role == 'user' or m.role == 'user' and loop.previtem
+      and loop.previtem.tool_calls -%}{{ raise_exception('roles have to alternate') }}{%- endif -%}
+  {%- if tools and loop.index0 == seen.at -%}
+    {{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+  {%- endif -%}
   {%- if m.role == 'tool' -%}
     {%- if m.tool_call_id | length != 9 -%}{{ raise_exception('ids of calls have nine letters') }}{%- endif -%}
     {{ '[TOOL_RESULTS] {"content": ' + (m.content | tojson) + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
@@ -431,6 +445,26 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
 }
+
+CALL_FORMATS: dict[str, tuple[str, str, str]] = {  # what opens calls, one call in Jinja, and what closes them
+    "granite": ("<|tool_call|>[", JSON_CALL, "]"),
+    "phi-4-mini": ("<|tool_call|>[", JSON_CALL, "]<|/tool_call|>"),
+    "xlam": ("[", JSON_CALL, "]"),
+    "functools": ("functools[", JSON_CALL, "]"),
+    "pythonic": ("[", PYTHON_CALL, "]"),
+    "llama-4": ("<|python_start|>[", PYTHON_CALL, "]<|python_end|>"),
+}
+for _name, (_open, _call, _close) in CALL_FORMATS.items():
+    FAMILIES[_name] = Family(
+        template=CHATML_TOOLS
+        + "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content }}{%- if m.tool_calls -%}"
+        + f"{{{{ '{_open}' }}}}{{%- for call in m.tool_calls -%}}"
+        + f"{{{{ ', ' if not loop.first }}}}{_call}{{%- endfor -%}}"
+        + f"{{{{ '{_close}' }}}}{{%- endif -%}}{{{{ '<|im_end|>\n' }}}}{{%- endfor -%}}"
+        + CHATML_HEAD,
+        special=IM,
+        added=tuple(re.findall(r"<\|[\w/]+\|>", _open + _close)),
+    )
 
 
 @cache

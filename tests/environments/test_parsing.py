@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from environments.templates import FAMILIES, tokenizer_of
 
-from lightning_rl.environments import Action, ParserError, RendererParser, TemplateParser, parser_for
+from lightning_rl.environments import Action, JsonParser, ParserError, RendererParser, TemplateParser, parser_for
 from lightning_rl.environments.parsing import check_source, misread
 
 LOOK = {
@@ -169,6 +169,64 @@ XML = {
     },
 }
 
+JSON = '{"name": "look", "parameters": {"x": "one"}}'
+PYTHON = 'look(x="one")'
+ONE, TWO = [("look", {"x": "one"})], [("look", {"x": "one"}), ("look", {"x": "two"})]
+READ = {
+    ("llama-3.1", JSON): ONE,
+    ("llama-3.1", f"{JSON}; {JSON.replace('one', 'two')}"): TWO,
+    ("llama-3.1", f"<|python_tag|>{JSON}"): ONE,
+    ("llama-3.1", f"<|python_tag|>{JSON}; {JSON.replace('one', 'two')}"): TWO,
+    ("llama-3.1", '{"type": "function", "function": {"name": "look", "arguments": {"x": "one"}}}'): ONE,
+    ("llama-3.1", '<|python_tag|>look.call(x="one")'): ONE,
+    ("llama-3.1", "So the answer is {x} [1]."): [],
+    ("llama-3.1", '{"name": "Ada", "age": 36}'): [],
+    ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {"x": "one"}, "id": "call00001"}]'): ONE,
+    ("mistral", '[TOOL_CALLS][{"name":"look","arguments":{"x":"one"}},{"name":"look","arguments":{"x":"two"}}]'): TWO,
+    ("xlam", '<think>hm</think>[{"name": "look", "arguments": {"x": "one"}}]'): ONE,
+    ("xlam", '```json\n[{"name": "look", "arguments": {"x": "one"}}]\n```'): ONE,
+    ("granite", f"<|tool_call|>[{JSON}]"): ONE,
+    ("phi-4-mini", f"<|tool_call|>[{JSON}]<|/tool_call|>"): ONE,
+    ("functools", f"functools[{JSON}]"): ONE,
+    ("pythonic", f"[{PYTHON}, {PYTHON.replace('one', 'two')}]"): TWO,
+    ("llama-4", f"<|python_start|>[{PYTHON}]<|python_end|>"): ONE,
+    ("pythonic", "[see (1)] It is 4."): [],
+    ("pythonic", "[Smith(2020)] says 4."): [],
+}
+
+
+@pytest.mark.parametrize(("name", "said"), READ)
+def test_calls_without_tags_are_read(name: str, said: str) -> None:
+    parser = parser_for(tokenizer_of(name))
+    assert isinstance(parser, JsonParser)
+    answer = parse(parser, said + FAMILIES[name].special[0], before="", name=name)
+    assert calls(answer) == READ[name, said] and list(answer.errors) == []
+    assert answer.text == ("" if answer.tool_calls else said)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "said", "made"),
+    [
+        ("llama-3.1", "llama-3", JSON[:-9], 0),
+        ("llama-3.1", "llama-3", "<|python_tag|>import os", 0),
+        ("llama-3.1", "llama-3", f"{JSON}; {JSON[:-9]}", 1),
+        ("llama-3.1", "llama-3", '{"name": "look", "parameters": [1]}', 0),
+        ("mistral", "json", "[TOOL_CALLS] hello", 0),
+        ("granite", "json", f"Sure.<|tool_call|>[{JSON}, {JSON[:-9]}", 1),
+        ("pythonic", "json", "[look(1)]", 0),
+        ("pythonic", "json", '[look(x="one', 0),
+        ("pythonic", "json", "[look(x=f(1))]", 0),
+        ("qwen3.5", "qwen3.5", "</think>\n\n<function=look>\n<parameter=x>\none\n</parameter>\n</function>", 0),
+        ("qwen3.5", XML, "<function=look>\n<parameter=x>\none\n</parameter>\n</function>", 0),
+        ("qwen3", "hermes", '{"name": "look", "arguments": {"x": "one"}}', 0),
+        ("qwen3", "qwen3", '{"name": "look", "arguments": {"x": "one"}}', 0),
+    ],
+)
+def test_what_begins_like_a_call_is_a_call_or_an_error(name: str, source: Any, said: str, made: int) -> None:
+    before = f"{HEAD}<think>\n" if name == "qwen3.5" and source != XML else HEAD
+    answer = parse(parser_for(tokenizer_of(name), source), said + FAMILIES[name].special[0], before=before, name=name)
+    assert (len(answer.tool_calls), len(answer.errors)) == (made, 1)
+
 
 def test_a_response_template_is_passed_or_comes_with_the_tokenizer() -> None:
     said = "<tool_call>\n<function=look>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call><|im_end|>"
@@ -193,10 +251,9 @@ def test_without_a_source_the_first_that_reads_the_template_is_taken() -> None:
     ("name", "source", "message"),
     [
         ("chatml", None, "the chat template writes no tool calls"),
-        ("llama-3.1", None, '\'hermes\': in \'{"name": "look_at", .* it reads no call'),
         ("llama-3.1", "hermes", "it reads no call"),
         ("qwen3.5", "qwen3", "renderer 'qwen3': in .*function=look_at.* it reads"),
-        ("mistral", None, "'hermes': the chat template writes nothing at the head of an answer"),
+        ("mistral", "hermes", "'hermes': the chat template writes nothing at the head of an answer"),
         (
             "qwen3",
             {"start_anchor": "nowhere", "fields": XML["fields"]},
