@@ -156,7 +156,7 @@ class Bridge:
             )
         if MARK in after:
             raise BridgeError("the template writes an answer twice")
-        ids, earlier = self._ids([*talk, *new]), self._encoded(before)
+        ids, earlier = self._ids([*talk, *new]), self._ids_of(before)
 
         def behind(ends: Collection[int]) -> tuple[int, ...]:
             closing = sum(token in ends for token in earlier)
@@ -174,7 +174,7 @@ class Bridge:
         """
         start = f"the template ends an answer with none of the ids {sorted(self.close)} that end a response"
         end = str(self._render(talk, head=False, tokenize=False)).partition(MARK)[2]
-        first, last = (next(filter(self._control.__contains__, self._encoded(text)), None) for text in (after, end))
+        first, last = (next(filter(self._control.__contains__, self._ids_of(text)), None) for text in (after, end))
         if first is None:
             raise BridgeError(f"{start}, nor with another control token: it has to write one after each answer")
         last = first if last is None else last
@@ -185,7 +185,7 @@ class Bridge:
             f"{sorted({*self.close, last})})"
         )
 
-    def _encoded(self, text: str) -> list[int]:
+    def _ids_of(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
@@ -205,7 +205,7 @@ class Bridge:
                 "write as plain text: install transformers>=5.23"
             )
         text = self._render(messages, tokenize=False, **options)
-        return self._encoded(text)
+        return self._ids_of(text)
 
     def _render(self, messages: Sequence[Message], *, head: bool = True, **options: Any) -> Any:
         try:

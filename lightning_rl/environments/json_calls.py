@@ -15,7 +15,8 @@ PYTHON_TAG = "<|python_tag|>"  # before calls of Llama 3
 BARE = re.compile(r'(```\w*)?\s*\[?\s*(\{\s*"(name|type|function|arguments|parameters)"|(?<=\[)\s*[A-Za-z_][\w.]*\()')
 PYTHON = re.compile(r"\[?\s*([A-Za-z_][\w.]*)\(")
 AROUND = re.compile(r"^\s*```\w*|\s*(```|<[|/][^<>]*>\s*)+$")
-BETWEEN = re.compile(r"[\s;,\[\]]*(?=\{)")
+ARGS = r"(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*"  # before the arguments in Mistral's later models
+BETWEEN = re.compile(rf"[\s;,\[\]]*(?:{ARGS})?(?=\{{)")
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -70,7 +71,7 @@ def _read(body: str, names: set[Any] | None = None) -> tuple[list[ToolCall], lis
             raise ValueError("expected JSON objects with a name and arguments")
         while found:
             value, place = json.JSONDecoder().raw_decode(body, found.end())
-            values.append(value)
+            values.append({"name": found[1], "arguments": value} if found[1] else value)
             found = BETWEEN.match(body, place)
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         python = PYTHON.match(body)
@@ -103,5 +104,6 @@ def _python_calls(body: str) -> list[dict[str, Any]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    named = isinstance(node, ast.Name) and node.id in CONSTANTS
-    return CONSTANTS[node.id] if named else ast.literal_eval(node)
+    if isinstance(node, ast.Name) and node.id in CONSTANTS:
+        return CONSTANTS[node.id]
+    return ast.literal_eval(node)

@@ -97,7 +97,7 @@ class TemplateParser:
         keys = ("reasoning_content", "thinking", "reasoning")
         reasoning = next((message[key] for key in keys if message.get(key)), None)
         text = _text(message.get("content"))
-        errors = [*broken, *errors] or ([] if calls else _untagged(text, self.mark, tools))
+        errors = [*broken, *errors] or ([] if calls else _calls_without_tags(text, self.mark, tools))
         return Action(text=text, tool_calls=calls, reasoning=reasoning, errors=errors)
 
 
@@ -168,7 +168,7 @@ class RendererParser:
         calls, errors = _read_calls([{"name": call.name, "arguments": call.arguments, "id": call.id} for call in whole])
         broken = [f"{call.status}: {call.raw}" for call in parsed.tool_calls if call not in whole]
         text = _text(parsed.content)
-        errors = [*errors, *broken] or ([] if calls else _untagged(text, self.mark, tools))
+        errors = [*errors, *broken] or ([] if calls else _calls_without_tags(text, self.mark, tools))
         return Action(text=text, tool_calls=calls, reasoning=parsed.reasoning_content, errors=errors)
 
 
@@ -292,7 +292,7 @@ def misread(
     faults = [_misread_call(_read(parser, tokenizer, *call), call[1]) for call in calls]
     if AGAIN in faults or None not in faults:
         return AGAIN if AGAIN in faults else faults[0]
-    said = _written(tokenizer, options, [QUESTION, _said(EARLIER), QUESTION], _said(LATER))
+    said = _write_answer(tokenizer, options, [QUESTION, _say(EARLIER), QUESTION], _say(LATER))
     if said is not None and LATER not in (text := _read(parser, tokenizer, *said).text):
         return f"in {said[1][:MAX_SHOWN]!r} it reads {repr(text) if text else 'no text'}"
     return None
@@ -323,7 +323,7 @@ def _written_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
                 _call_message(words, f"{name}{place}", content, as_text=as_text)
                 for place, words in enumerate((EARLIER, LATER))
             )
-            written = _written(tokenizer, options, [QUESTION, *[earlier, QUESTION] * number], later)
+            written = _write_answer(tokenizer, options, [QUESTION, *[earlier, QUESTION] * number], later)
             if written is not None and NAME in written[1]:
                 found.append(written)
                 break
@@ -336,7 +336,7 @@ def _call_head(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -
     return calls[-1][1].partition(NAME)[0] if calls else ""
 
 
-def _written(
+def _write_answer(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], before: Sequence[Message], answer: Message
 ) -> tuple[list[int], str] | None:
     """Return the ids before an answer and its text, as written by the chat template; None if it does not."""
@@ -353,7 +353,7 @@ def _written(
     return (prefix, written) if LATER in written else None
 
 
-def _said(words: str | None) -> dict[str, Any]:
+def _say(words: str | None) -> dict[str, Any]:
     return {"role": "assistant", "content": words}
 
 
@@ -361,7 +361,7 @@ def _call_message(words: str, number: str, content: str | None, *, as_text: bool
     """Return a call whose arguments are an object, as most templates expect, or JSON text."""
     arguments = {"x": words}
     function = {"name": NAME, "arguments": json.dumps(arguments) if as_text else arguments}
-    return _said(content) | {"tool_calls": [{"type": "function", "id": number, "function": function}]}
+    return _say(content) | {"tool_calls": [{"type": "function", "id": number, "function": function}]}
 
 
 def _render(
@@ -396,7 +396,7 @@ def _read_call(function: Any) -> ToolCall:
     return ToolCall(name=name, arguments=dict(arguments or {}), id=function.get("id"))
 
 
-def _untagged(text: str, mark: str, tools: Sequence[Any]) -> list[str]:
+def _calls_without_tags(text: str, mark: str, tools: Sequence[Any]) -> list[str]:
     """Return an error if the text has a call without the tags that the chat template writes around it."""
     squeezed = "".join(text.split())
     names = [tool.get("function", tool).get("name") for tool in tools] if mark else []

@@ -221,7 +221,7 @@ class Sampler:
                 keep = self.corrections.keep_groups(part)
             calls, failed, outcomes = [*calls, *new], [*failed, failing], [*outcomes, *samples.outcomes]
             aborted += int((part.finish == FinishReason.ABORT).sum())
-            solved, unsolved = (sum(pair) for pair in zip((solved, unsolved), count_solved(part), strict=True))
+            solved, unsolved = (sum(pair) for pair in zip((solved, unsolved), solve_counts(part), strict=True))
             parts.append(part.select(keep))
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
@@ -513,7 +513,7 @@ def staleness(rollout: Rollout, number: int) -> dict[str, Stat]:
     return {"staleness/mean": age, "staleness/max": age.maximum()}
 
 
-def count_solved(rollout: Rollout) -> tuple[int, int]:
+def solve_counts(rollout: Rollout) -> tuple[int, int]:
     """Return the numbers of groups whose scores are all at least 1, and at most 0, by the function that decides."""
     (index, number), scores = group_index(rollout.groups), deciding_scores(rollout, None)
 

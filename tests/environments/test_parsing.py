@@ -183,6 +183,7 @@ READ = {
     ("llama-3.1", '{"name": "Ada", "age": 36}'): [],
     ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {"x": "one"}, "id": "call00001"}]'): ONE,
     ("mistral", '[TOOL_CALLS][{"name":"look","arguments":{"x":"one"}},{"name":"look","arguments":{"x":"two"}}]'): TWO,
+    ("mistral", '[TOOL_CALLS]look[ARGS]{"x": "one"}[TOOL_CALLS]look[CALL_ID]a1[ARGS]{"x": "two"}'): TWO,
     ("xlam", '<think>hm</think>[{"name": "look", "arguments": {"x": "one"}}]'): ONE,
     ("xlam", '```json\n[{"name": "look", "arguments": {"x": "one"}}]\n```'): ONE,
     ("granite", f"<|tool_call|>[{JSON}]"): ONE,
