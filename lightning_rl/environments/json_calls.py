@@ -37,8 +37,8 @@ class JsonParser:
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
-        ids = list(token_ids)
-        while ids and ids[-1] in self.tokenizer.all_special_ids:
+        ids, added = list(token_ids), self.tokenizer.added_tokens_decoder
+        while ids and ids[-1] in added and added[ids[-1]].special:
             ids.pop()
         text = str(self.tokenizer.decode(ids))
         thought, closed, said = text.partition("</think>")

@@ -205,6 +205,11 @@ def test_calls_without_tags_are_read(name: str, said: str) -> None:
     assert answer.text == ("" if answer.tool_calls else said)
 
 
+def test_a_text_ends_before_any_special_token_that_ended_it() -> None:
+    answer = parse(parser_for(tokenizer_of("llama-3.1")), "Four.<|eom_id|>", before="", name="llama-3.1")
+    assert answer.text == "Four."
+
+
 @pytest.mark.parametrize(
     ("name", "source", "said", "made"),
     [
