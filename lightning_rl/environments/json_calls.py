@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from lightning_rl.environments.environment import Action, ToolCall
 
@@ -53,10 +54,13 @@ class JsonParser:
             mark = next(mark for mark in (self.opening, PYTHON_TAG) if mark and said.startswith(mark, start))
             calls, errors = _read(said[start + len(mark) :])
             return Action(text=said[:start].strip(), tool_calls=calls, reasoning=reasoning, errors=errors)
-        if BARE.match(said.strip()):
-            calls, errors = _read(said, {tool.get("function", tool).get("name") for tool in tools})
+        names = {str(tool.get("function", tool).get("name")) for tool in tools}
+        named = re.search(rf'\{{\s*"name":\s*"({"|".join(map(re.escape, names))})"', said) if names else None
+        if named or BARE.match(said.strip()):
+            start = named.start() if named and not BARE.match(said.strip()) else 0
+            calls, errors = _read(said[start:], names)
             if calls or errors:
-                return Action(text="", tool_calls=calls, reasoning=reasoning, errors=errors)
+                return Action(text=said[:start].strip(), tool_calls=calls, reasoning=reasoning, errors=errors)
         return Action(text=said.strip(), reasoning=reasoning)
 
 
@@ -104,6 +108,11 @@ def _python_calls(body: str) -> list[dict[str, Any]]:
 
 
 def _literal(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in CONSTANTS:
-        return CONSTANTS[node.id]
-    return ast.literal_eval(node)
+    """Return the value of a literal, in which constants may be written as in JSON."""
+
+    class Constants(ast.NodeTransformer):
+        @override
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return ast.Constant(CONSTANTS[node.id]) if node.id in CONSTANTS else node
+
+    return ast.literal_eval(Constants().visit(node))

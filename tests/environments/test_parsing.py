@@ -192,6 +192,7 @@ READ = {
     ("pythonic", f"[{PYTHON}, {PYTHON.replace('one', 'two')}]"): TWO,
     ("llama-4", f"<|python_start|>[{PYTHON}]<|python_end|>"): ONE,
     ("pythonic", "[see (1)] It is 4."): [],
+    ("pythonic", '[look(x=["a", null], n={"a": true})]'): [("look", {"x": ["a", None], "n": {"a": True}})],
     ("pythonic", "[Smith(2020)] says 4."): [],
 }
 
@@ -203,6 +204,11 @@ def test_calls_without_tags_are_read(name: str, said: str) -> None:
     answer = parse(parser, said + FAMILIES[name].special[0], before="", name=name)
     assert calls(answer) == READ[name, said] and list(answer.errors) == []
     assert answer.text == ("" if answer.tool_calls else said)
+
+
+def test_a_call_of_a_tool_may_follow_a_text() -> None:
+    answer = parse(parser_for(tokenizer_of("llama-3.1")), f"Let me look. {JSON}<|eot_id|>", before="", name="llama-3.1")
+    assert calls(answer) == ONE and answer.text == "Let me look."
 
 
 def test_a_text_ends_before_any_special_token_that_ended_it() -> None:
