@@ -148,6 +148,8 @@ class BaseModule(LightningModule):
             self.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.data_module)
         self.run.failed_folder = log_folder(self.trainer) / FOLDER
+        if (data := find_data_module(self.trainer)) is not None:
+            data.use_tokenizer(self.tokenizer)
         self.run.configuration = configuration(self, self.trainer)
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self.run.configuration)

@@ -5,19 +5,29 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_rl.data.row_schema import PromptForm, Reading
+from lightning_rl.data.encoding import Encoder
+from lightning_rl.data.row_schema import PromptForm, Reading, without_none
 
 SAMPLED = 20_000  # rows
 
 
-def fingerprint_of(read: Callable[[Sequence[int]], list[Reading]], length: int, form: PromptForm) -> str:
-    """Return the first 16 digits of the SHA-256 over rows in canonical JSON, and over chat template variables."""
-    digest = hashlib.sha256(canonical_json([length, form.chat_template_kwargs]))
+def fingerprint_of(
+    read: Callable[[Sequence[int]], list[Reading]], length: int, form: PromptForm, encoder: Encoder
+) -> str:
+    """Return the first 16 digits of the SHA-256 over token ids and columns of rows in canonical JSON.
+
+    Without a tokenizer, prompts that are no token ids are hashed as they are, with the chat template variables.
+    """
+    encodes = encoder.tokenizer is not None
+    digest = hashlib.sha256(canonical_json([length, None if encodes else form.chat_template_kwargs]))
     count = min(length, SAMPLED)
     for start in range(0, count, 1024):
         numbers = [position * length // count for position in range(start, min(start + 1024, count))]
-        for reading in read(numbers):
-            digest.update(canonical_json([reading.content, reading.columns]))
+        readings = read(numbers)
+        contents = [reading.content for reading in readings]
+        shown = encoder.encode(contents, [reading.name for reading in readings]) if encodes else contents
+        for content, reading in zip(shown, readings, strict=True):
+            digest.update(canonical_json([content, without_none(reading.columns)]))
     return digest.hexdigest()[:16]
 
 

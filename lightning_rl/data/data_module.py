@@ -33,9 +33,10 @@ class PromptDataModule(LightningDataModule):
     on any number of ranks, and a run can resume at any prompt.
 
     Args:
-        prompts: A list; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the
-            name of a data set of the hub; a ``datasets.Dataset`` or, for training only, ``IterableDataset``; a
-            :class:`PromptDataset`, which has its own options.
+        prompts: A list; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder, a
+            pattern such as ``"data/*.jsonl"``, or a list of these; the name of a data set of the hub; a
+            ``datasets.Dataset`` or, for training only, ``IterableDataset``; a :class:`PromptDataset`, which has its own
+            options.
         prompts_per_rollout: Number of prompts per rollout, over all ranks.
         validation: Prompts for evaluation, in the same forms and with the same options.
         validation_batch_size: Number of validation prompts per batch.
@@ -46,7 +47,8 @@ class PromptDataModule(LightningDataModule):
         name: Configuration of a data set of the hub.
         split: Split of a data set for training.
         validation_split: Split for evaluation, of ``validation`` or else of ``prompts``.
-        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``.
+        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``, or to entries of
+            columns, such as ``{"answer": "reward_model.ground_truth"}``.
         preprocess: Function from a row to the row to use; must be deterministic.
         chat: True to turn a string prompt into the user message of a chat.
         system: System message of chats without one; turns a string prompt into a chat.
@@ -133,6 +135,12 @@ class PromptDataModule(LightningDataModule):
                 prompts.connect(tokenizer, max_tokens, vocabulary, check)
         self._check_size()
 
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Set the tokenizer for the fingerprints, before :meth:`connect`."""
+        for prompts in (self.prompts, self.validation):
+            if prompts is not None:
+                prompts.use_tokenizer(tokenizer)
+
     def _check_size(self) -> None:
         number = self.pass_length
         if number is None and self.epoch_length is None:
@@ -153,7 +161,7 @@ class PromptDataModule(LightningDataModule):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the training prompts and their columns, the same in every process."""
+        """Hash of the training prompts and their columns; see :class:`.PromptDataset`."""
         return self.prompts.fingerprint
 
     @property

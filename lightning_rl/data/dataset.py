@@ -11,7 +11,7 @@ from lightning_rl.data.data_fingerprint import fingerprint_of
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
 from lightning_rl.data.prompt import Prompt
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
-from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
+from lightning_rl.data.rows import Rows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 
 
@@ -67,7 +67,8 @@ class PromptDataset:
         if not len(self.rows):
             raise ValueError(f"expected at least one {label}, got none")
         self._check_columns()
-        self._encoder, self._fingerprint = self._encoder_of(None, None, None), ""
+        self._encoder = self._encoder_of(None, None, None)
+        self._fingerprint: tuple[Any, str] = (None, "")
         self._lengths: array[int] = array("i")
         self._kept: array[int] | None = None
         self._columns: tuple[str, ...] = ()
@@ -155,14 +156,20 @@ class PromptDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the prompts and columns before tokenization, the same in every process.
+        """Hash of the prompts as token ids and of the columns, the same in every process and from every source.
 
-        Includes rows that are too long. Of more than 20,000 rows, 20,000 at even distances and the number of rows are
-        hashed.
+        Before there is a tokenizer, it is over the prompts as they are. Includes rows that are too long. Of more than
+        20,000 rows, 20,000 at even distances and the number of rows are hashed.
         """
-        if not self._fingerprint:
-            self._fingerprint = fingerprint_of(self._take, len(self.rows), self.form)
-        return self._fingerprint
+        encoder = self._encoder.unlimited()
+        if self._fingerprint[0] != encoder:
+            self._fingerprint = encoder, fingerprint_of(self._take, len(self.rows), self.form, encoder)
+        return self._fingerprint[1]
+
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Set the tokenizer for the fingerprint, before :meth:`connect`."""
+        if self._encoder.tokenizer is not tokenizer:
+            self._encoder = self._encoder_of(tokenizer, None, None)
 
     def _take(self, numbers: Sequence[int]) -> list[Reading]:
         return self._read(numbers, self.rows.take(numbers))
@@ -183,10 +190,5 @@ class PromptDataset:
         """Check that there is a prompt column, before there is a tokenizer."""
         if self.form.preprocess is not None:
             return
-        if isinstance(self.rows, ArrowRows):
-            self.form.check_names(self.rows.dataset.column_names, "the data set")
-            return
-        count = len(self.rows) if isinstance(self.rows, MemoryRows) and isinstance(self.rows.rows, list) else 1
-        for number, row in enumerate(self.rows.take(range(count))):
-            if isinstance(row, Mapping):
-                self.form.check_names(row, self._name(number))
+        for number, names in self.rows.headers():
+            self.form.check_names(names, "the data set" if number is None else self._name(number))

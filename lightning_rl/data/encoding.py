@@ -1,7 +1,7 @@
 """Encoding of prompts as token ids."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ class Encoder:
         limit: Name of the setting behind ``max_tokens``, for errors.
         vocabulary: Vocabulary size of the policy; None for no check.
         chat_template_kwargs: Further variables of the chat template.
+        template: Chat template, if two encoders are compared.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -31,6 +32,7 @@ class Encoder:
     limit: str = "context window minus max_new_tokens"
     vocabulary: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template: Any = None
 
     @classmethod
     def of(
@@ -47,6 +49,11 @@ class Encoder:
             options |= {"max_tokens": max_prompt_tokens, "limit": "max_prompt_tokens"}
         return cls(chat_template_kwargs=form.chat_template_kwargs or {}, **options)
 
+    def unlimited(self) -> "Encoder":
+        """Return this encoder without limits, for the fingerprint of the data."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        return replace(self, max_tokens=None, limit="", vocabulary=None, template=template)
+
     def encode(self, contents: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token ids of prompts, called ``names`` in errors; strings and chats are tokenized in batches.
 
@@ -61,9 +68,9 @@ class Encoder:
                 encodings[number] = tuple(int(token) for token in content)
             elif isinstance(content, str):
                 self._tokenizer_for(name)
-                plain[number] = content
+                plain[number] = _whole(content, name)
             else:
-                rendered[number] = self._render(content, name)
+                rendered[number] = _whole(self._render(content, name), name)
                 if (form := repr(mark_messages(content))) not in checked:  # once for all prompts of the same roles
                     checked.add(form)
                     self._check_parts(content, name)
@@ -141,6 +148,19 @@ class Encoder:
                 f"expected token ids in [0, {self.vocabulary}), got {min(ids)} to {max(ids)} in {name}: the tokenizer "
                 "does not fit the policy"
             )
+
+
+def _whole(text: str, name: str) -> str:
+    """Return a text; raise ValueError for half of a surrogate pair, which no tokenizer encodes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start : error.end]
+        raise ValueError(
+            f"expected a text that UTF-8 can write in {name}, got {half!a} at character {error.start}, half of a "
+            'surrogate pair: repair the data, or pass preprocess= with text.encode("utf-8", "replace").decode()'
+        ) from error
+    return text
 
 
 def check_limits(max_prompt_tokens: int | None, too_long: str) -> None:

@@ -12,7 +12,19 @@ from lightning_rl.data.rows import MemoryRows
 from lightning_rl.utils.naming import in_words
 
 SAVE_UTF_8 = "it is in another encoding, such as Latin-1: save it as UTF-8"
+LFS = b"version https://git-lfs.github.com/spec"
 DELIMITERS = (";", "\t", "|", ",")
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse a file that holds the pointer of Git LFS rather than its content.
+
+    Raises:
+        ValueError: With the file.
+    """
+    with path.open("rb") as file:
+        if file.read(len(LFS)) == LFS:
+            raise ValueError(f"expected rows of data, got a Git LFS pointer in {path}: run git lfs pull")
 
 
 def read_json_lines(path: Path) -> MemoryRows:

@@ -57,7 +57,7 @@ class PromptStream:
         self.max_prompt_length = 0
         self._encoder = Encoder.of(form, max_prompt_tokens, None, None, None)
         self._connection: tuple[Any, ...] | None = None
-        self._fingerprint = ""
+        self._fingerprint: tuple[Any, str] = (None, "")
         self._rewind()
 
     def connect(
@@ -107,11 +107,18 @@ class PromptStream:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the first rows before tokenization, the same in every process."""
-        if not self._fingerprint:
+        """Hash of the first rows, as of :class:`.PromptDataset`."""
+        encoder = self._encoder.unlimited()
+        if self._fingerprint[0] != encoder:
             head = self._head()
-            self._fingerprint = fingerprint_of(lambda numbers: [head[n] for n in numbers], len(head), self.form)
-        return self._fingerprint
+            value = fingerprint_of(lambda numbers: [head[n] for n in numbers], len(head), self.form, encoder)
+            self._fingerprint = encoder, value
+        return self._fingerprint[1]
+
+    def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Set the tokenizer for the fingerprint, before :meth:`connect`."""
+        if self._encoder.tokenizer is not tokenizer:
+            self._encoder = Encoder.of(self.form, self.max_prompt_tokens, tokenizer, None, None)
 
     def _head(self) -> list[Reading]:
         return [self._read(row, number, 0) for number, row in enumerate(islice(self.dataset, CHECKED))]

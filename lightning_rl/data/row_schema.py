@@ -7,6 +7,8 @@ from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lightning_rl.utils.arguments import check_bools
 from lightning_rl.utils.naming import check_columns, in_words, name_of
 
@@ -38,7 +40,8 @@ class PromptForm:
     """Mapping from a row to its prompt and the columns for the rewards.
 
     Args:
-        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``; others are unchanged.
+        columns: Mapping from new to existing column names, such as ``{"prompt": "question"}``, or to entries of
+            columns, such as ``{"answer": "reward_model.ground_truth"}``; others are unchanged.
         preprocess: Function from a row to the row to use, called first and on each read; must be deterministic.
         chat: True to turn a string prompt into the user message of a chat.
         system: System message of chats without one; turns a string prompt into a chat.
@@ -96,13 +99,14 @@ class PromptForm:
         if self.preprocess is not None:
             row = apply(self.preprocess, row, name)
         if not isinstance(row, Mapping):
+            row = without_arrays(row)
             if self.columns:
                 raise ValueError(
                     f"expected {name} to have columns, because columns={dict(self.columns)}, got a "
                     f"{type(row).__name__}: leave columns out"
                 )
             return Reading(self._content(row, name), {}, name)
-        row = self._rename(row, name)
+        row = {key: without_arrays(value) for key, value in self._rename(row, name).items()}
         check_columns(row, name)
         column = content_column(row, name, self.columns or {})
         source = (self.columns or {}).get(column, column)
@@ -116,7 +120,7 @@ class PromptForm:
         check_mapping(self.columns, row, name)
         sources = set(self.columns.values())
         kept = {key: value for key, value in row.items() if key not in sources}
-        return kept | {new: row[old] for new, old in self.columns.items()}
+        return kept | {new: _value(row, old, name) for new, old in self.columns.items()}
 
     def _content(self, content: Any, name: str) -> Any:
         if isinstance(content, str):
@@ -165,13 +169,46 @@ def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str
         ValueError: With the missing column and the existing ones.
     """
     for new, old in columns.items():
-        if old not in names:
+        if old not in names and old.partition(".")[0] not in names:
             near = difflib.get_close_matches(old, list(names), 1)
             cure = f'columns={{"{new}": "{near[0]}"}}' if near else "one of these in columns="
             raise ValueError(
                 f'expected columns={dict(columns)} to name columns that exist, got no "{old}" in {where}, which has '
                 f"{in_words(names)}: write {cure}"
             )
+
+
+def _value(row: Mapping[str, Any], path: str, name: str) -> Any:
+    """Return the value of a column, or of an entry within one for a path with dots, such as ``reward_model.answer``.
+
+    Raises:
+        ValueError: If there is no such entry; with the row, the path and the entries.
+    """
+    if path in row:
+        return row[path]
+    value: Any = row
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            got = in_words(value) if isinstance(value, Mapping) else _description(value)
+            raise ValueError(f'expected an entry "{key}" of "{path}" in {name}, got {got}: correct it in columns=')
+        value = value[key]
+    return value
+
+
+def without_arrays(value: Any) -> Any:
+    """Return a value with NumPy arrays at any depth, which pandas makes of lists, as lists."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if type(value) is dict:
+        return {key: without_arrays(item) for key, item in value.items()}
+    return [without_arrays(item) for item in value] if type(value) is list else value
+
+
+def without_none(value: Any) -> Any:
+    """Return a value without entries of mappings that are None, at any depth; tables add them for missing keys."""
+    if isinstance(value, Mapping):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def content_column(
@@ -208,7 +245,7 @@ def is_token_ids(content: Any) -> bool:
 
 
 def read_messages(content: Any, name: str) -> list[dict[str, Any]]:
-    """Return validated chat messages without entries that are None, which tables add for missing keys.
+    """Return validated chat messages without entries that are None at any depth, which tables add for missing keys.
 
     The order of roles is left to the chat template, but an answer at the end raises, because the policy is to write it.
 
@@ -236,7 +273,7 @@ def _message(message: Any, number: int, name: str) -> dict[str, Any]:
         raise ValueError(f"expected {where} to be a mapping such as {example}, got {_description(message)}")
     if not isinstance(message.get("role"), str):
         raise ValueError(f'expected {where} to have a string "role", as {example}, got {dict(message)!r:.200}')
-    kept = {key: value for key, value in message.items() if value is not None}
+    kept = without_none(dict(message))
     if "content" not in kept and "tool_calls" in kept:
         return kept
     if not isinstance(message.get("content"), str):

@@ -1,7 +1,9 @@
 """Rows by number: in memory, or in a memory-mapped ``datasets.Dataset``."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 
@@ -19,6 +21,10 @@ class Rows(ABC):
     def place(self, number: int) -> str:  # noqa: ARG002
         """Return the position of a row in its file; empty without a file."""
         return ""
+
+    def headers(self) -> Iterator[tuple[int | None, Sequence[str] | Mapping[str, Any]]]:
+        """Yield the columns of rows that are known without a cost, with the number of the row; None for all rows."""
+        return iter(())
 
     def batches(self, size: int = 1024) -> Iterator[tuple[range, list[Any]]]:
         """Yield all rows in order, ``size`` at a time, with their numbers."""
@@ -45,6 +51,12 @@ class MemoryRows(Rows):
         """Return the position of a row in its file."""
         return "" if self._places is None else self._places(number)
 
+    def headers(self) -> Iterator[tuple[int | None, Sequence[str] | Mapping[str, Any]]]:
+        """Yield the rows with columns of a list, and the first one of another object."""
+        for number, row in enumerate(self.take(range(len(self) if isinstance(self.rows, list) else 1))):
+            if isinstance(row, Mapping):
+                yield number, row
+
 
 class ArrowRows(Rows):
     """Rows of a memory-mapped ``datasets.Dataset``, as plain Python values."""
@@ -60,3 +72,45 @@ class ArrowRows(Rows):
         """Return the rows with the given numbers."""
         columns = self.dataset[numbers if isinstance(numbers, range) else list(numbers)]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def headers(self) -> Iterator[tuple[int | None, Sequence[str] | Mapping[str, Any]]]:
+        """Yield the columns of all rows."""
+        yield None, self.dataset.column_names
+
+
+class JoinedRows(Rows):
+    """Rows of several sources, one after another; ``names`` are those of the sources."""
+
+    def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
+        self.parts, self.names = parts, names
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self._starts[-1]
+
+    def _find(self, number: int) -> tuple[int, int]:
+        """Return the part of a row, and its number in the part."""
+        part = bisect_right(self._starts, number) - 1
+        return part, number - self._starts[part]
+
+    def take(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the rows with the given numbers; each part reads its rows together."""
+        wanted: dict[int, list[int]] = {}
+        for number in numbers:
+            wanted.setdefault(self._find(number)[0], []).append(number)
+        rows: dict[int, Any] = {}
+        for part, mine in wanted.items():
+            rows |= zip(mine, self.parts[part].take([number - self._starts[part] for number in mine]), strict=True)
+        return [rows[number] for number in numbers]
+
+    def place(self, number: int) -> str:
+        """Return the file of a row, and its position in it."""
+        part, inner = self._find(number)
+        return self.parts[part].place(inner) or f"{self.names[part]}, row {inner}"
+
+    def headers(self) -> Iterator[tuple[int | None, Sequence[str] | Mapping[str, Any]]]:
+        """Yield the columns of every part; those of a whole part with its first row."""
+        for part, start in zip(self.parts, self._starts, strict=False):
+            for number, names in part.headers():
+                yield start + (number or 0), names

@@ -1,13 +1,14 @@
 """Sources of prompts: a list, a file, a folder, a data set of the Hugging Face hub, a ``datasets.Dataset``."""
 
+import glob
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.data.file_readers import read_csv, read_json, read_json_lines
-from lightning_rl.data.rows import ArrowRows, MemoryRows, Rows
+from lightning_rl.data.file_readers import read_csv, read_json, read_json_lines, refuse_pointer
+from lightning_rl.data.rows import ArrowRows, JoinedRows, MemoryRows, Rows
 from lightning_rl.utils.naming import in_words
 
 PromptSource = str | Path | Iterable[Any]  # str first, because jsonargparse takes the first type that matches
@@ -22,6 +23,7 @@ READERS = {
     ".parquet": lambda path: ArrowRows(_load("parquet", None, "train", data_files=str(path))),
 }
 LINE_BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv")  # errors of these readers name file and line
+MAX_SHOWN = 300  # characters
 NEED_DATASETS = 'pip install "lightning-rl[data]"'
 
 
@@ -30,7 +32,8 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
 
     Args:
         source: A list or other indexable with a length; an iterator, which is read into a list; the path of a file
-            (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder; the name of a data set of the hub; a
+            (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder, a pattern such as ``"data/*.jsonl"``,
+            or a list of these, which are read one after another; the name of a data set of the hub; a
             ``datasets.Dataset`` or ``IterableDataset``.
         name: Configuration of a data set of the hub.
         split: Split of the data set or of a ``datasets.DatasetDict``.
@@ -40,8 +43,15 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
         FileNotFoundError: If the file does not exist.
     """
     place = f" in {source}" if isinstance(source, str | Path) else ""
-    if isinstance(source, str | Path):
-        source = _open_path(source, name, split)
+    if isinstance(source, Iterable) and not hasattr(source, "__len__"):
+        source = source if is_hugging_face(source, "IterableDataset") else list(source)
+    if isinstance(source, list | tuple) and _are_files(source):
+        place = f" in {', '.join(map(str, source))}"[:MAX_SHOWN]
+        source = _join([path for item in source for path in _paths(item)], name, split)
+        split = name = None
+    elif isinstance(source, str | Path):
+        paths = _paths(source)
+        source = _open_path(paths[0], name, split) if len(paths) == 1 else _join(paths, name, split)
         split = name = None
     source = _choose_split(source, split)
     if name is not None:
@@ -69,6 +79,46 @@ def is_hugging_face(value: Any, kind: str) -> bool:
     return datasets is not None and isinstance(value, getattr(datasets, kind))
 
 
+def _are_files(rows: Sequence[Any]) -> bool:
+    """Return True for a list of paths: all of its items name files, or one is a file of data that exists."""
+    texts = (row for row in rows if isinstance(row, str) and len(row) <= MAX_SHOWN and row.endswith((*READERS,)))
+    return (len(rows) > 0 and all(map(_names_file, rows))) or any(Path(text).expanduser().is_file() for text in texts)
+
+
+def _names_file(item: Any) -> bool:
+    """Return True for a path, and for a text that names a file of data rather than being a prompt about one."""
+    if not isinstance(item, str):
+        return isinstance(item, Path)
+    if not item or len(item) > MAX_SHOWN or "\n" in item:
+        return False
+    path = Path(item).expanduser()
+    like_data = path.suffix in (*READERS, *COMPRESSED) and not any(map(str.isspace, item))
+    return like_data or ((path.suffix != "" or "/" in item) and path.exists())
+
+
+def _paths(source: str | Path) -> list[str | Path]:
+    """Return the paths of a source: its own, with the home folder for ``~``, or those that fit its pattern."""
+    text = str(source)
+    path = Path(text).expanduser() if text.startswith("~") else Path(text)
+    if path.exists() or not glob.has_magic(text) or (isinstance(source, str) and any(map(str.isspace, text))):
+        return [path if isinstance(source, Path) or text.startswith("~") else source]
+    if not (paths := sorted(glob.glob(str(path), recursive=True))):  # noqa: PTH207  of a whole path
+        raise FileNotFoundError(f"expected files of prompts, got none for {text!r}: check {path.absolute()}")
+    return [Path(each) for each in paths]
+
+
+def _join(paths: Sequence[str | Path], name: str | None, split: str | None) -> Rows:
+    """Return the rows of several files, one after another."""
+    if missing := [str(path) for path in paths if not Path(path).exists()]:
+        raise FileNotFoundError(f"expected a list of files, got {missing[0]!r:.300}, which is none: check the path")
+    parts = [_open_path(path, name, split) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        if not isinstance(part, Rows) and not is_hugging_face(part, "Dataset"):
+            kind = type(part).__name__
+            raise ValueError(f"expected a list of files, got {path}, a {kind}: name its files, or pass it by itself")
+    return JoinedRows([part if isinstance(part, Rows) else ArrowRows(part) for part in parts], list(map(str, paths)))
+
+
 def _open_path(source: str | Path, name: str | None, split: str | None) -> Any:
     path = Path(source)
     if path.is_file() or path.suffix in READERS:
@@ -84,6 +134,7 @@ def _open_path(source: str | Path, name: str | None, split: str | None) -> Any:
             raise FileNotFoundError(f"expected a file of prompts, got {path}, which is none: check {path.absolute()}")
         if name is not None or split not in (None, "train"):
             raise ValueError(f"expected no name= and no split= with a file, got name={name!r}, split={split!r}, {path}")
+        refuse_pointer(path)
         return READERS[path.suffix](path)
     if isinstance(source, Path) and not path.is_dir():
         raise FileNotFoundError(f"expected a file or folder of prompts, got {path}: check {path.absolute()}")
@@ -101,6 +152,9 @@ def _load(path: str, name: str | None, split: str | None, **options: Any) -> Any
     except ImportError as error:
         raise ImportError(f"expected the package datasets to read {path}, got none: {NEED_DATASETS}") from error
     folder = Path(path)
+    for file in folder.rglob("*") if folder.is_dir() else ():
+        if file.suffix in READERS and file.is_file():
+            refuse_pointer(file)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return datasets.load_from_disk(path)
     try:

@@ -1,9 +1,11 @@
 """From a row to the prompt: columns, chats, system prompts; every wrong row is named with row and column."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas
 import pytest
 from kit.support import tiny_tokenizer
 
@@ -228,3 +230,86 @@ def test_a_column_that_would_take_the_place_of_what_rewards_are_given_is_refused
     with pytest.raises(ValueError, match=message):
         prompt_of({"prompt": "a"}, preprocess=lambda row: {**row, name: [7]})
     assert prompt_of(rows[0], columns={"mine": name})[2] == {"mine": [7]}
+
+
+VERL = {
+    "prompt": "a b",
+    "reward_model": {"style": "rule", "ground_truth": "7"},
+    "extra_info": {"at": {"split": "c"}},
+}
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["list", "Dataset"])
+def test_an_entry_of_a_column_is_a_column(table: bool) -> None:
+    source = datasets.Dataset.from_list([VERL]) if table else [VERL]
+    columns = {"prompt": "extra_info.at.split", "answer": "reward_model.ground_truth"}
+    rows = PromptDataset(source, columns=columns)
+    rows.connect(chat_tokenizer())
+    prompt = rows.prompt(0)
+    assert prompt.content == "c" and prompt.columns["answer"] == "7"
+    assert prompt.columns["reward_model"] == VERL["reward_model"], "the column itself stays"
+    with pytest.raises(ValueError, match=r'an entry "truth" of "reward_model.truth" in prompt 0, got "style", "grou'):
+        PromptDataset(source, columns={"answer": "reward_model.truth"}).connect(chat_tokenizer())
+    with pytest.raises(ValueError, match=r'got no "reward.truth" in .*, which has "prompt"'):
+        PromptDataset(source, columns={"answer": "reward.truth"})
+
+
+def test_a_column_with_a_dot_in_its_name_is_that_column() -> None:
+    row = {"prompt": "a", "x.y": 1, "x": {"y": 2}}
+    assert prompt_of(row, columns={"answer": "x.y"})[2] == {"answer": 1, "x": {"y": 2}}
+
+
+def call(**arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+CALLS = [
+    {"prompt": [USER, {"role": "b", "content": "", "tool_calls": [call(city="Bonn", at=[{"x": "1"}])]}, USER], "n": {}},
+    {"prompt": [USER, {"role": "b", "content": "", "tool_calls": [call(a="1", at=[{"y": {"z": "2"}}])]}, USER]},
+]
+WITH_NULL = call(city="Bonn", a=None, at=[{"x": "1", "y": None}])
+NULLS = [{"prompt": [USER, {"role": "b", "content": "", "tool_calls": [WITH_NULL]}, USER]}, CALLS[1]]
+
+
+def written_calls() -> Any:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }} {% for call in m['tool_calls'] %}"
+        "{{ call['function']['name'] }} {{ call['function']['arguments'] | tojson }} {% endfor %}{% endfor %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "parquet", "pandas", "jsonl", "null"])
+def test_the_same_calls_are_the_same_prompts_and_data_from_every_source(kind: str, tmp_path: Path) -> None:
+    rows = [{"prompt": row["prompt"], "info": row["prompt"][1]} for row in CALLS]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {
+        "Dataset": lambda: table,
+        "parquet": lambda: tmp_path / "a.parquet",
+        "pandas": lambda: pandas.read_parquet(tmp_path / "a.parquet").to_dict("records"),
+        "jsonl": lambda: tmp_path / "a.jsonl",
+        "null": lambda: [{**row, "prompt": other["prompt"]} for row, other in zip(rows, NULLS, strict=True)],
+    }[kind]()
+    listed, other = PromptDataset(rows), PromptDataset(source)
+    assert listed.fingerprint == other.fingerprint
+    for each in (listed, other):
+        each.connect(written_calls())
+    assert [prompt.content for prompt in other.prompts([0, 1])] == [row["prompt"] for row in rows]
+    assert other.prompt(0).token_ids == listed.prompt(0).token_ids and listed.fingerprint == other.fingerprint
+
+
+def test_the_fingerprint_is_over_what_the_policy_reads() -> None:
+    def connected(template: str, rows: Any = ("a",), **options: Any) -> str:
+        tokenizer, data = chat_tokenizer(), PromptDataset(list(rows), **options)
+        tokenizer.chat_template = template
+        data.connect(tokenizer)
+        return data.fingerprint
+
+    first = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    prints = [connected(first, chat=True), connected(first + "b", chat=True), connected("b" + first, chat=True)]
+    assert prints[0] == connected(first, [[{"role": "user", "content": "a"}]]), "one content in two forms"
+    assert len(set(prints)) == 3
+    assert prints[0] == connected(first + "{% if x is defined %}b{% endif %}", chat=True)

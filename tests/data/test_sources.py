@@ -238,3 +238,116 @@ def test_a_parquet_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"data_files='.*a\.parquet'\) can read, but it raised ArrowInvalid"):
         PromptDataset(tmp_path / "a.parquet")
+
+
+def two_files(folder: Path) -> list[Path]:
+    first = written(folder / "part-0.jsonl", json.dumps(ROWS[0]) + "\n")
+    datasets.Dataset.from_list(ROWS[1:]).to_parquet(folder / "part-1.parquet")
+    return [first, folder / "part-1.parquet"]
+
+
+FILES: dict[str, Callable[[Path], Any]] = {
+    "paths": two_files,
+    "strings": lambda folder: [str(path) for path in two_files(folder)],
+    "tuple": lambda folder: tuple(two_files(folder)),
+    "generator": lambda folder: iter(two_files(folder)),
+    "glob": lambda folder: str(two_files(folder)[0].with_name("part-*")),
+    "glob-as-path": lambda folder: two_files(folder)[0].with_name("part-?.*"),
+    "list-of-globs": lambda folder: [str(two_files(folder)[0].with_name("*.jsonl")), str(folder / "*.parquet")],
+    "home": lambda folder: ["~/" + path.relative_to(folder).as_posix() for path in two_files(folder)],
+    "glob-at-home": lambda folder: two_files(folder) and "~/part-*",
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_several_files_are_read_one_after_another(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = PromptDataset(FILES[kind](tmp_path))
+    assert rows.fingerprint == PromptDataset(ROWS).fingerprint
+    rows.connect(tiny_tokenizer())
+    assert rows.prompts([2, 0, 1]) == [PROMPTS[2], PROMPTS[0], PROMPTS[1]]
+
+
+def test_a_row_of_several_files_is_named_with_its_file(tmp_path: Path) -> None:
+    first = written(tmp_path / "a.jsonl", '{"prompt": "a"}\n')
+    second = written(tmp_path / "b.jsonl", '{"prompt": "a"}\n{"question": "b"}\n')
+    with pytest.raises(ValueError, match=r"got none in prompt 2 \(.*b\.jsonl, line 2\), which has \"question\""):
+        PromptDataset([first, second])
+    datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": ""}]).to_parquet(tmp_path / "c.parquet")
+    rows = PromptDataset([first, tmp_path / "c.parquet"])
+    with pytest.raises(ValueError, match=r"prompt 2 \(.*c\.parquet, row 1, column prompt\) to have at least one token"):
+        rows.connect(tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ["none.jsonl"],
+        [Path("none")],
+        "none/*.jsonl",
+        ["none-*.parquet"],
+        "~/none.csv",
+        ["data.jsonl.gz"],
+        [Path("a.txt")],
+        ["train.parquet", "test"],
+    ],
+    ids=str,
+)
+def test_names_of_files_are_no_prompts(source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.parquet", "a.txt", "data.jsonl.gz"):
+        written(tmp_path / name, "")
+    with pytest.raises((FileNotFoundError, ValueError), match=r"expected (a file|files|a list of files|rows)"):
+        PromptDataset(source)
+
+
+def test_a_question_about_a_file_is_a_prompt() -> None:
+    rows = PromptDataset(["a b rows.json", "c"])
+    rows.connect(tiny_tokenizer())
+    assert rows.prompt(1).token_ids == (4,)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 132\n"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+@pytest.mark.parametrize("where", ["file", "list", "folder"])
+def test_a_pointer_of_git_lfs_is_named(suffix: str, where: str, tmp_path: Path) -> None:
+    file = written(tmp_path / f"rows{suffix}", POINTER)
+    source: Any = {"file": file, "list": [file], "folder": tmp_path}[where]
+    with pytest.raises(ValueError, match=rf"got a Git LFS pointer in .*rows\{suffix}: run git lfs pull"):
+        PromptDataset(source, split="train" if where == "folder" else None)
+
+
+@pytest.mark.parametrize("row", ["a \ud800", [{"role": "user", "content": "a \udfff"}]], ids=["string", "chat"])
+def test_half_a_surrogate_pair_is_named_with_its_row(row: Any, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    file = written(tmp_path / "a.jsonl", '{"prompt": "a"}\n' + json.dumps({"prompt": row}) + "\n")
+    for source in ([{"prompt": "a"}, {"prompt": row}], file):
+        with pytest.raises(ValueError, match=r"prompt 1 .*\\ud.*half of a surrogate pair"):
+            PromptDataset(source).connect(tokenizer)
+
+
+def test_rows_of_pandas_are_those_of_the_table(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "a b"}], "tests": [{"inputs": ["1", "2"]}], "n": [1, 2]},
+        {"prompt": [{"role": "user", "content": "c"}], "tests": [], "n": []},
+    ]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    frame = pandas.read_parquet(tmp_path / "a.parquet").to_dict("records")
+    assert isinstance(frame[0]["prompt"], np.ndarray) and isinstance(frame[0]["tests"][0]["inputs"], np.ndarray)
+    read = [PromptDataset(source) for source in (frame, table, rows)]
+    for each in read:
+        each.connect(tokenizer)
+    assert read[0].prompts([0, 1]) == read[1].prompts([0, 1]) == read[2].prompts([0, 1])
+    assert len({each.fingerprint for each in read}) == 1
+
+
+def test_token_ids_in_an_array_are_token_ids() -> None:
+    rows = PromptDataset([{"prompt": np.array([3, 4])}, np.array([5])])
+    rows.connect(None)
+    assert [prompt.token_ids for prompt in rows.prompts([0, 1])] == [(3, 4), (5,)]
