@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.prompt_stream import PromptStream
-from lightning_rl.data.row_schema import Reading, is_token_ids
+from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.evaluation.prompt_encoding import encode_prompts
 from lightning_rl.module import RLLightningModule
@@ -97,22 +97,24 @@ class PromptWatch:
 
     def of_rewards(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
         """Return the token ids of the prompts that rewards get for a few samples, by sample id."""
-        contents = dict[int, Any]()
+        contents = dict[int, tuple[Any, Mapping[str, Any]]]()
         for call, ids in zip(calls, samples, strict=True):
             stride = max(len(ids) // MAX_GROUPS, 1)
-            contents |= dict(list(zip(ids, call.prompts, strict=False))[::stride][:MAX_GROUPS])
-        return {sample: self._encode(content) for sample, content in list(contents.items())[:MAX_GROUPS]}
+            read = [(name, call.columns[name]) for name in (TOOLS, VARIABLES) if name in call.columns]
+            for place, sample in list(enumerate(ids[: len(call.prompts)]))[::stride][:MAX_GROUPS]:
+                contents[sample] = call.prompts[place], {name: values[place] for name, values in read}
+        return {sample: self._encode(*shown) for sample, shown in list(contents.items())[:MAX_GROUPS]}
 
-    def _encode(self, content: Any) -> Ids:
+    def _encode(self, content: Any, columns: Mapping[str, Any]) -> Ids:
         tokenizer: Any = self._module.tokenizer
         if is_token_ids(content):
             return tuple(map(int, content))
         if isinstance(content, str):
             return tuple(tokenizer(content)["input_ids"])
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return tuple(
-            tokenizer.apply_chat_template(content, **options, **self._data.prompts.form.chat_template_kwargs or {})
-        )
+        variables = {**(self._data.prompts.form.chat_template_kwargs or {}), **own_variables(columns, "a row")}
+        continues = bool(variables.pop(CONTINUES, False)) and content[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": not continues, CONTINUES: continues, "tokenize": True, "return_dict": False}
+        return tuple(tokenizer.apply_chat_template(content, **options, **variables))
 
     def held_out(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
@@ -175,7 +177,10 @@ class PromptWatch:
         """Number of rows of the training data by identity; a subset of large data, the first rows of a stream."""
         if self._talks:
             return Counter(_identity(row.content, row.columns) for row in self._read())
-        return Counter(row.token_ids if isinstance(row, Prompt) else self._encode(row.content) for row in self._read())
+        rows = self._read()
+        return Counter(
+            row.token_ids if isinstance(row, Prompt) else self._encode(row.content, row.columns) for row in rows
+        )
 
     @cached_property
     def _cursor(self) -> CursorWatch:

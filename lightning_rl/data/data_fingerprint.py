@@ -24,8 +24,7 @@ def fingerprint_of(
     for start in range(0, count, 1024):
         numbers = [position * length // count for position in range(start, min(start + 1024, count))]
         readings = read(numbers)
-        contents = [reading.content for reading in readings]
-        shown = encoder.encode(contents, [reading.name for reading in readings]) if encodes else contents
+        shown = encoder.encode(readings) if encodes else [reading.content for reading in readings]
         for content, reading in zip(shown, readings, strict=True):
             digest.update(canonical_json([content, without_none(reading.columns)]))
     return digest.hexdigest()[:16]

@@ -17,7 +17,7 @@ from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import TooLong
 from lightning_rl.data.prompt import Prompt
 from lightning_rl.data.prompt_stream import PromptStream
-from lightning_rl.data.row_schema import ColumnCheck, PromptForm
+from lightning_rl.data.row_schema import CONTINUES, ColumnCheck, PromptForm
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.data.step_loader import StepIndex, StepLoader
 from lightning_rl.utils.arguments import check_bools, check_counts
@@ -167,7 +167,8 @@ class PromptDataModule(LightningDataModule):
     @property
     def template_options(self) -> Mapping[str, Any]:
         """Further variables of the chat template."""
-        return self.prompts.form.chat_template_kwargs or {}
+        options = self.prompts.form.chat_template_kwargs or {}
+        return {name: value for name, value in options.items() if name != CONTINUES}
 
     def max_prompt_length(self) -> int:
         """Return the number of tokens of the longest training prompt, once connected."""

@@ -86,11 +86,11 @@ class PromptDataset:
         """Return several prompts, encoded together; their indices in the stream default to their numbers."""
         rows = numbers if self._kept is None else [self._kept[number] for number in numbers]
         readings = self._take(rows)
-        token_ids = self._encoder.encode([each.content for each in readings], [each.name for each in readings])
+        token_ids = self._encoder.encode(readings)
         prompts = []
         for index, ids, reading in zip(numbers if places is None else places, token_ids, readings, strict=True):
             self._encoder.check_length(len(ids), reading.name)
-            prompts.append(Prompt(index, ids, reading.content, reading.columns, self._columns))
+            prompts.append(Prompt(index, ids, reading.content, reading.columns, reading.variables, self._columns))
         return prompts
 
     def connect(
@@ -124,7 +124,7 @@ class PromptDataset:
             if check is not None:
                 for number, reading in zip(numbers, readings, strict=True):
                     check(reading.columns, self._name(number))
-            batch = [len(ids) for ids in encoder.encode([reading.content for reading in readings], names)]
+            batch = [len(ids) for ids in encoder.encode(readings)]
             lengths.extend(batch)
             if self.too_long == "error":
                 for length, name in zip(batch, names, strict=True):

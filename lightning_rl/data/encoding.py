@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages
-from lightning_rl.data.row_schema import PromptForm, is_token_ids
+from lightning_rl.data.row_schema import CONTINUES, TOOLS, PromptForm, Reading, is_token_ids
 from lightning_rl.utils.arguments import check_choices, check_counts
 
 TooLong = Literal["error", "drop"]
@@ -54,8 +54,8 @@ class Encoder:
         template = getattr(self.tokenizer, "chat_template", None)
         return replace(self, max_tokens=None, limit="", vocabulary=None, template=template)
 
-    def encode(self, contents: Sequence[Any], names: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts, called ``names`` in errors; strings and chats are tokenized in batches.
+    def encode(self, readings: Sequence[Reading]) -> list[tuple[int, ...]]:
+        """Return the token ids of prompts; strings and chats are tokenized in batches.
 
         Raises:
             ValueError: If a prompt is empty, outside of the vocabulary, needs a tokenizer or chat template, or has
@@ -63,21 +63,23 @@ class Encoder:
         """
         encodings: dict[int, tuple[int, ...]] = {}
         plain, rendered, checked = dict[int, str](), dict[int, str](), set[str]()
-        for number, (content, name) in enumerate(zip(contents, names, strict=True)):
+        for number, reading in enumerate(readings):
+            content, name = reading.content, reading.name
             if is_token_ids(content):
                 encodings[number] = tuple(int(token) for token in content)
             elif isinstance(content, str):
                 self._tokenizer_for(name)
                 plain[number] = _whole(content, name)
             else:
-                rendered[number] = _whole(self._render(content, name), name)
-                if (form := repr(mark_messages(content))) not in checked:  # once for all prompts of the same roles
+                rendered[number] = _whole(self._render(reading), name)
+                form = repr((mark_messages(content), reading.variables))
+                if form not in checked:  # once for all prompts of the same roles and variables
                     checked.add(form)
-                    self._check_parts(content, name)
+                    self._check_parts(reading)
         encodings |= self._tokenize(plain) | self._tokenize(rendered, add_special_tokens=False)
-        token_ids = [encodings[number] for number in range(len(contents))]
-        for content, name, ids in zip(contents, names, token_ids, strict=True):
-            self._check(content, name, ids)
+        token_ids = [encodings[number] for number in range(len(readings))]
+        for reading, ids in zip(readings, token_ids, strict=True):
+            self._check(reading.content, reading.name, ids)
         return token_ids
 
     def check_length(self, length: int, name: str) -> None:
@@ -98,40 +100,43 @@ class Encoder:
             raise ValueError(f"expected a tokenizer for {name}, got none: pass tokenizer= to the module, or token ids")
         return self.tokenizer
 
-    def _render(self, messages: list[dict[str, Any]], name: str) -> str:
+    def _render(self, reading: Reading) -> str:
         from jinja2 import TemplateError  # a dependency of transformers' chat templates
 
-        tokenizer = self._tokenizer_for(name)
+        tokenizer = self._tokenizer_for(reading.name)
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"expected a tokenizer with a chat template, because {name} is a list of messages: set "
+                f"expected a tokenizer with a chat template, because {reading.name} is a list of messages: set "
                 "tokenizer.chat_template, or pass strings"
             )
         try:
-            return self._write(tokenizer, messages)
+            return self._write(tokenizer, reading.content, reading.variables)
         except TemplateError as error:
-            roles = [message["role"] for message in messages]
+            roles = [message["role"] for message in reading.content]
             raise ValueError(
-                f"expected messages that the tokenizer's chat template takes, but it refuses {name}, whose roles are "
-                f"{', '.join(roles)}: {error}"
+                f"expected messages that the tokenizer's chat template takes, but it refuses {reading.name}, whose "
+                f"roles are {', '.join(roles)}: {error}"
             ) from error
 
-    def _write(self, tokenizer: PreTrainedTokenizerBase, messages: Any, **options: Any) -> str:
-        options = {**self.chat_template_kwargs, **options}
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
+    def _write(self, tokenizer: PreTrainedTokenizerBase, messages: Any, variables: Mapping[str, Any]) -> str:
+        options = {**self.chat_template_kwargs, **variables}
+        continues = bool(options.pop(CONTINUES, False)) and messages[-1]["role"] == "assistant"
+        options |= {"add_generation_prompt": not continues, CONTINUES: continues}
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
-    def _check_parts(self, messages: list[dict[str, Any]], name: str) -> None:
-        tokenizer = self._tokenizer_for(name)
-        given: Sequence[Any] = self.chat_template_kwargs.get("tools") or ()
-        tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in given]
+    def _check_parts(self, reading: Reading) -> None:
+        tokenizer = self._tokenizer_for(reading.name)
+        options = {**self.chat_template_kwargs, **reading.variables}
+        tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in options.get(TOOLS) or ()]
 
         def render(talk: Sequence[Any], schemas: Sequence[Any]) -> str:
-            return self._write(tokenizer, talk, **({"tools": schemas} if schemas else {}))
+            return self._write(tokenizer, talk, {**reading.variables, **({TOOLS: schemas} if schemas else {})})
 
-        if lost := dropped_parts(render, messages, tools):
+        if lost := dropped_parts(render, reading.content, tools):
             raise ValueError(
-                f"expected a chat template that writes all parts of {name}, got one that drops {', '.join(lost)}: "
-                "set a tokenizer.chat_template that writes them, or move their text into messages of other roles"
+                f"expected a chat template that writes all parts of {reading.name}, got one that drops "
+                f"{', '.join(lost)}: set a tokenizer.chat_template that writes them, or move their text into messages "
+                "of other roles"
             )
 
     def _tokenize(self, texts: Mapping[int, str], **options: Any) -> dict[int, tuple[int, ...]]:

@@ -14,6 +14,7 @@ class Prompt:
         token_ids: Token ids that the model continues.
         content: Prompt before tokenization, for rewards: a string, chat messages or token ids.
         columns: All other values of the row, as in the source, for rewards.
+        variables: Variables of the chat template in the row, with its tools.
         data_columns: Names of the columns of all rows, once they are known; rewards get None where this row has none.
     """
 
@@ -21,4 +22,5 @@ class Prompt:
     token_ids: tuple[int, ...]
     content: Any
     columns: Mapping[str, Any]
+    variables: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     data_columns: tuple[str, ...] = field(default=(), repr=False, compare=False)

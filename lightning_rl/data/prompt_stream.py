@@ -103,7 +103,7 @@ class PromptStream:
         reading = self._next()
         ids = self._encode(reading)
         self._encoder.check_length(len(ids), reading.name)
-        return Prompt(place, ids, reading.content, reading.columns)
+        return Prompt(place, ids, reading.content, reading.columns, reading.variables)
 
     @property
     def fingerprint(self) -> str:
@@ -127,7 +127,7 @@ class PromptStream:
         return self.form.read(row, f"prompt {number} of the stream" + (f" in pass {passes}" if passes else ""))
 
     def _encode(self, reading: Reading) -> tuple[int, ...]:
-        return self._encoder.encode([reading.content], [reading.name])[0]
+        return self._encoder.encode([reading])[0]
 
     def _rewind(self) -> None:
         self._place, self.drop_count, self._readings = 0, 0, self._passes()

@@ -1,6 +1,7 @@
 """Form of rows: the prompt column, chat options, and the columns left for the rewards."""
 
 import difflib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -16,23 +17,27 @@ CONTENT = ("prompt", "messages")  # valid names of the prompt column
 QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")  # its names in common data sets
 RENDERING = (
     "add_generation_prompt",
-    "continue_final_message",
     "conversation",
     "return_dict",
     "return_tensors",
     "tokenize",
 )
 
+TOOLS, VARIABLES, CONTINUES = "tools", "chat_template_kwargs", "continue_final_message"
+
 ColumnCheck = Callable[[Mapping[str, Any], str], object]
 """Function of a row's columns and its name in errors; raises if the columns do not fit the run."""
 
 
 class Reading(NamedTuple):
-    """Prompt and other columns of a row, and its name in error messages, with the prompt column."""
+    """Prompt and other columns of a row, its name in error messages, with the prompt column, and its own variables of
+    the chat template.
+    """
 
     content: Any
     columns: dict[str, Any]
     name: str
+    variables: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +76,7 @@ class PromptForm:
             raise ValueError(f"expected system to be a string, got {self.system!r}: write the text alone")
         if not isinstance(variables, Mapping):
             raise ValueError(f"expected chat_template_kwargs to be a mapping, got {variables!r}")
-        reserved = sorted(set(RENDERING) & set(variables))
-        if reserved:
-            raise ValueError(
-                f"expected chat_template_kwargs to hold variables of the chat template, got {in_words(reserved)}: "
-                "leave it out, because a prompt always ends with the generation prompt"
-            )
+        check_variables(variables, "")
 
     def check_names(self, names: Sequence[str] | Mapping[str, Any], where: str) -> None:
         """Check that the columns in the options exist, and that one can be the prompt.
@@ -105,14 +105,15 @@ class PromptForm:
                     f"expected {name} to have columns, because columns={dict(self.columns)}, got a "
                     f"{type(row).__name__}: leave columns out"
                 )
-            return Reading(self._content(row, name), {}, name)
+            return Reading(self._content(row, name, {}), {}, name)
         row = {key: without_arrays(value) for key, value in self._rename(row, name).items()}
         check_columns(row, name)
         column = content_column(row, name, self.columns or {})
         source = (self.columns or {}).get(column, column)
         place = f"{name[:-1]}, column {source})" if name.endswith(")") else f"{name} (column {source})"
         columns = {key: value for key, value in row.items() if key != column}
-        return Reading(self._content(row[column], place), columns, place)
+        variables = own_variables(columns, place) if self._is_chat(row[column]) else {}
+        return Reading(self._content(row[column], place, variables), columns, place, variables)
 
     def _rename(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         if not self.columns:
@@ -122,7 +123,13 @@ class PromptForm:
         kept = {key: value for key, value in row.items() if key not in sources}
         return kept | {new: _value(row, old, name) for new, old in self.columns.items()}
 
-    def _content(self, content: Any, name: str) -> Any:
+    def _is_chat(self, content: Any) -> bool:
+        """Return True if the chat template writes a prompt."""
+        if isinstance(content, str):
+            return self.chat or self.system is not None
+        return not is_token_ids(content)
+
+    def _content(self, content: Any, name: str, variables: Mapping[str, Any]) -> Any:
         if isinstance(content, str):
             if self.system is None and not self.chat:
                 self._check_variables("a string", name)
@@ -133,7 +140,8 @@ class PromptForm:
                 raise ValueError(f"expected a string or chat messages, because system= is set, got token ids in {name}")
             self._check_variables("token ids", name)
             return content
-        messages = read_messages(content, name)
+        continues = variables.get(CONTINUES, (self.chat_template_kwargs or {}).get(CONTINUES))
+        messages = read_messages(content, name, continues=bool(continues))
         if self.system is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system}, *messages]
         return messages
@@ -244,10 +252,71 @@ def is_token_ids(content: Any) -> bool:
     return all(kind is int or (kind is not bool and issubclass(kind, Integral)) for kind in kinds)
 
 
-def read_messages(content: Any, name: str) -> list[dict[str, Any]]:
+def check_variables(variables: Any, where: str) -> None:
+    """Check variables of a chat template; ``where`` follows their name in errors.
+
+    Raises:
+        ValueError: If they are no mapping, or hold an option of the rendering.
+    """
+    if not isinstance(variables, Mapping):
+        raise ValueError(f"expected {VARIABLES}{where} to be a mapping, got {variables!r:.200}")
+    if reserved := sorted(set(RENDERING) & set(variables)):
+        raise ValueError(
+            f"expected {VARIABLES}{where} to hold variables of the chat template, got {in_words(reserved)}: "
+            "leave it out, because a prompt always ends with the generation prompt"
+        )
+
+
+def own_variables(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the variables of the chat template in the columns ``tools`` and ``chat_template_kwargs``, as of TRL.
+
+    Raises:
+        ValueError: If a column has another form; with the row.
+    """
+    variables = without_none(columns.get(VARIABLES) or {})
+    check_variables(variables, f" of {name}")
+    tools = columns.get(TOOLS)
+    if isinstance(tools, str):
+        tools = _parsed(tools)
+    if not tools:
+        return variables
+    try:
+        return {**variables, TOOLS: [tool_schema(without_none(tool)) for tool in tools]}
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected {TOOLS} of {name} to be a list of JSON schemas of functions for the chat template, got "
+            f'{tools!r:.200}: correct them, or rename the column, as in columns={{"my_tools": "tools"}}'
+        ) from error
+
+
+def tool_schema(tool: Any) -> dict[str, Any]:
+    """Return the schema of a tool in the form of chat templates, from this form, its function alone, or that of MCP.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f'expected a JSON schema with a "name", got {tool!r:.200}')
+    function = dict(function)
+    if "inputSchema" in function:  # Model Context Protocol
+        function["parameters"] = function.pop("inputSchema")
+        function = {key: function[key] for key in ("name", "description", "parameters") if key in function}
+    return {"type": "function", "function": function}
+
+
+def _parsed(text: str) -> Any:
+    """Return a value written as JSON; the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return [text]
+
+
+def read_messages(content: Any, name: str, *, continues: bool = False) -> list[dict[str, Any]]:
     """Return validated chat messages without entries that are None at any depth, which tables add for missing keys.
 
-    The order of roles is left to the chat template, but an answer at the end raises, because the policy is to write it.
+    The order of roles is left to the chat template, but an answer at the end raises unless the policy ``continues`` it.
 
     Raises:
         ValueError: If a message is malformed; with the row and the message.
@@ -258,10 +327,11 @@ def read_messages(content: Any, name: str) -> list[dict[str, Any]]:
             f"expected a string, a list of token ids, or a list of chat messages, got {_description(content)} in {name}"
         )
     messages = [_message(message, number, name) for number, message in enumerate(content)]
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant" and not continues:
         raise ValueError(
             f"expected chat messages that end before the assistant's answer, got its answer as the last one in {name}: "
-            'leave it out, as preprocess=lambda row: row | {"messages": row["messages"][:-1]}'
+            'leave it out, as preprocess=lambda row: row | {"messages": row["messages"][:-1]}, or pass '
+            'chat_template_kwargs={"continue_final_message": True} if the policy goes on with it'
         )
     return messages
 
@@ -274,14 +344,23 @@ def _message(message: Any, number: int, name: str) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise ValueError(f'expected {where} to have a string "role", as {example}, got {dict(message)!r:.200}')
     kept = without_none(dict(message))
+    if (text := joined_parts(kept.get("content"))) is not None:
+        return {**kept, "content": text}
     if "content" not in kept and "tool_calls" in kept:
         return kept
-    if not isinstance(message.get("content"), str):
-        raise ValueError(
-            f'expected {where} to have a string "content", as {example}, got {dict(message)!r:.200}: images and other '
-            "parts are not supported"
-        )
-    return kept
+    raise ValueError(
+        f'expected {where} to have a string "content", as {example}, got {dict(message)!r:.200}: images and other '
+        "parts are not supported"
+    )
+
+
+def joined_parts(content: Any) -> str | None:
+    """Return the text of a message's content, which is a string or parts of text alone; None for another content."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) and content else [None]
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # pyrefly: ignore[no-matching-overload]
 
 
 def _description(value: Any) -> str:

@@ -23,7 +23,7 @@ from lightning_rl.environments.parsing import (
     TemplateParser,
     parser_for,
 )
-from lightning_rl.environments.tools import ObjectEnvironment, ToolEnvironment
+from lightning_rl.environments.tools import JsonTool, ObjectEnvironment, ToolEnvironment
 
 __all__ = [
     "Action",
@@ -37,6 +37,7 @@ __all__ = [
     "Environment",
     "EnvironmentReward",
     "JsonParser",
+    "JsonTool",
     "Message",
     "MessageEnvironment",
     "ObjectEnvironment",

@@ -83,12 +83,18 @@ class TemplateParser:
     template: Mapping[str, Any]
     mark: str = field(default="", compare=False)
 
+    @property
+    def _typed(self) -> bool:
+        """True if calls are written with the types of their arguments, which the schemas of tools must not change."""
+        calls = self.template.get("fields", {}).get("tool_calls")
+        return isinstance(calls, Mapping) and calls.get("content") in ("json", "python-call-list")
+
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
         text, prefix = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prefix_ids))
         broken: list[str] = []
         try:
-            response = _Response(dict(self.template), prefix, tools, broken)
+            response = _Response(dict(self.template), prefix, () if self._typed else tools, broken)
             response.feed(text)
             message, _ = response.finalize()
         except Exception as error:  # noqa: BLE001  a policy may write anything

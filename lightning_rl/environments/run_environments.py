@@ -9,7 +9,7 @@ from typing import Any, Self
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data import Prompt
-from lightning_rl.data.row_schema import is_token_ids
+from lightning_rl.data.row_schema import CONTINUES, TOOLS, is_token_ids
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, close_quietly
 from lightning_rl.environments.driver import Opening
@@ -109,14 +109,17 @@ class Environments:
         made = environment_of(made)
         if not isinstance(made, Environment):
             return made
-        bridge = self._bridge(type(made).__name__)
+        bridge = self._bridge(type(made).__name__, prompt)
         parse = self.parse or plain_text(bridge.tokenizer, bridge.close)
-        return MessageEnvironment(made, bridge, parse, _schemas(made), messages_of(prompt))
+        return MessageEnvironment(made, bridge, parse, _schemas(made, prompt), messages_of(prompt))
 
-    def _bridge(self, name: str) -> Bridge:
+    def _bridge(self, name: str, prompt: Prompt | None = None) -> Bridge:
         if self.tokenizer is None:
             raise BridgeError(f"expected a tokenizer for environment {name}, which uses messages, got none")
-        return Bridge(self.tokenizer, self.close, self.template_options)
+        options = dict(self.template_options) | dict({} if prompt is None else prompt.variables)
+        return Bridge(
+            self.tokenizer, self.close, {key: options[key] for key in options if key not in (TOOLS, CONTINUES)}
+        )
 
     def check(self, tool_parser: ParserSource | None = None, prompt: Prompt | None = None) -> Self:
         """Check the environments, with a prompt of the data if there is one, before anything is generated.
@@ -142,7 +145,7 @@ class Environments:
                     "and begins with the row's own prompt, got token ids: write the prompts as text, return messages "
                     "from its reset, or use an environment in token ids"
                 )
-            bridge, found[name] = self._bridge(name), _schemas(made)
+            bridge, found[name] = self._bridge(name, prompt), _schemas(made, prompt)
             for kind in KINDS if found[name] else ("user",):
                 if wrong := bridge.check(kind):
                     raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
@@ -175,7 +178,10 @@ def factories_of(source: EnvironmentSource | Sequence[Tool]) -> dict[str, Factor
 
 def _check_tools(tools: Sequence[Any]) -> None:
     if not tools or not all(map(callable, tools)):
-        raise ValueError(f"expected tools to be a list of at least one function, got {tools!r}: pass functions")
+        raise ValueError(
+            f"expected tools to be a list of at least one function, got {tools!r:.200}: pass functions, or "
+            "JsonTool(function, schema)"
+        )
 
 
 def _check_factory(name: Any, factory: Any) -> None:
@@ -222,8 +228,10 @@ def messages_of(prompt: Prompt) -> Sequence[Message]:
     return [message for message in content if isinstance(message, Mapping)]
 
 
-def _schemas(environment: Environment) -> Sequence[Mapping[str, Any]]:
-    return environment.schemas if isinstance(environment, RemoteEnvironment) else schemas_of(environment.tools)
+def _schemas(environment: Environment, prompt: Prompt | None = None) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of an environment's tools, or else those of a row."""
+    schemas = environment.schemas if isinstance(environment, RemoteEnvironment) else schemas_of(environment.tools)
+    return schemas or ([] if prompt is None else prompt.variables.get(TOOLS, []))
 
 
 def _begins_itself(environment: Environment) -> bool:

@@ -17,6 +17,7 @@ import torch
 from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
+from lightning_rl.data.row_schema import tool_schema
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult, ToolCall
 from lightning_rl.processes.errors import CallError
 from lightning_rl.rewards.optional_imports import require
@@ -31,6 +32,41 @@ WORDLESS = (object.__str__, bytes.__str__, bytearray.__str__)  # their text is P
 NO_TOOLS = ("reset", "get_reward", "close")  # methods that are not tools
 
 
+@dataclasses.dataclass(frozen=True)
+class JsonTool:
+    """Tool with a JSON schema, as of verl, OpenAI or the Model Context Protocol, and the function that it calls.
+
+    Args:
+        function: Function that takes the arguments by name; a coroutine function is awaited.
+        schema: ``{"type": "function", "function": {...}}``, its inner mapping, or ``{"name": ..., "inputSchema":
+            ...}``.
+
+    Raises:
+        ValueError: If the function cannot be called, or the schema has no name.
+
+    Example:
+        >>> schema = {"name": "double", "inputSchema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+        >>> JsonTool(lambda x: 2 * x, schema)(x=21)
+        42
+    """
+
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """Check the function and bring the schema into the form of chat templates."""
+        if not callable(self.function):
+            raise ValueError(
+                f"expected the function of a tool, got {self.function!r:.200}: pass JsonTool(function, schema)"
+            )
+        object.__setattr__(self, "schema", tool_schema(self.schema))
+        object.__setattr__(self, "__name__", self.schema["function"]["name"])
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Call the function."""
+        return self.function(**arguments)
+
+
 class ToolEnvironment(Environment):
     """Environment that runs the calls of an answer; an answer without a call ends the conversation.
 
@@ -39,7 +75,7 @@ class ToolEnvironment(Environment):
 
     Args:
         tools: Functions with a type hint and a line under ``Args:`` for each argument; coroutine functions are
-            awaited.
+            awaited. A :class:`JsonTool` has a JSON schema instead.
         max_characters: Maximum number of characters of a result, after which it is cut with a note; None for no limit.
 
     Raises:
@@ -87,7 +123,9 @@ class ToolEnvironment(Environment):
         """Return the result of each call, or its exception; consecutive coroutines are awaited together."""
         results, waiting = list[Any](), list[Any]()
         for call in calls:
-            if not inspect.iscoroutinefunction(self._by_name.get(call.name)):  # it may depend on the calls before
+            if not inspect.iscoroutinefunction(
+                _function_of(self._by_name.get(call.name))
+            ):  # it may depend on the calls before
                 results, waiting = [*results, *gather(waiting)], []
             result = self._call(call)
             if inspect.isawaitable(result):
@@ -107,7 +145,7 @@ class ToolEnvironment(Environment):
         if call.name not in self._by_name:
             raise LookupError(f"there is no tool {call.name}, only {', '.join(self._by_name)}")
         tool = self._by_name[call.name]
-        inspect.signature(tool).bind(**call.arguments)
+        inspect.signature(_function_of(tool)).bind(**call.arguments)
         wrong = sorted(self._validators[call.name].iter_errors(dict(call.arguments)), key=lambda error: error.json_path)
         if wrong:
             raise TypeError("; ".join(f"{error.json_path.removeprefix('$.')}: {error.message}" for error in wrong))
@@ -190,11 +228,18 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """
     schemas: list[dict[str, Any]] = []
     for tool in tools:
+        if isinstance(tool, JsonTool):
+            schemas.append(dict(tool.schema))
+            continue
         if not callable(tool) or not hasattr(tool, "__name__"):
+            cure = "a function with a name, hints and a docstring that calls it"
+            if isinstance(tool, Mapping):
+                cure = "JsonTool(function, schema) with the function that it calls"
             raise ValueError(
                 f"expected each tool to be a function or a method, got an object of class {type(tool).__name__}: write "
-                "a function with a name, hints and a docstring that calls it"
+                f"{cure}"
             )
+        _check_names(tool)
         try:
             schemas.append(get_json_schema(tool))
         except Exception as error:
@@ -203,6 +248,20 @@ def schemas_of(tools: Sequence[Tool]) -> list[dict[str, Any]]:
                 f"without a schema: {error}"
             ) from error
     return schemas
+
+
+def _function_of(tool: Any) -> Any:
+    return tool.function if isinstance(tool, JsonTool) else tool
+
+
+def _check_names(tool: Tool) -> None:
+    """Check that every parameter of a tool has a name by which the policy can pass it."""
+    for parameter in inspect.signature(tool).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(
+                f"expected parameters of tool {name_of(tool)} that are passed by name, got {parameter} in "
+                f"{name_of(tool)}{inspect.signature(tool)}: write a parameter with a name for each, or one list"
+            )
 
 
 def has_schema(function: Any) -> bool:

@@ -255,11 +255,14 @@ def takes(function: Reward, extra: str) -> bool:
 def completion_form(prompt: Any, text: str) -> Any:
     """Return a completion in the form of its prompt: chat messages if the prompt is chat messages, else the text.
 
+    After an answer at the end of the prompt, which the policy continues, the message is the whole answer.
+
     Example:
         >>> completion_form("2 + 2?", "4"), completion_form([{"role": "user", "content": "2 + 2?"}], "4")
         ('4', [{'role': 'assistant', 'content': '4'}])
     """
     chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
     if chat and all(isinstance(message, Mapping) for message in prompt):
-        return [{"role": "assistant", "content": text}]
+        begun = prompt[-1].get("content") if prompt[-1].get("role") == "assistant" else None
+        return [{"role": "assistant", "content": f"{begun or ''}{text}"}]
     return text

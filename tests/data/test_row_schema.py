@@ -313,3 +313,91 @@ def test_the_fingerprint_is_over_what_the_policy_reads() -> None:
     assert prints[0] == connected(first, [[{"role": "user", "content": "a"}]]), "one content in two forms"
     assert len(set(prints)) == 3
     assert prints[0] == connected(first + "{% if x is defined %}b{% endif %}", chat=True)
+
+
+SCHEMA = {"type": "function", "function": {"name": "d", "description": "e", "parameters": {"type": "object"}}}
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
+    "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    "{% if thinking is defined and thinking %} m{% endif %}"
+)
+ASK = {"role": "user", "content": "c"}
+ROW_OPTIONS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    ({"tools": [SCHEMA]}, (5, 4, 3)),
+    ({"tools": json.dumps([SCHEMA])}, (5, 4, 3)),
+    ({"tools": [SCHEMA["function"]]}, (5, 4, 3)),
+    ({"tools": []}, (4, 3)),
+    ({"tools": None, "chat_template_kwargs": None}, (4, 3)),
+    ({"chat_template_kwargs": {"thinking": True}}, (4, 3, 14)),
+    ({"chat_template_kwargs": {"thinking": False}}, (4, 3)),
+    ({"chat_template_kwargs": {"thinking": True}, "tools": [SCHEMA]}, (5, 4, 3, 14)),
+]
+
+
+@pytest.mark.parametrize("kind", ["list", "Dataset", "stream"])
+@pytest.mark.parametrize(("columns", "ids"), ROW_OPTIONS, ids=str)
+def test_tools_and_variables_of_a_row_are_in_its_prompt(
+    columns: dict[str, Any], ids: tuple[int, ...], kind: str
+) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    rows: Any = [{"prompt": [ASK], **columns}]
+    if kind != "list":
+        rows = datasets.Dataset.from_list([*rows, {"prompt": [ASK], **columns}])
+        rows = rows.to_iterable_dataset() if kind == "stream" else rows
+    data = PromptDataModule(rows, 1, epoch_length=1, shuffle=False, chat_template_kwargs={"thinking": None})
+    data.connect(tokenizer, None)
+    (prompt,) = data.take(1)
+    assert prompt.token_ids == ids and columns.keys() <= prompt.columns.keys()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"tools": ["search"]}, r"expected tools of prompt 0 .* to be a list of JSON schemas.* got \['search'\]"),
+        ({"tools": "search"}, r"expected tools of prompt 0 .* to be a list of JSON schemas"),
+        ({"chat_template_kwargs": ["thinking"]}, r"expected chat_template_kwargs of prompt 0 .* to be a mapping"),
+        ({"chat_template_kwargs": {"tokenize": False}}, r'variables of the chat template, got "tokenize"'),
+    ],
+)
+def test_wrong_tools_and_variables_of_a_row_are_named(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptDataset([{"prompt": [ASK], **columns}]).connect(chat_tokenizer())
+
+
+def test_tools_that_the_template_drops_are_named_for_each_row() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS.replace("tools or []", "(tools or [])[:1]")
+    second = {"type": "function", "function": {**SCHEMA["function"], "name": "f"}}
+    rows = [{"prompt": [ASK]}, {"prompt": [ASK], "tools": [SCHEMA]}, {"prompt": [ASK], "tools": [SCHEMA, second]}]
+    with pytest.raises(ValueError, match=r"all parts of prompt 2 .* drops the tool f"):
+        PromptDataset(rows).connect(tokenizer)
+
+
+def test_parts_of_text_are_a_text() -> None:
+    parts = [{"type": "text", "text": "c "}, {"type": "text", "text": "d"}]
+    assert prompt_of([{"role": "a", "content": parts}])[:2] == ([USER], (2, 4, 5, 3))
+    table = datasets.Dataset.from_list([{"prompt": [{"role": "a", "content": parts}]}])
+    data = PromptDataset(table)
+    data.connect(chat_tokenizer())
+    assert data.prompt(0).content == [USER]
+    for other in ([*parts, {"type": "image"}], [{"type": "image", "image": "x"}], [{"text": 3}]):
+        with pytest.raises(ValueError, match="images and other parts are not supported"):
+            prompt_of([{"role": "a", "content": other}])
+
+
+def test_an_answer_that_the_policy_goes_on_with_is_at_the_end_of_the_prompt() -> None:
+    begun = [ASK, {"role": "assistant", "content": "d e"}]
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    rows = [{"prompt": begun, "chat_template_kwargs": {"continue_final_message": True}}]
+    for data in (
+        PromptDataset(rows),
+        PromptDataset([begun], chat_template_kwargs={"continue_final_message": True}),
+        PromptDataset([begun, [ASK]], chat_template_kwargs={"continue_final_message": True}),
+    ):
+        data.connect(tokenizer)
+        assert data.prompt(0).token_ids == (4, 5, 6)
+        assert data.prompt(len(data) - 1).token_ids == ((4, 5, 6) if len(data) == 1 else (4, 3))
+    with pytest.raises(ValueError, match=r'"continue_final_message": True'):
+        PromptDataset([begun]).connect(tokenizer)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, BridgeError, Environment, ParserError, StepResult, ToolCall
+from lightning_rl.environments.run_environments import Environments
 from lightning_rl.rollout import TURNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
@@ -137,3 +138,28 @@ def test_prompts_of_token_ids_are_refused_for_an_environment_that_answers_their_
     message = "expected prompts of text or of chat messages for environment environment, .*got token ids: write"
     with pytest.raises(ValueError, match=message):
         fit(module_of(**options), data=tiny_prompts(), limit_train_batches=1)
+
+
+@pytest.mark.parametrize("tools", [[], [add]], ids=["row", "environment"])
+def test_tools_and_variables_of_a_row_are_in_the_first_prompt_of_its_conversation(tools: Any) -> None:
+    schema = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+    ask = [{"role": "user", "content": "one"}]
+    row = {"prompt": ask, "tools": [schema], "chat_template_kwargs": {"enable_thinking": False}}
+    data = PromptDataModule([row, {"prompt": ask}], 2, shuffle=False)
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template += "{% if enable_thinking is defined %}<think>\n\n</think>{% endif %}"
+    data.connect(tokenizer, None)
+    first, second = data.take(2)
+
+    class Using(Asking):
+        """Has tools."""
+
+    Using.tools = tools
+    environments = Environments(factories={"environment": Using}, tokenizer=tokenizer, close=close_of("qwen3"))
+    shown, other = (
+        tokenizer.decode(environments.in_tokens(Using(), prompt).reset({}, 0)) for prompt in (first, second)
+    )
+    assert ('"name": "add"' in shown, '"name": "add"' in other) == (bool(tools), bool(tools))
+    assert ('"name": "look"' in shown, '"name": "look"' in other) == (not tools, False)
+    assert "<think>\n\n</think>" in shown and "<think>" not in other
+    assert "<think>\n\n</think>" in tokenizer.decode(first.token_ids)

@@ -5,20 +5,23 @@ import dataclasses
 import datetime
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+import cloudpickle
 import numpy as np
 import pytest
 from environments.templates import close_of, tokenizer_of
 from typing_extensions import override
 
 from lightning_rl import FinishReason
-from lightning_rl.environments import Action, Bridge, ObjectEnvironment, ToolCall, ToolEnvironment, parser_for
+from lightning_rl.environments import Action, Bridge, JsonTool, ObjectEnvironment, ToolCall, ToolEnvironment, parser_for
 from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.run_environments import factories_of
 from lightning_rl.environments.tools import schemas_of
 
 
@@ -333,3 +336,79 @@ def test_what_is_no_data_is_an_error_for_the_policy_to_read_without_addresses(va
     (message,) = taken.messages
     assert set(json.loads(message["content"])) == {"error"} and " at 0x" not in message["content"]
     assert taken.metrics == {"tool_errors": 1.0}
+
+
+def positional(a: int, /) -> int:
+    """Gives.
+
+    Args:
+        a: one.
+    """
+    return a
+
+
+def many(*a: int) -> int:
+    """Gives.
+
+    Args:
+        a: some.
+    """
+    return sum(a)
+
+
+def options(**a: int) -> int:
+    """Gives.
+
+    Args:
+        a: some.
+    """
+    return len(a)
+
+
+@pytest.mark.parametrize(("tool", "parameter"), [(positional, "a: int"), (many, "*a: int"), (options, "**a: int")])
+def test_a_tool_whose_arguments_have_no_names_is_refused(tool: Any, parameter: str) -> None:
+    message = f"expected parameters of tool {tool.__name__} that are passed by name, got {parameter} in"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ToolEnvironment([tool])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ObjectEnvironment(type("Thing", (), {"reset": Mute.reset, tool.__name__: staticmethod(tool)})())
+
+
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+INNER = {"name": "look-up", "description": "Looks.", "parameters": PARAMETERS}
+MCP = {"name": "look-up", "description": "Looks.", "inputSchema": PARAMETERS, "annotations": {"title": "Look"}}
+
+
+@pytest.mark.parametrize("schema", [{"type": "function", "function": INNER}, INNER, MCP], ids=["verl", "inner", "mcp"])
+@pytest.mark.parametrize("awaited", [False, True], ids=["function", "coroutine"])
+def test_a_tool_has_a_json_schema_beside_functions(schema: Any, awaited: bool) -> None:
+    async def coroutine(**arguments: Any) -> int:
+        return 2 * arguments["x"]
+
+    function: Any = coroutine if awaited else lambda x: 2 * x
+    environment = ToolEnvironment([add, JsonTool(function, schema)])
+    assert schemas_of(environment.tools)[1] == {"type": "function", "function": INNER}
+    replies = said(environment, call("look-up", x=4), call("add", a=1), call("look-up", x="4"), call("look-up"))
+    assert replies[:2] == ["8", "2"] and "'4' is not of type 'integer'" in replies[2] and "x" in replies[3]
+    cloudpickle.loads(cloudpickle.dumps(environment))
+
+
+def test_a_schema_without_a_function_is_refused_with_what_to_write() -> None:
+    for make in (lambda: ToolEnvironment([MCP]), lambda: factories_of([add, MCP])):  # pyrefly: ignore[bad-argument-type]
+        with pytest.raises(ValueError, match=r"JsonTool\(function, schema\)"):
+            make()
+    with pytest.raises(ValueError, match='expected a JSON schema with a "name", got'):
+        JsonTool(add, {"type": "object"})
+
+
+@pytest.mark.parametrize(("written", "error"), [('"6"', "'6' is not of type 'integer'"), ('"null"', "'null' is not")])
+def test_arguments_are_validated_as_they_are_written(written: str, error: str) -> None:
+    tokenizer, tool = tokenizer_of("qwen3"), ToolEnvironment([add, describe])
+    prompt = [{"role": "user", "content": "one"}]
+    parse = parser_for(tokenizer, "hermes")
+    talk = MessageEnvironment(tool, Bridge(tokenizer, close_of("qwen3")), parse, schemas_of(tool.tools), prompt)
+    talk.reset({}, 0)
+    taken = talk.step(*drawn(f'<tool_call>{{"name": "add", "arguments": {{"a": {written}}}}}</tool_call><|im_end|>'))
+    assert taken.metrics["tool_errors"] == 1.0 and error in str(taken.messages[-1]["content"])
+    word = '<tool_call>{"name": "describe", "arguments": {"word": "null", "how": "long"}}</tool_call><|im_end|>'
+    assert '"word": "null"' in str(talk.step(*drawn(word)).messages[-1]["content"])
