@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -36,6 +37,8 @@ from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.reward_failures import FOLDER
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.generator import generates_concurrently
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.state import RunState, trainer_state
@@ -44,7 +47,10 @@ from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
+from lightning_rl.utils.template_date import TODAY, now, writes_date
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, log_folder
+
+PROMPTS_CHECKED = 32
 
 
 class BaseModule(LightningModule):
@@ -82,6 +88,7 @@ class BaseModule(LightningModule):
         evaluations = evaluations_of(options["evaluation"])
         self.evaluator = Evaluator(evaluations, seed=self.seed, environments=bool(self.environments))
         self._parallel: Parallel | None = None
+        self.shows_sample = False
 
     # Parts of a run.
 
@@ -135,6 +142,8 @@ class BaseModule(LightningModule):
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         self.parallel.check(self.max_grad_norm)
         setup_checks.check_changes(self.fault_tolerance.allow_config_changes, (*self.options, *BESIDE))
+        if writes_date(self.tokenizer):
+            TODAY.moment = self.parallel.collectives.objects(now())[0]
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         self.algorithm = self.algorithm.replace(corrections=corrections)
@@ -187,6 +196,8 @@ class BaseModule(LightningModule):
         used = [(sampling, data.first(), data.template_options)] if data is not None else []
         used += [(questions.sampling, next(iter(questions.prompts), None), {}) for questions in evaluated]
         setup_checks.warn_of_eos(self.tokenizer, used)
+        if data is not None:
+            setup_checks.warn_of_prompts(data.prompts.examples(PROMPTS_CHECKED), self.tokenizer, sampling)
 
     def _build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
@@ -206,12 +217,23 @@ class BaseModule(LightningModule):
         built, self.run.optimizer = setup_checks.build_optimizers(*builders, groups)
         return built
 
+    def show_sample(self, rollout: Rollout) -> None:
+        """Print a prompt and a response of the first rollout of a fit with their control tokens, on rank zero."""
+        if self.shows_sample:
+            lines = [f"{name} of rollout 0, {text}" for name, text in first_sample(rollout, self.tokenizer)]
+            if writes_date(self.tokenizer):
+                lines.append(f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
+            self.shows_sample = False
+            if lines:
+                rank_zero_info("\n".join(lines))
+
     # The state of a fit, which checkpoints store between two optimizer steps.
 
     @override
     def on_fit_start(self) -> None:
         """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
         self.run.begin(self.parallel, self.data_module, self.models.options, self.max_staleness)
+        self.shows_sample = True
 
     @override
     def on_train_start(self) -> None:
@@ -231,6 +253,8 @@ class BaseModule(LightningModule):
             self.run.prefetcher.drain(hurried=hurried)
         self.run.write_corrections(checkpoint.get("callbacks", {}))
         checkpoint["lightning_rl"] = self.run.state(self.parallel.collectives, self.models.reference)
+        if writes_date(self.tokenizer):
+            checkpoint["lightning_rl"]["template_date"] = TODAY.moment
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -240,6 +264,9 @@ class BaseModule(LightningModule):
             return
         setup_checks.check_whole_checkpoint(checkpoint)
         self.models.stepped = True
+        if (moment := state.get("template_date")) is not None and writes_date(self.tokenizer):
+            TODAY.moment = moment
+            self._encode_prompts(self.required_policy, self.data_module)
         self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
         changed = [path.partition(".")[2] for path, _, _ in self.run.changes if path.startswith("corrections.")]
         self.run.corrections.reset(checkpoint.get("callbacks", {}), changed)

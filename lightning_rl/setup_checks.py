@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.advantages import resolve_advantages
 from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, describe_optimizer, options_of
 from lightning_rl.data import Prompt
+from lightning_rl.data.prompt_checks import prompt_findings
 from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
 from lightning_rl.environments import Conversations, EnvironmentReward
@@ -301,6 +302,14 @@ def warn_of_eos(
     faults = (wrong_eos(sampling, tokenizer, prompt, options) for sampling, prompt, options in samplings)
     for observed, cure in dict.fromkeys((fault.observed, fault.cure) for fault in faults if fault is not None):
         rank_zero_warn(f"{observed}; pass sampling=SamplingParams({cure}, ...)")
+
+
+def warn_of_prompts(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, sampling: SamplingParams
+) -> None:
+    """Warn of each kind of :func:`prompt_findings` once."""
+    for fault in prompt_findings(prompts, tokenizer, sampling.eos_token_ids or ()):
+        rank_zero_warn(f"{fault.observed}; {fault.cure}")
 
 
 def text_after_answer(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:

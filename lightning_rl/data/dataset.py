@@ -13,6 +13,7 @@ from lightning_rl.data.prompt import Prompt
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
 from lightning_rl.data.rows import Rows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
+from lightning_rl.utils.template_date import TODAY
 
 
 class PromptDataset:
@@ -93,6 +94,11 @@ class PromptDataset:
             prompts.append(Prompt(index, ids, reading.content, reading.columns, reading.variables, self._columns))
         return prompts
 
+    def examples(self, number: int) -> list[Prompt]:
+        """Return at most ``number`` prompts at even distances."""
+        count = min(number, len(self))
+        return self.prompts([place * len(self) // count for place in range(count)])
+
     def connect(
         self,
         tokenizer: PreTrainedTokenizerBase | None,
@@ -111,7 +117,8 @@ class PromptDataset:
         Raises:
             ValueError: If a prompt is empty, too long, or needs a tokenizer or chat template, or if all are too long.
         """
-        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary, check)
+        template = getattr(tokenizer, "chat_template", None)
+        connection = (tokenizer, template, TODAY.moment, max_tokens, vocabulary, check)
         if self._lengths and connection == self._connection:
             return
         encoder = self._encoder = self._encoder_of(tokenizer, max_tokens, vocabulary)

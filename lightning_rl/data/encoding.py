@@ -10,6 +10,7 @@ from transformers.utils import get_json_schema
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, PromptForm, Reading, is_token_ids
 from lightning_rl.utils.arguments import check_choices, check_counts
+from lightning_rl.utils.template_date import FIXED, TODAY, TemplateDate
 
 TooLong = Literal["error", "drop"]
 
@@ -25,6 +26,7 @@ class Encoder:
         vocabulary: Vocabulary size of the policy; None for no check.
         chat_template_kwargs: Further variables of the chat template.
         template: Chat template, if two encoders are compared.
+        date: Date that the chat template may write.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -33,6 +35,7 @@ class Encoder:
     vocabulary: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     template: Any = None
+    date: TemplateDate = TODAY
 
     @classmethod
     def of(
@@ -52,7 +55,7 @@ class Encoder:
     def unlimited(self) -> "Encoder":
         """Return this encoder without limits, for the fingerprint of the data."""
         template = getattr(self.tokenizer, "chat_template", None)
-        return replace(self, max_tokens=None, limit="", vocabulary=None, template=template)
+        return replace(self, max_tokens=None, limit="", vocabulary=None, template=template, date=FIXED)
 
     def encode(self, readings: Sequence[Reading]) -> list[tuple[int, ...]]:
         """Return the token ids of prompts; strings and chats are tokenized in batches.
@@ -121,8 +124,8 @@ class Encoder:
     def _write(self, tokenizer: PreTrainedTokenizerBase, messages: Any, variables: Mapping[str, Any]) -> str:
         options = {**self.chat_template_kwargs, **variables}
         continues = bool(options.pop(CONTINUES, False)) and messages[-1]["role"] == "assistant"
-        options |= {"add_generation_prompt": not continues, CONTINUES: continues}
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        options = self.date.options(tokenizer, add_generation_prompt=not continues, **options)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=continues, **options))
 
     def _check_parts(self, reading: Reading) -> None:
         tokenizer = self._tokenizer_for(reading.name)

@@ -12,6 +12,7 @@ from lightning_rl.data.encoding import Encoder, TooLong, check_limits
 from lightning_rl.data.prompt import Prompt
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
 from lightning_rl.utils.arguments import check_counts
+from lightning_rl.utils.template_date import TODAY
 
 CHECKED = 256  # number of rows read before training
 PATIENCE = 10_000  # number of too long rows in a row that ends the run
@@ -60,6 +61,12 @@ class PromptStream:
         self._fingerprint: tuple[Any, str] = (None, "")
         self._rewind()
 
+    def examples(self, number: int) -> list[Prompt]:
+        """Return the first ``number`` prompts."""
+        readings = list(islice((self._read(row, place, 0) for place, row in enumerate(self.dataset)), number))
+        pairs = enumerate(zip(readings, self._encoder.encode(readings), strict=True))
+        return [Prompt(place, ids, reading.content, reading.columns) for place, (reading, ids) in pairs]
+
     def connect(
         self,
         tokenizer: PreTrainedTokenizerBase | None,
@@ -74,7 +81,8 @@ class PromptStream:
         Raises:
             ValueError: If a row is wrong, or if there is none.
         """
-        connection = (tokenizer, getattr(tokenizer, "chat_template", None), max_tokens, vocabulary, check)
+        template = getattr(tokenizer, "chat_template", None)
+        connection = (tokenizer, template, TODAY.moment, max_tokens, vocabulary, check)
         if connection == self._connection:
             return
         self._encoder = Encoder.of(self.form, self.max_prompt_tokens, tokenizer, max_tokens, vocabulary)

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.dropped_parts import dropped_parts
 from lightning_rl.environments.environment import Message
+from lightning_rl.utils.template_date import TODAY
 
 MARK = "mark-of-an-answer-7f3a"
 KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two tools": ("tool", "tool")}
@@ -210,7 +211,9 @@ class Bridge:
     def _render(self, messages: Sequence[Message], *, head: bool = True, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=head, **{**self.options, **options}
+                [dict(message) for message in messages],
+                add_generation_prompt=head,
+                **TODAY.options(self.tokenizer, **{**self.options, **options}),
             )
         except Exception as error:  # a template may raise anything
             raise BridgeError(f"the template raises {type(error).__name__}: {error}") from error

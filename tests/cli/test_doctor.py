@@ -16,6 +16,7 @@ from kit.conversations import talking_module
 from kit.streaming_memory import peaks
 from kit.support import a_trainer, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from lightning.pytorch import Trainer
+from tokenizers.processors import TemplateProcessing
 from torch.optim import SGD, AdamW
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typing_extensions import override
@@ -66,6 +67,20 @@ def test_a_clean_recipe_has_facts_and_no_finding() -> None:
     assert {one.check for one in findings} == {
         "versions", "batches", "policy", "eos", "memory", "samples", "reward", "groups", "engine",
     }  # fmt: skip
+
+
+def test_a_prompt_and_a_response_are_shown_with_their_control_tokens() -> None:
+    findings = found(module_of(tokenizer=templated(CHATML)), chats())
+    (prompt,), (response,) = facts(findings, "prompt"), facts(findings, "response")
+    assert prompt.startswith("6 tokens: '<unk> <unk> c </s>") and " tokens: '" in response
+
+
+def test_an_eos_that_a_tokenizer_appends_to_prompts_is_a_warning() -> None:
+    subject = tiny_tokenizer()
+    end = [("</s>", 1)]
+    subject.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=end)
+    (one,) = problems(found(module_of(tokenizer=subject), PromptDataModule(["a b"] * 8, 4)))
+    assert (one.check, one.severity) == ("prompt", "warning") and "prompt 0 ends with </s>" in one.observed
 
 
 def test_a_quick_look_builds_no_policy() -> None:

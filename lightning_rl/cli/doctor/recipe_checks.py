@@ -10,6 +10,7 @@ from transformers.utils.hub import cached_file
 
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
+from lightning_rl.data.prompt_checks import prompt_findings
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
@@ -17,7 +18,9 @@ from lightning_rl.run_spec import size_cure
 from lightning_rl.setup_checks import wrong_eos
 from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.template_date import TODAY, writes_date
 
+EXAMPLES = 256  # prompts
 PRINTED = ("torch", "lightning", "transformers")
 PROBES = ("12345 + 6.78 = ?", "Don't  stop,\nplease.\n\n", "naïve 数学 😀", "  return x[0]\t# done")
 
@@ -104,6 +107,14 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
     data = module.data_module
     if fault := wrong_eos(module.run.sampling, tokenizer, data.first(), data.template_options):
         yield fault
+
+
+def prompts(module: RLLightningModule) -> Iterator[Finding]:
+    """Check what the policy reads: stray control tokens, and columns that nothing reads."""
+    ends = module.run.sampling.eos_token_ids or ()
+    yield from prompt_findings(module.data_module.prompts.examples(EXAMPLES), module.tokenizer, ends)
+    if writes_date(module.tokenizer):
+        yield fact("prompt", f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
 
 
 def bridges(module: RLLightningModule) -> Iterator[Finding]:

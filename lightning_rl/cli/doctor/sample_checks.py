@@ -19,6 +19,7 @@ from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.reward_call import Rows, completion_form
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.utils.finding import Finding
 
@@ -58,6 +59,12 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
     pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
     arguments["completions"] = [completion_form(prompt, text) for prompt, text in pairs]
     return Samples(module, rollout, Rows(**arguments), seconds, limit)
+
+
+def shown(samples: Samples) -> Iterator[Finding]:
+    """Show one prompt and one response with their control tokens."""
+    for name, text in first_sample(samples.rollout, samples.module.tokenizer):
+        yield fact(name, text)
 
 
 def truncation(samples: Samples) -> Iterator[Finding]:
