@@ -208,6 +208,8 @@ class BaseModule(LightningModule):
             self.run.environments = self.conversation_options.build(
                 model, self.tokenizer, engine_length=length, close=close, **options
             )
+            if data is not None:
+                data.limit(self.run.environments.first_length)
 
     @override
     def configure_optimizers(self) -> Any:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_rl.corrections import Stat
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import TooLong
-from lightning_rl.data.prompt import Prompt
+from lightning_rl.data.prompt import LengthOf, Prompt
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, ColumnCheck, PromptForm
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
@@ -133,6 +133,13 @@ class PromptDataModule(LightningDataModule):
         for prompts in (self.prompts, self.validation):
             if prompts is not None:
                 prompts.connect(tokenizer, max_tokens, vocabulary, check)
+        self._check_size()
+
+    def limit(self, length_of: LengthOf) -> None:
+        """Handle prompts as too long by the length with which their conversations begin; see ``PromptDataset.limit``."""
+        for prompts in (self.prompts, self.validation):
+            if prompts is not None:
+                prompts.limit(length_of)
         self._check_size()
 
     def use_tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.data_fingerprint import fingerprint_of
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
-from lightning_rl.data.prompt import Prompt
+from lightning_rl.data.prompt import LengthOf, Prompt
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
 from lightning_rl.data.rows import Rows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
@@ -74,6 +74,7 @@ class PromptDataset:
         self._kept: array[int] | None = None
         self._columns: tuple[str, ...] = ()
         self._connection: tuple[Any, ...] = ()
+        self._limited = False
 
     def __len__(self) -> int:
         """Return the number of prompts, without dropped ones."""
@@ -136,10 +137,33 @@ class PromptDataset:
             if self.too_long == "error":
                 for length, name in zip(batch, names, strict=True):
                     encoder.check_length(length, name)
-        self._lengths, self._connection, self._kept = lengths, connection, None
+        self._lengths, self._connection, self._kept, self._limited = lengths, connection, None, False
         self._columns = tuple(sorted(columns))
         if encoder.max_tokens is not None and max(lengths) > encoder.max_tokens:
             self._drop(encoder.max_tokens)
+
+    def limit(self, length_of: LengthOf) -> None:
+        """Handle prompts as too long by another length than that of their token ids, once connected.
+
+        Args:
+            length_of: Number of tokens with which the conversation of a prompt begins; None for that of its token ids.
+
+        Raises:
+            ValueError: As :meth:`connect`.
+        """
+        if self._limited or self._encoder.max_tokens is None:
+            return
+        rows = range(len(self.rows)) if self._kept is None else self._kept
+        for start in range(0, len(self), 1024):
+            numbers = range(start, min(start + 1024, len(self)))
+            for number, prompt in zip(numbers, self.prompts(numbers), strict=True):
+                if (length := length_of(prompt)) is not None:
+                    self._lengths[rows[number]] = length
+                    if self.too_long == "error":
+                        self._encoder.check_length(length, self._name(rows[number]))
+        self._limited = True
+        if max(self._lengths) > self._encoder.max_tokens:
+            self._drop(self._encoder.max_tokens)
 
     def _drop(self, max_tokens: int) -> None:
         self._kept = array("q", (row for row, length in enumerate(self._lengths) if length <= max_tokens))

@@ -151,6 +151,12 @@ class Encoder:
     def _check(self, content: Any, name: str, ids: tuple[int, ...]) -> None:
         if not ids:
             raise ValueError(f"expected {name} to have at least one token, got none: {content!r:.200}")
+        text = self.vocabulary is not None and not is_token_ids(content)  # for a policy, which would read nothing
+        if self.tokenizer is not None and text and _unknown(self.tokenizer, ids):
+            raise ValueError(
+                f"expected {name} to have words that the tokenizer knows, got {self.tokenizer.unk_token} alone: "
+                f"{content!r:.200}: pass the tokenizer of the policy, or prompts in its vocabulary"
+            )
         if self.vocabulary is not None and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise ValueError(
                 f"expected token ids in [0, {self.vocabulary}), got {min(ids)} to {max(ids)} in {name}: the tokenizer "
@@ -169,6 +175,12 @@ def _whole(text: str, name: str) -> str:
             'surrogate pair: repair the data, or pass preprocess= with text.encode("utf-8", "replace").decode()'
         ) from error
     return text
+
+
+def _unknown(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Return True if all tokens of a text, beside special ones, are unknown."""
+    unknown = tokenizer.unk_token_id
+    return unknown is not None and unknown in ids and set(ids) <= {unknown, *tokenizer.all_special_ids}
 
 
 def check_limits(max_prompt_tokens: int | None, too_long: str) -> None:

@@ -1,6 +1,6 @@
 """Prompt: a prompt with its index in the stream."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,3 +24,7 @@ class Prompt:
     columns: Mapping[str, Any]
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     data_columns: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+
+LengthOf = Callable[[Prompt], int | None]
+"""Function from a prompt to the number of tokens with which its conversation begins; None for its token ids."""

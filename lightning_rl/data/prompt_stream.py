@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.data_fingerprint import fingerprint_of
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
-from lightning_rl.data.prompt import Prompt
+from lightning_rl.data.prompt import LengthOf, Prompt
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.template_date import TODAY
@@ -59,6 +59,7 @@ class PromptStream:
         self._encoder = Encoder.of(form, max_prompt_tokens, None, None, None)
         self._connection: tuple[Any, ...] | None = None
         self._fingerprint: tuple[Any, str] = (None, "")
+        self._length_of: LengthOf = lambda _: None
         self._rewind()
 
     def examples(self, number: int) -> list[Prompt]:
@@ -99,6 +100,19 @@ class PromptStream:
                 self._encoder.check_length(length, reading.name)
         self._rewind()
 
+    def limit(self, length_of: LengthOf) -> None:
+        """Handle prompts as too long by another length than that of their token ids; see :class:`.PromptDataset`."""
+        self._length_of = length_of
+        if self.too_long == "error":
+            for reading in self._head():
+                self._encoder.check_length(self._length(reading), reading.name)
+        self._rewind()
+
+    def _length(self, reading: Reading) -> int:
+        ids = self._encode(reading)
+        length = self._length_of(Prompt(0, ids, reading.content, reading.columns, reading.variables))
+        return len(ids) if length is None else length
+
     def at(self, places: Iterable[int]) -> list[Prompt]:
         """Return the prompts at indices of the run."""
         return [self._at(place) for place in places]
@@ -110,7 +124,7 @@ class PromptStream:
             self._next()
         reading = self._next()
         ids = self._encode(reading)
-        self._encoder.check_length(len(ids), reading.name)
+        self._encoder.check_length(self._length(reading), reading.name)
         return Prompt(place, ids, reading.content, reading.columns, reading.variables)
 
     @property
@@ -175,7 +189,7 @@ class PromptStream:
 
     def _fits(self, reading: Reading) -> bool:
         limit = self._encoder.max_tokens
-        if self.too_long != "drop" or limit is None or len(self._encode(reading)) <= limit:
+        if self.too_long != "drop" or limit is None or self._length(reading) <= limit:
             return True
         self.drop_count += 1
         if self.drop_count & (self.drop_count - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...

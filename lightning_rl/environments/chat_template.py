@@ -69,6 +69,10 @@ class Bridge:
         self.check_parts(messages, tools)
         return self._ids(messages, tools=list(tools) or None)
 
+    def length(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
+        """Return the number of tokens of :meth:`encode`, without its check."""
+        return len(self._ids(messages, tools=list(tools) or None))
+
     def check_parts(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> None:
         """Check that the template writes the texts and calls of messages and the names of tools, where they stand.
 
@@ -108,6 +112,17 @@ class Bridge:
             _refuse(dropped_parts(self._text, new, before=talk))
             self._checked.add(roles)
             return
+
+    def _dropped(self, messages: Sequence[Message]) -> list[str]:
+        """Return the texts that the template does not write after an answer, also with words that the tokenizer does not know."""
+        for talk, new in dummies(messages):
+            with suppress(BridgeError):
+                self._cut(talk, new)
+                after = self._text([*talk, *new]).partition(MARK)[2]
+                return [
+                    f"the text of a {message['role']} message" for message in new if message["content"] not in after
+                ]
+        return []
 
     def after(self, drawn: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids after an answer: its closing token unless it was sampled, messages of users or tools, and the
@@ -230,8 +245,7 @@ class Bridge:
         with suppress(BridgeError):
             if self.tail(new, [*talk, *talk]) != ids:
                 found.append("the template writes something else after a longer conversation")
-        text = self.tokenizer.decode(list(ids))
-        found += [f"the template drops the text of a {m['role']} message" for m in new if m["content"] not in text]
+        found += [f"the template drops {part}" for part in self._dropped(new)]
         return list(dict.fromkeys(found))
 
 

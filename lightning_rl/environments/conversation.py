@@ -178,6 +178,7 @@ class Conversation:
             with self._clock():
                 prompt = environment.reset(copy_plain(dict(row)), seed)
             if len(check_reset(environment, prompt, self._limits.vocabulary)) >= (self._limits.length or math.inf):
+                self._make = None  # it is as long in a second try
                 raise ValueError(
                     f"expected a prompt of fewer tokens than the context of {self._limits.length}, got {len(prompt)} "
                     "by reset"

@@ -74,6 +74,7 @@ class Environments:
         schemas: Schemas of the tools of each environment in messages, as they were at setup.
         seed: Seed of the run.
         workers: Pool of worker processes; None to run environments in this process.
+        own_prompts: Names of the environments in messages that begin with the row's prompt.
         max_failure_rate: Fraction of failed conversations in a rollout that ends the run; None for never.
     """
 
@@ -86,7 +87,16 @@ class Environments:
     schemas: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     seed: int = 0
     workers: WorkerPool | None = None
+    own_prompts: frozenset[str] = frozenset()
     max_failure_rate: float | None = 0.5
+
+    def first_length(self, prompt: Prompt) -> int | None:
+        """Return the number of tokens of a row's prompt with the tools of its environment; None if it has another."""
+        name = self.name_for(prompt)
+        if name not in self.own_prompts or is_token_ids(prompt.content):
+            return None
+        bridge, schemas = self._bridge(name, prompt), self.schemas[name] or prompt.variables.get(TOOLS, ())
+        return bridge.length(messages_of(prompt), schemas)
 
     def open(self, prompt: Prompt, request: Request) -> Opening:
         """Return a conversation for a request."""
@@ -133,7 +143,7 @@ class Environments:
             ParserError: If no parser reads the tool calls of the chat template.
             ValueError: If an environment in messages begins with the row's prompt, which is token ids.
         """
-        found = dict[str, Sequence[Mapping[str, Any]]]()
+        found, own, calls = dict[str, Sequence[Mapping[str, Any]]](), set[str](), False
         for name in self.factories:
             made = environment_of(self._maker(name)())
             close_quietly(made)  # it was never reset
@@ -145,18 +155,20 @@ class Environments:
                     "and begins with the row's own prompt, got token ids: write the prompts as text, return messages "
                     "from its reset, or use an environment in token ids"
                 )
-            bridge, found[name] = self._bridge(name, prompt), _schemas(made, prompt)
-            for kind in KINDS if found[name] else ("user",):
+            bridge, found[name], shown = self._bridge(name, prompt), _schemas(made), _schemas(made, prompt)
+            calls |= bool(shown)
+            own |= set() if _begins_itself(made) else {name}
+            for kind in KINDS if shown else ("user",):
                 if wrong := bridge.check(kind):
                     raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
             first = [QUESTION]  # other messages of its reset are checked when a conversation begins
             if prompt is not None and not _begins_itself(made):
                 first = messages_of(prompt)
-            _check_first(bridge, first, found[name], name)
+            _check_first(bridge, first, shown, name)
         parse = None
-        if self.tokenizer is not None and (tool_parser is not None or any(found.values())):
+        if self.tokenizer is not None and (tool_parser is not None or calls):
             parse = parser_for(self.tokenizer, tool_parser, self.template_options)
-        return replace(self, parse=parse, schemas=found)
+        return replace(self, parse=parse, schemas=found, own_prompts=frozenset(own))
 
 
 def factories_of(source: EnvironmentSource | Sequence[Tool]) -> dict[str, Factory]:

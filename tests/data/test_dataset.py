@@ -228,3 +228,14 @@ def test_rewards_get_every_column_of_the_data_and_none_where_a_row_has_none() ->
     rows = [{"prompt": [3, 4], "answer": "7"}, {"prompt": [5, 4], "hint": 1}, {"prompt": [6, 4]}]
     fit(tiny_module(rewards=right), data=PromptDataModule(rows, 1, shuffle=False))
     assert answers == ["7", None, None] and rest == [None, 1, None]
+
+
+@pytest.mark.parametrize("row", ["What now", [{"role": "user", "content": "What now"}]], ids=["string", "chat"])
+def test_a_prompt_of_unknown_words_alone_is_refused(row: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} </s>{% endfor %}"
+    with pytest.raises(
+        ValueError, match=r"expected prompt 1 to have words that the tokenizer knows, got <unk> alone: "
+    ):
+        PromptDataset(["a", row]).connect(tokenizer, vocabulary=16)
+    PromptDataset(["What a", [0, 0]]).connect(tokenizer, vocabulary=16)

@@ -10,6 +10,7 @@ import torch
 from environments.templates import FAMILIES, RIGHT, close_of, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.support import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
@@ -25,7 +26,7 @@ from lightning_rl.environments import (
     StepResult,
 )
 from lightning_rl.environments import chat_template as module
-from lightning_rl.environments.chat_template import SANITIZES
+from lightning_rl.environments.chat_template import KINDS, SANITIZES
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.generation import Completion, Request
@@ -362,3 +363,16 @@ def test_a_token_that_the_template_does_not_write_after_an_answer_does_not_end_a
 ) -> None:
     with pytest.raises(BridgeError, match="ends an answer with none of the ids"):
         Bridge(tokenizer_of(name), {tokenizer_of(name).convert_tokens_to_ids(ending)}).tail(NEW["user"])
+
+
+def test_a_tokenizer_that_knows_no_word_of_the_check_is_no_fault_of_the_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s> {{ m.role }} {{ m.content }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}<s> b {% endif %}"
+    )
+    bridge = Bridge(tokenizer, [1])
+    assert [bridge.check(kind) for kind in KINDS] == [[], [], []]
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}")
+    assert bridge.check("user") == ["the template drops the text of a user message"]

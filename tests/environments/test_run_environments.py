@@ -7,6 +7,7 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from datasets import Dataset
 from environments.templates import close_of, tokenizer_of
 from kit.support import fit, recorder, tiny_module, tiny_policy, tiny_prompts
 from typing_extensions import override
@@ -15,6 +16,7 @@ from lightning_rl import FinishReason, PromptDataModule, RLLightningModule, Roll
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, BridgeError, Environment, ParserError, StepResult, ToolCall
 from lightning_rl.environments.run_environments import Environments
+from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rollout import TURNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
@@ -163,3 +165,55 @@ def test_tools_and_variables_of_a_row_are_in_the_first_prompt_of_its_conversatio
     assert ('"name": "look"' in shown, '"name": "look"' in other) == (not tools, False)
     assert "<think>\n\n</think>" in shown and "<think>" not in other
     assert "<think>\n\n</think>" in tokenizer.decode(first.token_ids)
+
+
+def long_rows(tokenizer: Any, tools: Any) -> tuple[list[Any], list[int]]:
+    """Prompts with words that grow, and the number of tokens with which their conversations begin."""
+    rows = [[{"role": "user", "content": " one" * words}] for words in (1, 8, 2, 7)]
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False, "tools": schemas_of(tools) or None}
+    return rows, [len(tokenizer.apply_chat_template(row, **options)) for row in rows]
+
+
+def connect(data: PromptDataModule, tokenizer: Any, environments: Environments) -> None:
+    data.connect(tokenizer, None)
+    data.limit(environments.first_length)
+
+
+@pytest.mark.parametrize("tools", [[], [add]], ids=["messages", "tools"])
+@pytest.mark.parametrize("kind", ["chat", "string", "stream"])
+def test_the_length_of_a_prompt_is_that_with_which_its_conversation_begins(kind: str, tools: Any) -> None:
+    class Using(Asking):
+        """Has tools."""
+
+    Using.tools = tools
+    tokenizer = tokenizer_of("qwen3")
+    rows, lengths = long_rows(tokenizer, tools)
+    limit = sorted(lengths)[1]
+    if kind != "chat":
+        rows = [row[0]["content"] for row in rows]
+    many: dict[str, Any] = {"shuffle": False, "epoch_length": 1} if kind == "stream" else {"shuffle": False}
+    if kind == "stream":
+        rows = Dataset.from_list([{"prompt": row} for row in rows]).to_iterable_dataset()
+    environments = Environments(factories={"environment": Using}, tokenizer=tokenizer, close=close_of("qwen3")).check()
+    for too_long in ("drop", "error"):
+        data = PromptDataModule(rows, 2, max_prompt_tokens=limit, too_long=too_long, **many)
+        if too_long == "error":
+            with pytest.raises(
+                ValueError, match=rf"at most {limit} tokens \(max_prompt_tokens\), got .* with {lengths[1]}"
+            ):
+                connect(data, tokenizer, environments)
+            continue
+        connect(data, tokenizer, environments)
+        taken = [str(prompt.content).count("one") for prompt in data.take(2)]
+        assert taken == [1, 2] and (kind == "stream" or data.prompts.drop_count == 2)
+        data.limit(environments.first_length)
+        assert kind == "stream" or data.max_prompt_length() == limit
+
+
+def test_a_fit_drops_a_prompt_that_fits_only_without_its_tools() -> None:
+    rows, lengths = long_rows(tokenizer_of("qwen3"), [add])
+    seen: list[Rollout] = []
+    data = PromptDataModule(rows, 2, max_prompt_tokens=sorted(lengths)[1], too_long="drop", shuffle=False)
+    options = {"name": "qwen3", "environment": None, "tools": [add], "tool_parser": call_once}
+    fit(module_of(**options), data=data, callbacks=[recorder(seen)("seen")], limit_train_batches=1)
+    assert sorted(set(seen[0].prompt_lengths.tolist())) == sorted(lengths)[:2] and data.prompts.drop_count == 2
