@@ -1,5 +1,7 @@
 """Resolution and checks of the module's arguments, of Trainer flags, optimizers and checkpoints."""
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +38,7 @@ from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.naming import name_of
 from lightning_rl.utils.trainer import callbacks_of
 
 ANSWER = "quux"  # a text that no template writes
@@ -140,11 +143,31 @@ def check_turn_tokens(max_turn_tokens: int | None, max_new_tokens: int) -> None:
         )
 
 
+FIRST_MESSAGE = re.compile(r"""(\w+(?:\[\w+\])?)\[0\]\[["']content["']\]""")
+OTHER_MESSAGES = ("prompt", "message", "conversation", "talk")  # names of variables that hold no completion
+
+
 def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
-    """Raise ValueError for an EnvironmentReward without environments."""
+    """Raise ValueError for an EnvironmentReward without environments, and for one that reads the first answer alone."""
+    for function in functions if environments else ():
+        check_answer(function)
     if not environments and any(isinstance(function, EnvironmentReward) for function in functions):
         raise ValueError(
             "expected environment= for EnvironmentReward, got none: pass an environment, or another reward"
+        )
+
+
+def check_answer(function: Any) -> None:
+    """Raise ValueError for a reward of conversations whose source reads the first message of a completion."""
+    try:
+        source = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):
+        return
+    read = next((name for name in FIRST_MESSAGE.findall(source) if not name.startswith(OTHER_MESSAGES)), None)
+    if read is not None:
+        raise ValueError(
+            f"expected a reward that reads the last answer of a conversation, got {name_of(function)}, which reads "
+            f'{read}[0]["content"], the first one: write {read}[-1]["content"], or read all messages'
         )
 
 

@@ -136,7 +136,7 @@ class PromptDataModule(LightningDataModule):
         self._check_size()
 
     def limit(self, length_of: LengthOf) -> None:
-        """Handle prompts as too long by the length with which their conversations begin; see ``PromptDataset.limit``."""
+        """Handle prompts as too long by the length with which conversations begin; see ``PromptDataset.limit``."""
         for prompts in (self.prompts, self.validation):
             if prompts is not None:
                 prompts.limit(length_of)

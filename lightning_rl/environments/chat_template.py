@@ -114,7 +114,7 @@ class Bridge:
             return
 
     def _dropped(self, messages: Sequence[Message]) -> list[str]:
-        """Return the texts that the template does not write after an answer, also with words that the tokenizer does not know."""
+        """Return the texts that the template does not write after an answer; the tokenizer may not know them."""
         for talk, new in dummies(messages):
             with suppress(BridgeError):
                 self._cut(talk, new)

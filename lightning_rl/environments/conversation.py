@@ -331,6 +331,7 @@ class Conversation:
             seconds=self._seconds,
             failure=None if failure is None else str(failure),
             log="" if failure is None else failure.log,
+            opening=getattr(self._environment, "opening_length", 0),
         )
         self.transcript = Transcript(row=self._row, finish=finish, outcome=outcome)
 

@@ -6,13 +6,11 @@ from typing import Any
 
 from lightning_rl.environments.chat_template import Bridge
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult, TokenStep
+from lightning_rl.environments.outcome import REWRITTEN
 from lightning_rl.environments.parsing import AnswerParser, plain_text
 from lightning_rl.environments.validation import check_messages, check_reset, check_step, copy_message, name_of
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.mutation_guard import copy_plain
-
-REWRITTEN = "rewritten"
-"""Key that marks the messages of a rewritten context in a conversation's record."""
 
 
 class MessageEnvironment:
@@ -26,6 +24,7 @@ class MessageEnvironment:
         prompt: Prompt of the row as messages, for an environment that begins with it.
 
     Attributes:
+        opening_length: Number of messages before the first answer.
         unanswered: Messages that the environment has not answered, for the log of a failure.
     """
 
@@ -41,6 +40,7 @@ class MessageEnvironment:
         self._schemas, self._prompt, self._prefix, self._turn = schemas, prompt, list[int](), 0
         self._opening: tuple[Message, ...] = ()
         self.unanswered: tuple[Message, ...] = ()
+        self.opening_length = 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
         """Return the prompt of the environment's first messages, or of the row's."""
@@ -52,6 +52,7 @@ class MessageEnvironment:
             )
         check_messages(opening, "the row's prompt")
         self._opening = tuple(copy_plain(copy_message(message)) for message in opening)
+        self.opening_length = len(self._opening)
         self._prefix = list(self._bridge.encode(self._opening, self._schemas))
         return self._prefix
 

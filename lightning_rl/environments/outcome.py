@@ -13,6 +13,9 @@ from lightning_rl.environments.environment import Message
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.terminal import visible, write_visible
 
+REWRITTEN = "rewritten"
+"""Key that marks the messages of a rewritten context in a conversation's record."""
+
 DEFAULT = "environment"
 """Name of a single environment."""
 
@@ -37,6 +40,7 @@ class Outcome:
         seconds: Seconds spent in the environment.
         failure: Description of the failure, of the second try if there was one; None without one.
         log: Traceback of the failure.
+        opening: Number of messages before the first answer.
     """
 
     answer: tuple[int, ...]
@@ -47,6 +51,19 @@ class Outcome:
     seconds: float = 0.0
     failure: str | None = None
     log: str = ""
+    opening: int = 0
+
+    def completion(self, text: str) -> str | list[dict[str, Any]]:
+        """Return the messages from the first answer of the policy to its last one, whose content is ``text``.
+
+        Rewritten contexts are left out. Returns the text if the environment uses no messages.
+        """
+        after = [dict(message) for message in self.messages[self.opening :] if not message.get(REWRITTEN)]
+        answers = [place for place, message in enumerate(after) if message.get("role") == "assistant"]
+        if not answers:
+            return text
+        said = after[answers[0] : answers[-1] + 1]
+        return [*said[:-1], {**said[-1], "content": text}]
 
     def state(self) -> dict[str, Any]:
         """Return plain values that load under ``weights_only=True``; messages as JSON."""

@@ -252,8 +252,10 @@ def takes(function: Reward, extra: str) -> bool:
     return extra in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def completion_form(prompt: Any, text: str) -> Any:
+def completion_form(prompt: Any, text: Any) -> Any:
     """Return a completion in the form of its prompt: chat messages if the prompt is chat messages, else the text.
+
+    The messages of a conversation, up to the last answer, stay as they are for a chat.
 
     After an answer at the end of the prompt, which the policy continues, the message is the whole answer.
 
@@ -263,6 +265,8 @@ def completion_form(prompt: Any, text: str) -> Any:
     """
     chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
     if chat and all(isinstance(message, Mapping) for message in prompt):
+        if not isinstance(text, str):
+            return text
         begun = prompt[-1].get("content") if prompt[-1].get("role") == "assistant" else None
         return [{"role": "assistant", "content": f"{begun or ''}{text}"}]
-    return text
+    return text if isinstance(text, str) else text[-1]["content"]

@@ -18,7 +18,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 def text_of(completion: Any) -> str:
     """Return the text of a completion, which is a string or chat messages.
 
-    Joins the assistant's messages by newlines, and the text parts of a message.
+    Of chat messages it is the last answer, whose text parts are joined.
 
     Args:
         completion: Completion as passed to rewards.
@@ -37,7 +37,7 @@ def text_of(completion: Any) -> str:
         return completion
     if isinstance(completion, Sequence) and all(isinstance(message, Mapping) for message in completion):
         written = [message for message in completion if message.get("role", "assistant") == "assistant"]
-        return "\n".join(_content_of(message) for message in written)
+        return _content_of(written[-1]) if written else ""
     kind = "token ids: pass tokenizer= to the module" if _is_ids(completion) else f"{completion!r:.200}"
     raise ValueError(f"expected a completion as text or as chat messages, got {kind}")
 

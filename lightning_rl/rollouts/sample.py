@@ -458,11 +458,14 @@ class Sampler:
     def reward_arguments(self, samples: Samples) -> dict[str, Any]:
         """Return the arguments of the reward functions."""
         prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
+        completions: list[Any] = self.texts(ids)
+        for place, outcome in enumerate(samples.outcomes[: len(ids)]):
+            completions[place] = outcome.completion(completions[place])
         keys = sorted({key for prompt in prompts for key in (*prompt.data_columns, *prompt.columns)})
         columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
         return {
             "prompts": [prompt.content for prompt in prompts],
-            "completions": self.texts(ids),
+            "completions": completions,
             "completion_ids": ids,
             "columns": columns | reward_columns(samples.outcomes[: len(ids)]),
         }

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason, PromptDataModule, Rollout, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import EnvironmentReward, TokenStep
-from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, check_environments
+from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, Outcome, check_environments
 
 
 def train(
@@ -143,3 +143,30 @@ def test_a_reset_that_fails_has_no_extras(tmp_path: Path) -> None:
     seen, _ = train(tmp_path, lambda *_: False, shut=[1], sampling=sampling)
     failed = seen[0].finish == FinishReason.FAILED
     assert int(failed.sum()) == 4 and not seen[0].valid_tokens[failed].any()
+
+
+ASKED, BEGUN = {"role": "user", "content": "?"}, {"role": "assistant", "content": "an example"}
+CALLED = {"role": "assistant", "content": "so", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+RESULT, LAST = {"role": "tool", "name": "f", "content": "7"}, {"role": "assistant", "content": "read"}
+CONTEXT = [{**message, "rewritten": True} for message in (ASKED, BEGUN, ASKED)]
+
+
+@pytest.mark.parametrize(
+    ("messages", "opening", "completion"),
+    [
+        ([ASKED, CALLED, RESULT, LAST], 1, [CALLED, RESULT, {**LAST, "content": "whole"}]),
+        ([ASKED, BEGUN, ASKED, CALLED, RESULT, LAST], 3, [CALLED, RESULT, {**LAST, "content": "whole"}]),
+        ([ASKED, CALLED, RESULT], 1, [{**CALLED, "content": "whole"}]),
+        ([ASKED, CALLED, *CONTEXT, LAST], 1, [CALLED, {**LAST, "content": "whole"}]),
+        ([ASKED, LAST], 1, [{**LAST, "content": "whole"}]),
+        ([], 0, "whole"),
+        ([ASKED], 1, "whole"),
+    ],
+    ids=["tool", "example", "limit", "rewritten", "one answer", "tokens", "failed"],
+)
+def test_a_completion_is_the_conversation_from_the_first_answer_to_the_last(
+    messages: list[Any], opening: int, completion: Any
+) -> None:
+    outcome = Outcome(answer=(1,), messages=tuple(messages), opening=opening)
+    assert outcome.completion("whole") == completion
+    assert Outcome.from_state(outcome.state()).completion("whole") == completion

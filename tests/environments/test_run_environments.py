@@ -1,5 +1,6 @@
 """Environments: what cannot work is refused before anything is generated, and what can goes through a whole fit."""
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, BridgeError, Environment, ParserError, StepResult, ToolCall
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.environments.tools import schemas_of
+from lightning_rl.rewards.text import text_of, texts_of
 from lightning_rl.rollout import TURNS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
@@ -217,3 +219,42 @@ def test_a_fit_drops_a_prompt_that_fits_only_without_its_tools() -> None:
     options = {"name": "qwen3", "environment": None, "tools": [add], "tool_parser": call_once}
     fit(module_of(**options), data=data, callbacks=[recorder(seen)("seen")], limit_train_batches=1)
     assert sorted(set(seen[0].prompt_lengths.tolist())) == sorted(lengths)[:2] and data.prompts.drop_count == 2
+
+
+def test_a_reward_of_trl_walks_over_the_messages_of_a_conversation() -> None:
+    """Results of tools are in a completion, whose last message is the answer that the library's rewards read."""
+    results, ends, texts = list[str](), list[Any](), list[tuple[str, str]]()
+
+    def tool_results(completions: Any, conversation: Any, **_: Any) -> list[float]:
+        for completion, talk in zip(completions, conversation, strict=True):
+            results.extend(message["content"] for message in completion if message["role"] == "tool")
+            ends.append((completion[0]["role"], completion[-1]["role"], talk[0]["role"]))
+            texts.append((text_of(completion), completion[-1]["content"]))
+        return [float(len(completion)) for completion in completions]
+
+    def whole(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(isinstance(text, str)) for text in texts_of(completions)]
+
+    module = module_of(tools=[add], tool_parser=call_once, rewards=[tool_results, whole])
+    audit = SignalAudit(every_n_rollouts=1, mode="raise")
+    fit(module, data=data(), callbacks=[audit], limit_train_batches=1)
+    assert any(text.isdigit() for text in results) and set(ends) == {("assistant", "assistant", "user")}
+    assert all(text == last for text, last in texts)
+
+
+@pytest.mark.parametrize("reads", ["completion", "completions[0]"])
+def test_a_reward_that_reads_the_first_message_of_a_conversation_is_refused(reads: str) -> None:
+    def first(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(completion[0]["content"] == prompts[0][0]["content"]) for completion in completions]
+
+    def other(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(completions[0][0]["content"] == "a")] * len(prompts)
+
+    def last(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [float(completion[-1]["content"] == prompts[0][0]["content"]) for completion in completions]
+
+    function = first if reads == "completion" else other
+    with pytest.raises(ValueError, match=rf"got {function.__name__}, which reads {re.escape(reads)}\[0\].*\[-1\]"):
+        module_of(environment=Asking, rewards=function)
+    module_of(environment=Asking, rewards=last)
+    tiny_module(rewards=function)

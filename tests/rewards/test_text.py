@@ -26,8 +26,8 @@ from lightning_rl.rewards.text import first_line, stated_answer
                 {"role": "tool", "content": "42"},
                 {"role": "assistant", "content": "last"},
             ],
-            "first\nlast",
-            id="tools-are-not-the-policy",
+            "last",
+            id="the-last-answer",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from math import isclose, nan
+from typing import Any
 
 from lightning_rl.audit.audit_error import Skip
 from lightning_rl.audit.checks.check import check
@@ -88,12 +89,20 @@ def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int,
             yield sampled[len(sampled) - size :]
 
 
+def _is_answer(completion: Any, prompt: Any, text: str) -> bool:
+    """Return True if a completion is the text in the form of its prompt, or ends with it after a conversation."""
+    form = completion_form(prompt, text)
+    if isinstance(form, str) or isinstance(completion, str):
+        return bool(form == completion)
+    return form[-1]["content"] == completion[-1].get("content")
+
+
 def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[int]) -> list[int]:
     """Return the samples whose call contains the completion of another row."""
     asked, text = [tuple(ids) for ids in call.completion_ids], evidence.text
     if samples and text is not None:
         rows = zip(samples[:MAX_ROWS], asked, call.prompts, call.completions, strict=False)
-        return [sample for sample, ids, prompt, completion in rows if completion_form(prompt, text(ids)) != completion]
+        return [sample for sample, ids, prompt, completion in rows if not _is_answer(completion, prompt, text(ids))]
     for batch in [] if samples else _batches(evidence.batches, len(asked)):
         if Counter(ids for _, ids in batch) == Counter(asked):
             return [sample for (sample, ids), other in zip(batch, asked, strict=True) if ids != other]
