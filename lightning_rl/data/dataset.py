@@ -192,7 +192,7 @@ class PromptDataset:
         Before there is a tokenizer, it is over the prompts as they are. Includes rows that are too long. Of more than
         20,000 rows, 20,000 at even distances and the number of rows are hashed.
         """
-        encoder = self._encoder.unlimited()
+        encoder = self._encoder.without_limit()
         if self._fingerprint[0] != encoder:
             self._fingerprint = encoder, fingerprint_of(self._take, len(self.rows), self.form, encoder)
         return self._fingerprint[1]

@@ -52,7 +52,7 @@ class Encoder:
             options |= {"max_tokens": max_prompt_tokens, "limit": "max_prompt_tokens"}
         return cls(chat_template_kwargs=form.chat_template_kwargs or {}, **options)
 
-    def unlimited(self) -> "Encoder":
+    def without_limit(self) -> "Encoder":
         """Return this encoder without limits, for the fingerprint of the data."""
         template = getattr(self.tokenizer, "chat_template", None)
         return replace(self, max_tokens=None, limit="", vocabulary=None, template=template, date=FIXED)

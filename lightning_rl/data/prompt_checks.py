@@ -54,7 +54,7 @@ def _stray_tokens(
     whole = "pass messages, so that the chat template writes the tokens, or leave them out of the text"
     if bos is not None and ids[:2] == [bos, bos]:
         yield "bos", f"begins with {tokenizer.bos_token} twice", whole
-    appended = _appended(prompt.content, tokenizer) if isinstance(prompt.content, str) else []
+    appended = _added_tokens(prompt.content, tokenizer) if isinstance(prompt.content, str) else []
     if appended or ids[-1] in {*ends, tokenizer.eos_token_id}:
         name = tokenizer.decode(appended or ids[-1:])
         who = "the tokenizer appends it: set tokenizer.add_eos_token=False, or correct its post-processor"
@@ -70,7 +70,7 @@ def _stray_tokens(
             return
 
 
-def _appended(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _added_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that the tokenizer's post-processor adds after a text."""
     ids, plain = (list(tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False))
     start = next((place for place in range(len(ids)) if ids[place : place + len(plain)] == plain), len(ids))

@@ -130,7 +130,7 @@ class PromptStream:
     @property
     def fingerprint(self) -> str:
         """Hash of the first rows, as of :class:`.PromptDataset`."""
-        encoder = self._encoder.unlimited()
+        encoder = self._encoder.without_limit()
         if self._fingerprint[0] != encoder:
             head = self._head()
             value = fingerprint_of(lambda numbers: [head[n] for n in numbers], len(head), self.form, encoder)

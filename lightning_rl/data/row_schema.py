@@ -277,7 +277,7 @@ def own_variables(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
     check_variables(variables, f" of {name}")
     tools = columns.get(TOOLS)
     if isinstance(tools, str):
-        tools = _parsed(tools)
+        tools = _parse(tools)
     if not tools:
         return variables
     try:
@@ -305,7 +305,7 @@ def tool_schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
     """Return a value written as JSON; the text itself if it is none."""
     try:
         return json.loads(text)

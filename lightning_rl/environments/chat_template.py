@@ -113,7 +113,7 @@ class Bridge:
             self._checked.add(roles)
             return
 
-    def _dropped(self, messages: Sequence[Message]) -> list[str]:
+    def _dropped_messages(self, messages: Sequence[Message]) -> list[str]:
         """Return the texts that the template does not write after an answer; the tokenizer may not know them."""
         for talk, new in dummies(messages):
             with suppress(BridgeError):
@@ -245,7 +245,7 @@ class Bridge:
         with suppress(BridgeError):
             if self.tail(new, [*talk, *talk]) != ids:
                 found.append("the template writes something else after a longer conversation")
-        found += [f"the template drops {part}" for part in self._dropped(new)]
+        found += [f"the template drops {part}" for part in self._dropped_messages(new)]
         return list(dict.fromkeys(found))
 
 

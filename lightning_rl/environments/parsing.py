@@ -84,7 +84,7 @@ class TemplateParser:
     mark: str = field(default="", compare=False)
 
     @property
-    def _typed(self) -> bool:
+    def _keeps_types(self) -> bool:
         """True if calls are written with the types of their arguments, which the schemas of tools must not change."""
         calls = self.template.get("fields", {}).get("tool_calls")
         return isinstance(calls, Mapping) and calls.get("content") in ("json", "python-call-list")
@@ -94,7 +94,7 @@ class TemplateParser:
         text, prefix = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prefix_ids))
         broken: list[str] = []
         try:
-            response = _Response(dict(self.template), prefix, () if self._typed else tools, broken)
+            response = _Response(dict(self.template), prefix, () if self._keeps_types else tools, broken)
             response.feed(text)
             message, _ = response.finalize()
         except Exception as error:  # noqa: BLE001  a policy may write anything

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
 from lightning_rl.cli.doctor.memory_estimate import memory
 from lightning_rl.cli.doctor.recipe_checks import batches, bridges, eos, prompts, tokenizer, versions
-from lightning_rl.cli.doctor.sample_checks import draw_samples, engine_logprobs, rewards, shown, truncation
+from lightning_rl.cli.doctor.sample_checks import draw_samples, engine_logprobs, first_texts, rewards, truncation
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit, starts_itself
 from lightning_rl.module import RLLightningModule
@@ -131,6 +131,6 @@ class _Examination(Callback):
         samples = draw_samples(module, min(self.prompts, module.data_module.pass_length or self.prompts), self.limit)
         if module.environments:  # their replies have unknown lengths
             self.add(memory(module, samples.rollout))
-        for check in (shown, truncation, rewards, engine_logprobs):
+        for check in (first_texts, truncation, rewards, engine_logprobs):
             self.add(check(samples))
         raise StopRecipe(module)

@@ -61,7 +61,7 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
     return Samples(module, rollout, Rows(**arguments), seconds, limit)
 
 
-def shown(samples: Samples) -> Iterator[Finding]:
+def first_texts(samples: Samples) -> Iterator[Finding]:
     """Show one prompt and one response with their control tokens."""
     for name, text in first_sample(samples.rollout, samples.module.tokenizer):
         yield fact(name, text)
