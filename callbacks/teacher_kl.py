@@ -48,7 +48,7 @@ class TeacherKL(FrozenKL):
 
     Raises:
         ValueError: If an option is out of range; at setup, if neither a teacher nor another callback provides the
-            log-probabilities; when a fit starts, if the teacher's vocabulary differs.
+            log-probabilities; when a fit starts, if a check of the teacher fails.
     """
 
     name = "teacher_kl"
@@ -95,12 +95,11 @@ class TeacherKL(FrozenKL):
                 max_tokens_per_microbatch=pl_module.models.options.max_tokens_per_microbatch,
                 packed=pl_module.models.options.packing,
                 precise=precision.forward_context,
+                policy=pl_module.policy,
             )
         precision.convert_module(self._teacher.scorer.scoring)  # in place
-        models = self._teacher.scorer.model, pl_module.policy.model if pl_module.policy is not None else None
-        sizes = [model.config.get_text_config().vocab_size for model in models if model is not None]
-        if len(set(sizes)) > 1:
-            raise ValueError(f"expected a teacher with the policy's vocabulary of {sizes[1]} tokens, got {sizes[0]}")
+        longest = pl_module.data_module.max_prompt_length() + pl_module.sampling.max_new_tokens
+        self._teacher.scorer.check_windows(longest)
 
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:

@@ -189,6 +189,9 @@ class BaseModule(LightningModule):
         if data is not None:
             longest = max_prompt_length(policy.model, sampling.max_new_tokens)
             data.connect(self.tokenizer, longest, policy.vocabulary, check)
+            for model in (policy, self.models.reference):
+                if model is not None:
+                    model.check_windows(data.max_prompt_length() + sampling.max_new_tokens)
         options: dict[str, Any] = {"sampling": sampling, "rewards": self.rewards, "check": check}
         evaluated = self.evaluator.encode(policy.model, self.tokenizer, **options)
         for one in (sampling, *(questions.sampling for questions in evaluated)):

@@ -13,16 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.context_window import context_window, depends_on_batch
-from lightning_rl.policy.lora import adapters_of, base_model_of, check_adapters, frozen_copy, is_base_model
+from lightning_rl.policy.lora import base_model_of, check_adapters
 from lightning_rl.policy.model import (
     PolicyModel,
+    Scorer,
     check_dropout,
+    check_forward,
     check_head,
-    check_modes,
     check_router_loss,
-    check_scoring,
-    use_packed_attention,
 )
+from lightning_rl.policy.roles import TRAINED, Role, name_role
 from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 from lightning_rl.serialization import import_by_name
@@ -161,6 +161,52 @@ def _unreadable_file(folder: Path) -> str:
     return ""
 
 
+def check_parts(source: nn.Module, role: Role, policy: PreTrainedModel | None = None) -> PreTrainedModel:
+    """Return the transformers model of a source, after the checks of a model of a run that compute no forward of it.
+
+    Every model of a run passes them, and then :func:`check_forward`.
+
+    Args:
+        source: Model, or peft model around it.
+        role: Its role.
+        policy: Policy of the run, for another model.
+
+    Raises:
+        ValueError: If a check fails; names the role, and says what to change.
+    """
+    with name_role(role):
+        check_adapters(source, trains=role in TRAINED)
+        model = base_model_of(source)
+        check_dropout(model)
+        check_head(model)
+        if role == "policy":
+            check_router_loss(model)
+        if policy is not None and policy is not model:
+            _check_vocabulary(model, policy)
+        if policy is not None and role not in TRAINED:
+            _check_frozen(model, policy)
+    return model
+
+
+def _check_vocabulary(model: PreTrainedModel, policy: PreTrainedModel) -> None:
+    sizes = [one.config.get_text_config().vocab_size for one in (policy, model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"expected a model with the policy's vocabulary of {sizes[0]} tokens, got {sizes[1]} tokens: pass a model "
+            "of the same family"
+        )
+
+
+def _check_frozen(model: PreTrainedModel, policy: PreTrainedModel) -> None:
+    """Check that a model can be frozen without a parameter that the policy trains."""
+    names = {id(parameter): name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    if shared := [names[id(parameter)] for parameter in model.parameters() if id(parameter) in names]:
+        raise ValueError(
+            f"expected a model apart from the policy, got one that shares {shared[0]} with it, which trains: pass a "
+            "function that builds a new model"
+        )
+
+
 def build_policy(
     policy: ModelSource,
     critic: ModelSource | None,
@@ -186,95 +232,67 @@ def build_policy(
             :meth:`PolicyModel.fill` loads and checks it after sharding.
 
     Raises:
-        ValueError: If a check fails; says what to change.
+        ValueError: If a check fails; names the model, and says what to change.
     """
-    model, files = _model_and_files(policy, split=split and critic in (None, "shared"))
-    check_adapters(model)
-    model = base_model_of(model)
+    source, files = model_and_files(policy, "policy", split=split and critic in (None, "shared"))
+    model = check_parts(source, "policy")
     freeze_towers(model)
-    backbone = None if critic is None else model if critic == "shared" else build_model(critic, CRITIC_HINT, head=False)
-    check_dropout(model)
-    check_head(model)
-    check_router_loss(model)
+    backbone = None if critic is None else model
+    if critic not in (None, "shared"):
+        with name_role("critic"):
+            own = build_model(critic, CRITIC_HINT, head=False)
+        backbone = check_parts(own, "critic", model)
     options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed, **options)
-    if files is None:
-        check_scoring(model, packed=packed)
-        check_modes(model, packed=packed)
-    if backbone is not None and backbone is not model:
-        check_vocabulary(backbone, model, "critic")
-        check_dropout(backbone)
-        check_scoring(backbone, packed=packed)
-        check_modes(backbone, packed=packed)
-    for part in {model, backbone or model} if checkpointing else ():
+    roles: dict[PreTrainedModel, Role] = {backbone or model: "critic", model: "policy"}
+    for part, role in roles.items() if files is None else ():
+        check_forward(part, role, packed=packed)
+    for part in roles if checkpointing else ():
         enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return built.train()  # transformers checkpoints activations only in train mode; dropout was ruled out
 
 
-def check_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, argument: str) -> None:
-    """Check that a model reads the policy's tokens, and as a reference predicts the same ones.
-
-    Raises:
-        ValueError: If its vocabulary has another size.
-    """
-    sizes = [one.config.get_text_config().vocab_size for one in (policy, model)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"expected {argument}= with the policy's vocabulary of {sizes[0]} tokens, got {sizes[1]} tokens: train "
-            "from a model of the same family"
-        )
-
-
-def build_reference(
-    reference: ModelSource | None,
-    policy: ModelSource,
-    unmoved: PreTrainedModel | None,
+def build_scorer(
+    source: nn.Module,
+    role: Role,
+    policy: PreTrainedModel | None,
     *,
+    temperature: float,
     packed: bool,
-    split: bool = False,
-    shares: bool = False,
-) -> tuple[PreTrainedModel, WeightFiles | None] | None:
-    """Return the frozen reference model in eval mode, checked like the policy, and the files to load it from, if any.
-
-    None for the policy before its first step, if that is the policy without its adapters.
+    attention: str = AUTO,
+    batch_invariant: bool = False,
+    files: WeightFiles | None = None,
+) -> Scorer:
+    """Return a frozen model in eval mode that scores the policy's samples, checked like the policy.
 
     Args:
-        reference: Source of the reference; None for the policy before its first step.
-        policy: Source of the policy.
-        unmoved: Policy, if it has not trained yet; it is copied.
+        source: Model, or peft model around it.
+        role: Its role.
+        policy: Policy of the run, if known.
+        temperature: Divisor of the logits.
         packed: True to score without padding.
-        split: True to build it on the meta device if it comes from a folder.
-        shares: True to share the frozen parameters of ``unmoved``.
-    """
-    copies = reference is None and unmoved is not None and unmoved.device.type != "meta"
-    source = policy if reference is None else reference
-    model, files = (cast(PreTrainedModel, unmoved), None) if copies else _model_and_files(source, split=split)
-    model = base_model_of(model)
-    if files is not None:
-        check_dropout(model)
-        return model.eval(), files
-    if reference is None and adapters_of(model) and is_base_model(model):
-        return None
-    return check_frozen(frozen_copy(model, shares=shares) if copies else model, packed=packed), None
-
-
-def _model_and_files(source: ModelSource, *, split: bool) -> tuple[PreTrainedModel, WeightFiles | None]:
-    return (model_without_numbers(source) if split else None) or (build_model(source), None)
-
-
-def check_frozen(model: PreTrainedModel, *, packed: bool) -> PreTrainedModel:
-    """Return the model in eval mode, checked like the policy.
+        attention: Kernel for packed sequences.
+        batch_invariant: True for log-probabilities whose bits do not depend on the batch.
+        files: Files from which :meth:`Scorer.shard` loads the model before it checks its numbers.
 
     Raises:
-        ValueError: If it has dropout, or our forward disagrees with its own.
+        ValueError: If a check fails; names the model, and says what to change.
     """
-    check_dropout(model)
-    check_head(model)
-    if packed:
-        use_packed_attention(model)
-    check_scoring(model, packed=packed)
-    return model.eval()
+    model = check_parts(source, role, policy)
+    options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
+    scorer = Scorer(model, temperature=temperature, packed=packed, role=role, **options)
+    if files is None:
+        check_forward(model, role, packed=packed)
+    return scorer
+
+
+def model_and_files(
+    source: ModelSource, role: Role, *, split: bool = False
+) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """Return a new model, or with ``split`` and a folder one on the meta device with the files to load it from."""
+    with name_role(role):
+        return (model_without_numbers(source) if split else None) or (build_model(source), None)
 
 
 def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> PreTrainedTokenizerBase | None:

@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from lightning_rl.policy.roles import Role, name_role
+
 
 def context_window(config: PreTrainedConfig) -> int | None:
     """Return the maximum number of tokens of a row; None without a limit.
@@ -21,6 +23,21 @@ def context_window(config: PreTrainedConfig) -> int | None:
 def depends_on_batch(config: PreTrainedConfig) -> bool:
     """Return True if positions beyond the context window would depend on the longest row of a batch."""
     return any(_batch_dependent_ropes(config.get_text_config()))
+
+
+def check_window(config: PreTrainedConfig, tokens: int, role: Role) -> None:
+    """Check that rows of some number of tokens are within the context window of a model.
+
+    Raises:
+        ValueError: If they are not; names the role of the model.
+    """
+    window = context_window(config)
+    if window is not None and tokens > window:
+        why = ", beyond which RoPE depends on the longest row of a batch" * depends_on_batch(config)
+        with name_role(role):
+            raise ValueError(
+                f"expected rows within the context window of {window} tokens{why}, got {tokens}: lower max_new_tokens"
+            )
 
 
 def _batch_dependent_ropes(text: Any) -> Iterator[Mapping[str, Any]]:

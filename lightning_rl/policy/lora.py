@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
 from lightning_rl.policy.model import Scorer
+from lightning_rl.policy.roles import Role
 
 PROBES, CHUNK = 8, 2**14  # random inputs of a layer; token ids of an embedding at a time
 
@@ -67,23 +68,36 @@ def _innermost(module: nn.Module) -> nn.Module:
     return _innermost(_layer_below(module)) if hasattr(module, "_disable_adapters") else module
 
 
-def check_adapters(source: nn.Module) -> None:
-    """Check that the adapters of a model train as their configuration says, and can be merged.
+def check_adapters(source: nn.Module, *, trains: bool) -> None:
+    """Check that a peft model computes what the model inside of it computes, and trains as configured.
 
     Args:
         source: Peft model, or any other model.
+        trains: True for a model that trains, whose adapters have to be merged in the end.
 
     Raises:
-        ValueError: If they do not; names the parameter or layer.
+        ValueError: If it does not; names the parameter or layer.
     """
     model, kind = base_model_of(source), type(source).__name__
     inside = set(model.parameters())
     for name, parameter in source.named_parameters():
-        if parameter.requires_grad and parameter not in inside:
+        if parameter not in inside:
             raise ValueError(
                 f"expected adapters within the layers of {type(model).__name__}, got {name}, which only the forward of "
-                f"{kind} reads, and training calls the model inside of it: use LoraConfig"
+                f"{kind} reads, and a run calls the model inside of it: use LoraConfig"
             )
+    configs: Any = getattr(source, "peft_config", {})
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs.values()):
+        raise ValueError(
+            f"expected adapters that are on for all tokens, got aLoRA, which only the forward of {kind} switches on, "
+            "and a run calls the model inside of it: use LoraConfig without alora_invocation_tokens"
+        )
+    if trains:
+        _check_training(source, model)
+
+
+def _check_training(source: nn.Module, model: PreTrainedModel) -> None:
+    """Check that the adapters of a model train as configured, and can be merged."""
     if hasattr(getattr(source, "base_model", None), "update_and_allocate"):
         raise ValueError(
             "expected adapters of fixed ranks, got AdaLoRA, which needs a call of update_and_allocate after each step, "
@@ -96,8 +110,30 @@ def check_adapters(source: nn.Module) -> None:
         if (unread := _unread(adapter)) is not None:
             raise ValueError(
                 f"expected the output of {names[adapter]} to depend on {unread}, which trains, but it does not: "
-                "unmerge and activate the adapter, and use none that needs arguments of peft's forward, such as aLoRA"
+                "unmerge and activate the adapter"
             )
+    for adapter in {_kind(adapter): adapter for adapter in adapters}.values():
+        try:
+            _check_merge(adapter)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"expected adapters that can be merged into the weights, for engines and exports, but that of "
+                f"{names[adapter]} cannot: {error}: change its configuration"
+            ) from error
+
+
+def _kind(adapter: Any) -> tuple[type, type, bool]:
+    """Return what decides, within a model, if an adapter can be merged."""
+    inner = _innermost(adapter)
+    return type(adapter), type(inner), getattr(inner, "bias", None) is None
+
+
+@torch.no_grad()
+def _check_merge(adapter: nn.Module) -> None:
+    """Merge a copy of an adapter, unless the weight below is quantized, which peft rounds with a warning."""
+    weight: Any = getattr(_innermost(adapter), "weight", None)
+    if hasattr(adapter, "merge") and weight is not None and weight.is_floating_point():
+        cast(Any, copy.deepcopy(adapter)).merge()
 
 
 def _check_tie(model: PreTrainedModel) -> None:
@@ -122,10 +158,17 @@ def _unread(adapter: Any) -> str | None:
     probe = next(_probes(_innermost(adapter)), None)
     if not trained or probe is None:
         return None
-    output = adapter(probe[:PROBES])
+    try:
+        output = adapter(probe[:PROBES])
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"expected adapters that read hidden states alone, got {type(error).__name__}: {error}: use LoraConfig"
+        ) from error
     if not output.requires_grad:
         return next(iter(trained))
-    gradients = torch.autograd.grad(output.sum(), list(trained.values()), allow_unused=True)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))  # a sum may be constant
+    total = (output * weights.to(output.device, output.dtype)).sum()
+    gradients = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
     moves = not probe.is_floating_point() or any(bool(part.any()) for part in gradients if part is not None)
     return next((name for name, part in zip(trained, gradients, strict=True) if part is None or not moves), None)
 
@@ -189,7 +232,7 @@ class AdapterOffScorer(Scorer):
     """
 
     def __init__(self, policy: nn.Module, model: PreTrainedModel) -> None:
-        self.scoring, self.model = policy, model
+        self.scoring, self.model, self.role = policy, model, cast(Role, "reference")
 
     @property
     @override

@@ -15,12 +15,14 @@ from typing_extensions import override
 
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
-from lightning_rl.policy.context_window import context_window, depends_on_batch
+from lightning_rl.policy.context_window import check_window
 from lightning_rl.policy.embedding_gradients import embedding_leaves, token_gradients
+from lightning_rl.policy.extreme_draws import ExtremeDraws, other_generators
 from lightning_rl.policy.load_balancing import record_routers
 from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs, token_logprobs_and_kl
 from lightning_rl.policy.module_values import (
     Event,
+    ModuleDifference,
     ModuleValues,
     TokenPosition,
     first_difference,
@@ -28,7 +30,8 @@ from lightning_rl.policy.module_values import (
     record_modules,
     rounding_of,
 )
-from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, pack, packed_attention
+from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, PackingError, pack, packed_attention
+from lightning_rl.policy.roles import TRAINED, Role, name_role
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.text_model import backbone_of, modules_behind
 from lightning_rl.policy.weight_files import WeightFiles
@@ -107,6 +110,7 @@ class PolicyModel(nn.Module):
         attention: Kernel for packed sequences.
         batch_invariant: True for log-probabilities whose bits do not depend on the batch.
         files: Files from which :meth:`fill` loads the policy; None if it is loaded already.
+        role: Role of ``model``.
     """
 
     def __init__(
@@ -119,9 +123,10 @@ class PolicyModel(nn.Module):
         attention: str = AUTO,
         batch_invariant: bool = False,
         files: WeightFiles | None = None,
+        role: Role = "policy",
     ) -> None:
         super().__init__()
-        self.packed, self.attention, self.files = packed, attention, files
+        self.packed, self.attention, self.files, self.role = packed, attention, files, role
         self.model = model
         self.critic = None if critic is None or critic is model else backbone_of(critic)
         self.value_head: nn.Linear | None = None
@@ -130,9 +135,9 @@ class PolicyModel(nn.Module):
             self.value_head = nn.Linear(width, 1, bias=False, dtype=critic.dtype, device=critic.device)
             nn.init.zeros_(self.value_head.weight)
         self.temperature = temperature
-        self.window = context_window(model.config) if depends_on_batch(model.config) else None
-        if packed:
-            for part in {model, critic or model}:
+        roles: dict[PreTrainedModel, Role] = {critic or model: "critic", model: role}
+        for part, name in roles.items() if packed else ():
+            with name_role(name):
                 use_packed_attention(part)
         if batch_invariant:
             make_batch_invariant(model)
@@ -141,13 +146,9 @@ class PolicyModel(nn.Module):
         """Score the valid tokens of a microbatch, with the sums of squared probabilities if ``squares``.
 
         Raises:
-            ValueError: If a row is so long that its positions change those of other rows.
+            ValueError: If a row is longer than the context window of policy or critic.
         """
-        if self.window is not None and layout.longest > self.window:
-            raise ValueError(
-                f"expected rows within the context window of {self.window} tokens, beyond which RoPE depends on the "
-                f"longest row of a batch, got {layout.longest} inputs: lower max_new_tokens"
-            )
+        self.check_windows(layout.longest)
         recorder = nullcontext() if layout.expert_load is None else record_routers(self.model)
         with recorder as routers:
             states = _hidden_states(backbone_of(self.model), layout, self.attention)
@@ -179,12 +180,21 @@ class PolicyModel(nn.Module):
         """Load this rank's part of a policy built on the meta device, and check it. Every rank has to call it.
 
         Raises:
-            ValueError: As :func:`check_scoring` and :func:`check_modes`.
+            ValueError: As :func:`check_forward`.
         """
         if self.files is not None:
             self.files.fill(self, device)
-            check_scoring(self.model, packed=self.packed, split=self)
-            check_modes(self.model, packed=self.packed, split=self)
+            check_forward(self.model, self.role, packed=self.packed, split=self)
+
+    def check_windows(self, tokens: int) -> None:
+        """Check that rows of some number of tokens are within the context windows of policy and critic.
+
+        Raises:
+            ValueError: If they are not; names the model.
+        """
+        check_window(self.model.config, tokens, self.role)
+        if self.critic is not None:
+            check_window(cast(PreTrainedModel, self.critic).config, tokens, "critic")
 
     def layers(self) -> list[nn.Module]:
         """Return the transformer blocks of policy and critic, which a sharding strategy gathers one at a time."""
@@ -235,7 +245,7 @@ class PolicyModel(nn.Module):
 
 
 class Scorer:
-    """Frozen reference, held outside of the module tree, so that it is neither trained nor saved."""
+    """Frozen reference or teacher, held outside of the module tree, so that it is neither trained nor saved."""
 
     def __init__(
         self,
@@ -246,9 +256,11 @@ class Scorer:
         attention: str = AUTO,
         batch_invariant: bool = False,
         files: WeightFiles | None = None,
+        role: Role = "reference",
     ) -> None:
-        self.model, self.files = model.requires_grad_(requires_grad=False), files
+        self.model, self.files, self.role = model.requires_grad_(requires_grad=False), files, role
         options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
+        options["role"] = role
         self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed, **options).eval()
 
     @cached_property
@@ -266,6 +278,14 @@ class Scorer:
     def to(self, device: torch.device) -> None:
         """Move the weights."""
         nn.Module.to(self.scoring, device)
+
+    def check_windows(self, tokens: int) -> None:
+        """Check that rows of some number of tokens are within the context window, as :meth:`PolicyModel.check_windows`.
+
+        Raises:
+            ValueError: If they are not.
+        """
+        check_window(self.model.config, tokens, self.role)
 
     def read_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that the log-probabilities depend on."""
@@ -410,6 +430,18 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         )
 
 
+def check_forward(model: PreTrainedModel, role: Role, *, packed: bool, split: PolicyModel | None = None) -> None:
+    """Check the numbers of a model of a run, with the arguments of :func:`check_scoring`.
+
+    Raises:
+        ValueError: As :func:`check_scoring` and, for a model that trains, :func:`check_modes`; names the role.
+    """
+    with name_role(role):
+        check_scoring(model, packed=packed, split=split)
+        if role in TRAINED:
+            check_modes(model, packed=packed, split=split)
+
+
 @torch.no_grad()
 def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
     """Compare our log-probabilities of a few random tokens with those of the model's own forward.
@@ -430,7 +462,7 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
     training = (split or model).training
     (split or model).eval()  # see check_modes
     temperature = 1.0 if split is None else split.temperature
-    with _refusing_errors(model, packed=packed):
+    with _refusing_errors(model, packed=packed, split=split):
         scores = layout.scatter(_logprobs(model, layout, split))
         if split is not None:
             cast(Any, split).unshard()  # parameters outside of the layers, for the model's own forward
@@ -503,45 +535,66 @@ def _reads_neighbors(model: PreTrainedModel, split: PolicyModel | None) -> bool:
 def check_modes(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
     """Compare the forward in train mode, in which a policy trains, with that in eval mode, in which engines sample.
 
-    Detects noise beyond dropout, such as the jitter of a router, under which the importance ratio of an unchanged
-    policy would not be 1. Arguments as for :func:`check_scoring`.
+    Detects noise beyond dropout, such as the jitter of a router or layers that are skipped now and then, under which
+    the importance ratio of an unchanged policy would not be 1. Arguments as for :func:`check_scoring`.
 
     Raises:
-        ValueError: If they differ by more than rounding; names the first module that does.
+        ValueError: If they differ by more than rounding, or with the random numbers that a module draws; names the
+            first module that does.
     """
     prompts, responses = _random_rows(model)
     layout = _layout(prompts * 8, responses * 8, groups=range(32), packed=packed, device=model.device)
-    scored, gpu, difference = split or model, model.device.type != "cpu", None
+    scored, gpu, outside = split or model, model.device.type != "cpu", other_generators()
     training, positions = scored.training, positions_of(layout)
+    lengths = [len(prompt + response) - 1 for prompt, response in zip(prompts, responses, strict=True)] * 8
+    rounding = gpu * rounding_of([parameter.dtype for parameter in model.parameters()])  # CPUs repeat every bit
 
-    def run(*, trains: bool, record: bool = False) -> tuple[Tensor, ModuleValues]:
-        torch.manual_seed(0)
+    def run(*, trains: bool, highest: bool, record: bool = False) -> tuple[Tensor, ModuleValues, bool]:
+        torch.manual_seed(int(highest))
         scored.train(trains)
         recorder = record_modules(model, backbone_of(model), lambda _: positions) if record else nullcontext()
-        with recorder as values:
-            return _logprobs(model, layout, split)[:, None].float(), values or ModuleValues()
+        with recorder as values, ExtremeDraws(highest=highest) as draws:
+            return _logprobs(model, layout, split)[:, None].float(), values or ModuleValues(), draws.drawn
+
+    def differing(*, trains: bool, highest: bool) -> ModuleDifference | None:
+        (expected, evaluated, _), (found, other, _) = (
+            run(trains=mode, highest=end, record=True) for mode, end in ((False, False), (trains, highest))
+        )
+        head = Event("", "output"), [TokenPosition(row, 0) for row in layout.rows.tolist()], expected, found
+        return first_difference(evaluated, other, lengths, head=head, rounding=rounding)
 
     with torch.random.fork_rng([model.device] if gpu else [], device_type=model.device.type if gpu else "cuda"):
-        if not torch.equal(run(trains=False)[0], run(trains=True)[0]):
-            (expected, evaluated), (found, trained) = (run(trains=mode, record=True) for mode in (False, True))
-            head = Event("", "output"), [TokenPosition(row, 0) for row in layout.rows.tolist()], expected, found
-            rounding = gpu * rounding_of([parameter.dtype for parameter in model.parameters()])  # CPUs repeat every bit
-            lengths = [len(prompt + response) - 1 for prompt, response in zip(prompts, responses, strict=True)] * 8
-            difference = first_difference(evaluated, trained, lengths, head=head, rounding=rounding)
+        expected, _, drawn = run(trains=False, highest=False)
+        for trains, highest in ((True, False), (True, True), (False, True)):
+            if highest and not drawn:
+                break
+            found, _, draws = run(trains=trains, highest=highest)
+            drawn |= draws
+            difference = None if torch.equal(expected, found) else differing(trains=trains, highest=highest)
+            if difference is not None and not difference.rounded:
+                same = "in train mode as in eval mode" if trains else "with any random numbers"
+                raise ValueError(
+                    f"expected {type(model).__name__} to compute the same {same}, but "
+                    f"{difference.module or 'its head'} differs by {difference.relative:.2g}: switch off its noise"
+                )
     scored.train(training)
-    if difference is not None and not difference.rounded:
+    if other_generators() != outside:
         raise ValueError(
-            f"expected {type(model).__name__} to compute the same in train mode as in eval mode, but "
-            f"{difference.module or 'its head'} differs by {difference.relative:.2g}: switch off its noise in training"
+            f"expected the forward of {type(model).__name__} to draw no random numbers, but it draws some of Python or "
+            "NumPy: switch off its noise"
         )
 
 
 @contextmanager
-def _refusing_errors(model: PreTrainedModel, *, packed: bool) -> Iterator[None]:
+def _refusing_errors(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> Iterator[None]:
     """Turn an error of the model's code into a ValueError."""
     try:
         yield
-    except (AttributeError, LookupError, TypeError) as error:
+    except (PackingError, torch.OutOfMemoryError):
+        raise
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if packed:
+            check_scoring(model, packed=False, split=split)  # refuses the model if padding does not help
         cure = PADDED if packed else "train another model, as this one needs more than text"
         raise ValueError(
             f"expected {type(model).__name__} to read {'packed' if packed else 'padded'} tokens of text alone, got "
@@ -557,12 +610,12 @@ def check_dropout(model: PreTrainedModel) -> None:
     """
     for name, part in model.named_modules():
         if "lora_dropout" in name and getattr(part, "p", 0) > 0:
-            raise ValueError(f"expected a policy without dropout, got {name}: set lora_dropout=0")
+            raise ValueError(f"expected a model without dropout, got {name}: set lora_dropout=0")
     for name, value in {**model.config.to_dict(), **model.config.get_text_config().to_dict()}.items():
         active = isinstance(value, float | int) and not isinstance(value, bool) and value > 0
         drops = any(word in name for word in ("dropout", "pdrop", "layerdrop"))
         if active and drops and not name.startswith(("classifier", "summary")):
-            raise ValueError(f"expected a policy without dropout, got config.{name}={value}: set it to 0")
+            raise ValueError(f"expected a model without dropout, got config.{name}={value}: set it to 0")
 
 
 def check_router_loss(model: PreTrainedModel) -> None:

@@ -254,24 +254,35 @@ def packed_attention(
         _FORWARD.reset(token)
 
 
+class PackingError(ValueError):
+    """A layer cannot read packed sequences; the message says what to do."""
+
+
 def packed_attention_forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention for a layer of transformers: packed sequences separately, everything else with sdpa.
 
     Raises:
-        ValueError: If a model drops the boundaries, or uses an option that packed attention does not support.
+        PackingError: If a model drops the boundaries, or uses an option that packed attention does not support.
     """
     sequences: PackedSequences | None = arguments.pop("packed_sequences", None)
     if sequences is None:
         if _FORWARD.get() == "packed":
-            raise ValueError(f"{type(module).__name__} drops the sequence boundaries: use packing=False for this model")
+            raise PackingError(
+                f"{type(module).__name__} drops the sequence boundaries: use packing=False for this model"
+            )
         return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
     unsupported = [name for name in ("softcap", "s_aux") if arguments.get(name) is not None]
     if unsupported:
-        raise ValueError(f"packed attention does not support {unsupported[0]}: use packing=False for this model")
+        raise PackingError(f"packed attention does not support {unsupported[0]}: use packing=False for this model")
     window = arguments.get("sliding_window")
     if attention_mask is not None:  # some models pass the window only to the mask
+        if attention_mask.numel() != 1:
+            raise PackingError(
+                f"packed attention does not support the mask of {type(module).__name__}: use packing=False for this "
+                "model"
+            )
         window = int(attention_mask)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings return float32 under autocast
     return attend(query, key, value, sequences, scaling=arguments.get("scaling"), window=window), None

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from lightning_rl.distributed import Parallel, check_agreement, process_count
 from lightning_rl.policy.attention import choose_attention, hardware_of
-from lightning_rl.policy.build import build_policy, build_reference, check_vocabulary
+from lightning_rl.policy.build import build_policy, build_scorer, model_and_files
 from lightning_rl.policy.compilation import compile_layers
 from lightning_rl.policy.liger import apply_liger
-from lightning_rl.policy.lora import AdapterOffScorer, adapters_of
+from lightning_rl.policy.lora import AdapterOffScorer, adapters_of, base_model_of, frozen_copy, is_base_model
 from lightning_rl.policy.model import PolicyModel, Scorer
 from lightning_rl.policy.model_options import ModelOptions
 from lightning_rl.policy.tensor_hash import hash_weights
@@ -114,20 +114,22 @@ class RunModels:
             policy: Policy.
             initial: True if the policy is whole and has not been trained, so that it can be copied.
         """
-        built = build_reference(
-            self.sources["reference"],
-            self.sources["policy"],
-            policy.model if initial else None,
-            packed=self.options.packing,
-            split=parallel.splits_first,
-            shares=not parallel.sharded and bool(adapters_of(policy.model)),
-        )
-        if built is None:
-            return None
-        frozen, files = built
-        check_vocabulary(frozen, policy.model, "reference")
-        return Scorer(
-            frozen,
+        given = self.sources["reference"]
+        if copies := given is None and initial and policy.model.device.type != "meta":
+            model, files = policy.model, None
+        else:
+            source = self.sources["policy"] if given is None else given
+            model, files = model_and_files(source, "reference", split=parallel.splits_first)
+        if given is None and files is None:  # the policy before its first step
+            inner = base_model_of(model)
+            if adapters_of(inner) and is_base_model(inner):
+                return None
+        if copies:
+            model = frozen_copy(model, shares=not parallel.sharded and bool(adapters_of(model)))
+        return build_scorer(
+            model,
+            "reference",
+            policy.model,
             temperature=self.temperature,
             packed=self.options.packing,
             attention=self.options.attention,

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rl.policy.build import ModelSource, build_model, check_frozen
-from lightning_rl.policy.model import Scorer
+from lightning_rl.policy.build import ModelSource, build_scorer, model_and_files
+from lightning_rl.policy.model import PolicyModel
 from lightning_rl.policy.plan import make_plan
 from lightning_rl.rollout import Rollout
 
@@ -22,9 +22,10 @@ class Teacher:
         max_tokens_per_microbatch: Maximum number of tokens of a microbatch.
         packed: True to score without padding.
         precise: Context manager around every forward, for the precision of the run.
+        policy: Policy of the run, if known.
 
     Raises:
-        ValueError: If the model has dropout, or our forward disagrees with its own.
+        ValueError: If a check of :func:`.build_scorer` fails.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class Teacher:
         max_tokens_per_microbatch: int,
         packed: bool,
         precise: Callable[[], AbstractContextManager[object]] = nullcontext,
+        policy: PolicyModel | None = None,
     ) -> None:
-        model = check_frozen(build_model(source), packed=packed)
-        self.scorer = Scorer(model, temperature=temperature, packed=packed)
+        model, _ = model_and_files(source, "teacher")
+        known = None if policy is None else policy.model
+        self.scorer = build_scorer(model, "teacher", known, temperature=temperature, packed=packed)
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.packed = packed
         self.precise = precise

@@ -11,12 +11,14 @@ import torch
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from peft import (
     AdaLoraConfig,
+    FourierFTConfig,
     IA3Config,
     LoraConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
     TrainableTokensConfig,
+    WaveFTConfig,
     get_peft_model,
 )
 from torch import Tensor, nn
@@ -117,10 +119,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "prefix tuning": (lambda: adapted(PrefixTuningConfig(**FEW)), r"prompt_encoder.* which only the forward of Peft"),
     "prompt tuning": (lambda: adapted(PromptTuningConfig(**FEW)), r"prompt_encoder.* which only the forward of Peft"),
     "p-tuning": (lambda: adapted(PromptEncoderConfig(**FEW)), r"prompt_encoder.* which only the forward of Peft"),
+    "a bias on a layer without one": (
+        lambda: lora("o_proj", lora_bias=True),
+        r"adapters that can be merged .* that of model.layers.\d.self_attn.o_proj cannot: ",
+    ),
     "merged adapters": (merged, r"output of model.layers.0.self_attn.q_proj to depend on lora_A.* unmerge"),
     "alora": (
         partial(lora, alora_invocation_tokens=[3], task_type="CAUSAL_LM"),
-        r"to depend on lora_A.default.weight, which trains.* such as aLoRA",
+        "got aLoRA, which only the forward of PeftModelForCausalLM switches on",
     ),
 }
 
@@ -141,6 +147,10 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "tied tokens": partial(lora, tied=True, trainable_token_indices=[2, 3, 5]),
     "tokens of a head": partial(lora, trainable_token_indices={"lm_head": [2, 3, 5]}),
     "lora on embeddings": partial(lora, "embed_tokens"),
+    "biases of layers that have one": partial(lora, lora_bias=True),
+    "few frequencies": lambda: adapted(FourierFTConfig(n_frequency=6, target_modules=TARGETS, scaling=300.0)),
+    "few wavelets": lambda: adapted(WaveFTConfig(n_frequency=6, target_modules=TARGETS)),
+    "dora": partial(lora, use_dora=True),
 }
 
 

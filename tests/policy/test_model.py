@@ -1,12 +1,14 @@
 """PolicyModel and Scorer: critics, parameter groups, a frozen reference; and what is refused at setup or mid-run."""
 
 import copy
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.support import (
@@ -345,6 +347,57 @@ def test_a_module_that_computes_otherwise_in_train_mode_is_named(
         build_policy(tiny_policy, lambda: model, temperature=1.0, packed=packed)
 
 
+RARE = 1e-5  # probability of a draw that changes a layer's output
+DRAWS: dict[str, Callable[[], Any]] = {
+    "rand below": lambda: 0 if torch.rand(()) < RARE else 1,
+    "rand above": lambda: torch.rand(()) > RARE,
+    "floor of keep and rand": lambda: (1 - RARE + torch.rand(1)).floor(),
+    "rand_like": lambda: torch.rand_like(torch.ones(1, 1, 1)) >= RARE,
+    "uniform_": lambda: torch.empty(()).uniform_(-RARE, 1 - RARE) > 0,
+    "uniform_ by name": lambda: torch.empty(1).uniform_(to=2) > 2 * RARE,
+    "bernoulli": lambda: torch.bernoulli(torch.tensor(1 - RARE)),
+    "bernoulli_": lambda: torch.empty(1, 1, 1).bernoulli_(1 - RARE),
+    "bernoulli_ of skips": lambda: 1 - torch.empty(()).bernoulli_(p=RARE),
+    "a generator of the module": lambda: torch.rand((), generator=torch.Generator().manual_seed(1)) > RARE,
+    "dropout": lambda: nn.functional.dropout(torch.ones(()), RARE),
+    "a module of dropout": lambda: nn.Dropout1d(RARE)(torch.ones(1, 1, 1)),
+    "python": lambda: random.random() > RARE,
+    "numpy": lambda: float(np.random.uniform() > RARE),
+}
+
+
+class Rarely(nn.Module):
+    """Changes its output with a small probability."""
+
+    def __init__(self, draw: Callable[[], Any], *, always: bool = False) -> None:
+        super().__init__()
+        self.draw, self.always = draw, always
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.draw() if self.training or self.always else hidden
+
+
+@forms
+@pytest.mark.parametrize("always", [False, True], ids=["in train mode", "in both modes"])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_layer_that_is_skipped_now_and_then_is_named_however_rarely(draw: str, *, always: bool, packed: bool) -> None:
+    model = tiny_policy()
+    model.model.layers[1].mlp = Rarely(DRAWS[draw], always=always)
+    message = "draws some of Python" if draw in ("python", "numpy") else r"but model\.layers\.1\.mlp differs by"
+    with pytest.raises(ValueError, match=message):
+        check_modes(model, packed=packed)
+
+
+def test_draws_that_change_nothing_are_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPT draws whether to skip a layer, even with a probability of 0."""
+    monkeypatch.setitem(FAMILIES, "opt", {"word_embed_proj_dim": 32, "ffn_dim": 64, "pad_token_id": 0})
+    check_modes(partial(tiny_model, "opt", **NO_DROPOUT)(), packed=False)
+    model = tiny_policy()
+    model.model.layers[1].mlp = Rarely(lambda: (torch.rand(1, 1, 1) < 0) + torch.bernoulli(torch.ones(())))
+    check_modes(model, packed=False)
+
+
 @pytest.mark.parametrize("name", [None, "router_jitter_noise"])
 def test_phi_moe_trains_without_its_default_noise_alone(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "phimoe", {"num_local_experts": 4})
@@ -394,7 +447,7 @@ def test_a_critic_or_reference_of_another_vocabulary_is_refused(argument: str) -
     other = {"critic": {"advantages": GAE(), "group_size": 1}, "reference": {}}[argument]
     module = tiny_module(**{argument: partial(tiny_policy, vocab_size=20), **other})
     callbacks = [ReferenceKL(as_loss=True)] if argument == "reference" else []
-    expected = f"expected {argument}= with the policy's vocabulary of 16 tokens, got 20 tokens"
+    expected = f"^{argument}: expected a model with the policy's vocabulary of 16 tokens, got 20 tokens"
     with pytest.raises(ValueError, match=expected):
         fit(module, callbacks=callbacks)
 

@@ -167,7 +167,7 @@ def test_the_audit_scores_fixed_tokens_at_the_start_and_now(kind: str) -> None:
     faulty = SignalAudit(1, checks=["reference_stays"])
     with patch.object(lora_module, "adapters_off", lambda _: nullcontext()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        off: Any = patch("lightning_rl.policy.build.is_base_model", return_value=True)
+        off: Any = patch("lightning_rl.policy.run_models.is_base_model", return_value=True)
         with off:
             fit(tiny_module(**options), callbacks=[kl(), faulty], data=tiny_prompts(8, 2))
     assert {finding.check for finding in faulty.findings} == {"reference_stays"}
