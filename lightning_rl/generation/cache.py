@@ -1,16 +1,17 @@
 """KV cache in preallocated memory, so that appending a token copies only that token."""
 
 import inspect
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from jaxtyping import Float, Int
 from torch import LongTensor, Tensor
 from torch.nn import functional
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from typing_extensions import override
 
 from lightning_rl.policy.batch_invariance import KEYS
+from lightning_rl.policy.text_model import backbone_of
 
 GROWTH = 1.5  # factor of a full buffer's next size, so that n tokens cost O(n) copies
 ARGUMENTS = ("cache", "past_key_values")  # transformers 5.24 renamed the second to the first
@@ -21,9 +22,17 @@ def cache_argument(model: PreTrainedModel) -> str:
     """Return the name under which the forward of a model takes its cache.
 
     Raises:
-        ValueError: If it takes none.
+        ValueError: If it takes none, or if its backbone takes one class of caches alone, as MiniMax does.
     """
     parameters = inspect.signature(type(model).forward).parameters
+    inner = inspect.signature(type(backbone_of(model)).forward).parameters
+    kinds = {kind for name in ARGUMENTS if name in inner for kind in get_args(inner[name].annotation)}
+    caches = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Cache)]
+    if caches and not issubclass(KVCache, tuple(caches)):
+        raise ValueError(
+            f"expected a model that takes any cache of transformers, got {type(model).__name__}, which takes "
+            f"{caches[0].__name__} alone: {VLLM_DRAWS}"
+        )
     for name in ARGUMENTS:
         if name in parameters:
             return name

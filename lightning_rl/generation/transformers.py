@@ -136,9 +136,12 @@ class TransformersEngine(Engine):
         extras = DecodeExtras(len(requests), 3, take_routes=None, with_mask=False)
         decode = _decode_of(model)(model, None, requests, 0, extras)
         with torch.autocast(model.device.type, enabled=False):  # whose rounding hides a wrong state, or looks like one
-            if decode.reads_padding():
+            try:
+                reads_padding, drawn = decode.reads_padding(), decode.run(logprobs=True)
+            except (AttributeError, LookupError, TypeError, ValueError) as error:  # of a model that has its own cache
+                raise ValueError(f"{refusal} {type(error).__name__}: {error}: {VLLM_DRAWS}") from error
+            if reads_padding:
                 raise ValueError(f"{refusal} shorter prompts of a batch read their padding: {VLLM_DRAWS}")
-            drawn = decode.run(logprobs=True)
             scores = self.score([[*ids, *one.token_ids] for ids, one in zip(prompts, drawn, strict=True)])
         parts = [(one.logprobs, score[-3:]) for one, score in zip(drawn, scores, strict=True)]
         worst = max(float((found - score).abs().max()) for found, score in parts if found is not None)

@@ -136,6 +136,7 @@ class PolicyModel(nn.Module):
             nn.init.zeros_(self.value_head.weight)
         self.temperature = temperature
         roles: dict[PreTrainedModel, Role] = {critic or model: "critic", model: role}
+        self._configs = {name: part.config for part, name in roles.items()}
         for part, name in roles.items() if packed else ():
             with name_role(name):
                 use_packed_attention(part)
@@ -192,9 +193,8 @@ class PolicyModel(nn.Module):
         Raises:
             ValueError: If they are not; names the model.
         """
-        check_window(self.model.config, tokens, self.role)
-        if self.critic is not None:
-            check_window(cast(PreTrainedModel, self.critic).config, tokens, "critic")
+        for role, config in self._configs.items():
+            check_window(config, tokens, role)
 
     def layers(self) -> list[nn.Module]:
         """Return the transformer blocks of policy and critic, which a sharding strategy gathers one at a time."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.engine_requests import launch, request_of, with_sampling
-from kit.support import EOS, VOCABULARY, tiny_model, tiny_policy
+from kit.support import EOS, FAMILIES, VOCABULARY, tiny_model, tiny_policy
 from kit.vllm_models import mean_gap, with_large_logits
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -94,7 +94,7 @@ def test_log_probabilities_are_those_of_teacher_forcing(family: str, packed: boo
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "jamba", "bamba", "granitemoehybrid"]
+    "family", ["qwen3_next", "qwen3_5_text", "lfm2", "falcon_h1", "jamba", "bamba", "granitemoehybrid", "mamba2"]
 )
 def test_layers_that_carry_a_state_draw_as_teacher_forcing(family: str) -> None:
     model = tiny_model(family, dtype=torch.float32, initializer_range=0.2)  # with 0.3 rounding alone exceeds the bound
@@ -125,10 +125,37 @@ def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw(
         draw(model, requests_for(PROMPTS))
 
 
+@pytest.mark.parametrize(
+    "error", [ValueError("MiniMax uses cache of another class"), AttributeError("no has_previous_state"), KeyError(0)]
+)
+def test_a_model_that_cannot_read_the_cache_is_refused_with_what_can_draw(error: Exception) -> None:
+    model = tiny_model("lfm2", dtype=torch.float32)
+    forward = model.forward
+
+    def own_cache(*args: Any, use_cache: bool, **given: Any) -> Any:
+        if use_cache:
+            raise error
+        return forward(*args, use_cache=use_cache, **given)
+
+    vars(model)["forward"] = own_cache
+    refusal = rf"a KV cache as without, but {type(error).__name__}: .*{error.args[0]}.*: pass engine=VLLMEngine\(\)"
+    with pytest.raises(ValueError, match=refusal):
+        draw(model, requests_for(PROMPTS))
+
+
 def test_a_model_with_a_cache_of_another_kind_is_refused_at_the_start() -> None:
     expected = "expected a model whose forward takes cache or past_key_values, got RwkvForCausalLM: pass engine="
     with pytest.raises(ValueError, match=expected):
         start_engine(tiny_model("rwkv", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["linear_attention", "full_attention"]])
+def test_a_model_that_takes_its_own_class_of_cache_alone_is_refused_at_the_start(
+    kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "minimax", {"layer_types": kinds, "num_local_experts": 4, "block_size": 4})
+    with pytest.raises(ValueError, match=r"got MiniMaxForCausalLM, which takes MiniMaxCache alone: pass engine=VLLME"):
+        start_engine(tiny_model("minimax", dtype=torch.float32))
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])

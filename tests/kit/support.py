@@ -174,6 +174,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **MAMBA2,
     },
     "mamba": {"state_size": 8},
+    "mamba2": {"state_size": 8, "n_groups": 1, "chunk_size": 8, "num_heads": 4, "head_dim": 16},
     "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 16, "lru_width": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},

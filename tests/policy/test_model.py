@@ -293,6 +293,36 @@ def test_an_attention_that_reads_no_boundaries_is_refused_however_flat_the_model
         build_policy(model, None, temperature=1.0, packed=True)
 
 
+def test_an_attention_with_a_mask_of_its_inputs_is_refused_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "doge", {"keep_window_size": 64})
+    model = partial(tiny_model, "doge", dtype=torch.float32, **NO_DROPOUT)
+    build_policy(model, None, temperature=1.0, packed=False)
+    with pytest.raises(ValueError, match=r"^policy: packed attention does not support the mask of .*: use packing=Fal"):
+        build_policy(model, None, temperature=1.0, packed=True)
+
+
+class Unpacked(nn.Module):
+    """Fails with an error of some kind on packed sequences."""
+
+    def __init__(self, layer: nn.Module, error: Exception) -> None:
+        super().__init__()
+        self.layer, self.error = layer, error
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.shape[0] == 1 and hidden.shape[1] > 10:  # several sequences
+            raise self.error
+        return self.layer(hidden)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of its sizes"), ValueError("of its mask"), AssertionError("of its")])
+def test_an_error_of_packed_sequences_alone_is_refused_with_padding(error: Exception) -> None:
+    model = tiny_policy()
+    model.model.layers[0].mlp = Unpacked(model.model.layers[0].mlp, error)
+    with pytest.raises(ValueError, match=rf"^policy: .* packed tokens .*, got {type(error).__name__}: of .*: use pack"):
+        build_policy(lambda: model, None, temperature=1.0, packed=True)
+
+
 class Shift(nn.Module):
     """A faint part of the token before, which may be of another sequence."""
 
