@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_packed_is_compared_without_packing(
     "arguments", [["missing/folder/of"], ["nosuch:function"], ["json:nosuch"], ["x", "--prompts", "0"]]
 )
 def test_a_wrong_argument_ends_with_one_sentence(arguments: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"^expected .*, got "):
+    with pytest.raises(SystemExit, match=r"^(policy: )?expected .*, got "):
         main(["consistency", *arguments])
 
 
