@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import lightning
@@ -25,6 +26,7 @@ BESIDE = ("corrections", "data", "precision")  # compared on resume besides the 
 SHOWN = (CoreCallback, ModelSummary, ProgressBar)  # do not affect a run
 Change = tuple[str, Any, Any]
 """Path of an option, its value in the checkpoint, and its value now."""
+SHOWN_LETTERS = 80  # of a value in a message
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 
@@ -139,7 +141,8 @@ def refuse_differences(differences: Sequence[Change], allowed: Collection[str]) 
     names = dict.fromkeys(path.split(".")[0] for path, _, _ in differences)
     refused = [name for name in names if name not in allowed or name in FIXED]
     if refused:
-        lines = [f"  {path}: {_show(old)} in the checkpoint, {_show(new)} now" for path, old, new in differences]
+        shown = [(path, *_show(old, new)) for path, old, new in differences]
+        lines = [f"  {path}: {old} in the checkpoint, {new} now" for path, old, new in shown]
         fixed = [name for name in refused if name in FIXED]
         cure = f"or accept them with FaultTolerance(allow_config_changes={refused!r})"
         if fixed:
@@ -166,7 +169,18 @@ def _essence(configuration: Mapping[str, Any]) -> dict[str, Any]:
     return {**module, "corrections": configuration["corrections"], "data": data, "precision": precision}
 
 
-def _show(value: Any) -> str:
+def _show(*values: Any) -> list[str]:
+    """Return the text of two different values, cut to a part in which they differ."""
+    texts = [_text(value) for value in values]
+    if len(set(texts)) == 1:  # classes of one name
+        texts = [repr(value) for value in values]
+    pairs = zip_longest(*texts)
+    same = next(place for place, letters in enumerate(pairs) if len(set(letters)) > 1)
+    begin = 0 if same < SHOWN_LETTERS // 2 else same - SHOWN_LETTERS // 4
+    return [f"{'...' if begin else ''}{text[begin : begin + SHOWN_LETTERS]}" for text in texts]
+
+
+def _text(value: Any) -> str:
     if isinstance(value, Mapping) and CLASS in value:
         return str(value[CLASS]).rpartition(".")[2]
-    return value if value is ABSENT else f"{value!r:.80}"
+    return value if value is ABSENT else repr(value)

@@ -23,12 +23,13 @@ from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import CellType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -111,8 +112,18 @@ def changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
         for key in dict.fromkeys([*old, *new]):
             below = path if key == ARGUMENTS else f"{path}.{key}".removeprefix(".")
             yield from changes(old.get(key, ABSENT), new.get(key, ABSENT), below)
+    elif _are_parts(old, new):
+        for place, pair in enumerate(zip(old, new, strict=True)):
+            yield from changes(*pair, f"{path}.{place}")
     elif old != new and not (isinstance(old, float) and isinstance(new, float) and old != old and new != new):
         yield path, old, new
+
+
+def _are_parts(old: Any, new: Any) -> bool:
+    """Return True for lists of equal length that contain lists or mappings, whose differences have their own paths."""
+    if not (isinstance(old, list) and isinstance(new, list) and len(old) == len(new)):
+        return False
+    return any(isinstance(item, list | Mapping) for item in (*old, *new))
 
 
 def is_import_path(value: Any) -> bool:
@@ -227,7 +238,7 @@ def _describe_items(value: Any, around: tuple[int, ...]) -> Plain:
 
 
 def _describe_partial(value: "partial[Any]", around: tuple[int, ...]) -> Plain:
-    if value.func.__module__.startswith("jsonargparse."):  # jsonargparse wraps a class_path in its own function
+    if (value.func.__module__ or "").startswith("jsonargparse."):  # jsonargparse wraps a class_path in its own function
         value = partial(*value.args[1:], **value.keywords)
     function = describe(value.func, around)
     name = function[NAME] if isinstance(function, dict) and set(function) == {NAME} else function
@@ -239,7 +250,7 @@ def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
     names = inspect.unwrap(value).__code__.co_freevars if inspect.isfunction(inspect.unwrap(value)) else ()
     closed = {}
     for name, cell in zip(names, inspect.unwrap(value).__closure__ or () if names else (), strict=True):
-        closed[name] = describe(cell.cell_contents, around)
+        closed[name] = describe(cell.cell_contents, around) if cell != CellType() else ABSENT
     owner = getattr(value, "__self__", None)
     if inspect.ismethod(value):
         closed["self"] = describe(owner, around)
@@ -250,16 +261,15 @@ def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
 
 def _describe_object(value: Any, around: tuple[int, ...]) -> Plain:
     """Describe an object by its constructor arguments that it stores under the same names."""
-    if (name := getattr(value, "name_or_path", None)) is not None:  # a tokenizer; its files hold its options
-        return {CLASS: path_of(type(value)), "size": len(value), "path": str(name)}
     if type(value).__module__.startswith("datasets."):  # their constructors take tables
         return {CLASS: path_of(type(value)), "size": len(value) if isinstance(value, Sized) else None}
     options, unknown = {}, []
     for parameter in _parameters(type(value)):
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD and isinstance(vars(value).get(parameter.name), Mapping):
-            options |= vars(value)[parameter.name]
-        elif _keeps(value, parameter.name):
-            options[parameter.name] = getattr(value, parameter.name)
+        kept = getattr(value, parameter.name) if _keeps(value, parameter.name) else ABSENT
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD and isinstance(kept, Mapping):
+            options |= kept
+        elif kept is not ABSENT:
+            options[parameter.name] = kept
         elif parameter.default is parameter.empty and parameter.kind in (
             parameter.POSITIONAL_OR_KEYWORD,
             parameter.KEYWORD_ONLY,
@@ -269,6 +279,14 @@ def _describe_object(value: Any, around: tuple[int, ...]) -> Plain:
     if isinstance(fingerprint := getattr(value, "fingerprint", None), str):  # identifies the rows of data
         described["fingerprint"] = fingerprint
     return {**described, **({"unknown": unknown} if unknown else {})}
+
+
+def _describe_config(value: PreTrainedConfig, around: tuple[int, ...]) -> Plain:
+    """Describe a model's configuration without the entries that building or saving a model writes into it."""
+    described: Any = _describe_object(value, around)
+    for written in ("architectures", "dtype", "transformers_version"):
+        described[ARGUMENTS].pop(written, None)
+    return described
 
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
@@ -281,13 +299,20 @@ def _parameters(kind: type) -> list[inspect.Parameter]:
 
 
 def _keeps(value: Any, name: str) -> bool:
-    return name in getattr(value, "__dict__", ()) or name in getattr(type(value), "__slots__", ())
+    return name in getattr(value, "__dict__", ()) or (
+        name in getattr(type(value), "__slots__", ()) and hasattr(value, name)
+    )
 
 
 _KINDS: tuple[tuple[Any, Any], ...] = (
     (Mapping, _describe_mapping),
     ((list, tuple, set, frozenset), _describe_items),
     (partial, _describe_partial),
+    (
+        PreTrainedTokenizerBase,  # its files hold its options
+        lambda value, _: {CLASS: path_of(type(value)), "size": len(value), "path": str(value.name_or_path)},
+    ),
+    (PreTrainedConfig, _describe_config),
     (nn.Module, lambda value, _: {CLASS: path_of(type(value)), "size": sum(map(Tensor.numel, value.parameters()))}),
     (Tensor, lambda value, _: {CLASS: path_of(type(value)), "size": list(value.shape), "dtype": str(value.dtype)}),
     ((Path, torch.dtype, torch.device, Enum, bytes), lambda value, _: str(value)),

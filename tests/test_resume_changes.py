@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 from typing_extensions import override
 
 from lightning_rl import (
@@ -198,6 +199,12 @@ def test_a_schedule_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) -
         ValueError, match=r"expected an lr_scheduler that reaches optimizer step 2, got Tried to step 2 times"
     ):
         resume(tmp_path / "a.ckpt", **short)
+
+
+def test_a_policy_from_a_configuration_trains_and_resumes(tmp_path: Path) -> None:
+    options: Options = {"policy": partial(Qwen2ForCausalLM, tiny_policy().config)}  # every fit builds from one object
+    start(tmp_path / "a.ckpt", **options)
+    resume(tmp_path / "a.ckpt", **options)
 
 
 def test_a_state_that_the_optimizer_keeps_in_its_groups_survives(tmp_path: Path) -> None:
@@ -558,7 +565,11 @@ def masked(checkpoint: Path, *, callbacks: Sequence[Callback] | None = None, **o
         ({"loss": ClippedSurrogate(clip_high=0.3)}, "loss", "loss.clip_high: 0.2 in the checkpoint, 0.3 now"),
         ({"advantages": "rloo"}, "advantages", "advantages: GRPO in the checkpoint, RLOO now"),
         ({"rewards": longer}, "rewards", "rewards.functions.longer: nothing in the checkpoint"),
-        ({"rewards": {"parity_reward": (parity_reward, 2.0)}}, "rewards", "rewards.functions.parity_reward: "),
+        (
+            {"rewards": {"parity_reward": (parity_reward, 2.0)}},
+            "rewards",
+            "rewards.functions.parity_reward.1: 1.0 in the checkpoint, 2.0 now",
+        ),
         (
             {"optimizer": partial(AdamW, lr=1e-3, weight_decay=0.0)},
             "optimizer",
@@ -677,6 +688,49 @@ def test_a_difference_nested_in_a_group_is_named(option: str, before: Any, now: 
     with pytest.raises(ValueError, match=rf"(?s){difference}.*allow_config_changes=\['{option}'\]"):
         compare(option, before, now)
     compare(option, before, now, [option])
+
+
+def closing(*values: Any) -> Callable[[], Any]:
+    return lambda: values
+
+
+class Clips:
+    """A class of a user."""
+
+
+CUT: dict[str, tuple[Any, Any, str]] = {  # what differs lies beyond what a message shows of a value
+    "weight of a closure": (
+        {"a": (closing("x" * 200), 1.0)},
+        {"a": (closing("x" * 200), 0.5)},
+        r"rewards.a.1: 1.0 in the checkpoint, 0.5 now",
+    ),
+    "value in a closure": ([closing(*"abcdefgh", 1)], [closing(*"abcdefgh", 2)], r"'h', 1\] .* 'h', 2\] now"),
+    "classes of one name": (
+        Clips(),
+        type("Clips", (), {"__module__": "b"})(),
+        r"\.Clips'.* in the checkpoint, .*'b\.Clips'",
+    ),
+    "argument of a configuration": (
+        partial(LlamaForCausalLM, LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4})),
+        partial(LlamaForCausalLM, LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e5})),
+        r"rewards.args.0.rope_parameters.rope_theta: 10000.0 in the checkpoint, 100000.0 now",
+    ),
+    "end of a text": ("You are kind. " * 20 + "a", "You are kind. " * 20 + "b", r"kind. a' in the check.*kind. b' now"),
+    "length of a list": (
+        ["abcdefghij"] * 12,
+        ["abcdefghij"] * 13,
+        r"'abcdefghij'\] in the checkpoint, .*, 'abcdefghij'",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", CUT)
+def test_a_message_shows_where_long_values_differ(row: str) -> None:
+    before, now, difference = CUT[row]
+    with pytest.raises(ValueError, match=difference) as refused:
+        compare("rewards", before, now)
+    lines = [line for line in str(refused.value).splitlines() if line.startswith("  ")]
+    assert len(lines) == 1 and len(lines[0]) < 250
 
 
 def test_who_only_looks_on_may_come_and_go(checkpoint: Path) -> None:

@@ -15,6 +15,15 @@ import torch
 from kit.support import tiny_policy, tiny_tokenizer
 from properties.exports import CORRECTIONS, ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, REDUCTION_EXAMPLES, VALUE_EXAMPLES
 from torch.optim import AdamW
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
 
 from lightning_rl import (
     ClippedSurrogate,
@@ -100,6 +109,71 @@ def test_models_and_tokenizers_are_named_and_not_kept() -> None:
     }  # fmt: skip
     assert json.loads(json.dumps(describe(tiny_tokenizer()))) == describe(tiny_tokenizer())
     assert describe(torch.zeros(2, 3)) == {"class_path": "torch.Tensor", "size": [2, 3], "dtype": "torch.float32"}
+
+
+def built_from(config: Any) -> Callable[[], Any]:
+    return lambda: AutoModelForCausalLM.from_config(config)
+
+
+CONFIGS: dict[str, Callable[[int], Any]] = {
+    "llama": lambda size: LlamaConfig(hidden_size=size, num_hidden_layers=1, vocab_size=16, intermediate_size=16),
+    "gpt2": lambda size: GPT2Config(n_embd=size, n_layer=1, vocab_size=16, bos_token_id=None, eos_token_id=1),
+    "nested": lambda size: Gemma3Config(text_config={"hidden_size": size}),
+    "of any model": lambda size: PreTrainedConfig(chunk_size_feed_forward=size),
+}
+
+
+@pytest.mark.parametrize("bind", [built_from, partial(partial, LlamaForCausalLM)], ids=["closure", "partial"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_configuration_of_a_model_is_its_options(kind: str, bind: Callable[[Any], Any]) -> None:
+    build = CONFIGS[kind]
+    assert describe(bind(build(32))) == describe(bind(build(32))) != describe(bind(build(64)))
+    json.dumps(describe(bind(build(32))))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_that_is_built_and_saved_leaves_the_description_of_its_configuration(kind: str, tmp_path: Path) -> None:
+    config = CONFIGS[kind](32 if kind == "llama" else 24)
+    before = describe(config)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert describe(config) == describe(AutoConfig.from_pretrained(tmp_path)) == before
+
+
+class Named:
+    """An object that is no tokenizer, although it has a name."""
+
+    def __init__(self, name_or_path: str) -> None:
+        self.name_or_path = name_or_path
+
+
+class Slotted:
+    """An object without a dict, with an option that it does not keep."""
+
+    __slots__ = ("kept", "unset")
+
+    def __init__(self, kept: int, unset: int = 0, **options: Any) -> None:
+        del unset, options
+        self.kept = kept
+
+
+def unfinished() -> Callable[[], Any]:
+    """A function whose closure has no value yet."""
+
+    def later() -> Any:
+        return value
+
+    if not callable(later):
+        value = 1
+    return later
+
+
+def test_any_object_of_a_user_is_described() -> None:
+    assert describe(Named("a/b")) == {"class_path": f"{__name__}.Named", "init_args": {"name_or_path": "a/b"}}
+    assert describe(Slotted(3)) == {"class_path": f"{__name__}.Slotted", "init_args": {"kept": 3}}
+    assert describe(partial([].append, 1)) == {"partial": "builtins.list.append", "args": [1], "keywords": {}}
+    assert describe(unfinished()) == {
+        "name": f"{__name__}.unfinished.<locals>.later", "closure": {"value": "nothing"},
+    }  # fmt: skip
 
 
 def test_data_is_its_fingerprint_and_never_its_rows() -> None:
