@@ -70,4 +70,4 @@ class OverlongPenalty(RLCallback):
 
     def _penalty(self, rollout: Rollout) -> Tensor:
         excess = self.max_length - self.cache - rollout.sampled_lengths
-        return (excess / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)
+        return (excess.double() / self.cache).clamp(-1.0, 0.0).to(rollout.rewards.dtype)

@@ -12,7 +12,7 @@ from lightning_rl.advantages.estimator import Advantages, Estimator, RewardSigna
 from lightning_rl.rollout import SUM_PI_SQUARED
 from lightning_rl.signal.discounted_returns import discounted_returns
 from lightning_rl.signal.importance_ratios import clipped_weight
-from lightning_rl.signal.masked import group_index, masked_fill_invalid, prefix_sums
+from lightning_rl.signal.masked import are_equal, group_index, masked_fill_invalid, prefix_sums
 from lightning_rl.signal.statistics import group_statistics
 from lightning_rl.utils.arguments import check_bools, check_numbers
 
@@ -133,7 +133,7 @@ def minus_optimal_baseline(
 
     weights = torch.where(total(weights) > 0, weights, counted.double())
     baseline = total(weights * exact) / total(weights).clamp(min=torch.finfo(torch.float64).tiny)
-    differs = counted & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # True for NaN, so that it shows
+    differs = counted & ~are_equal(extreme(-torch.inf, "amax"), extreme(torch.inf, "amin"))
     return torch.where(differs, exact - baseline, 0.0).to(returns.dtype)
 
 

@@ -183,11 +183,11 @@ def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
 
 
 def _idle_groups(rollout: Rollout, scores: Tensor) -> Tensor:
-    """Return for each group with a rewarded row True if all its scores are equal, [G]."""
-    groups = rollout.groups[rollout.rewarded].unique()
-    exact = scores.to(rollout.rewards.dtype)  # as the estimator sees them
-    members = [exact[rollout.rewarded & (rollout.groups == group)] for group in groups]
-    return torch.tensor([bool((own == own[0]).all()) for own in members])
+    """Return for each group with a rewarded row True if all its scores are equal up to rounding of their parts, [G]."""
+    members = [rollout.rewarded & (rollout.groups == group) for group in rollout.groups[rollout.rewarded].unique()]
+    parts = 2 * rollout.rewards.double().abs() + scores.abs()  # at least the reward and its bonuses
+    ranges = [float(scores[rows].max() - scores[rows].min()) for rows in members]
+    return torch.tensor([span <= 4e-12 * float(parts[rows].max()) for span, rows in zip(ranges, members, strict=True)])
 
 
 def step_figures(

@@ -16,6 +16,7 @@ from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout, RolloutT
 from lightning_rl.signal.masked import masked_fill_invalid
+from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.mutation_guard import Fields
 from lightning_rl.utils.naming import in_words
@@ -116,14 +117,14 @@ class Corrections:
 
     def scores(self, rollout: Rollout) -> Tensor:
         """Return the reward of each row, or its replacement, plus all bonuses, shape [B], in the dtype of rewards."""
-        replacement, bonus = self.replace_reward(rollout), self.reward_bonus(rollout)
-        rewards = rollout.rewards if replacement is None else replacement
-        scores = masked_fill_invalid(rewards, rollout.rewarded).double()
-        return (scores if bonus is None else scores + bonus).to(rollout.rewards.dtype)
+        replacement = self.replace_reward(rollout)
+        rewards = masked_fill_invalid(rollout.rewards if replacement is None else replacement, rollout.rewarded)
+        return rounded_sum([rewards, *self._bonuses(rollout)]).to(rollout.rewards.dtype)
 
     def reward_bonus(self, rollout: Rollout) -> Tensor | None:
-        """Return the sum of all bonuses, shape [B], or None."""
-        return self._sum("reward_bonus", rollout)
+        """Return the sum of all bonuses, shape [B], in the dtype of rewards, or None."""
+        bonuses = self._bonuses(rollout)
+        return rounded_sum(bonuses).to(rollout.rewards.dtype) if bonuses else None
 
     def keep_groups(self, rollout: Rollout) -> Tensor:
         """Return the rows of the groups that every callback keeps, shape [B] bool.
@@ -305,6 +306,9 @@ class Corrections:
         for _, contribution in self._each(method, rollout):
             total = contribution.detach() if total is None else total + contribution.detach()
         return total
+
+    def _bonuses(self, rollout: Rollout) -> list[Tensor]:
+        return [bonus.detach() for _, bonus in self._each("reward_bonus", rollout)]
 
     def _merge(self, method: str, seen: Rollout) -> dict[str, Stat]:
         merged: dict[str, Stat] = {}

@@ -21,6 +21,7 @@ from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError, remaining
 from lightning_rl.rewards.reward_call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
 from lightning_rl.rewards.values import InvalidRewardError, values_of
+from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers, check_rows
 from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import check_columns, in_words, name_of
@@ -41,7 +42,7 @@ LOOP = EventLoop("rewards")
 class Scores(NamedTuple):
     """Rewards of each row, in float64."""
 
-    total: Float[Tensor, " B"]  # weighted sum; 0 if the row is not scored
+    total: Float[Tensor, " B"]  # weighted sum, as in rounded_sum; 0 if the row is not scored
     raw: dict[str, Float[Tensor, " B"]]  # values of each function, by importance; NaN where missing
     scored: Bool[Tensor, " B"]  # at least one function applied, and the row did not fail
     failed: Bool[Tensor, " B"]  # a function of non-zero weight failed, or the total is too large for its dtype
@@ -206,7 +207,6 @@ class Rewards:
                 function.close()
 
     def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
-        total = torch.zeros(len(rows), dtype=torch.float64)
         applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
         raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=torch.float64) for name in self.by_importance}
         weighted: dict[str, Tensor] = {}
@@ -218,7 +218,7 @@ class Rewards:
             if (weight := self.weights[call.name]) != 0:
                 applied, failed = applied | finite, failed | ~(finite | missing)
                 weighted[call.name] = torch.where(finite, exact, 0.0) * weight
-                total = total + weighted[call.name]
+        total = rounded_sum([*weighted.values()] or [torch.zeros(len(rows), dtype=torch.float64)])
         _warn_of_no_value((~applied & ~failed).nonzero()[:, 0].tolist(), rows)
         if (overflow := applied & ~failed & ~torch.isfinite(total.to(dtype))).any():
             name = max(weighted, key=lambda name: float(weighted[name][overflow].abs().max()))

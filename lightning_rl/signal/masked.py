@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+RESIDUE = 4e-12  # largest difference of sums that are equal up to rounding in float64, relative to them
 GlobalSum = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks, in rank order; every rank calls it the same number of times."""
 
@@ -23,6 +24,11 @@ def masked_fill_invalid(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tens
     Multiplying by the mask would propagate NaN: ``0 * nan`` is NaN in value and gradient.
     """
     return torch.where(mask, values, torch.full_like(values, fill))
+
+
+def are_equal(one: Tensor, other: Tensor) -> Bool[Tensor, "..."]:
+    """Return True where float64 values are equal up to rounding of the sums that they come from; False for NaN."""
+    return torch.isclose(one, other, rtol=RESIDUE, atol=0.0)
 
 
 def row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
@@ -49,7 +55,7 @@ class Moments(NamedTuple):
     mean: Float[Tensor, ""]
     deviation: Float[Tensor, "..."]  # of each value from the mean; 0 at masked places
     squares: Float[Tensor, ""]  # sum of the squared deviations
-    spread: Bool[Tensor, ""]  # True if the values are not all equal
+    spread: Bool[Tensor, ""]  # True if the values are not all equal up to rounding, or one is NaN
 
     def std(self, *, unbiased: bool = True) -> Float[Tensor, ""]:
         """Return the standard deviation, 0 if the values are equal."""
@@ -59,7 +65,7 @@ class Moments(NamedTuple):
 def global_moments(values: Tensor, mask: Tensor, global_sum: GlobalSum = local_sum) -> Moments:
     """Return the moments of masked values, in two passes in float64.
 
-    ``spread`` is exact up to the rounding of a float64 sum of equal float32 values, and true if there is a NaN.
+    ``spread`` is as in :func:`are_equal`.
 
     Args:
         values: Values of any shape.
@@ -70,8 +76,7 @@ def global_moments(values: Tensor, mask: Tensor, global_sum: GlobalSum = local_s
     number = global_sum(mask.sum().double())
     mean = global_sum(exact.sum()) / number.clamp(min=1)
     deviation = torch.where(mask, exact - mean, 0.0)
-    rounding = 4 * torch.finfo(torch.float64).eps * mean.abs()
-    spread = global_sum((~(deviation.abs() <= rounding)).sum().double()) > 0
+    spread = global_sum((~are_equal(exact, mean) & mask).sum().double()) > 0
     return Moments(number, mean, deviation, global_sum(deviation.square().sum()), spread)
 
 

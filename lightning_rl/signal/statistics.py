@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.signal.masked import GlobalSum, global_moments, group_index, local_sum, masked_fill_invalid
+from lightning_rl.signal.masked import GlobalSum, are_equal, global_moments, group_index, local_sum, masked_fill_invalid
 
 
 class Population(NamedTuple):
@@ -15,7 +15,7 @@ class Population(NamedTuple):
     number: Float[Tensor, " B"]  # number of rewarded rows
     mean: Float[Tensor, " B"]
     squares: Float[Tensor, " B"]  # sum of the squared deviations from the mean
-    spread: Bool[Tensor, " B"]  # the row is rewarded and the rewards are not all equal
+    spread: Bool[Tensor, " B"]  # the row is rewarded, and the rewards are not all equal up to rounding, or one is NaN
 
     def std(self, *, unbiased: bool = True) -> Float[Tensor, " B"]:
         """Return the standard deviation, 0 for fewer than two rows."""
@@ -32,14 +32,14 @@ def group_statistics(
     def per_group(values: Tensor) -> Tensor:
         return torch.zeros(number, dtype=torch.float64, device=values.device).index_add_(0, index, values)[index]
 
-    def extreme(fill: float, reduce: str) -> Tensor:
-        start = torch.full((number,), fill, dtype=torch.float64, device=exact.device)
-        return start.scatter_reduce_(0, index, torch.where(rewarded, exact, fill), reduce)[index]
+    def extreme(reduce: str) -> Tensor:
+        start = torch.zeros(number + 1, dtype=torch.float64, device=exact.device)
+        return start.scatter_reduce(0, torch.where(rewarded, index, number), exact, reduce, include_self=False)[index]
 
     count = per_group(rewarded.double())
     mean = per_group(exact) / count.clamp(min=1)
     squares = per_group(torch.where(rewarded, exact - mean, 0.0).square())
-    spread = rewarded & ~(extreme(-torch.inf, "amax") <= extreme(torch.inf, "amin"))  # True for NaN, so that it shows
+    spread = rewarded & ~are_equal(extreme("amax"), extreme("amin"))
     return Population(count, mean, squares, spread)
 
 

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 from kit.support import callback_of, fit, parity_reward, ragged_rollout, recorder, rollout_of, tiny_module, weights_of
+from properties.exports import ESTIMATOR_EXAMPLES
 from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import GAE, GRPO, RLOO, FinishReason, RawReward, Rollout
+from lightning_rl import GAE, GRPO, RLOO, FinishReason, RawReward, Rewards, Rollout
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
-from lightning_rl.callbacks import NoEOSMask
+from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections, RLCallback, Stat
+from lightning_rl.rollout import SUM_PI_SQUARED
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.signal.discounted_returns import gae
 
@@ -217,3 +219,88 @@ def test_a_large_constant_in_every_reward_changes_no_update(advantages: str) -> 
     assert first.any() and second.any() and seen[0].rewards.dtype == torch.float64
     assert_close(others, [first, second], atol=1e-6, rtol=0)
     assert_close(weights_of(moved), weights_of(near), atol=1e-6, rtol=0)
+
+
+HALVES: dict[str, list[tuple[float, bool]]] = {  # weights and whether an odd row, else an even one, earns them
+    "seven and one": [(0.7, True), (0.1, True), (0.6, False), (0.2, False)],
+    "ten tenths": [*[(0.1, True)] * 10, (1.0, False)],
+    "to nothing": [(0.1, True), (0.2, True), (-0.3, True)],
+    "thirds": [(1 / 3, True), (1 / 3, True), (2 / 3, False)],
+    "products": [(0.1, True), (0.1, True), (0.1, True), (0.15, False), (0.15, False)],
+}
+COMPARING = [name for name, one in ESTIMATOR_EXAMPLES.items() if one.shift_invariant and one.compares]
+WHITENED = ["reinforce_plus_plus_baseline", "batch", "batch-rloo", "lite-ppo", "scaled"]
+
+
+def halves(weights: list[tuple[float, bool]]) -> dict[str, Any]:
+    """Reward functions, of which odd and even rows earn equal weighted sums."""
+
+    def earn(prompts: Any, completions: Any, *, odd: bool, **_: Any) -> list[float]:
+        return [float(row % 2 == odd) for row in range(len(prompts))]
+
+    return {f"reward_{place}": (partial(earn, odd=odd), weight) for place, (weight, odd) in enumerate(weights)}
+
+
+def rollout_of_totals(weights: list[tuple[float, bool]], rows: int = 8) -> Rollout:
+    """Two groups whose rows have equal totals."""
+    ids = [[1, 2]] * rows
+    totals = Rewards(halves(weights))(range(rows), [""] * rows, completion_ids=ids, columns={}).total
+    rollout = rollout_of(totals.tolist(), ids, groups=[row // 4 for row in range(rows)]).replace(rewards=totals)
+    old = torch.full(rollout.response_ids.shape, -1.0)
+    squares = {SUM_PI_SQUARED: torch.full_like(old, 0.5)}
+    return rollout.replace(old_logprobs=old, rollout_logprobs=old, token_extras=squares)
+
+
+@pytest.mark.parametrize("weights", HALVES)
+@pytest.mark.parametrize("estimator", sorted({*COMPARING, *WHITENED}))
+def test_totals_that_are_equal_up_to_rounding_have_no_advantage(estimator: str, weights: str) -> None:
+    advantages, stats, _ = signal(rollout_of_totals(HALVES[weights]), ESTIMATOR_EXAMPLES[estimator])
+    assert not advantages.any() and stats["groups/zero_variance"] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("rewards", "bonuses"), [([0.3, 0.1], [-0.2, 0.0]), ([0.7, 0.6], [0.1, 0.2]), ([0.3, 0.0], [-0.3, 0.0])]
+)
+def test_scores_that_are_equal_up_to_rounding_have_no_advantage(
+    rewards: list[float], bonuses: list[float], dtype: torch.dtype
+) -> None:
+    rollout = rollout_of(rewards * 4, [[1, 2]] * 8, groups=[0] * 4 + [1] * 4)
+    rollout = rollout.replace(rewards=torch.tensor(rewards * 4, dtype=torch.float64))
+    half = torch.tensor(bonuses * 4, dtype=dtype) / 2
+    callbacks = [callback_of(name, reward_bonus=lambda _: half) for name in ("first", "second")]
+    for estimator in (GRPO(epsilon=0.0), ESTIMATOR_EXAMPLES["reinforce_plus_plus_baseline"]):
+        advantages, stats, _ = signal(rollout, estimator, *callbacks)
+        assert not advantages.any() and stats["groups/zero_variance"] == 1.0
+
+
+def test_a_penalty_that_makes_scores_equal_leaves_no_advantage() -> None:
+    rollout = rollout_of([0.5, 0.4, 0.2], [[1] * 7 + [0] * 3, [1] * 8 + [0] * 2, [1] * 10])
+    rollout = rollout.replace(rewards=torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64))
+    advantages, _, _ = signal(rollout, GRPO(epsilon=0.0), OverlongPenalty(10, 10, coef=1.0))
+    expected = torch.tensor([0.2 - 0.7, 0.3 - 0.8, 0.5 - 1.0])
+    assert expected.std() < 1e-6 and not advantages.any()
+
+
+@pytest.mark.parametrize("span", [1e-3, 0.01, 0.25])
+def test_small_differences_beside_a_large_part_have_advantages(span: float) -> None:
+    def rewards(value: float) -> list[float]:
+        return [value, 0.0, value, 2 * value]
+
+    constant = torch.full((4,), 1e8, dtype=torch.float64)
+    rollout = rollout_of([0.0] * 4, [[1, 2]] * 4)
+    near = rollout.replace(rewards=torch.tensor(rewards(1.0), dtype=torch.float64))
+    far = rollout.replace(rewards=torch.tensor(rewards(span), dtype=torch.float64))
+    expected, _, _ = signal(near, GRPO(epsilon=0.0))
+    found, stats, _ = signal(far, GRPO(epsilon=0.0), callback_of("constant", reward_bonus=lambda _: constant))
+    assert_close(found, expected, atol=1e-3, rtol=0)
+    assert stats["groups/zero_variance"] == 0.0
+
+
+@pytest.mark.parametrize("advantages", ["reinforce_plus_plus_baseline", GRPO(epsilon=0.0)])
+def test_a_run_with_equal_totals_changes_nothing(advantages: Any) -> None:
+    module = tiny_module(rewards=halves(HALVES["seven and one"]), advantages=advantages)
+    seen: list[Rollout] = []
+    fit(module, max_steps=1, callbacks=[recorder(seen)("seen")])
+    assert not seen[0].require("advantages").any()
+    assert module.run.metrics.values()["groups/zero_variance"] == 1.0
