@@ -19,7 +19,7 @@ from lightning_rl.checkpointing import FaultTolerance, OptimizerChange, restore_
 from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, data_module_of, find_data_module
-from lightning_rl.distributed import Parallel, parallel_of, process_count
+from lightning_rl.distributed import Parallel, parallel_of, process_count, unwrapped_name
 from lightning_rl.environments import Conversations
 from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.evaluation.evaluation import evaluations_of
@@ -219,7 +219,8 @@ class BaseModule(LightningModule):
         """Return one optimizer for policy and critic, with one parameter group each, and its scheduler."""
         groups = self.parallel.optimizer_groups(self.required_policy.parameter_groups())
         builders = self.options["optimizer"], self.options["lr_scheduler"]
-        built, self.run.optimizer = setup_checks.build_optimizers(*builders, groups)
+        names = {id(one): unwrapped_name(name) for name, one in self.required_policy.named_parameters()}
+        built, self.run.optimizer = setup_checks.build_optimizers(*builders, groups, names)
         return built
 
     def show_sample(self, rollout: Rollout) -> None:

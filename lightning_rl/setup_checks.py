@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.advantages import resolve_advantages
-from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, describe_optimizer, options_of
+from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, describe_optimizer, options_of, rates
 from lightning_rl.data import Prompt
 from lightning_rl.data.prompt_checks import prompt_findings
 from lightning_rl.data.row_schema import is_token_ids
@@ -244,9 +245,18 @@ def check_scheduler(scheduler: Any) -> None:
 
 
 def build_optimizers(
-    builder: OptimizerBuilder, scheduler_builder: SchedulerBuilder | None, groups: list[dict[str, Any]]
+    builder: OptimizerBuilder,
+    scheduler_builder: SchedulerBuilder | None,
+    groups: list[dict[str, Any]],
+    names: Mapping[int, str],
 ) -> tuple[dict[str, Any], ConfiguredOptimizer]:
     """Return optimizer and scheduler in the form of ``configure_optimizers``, and the options of the optimizer.
+
+    Args:
+        builder: Function that builds the optimizer.
+        scheduler_builder: Function that builds the scheduler, or None.
+        groups: Parameter groups.
+        names: Name of each parameter by its id.
 
     Raises:
         ValueError: If nothing can be trained, or if a builder returns something else.
@@ -254,11 +264,18 @@ def build_optimizers(
     check_trainable(groups)
     optimizer = _build_optimizer(builder, groups)
     built: dict[str, Any] = {"optimizer": optimizer}
-    description = describe_optimizer(optimizer)
+    description: dict[str, Any] = {**describe_optimizer(optimizer, names), "rates": None}
     if scheduler_builder is not None:
-        built["lr_scheduler"] = scheduler_builder(optimizer)
-        check_scheduler(built["lr_scheduler"])
+        build = partial(_build_scheduler, scheduler_builder)
+        description["rates"] = rates(build, optimizer)
+        built["lr_scheduler"] = build(optimizer)
     return built, ConfiguredOptimizer(description, options_of(optimizer))
+
+
+def _build_scheduler(builder: SchedulerBuilder, optimizer: Optimizer) -> LRScheduler:
+    scheduler = builder(optimizer)
+    check_scheduler(scheduler)
+    return scheduler
 
 
 def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> Optimizer:
@@ -272,6 +289,12 @@ def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) ->
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"expected optimizer to build a torch.optim.Optimizer from a list of parameter groups, got {optimizer!r}"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            "expected an optimizer that takes a step with one gradient, got "
+            f"{type(optimizer).__name__}, whose step calls a closure for the loss several times: use AdamW or SGD"
         )
     return optimizer
 

@@ -25,12 +25,15 @@ from torch.optim.lr_scheduler import (
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    MultiplicativeLR,
+    MultiStepLR,
     OneCycleLR,
+    PolynomialLR,
     SequentialLR,
     StepLR,
 )
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM, get_linear_schedule_with_warmup
 from typing_extensions import override
 
 from lightning_rl import (
@@ -45,6 +48,7 @@ from lightning_rl import (
 )
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import OPSM, AdaptiveKL, EntropyBonus, NoEOSMask
+from lightning_rl.checkpointing.optimizer_options import rates
 from lightning_rl.configuration import check_resume, warn_of_versions
 from lightning_rl.generation import request_seed
 from lightning_rl.optimizers import fused_adamw, warmup_then_linear
@@ -64,7 +68,7 @@ def longer(prompts: Any, completions: Any, *, completion_ids: Any, **columns: An
     return [float(len(ids)) for ids in completion_ids]
 
 
-def rates(policy: float, critic: float, groups: list[dict[str, Any]]) -> Optimizer:
+def two_rates(policy: float, critic: float, groups: list[dict[str, Any]]) -> Optimizer:
     """AdamW with a rate for each model."""
     lr = {"policy": policy, "critic": critic}
     return AdamW([{**group, "lr": lr[group["name"]]} for group in groups])
@@ -74,6 +78,37 @@ def parts(number: int, groups: list[dict[str, Any]]) -> Optimizer:
     """AdamW with the parameters of the policy in a number of groups."""
     weights = groups[0]["params"]
     return AdamW([{"params": weights[place::number]} for place in range(number)], lr=1e-2)
+
+
+def ordered(order: Callable[[list[Any]], list[Any]], groups: list[dict[str, Any]]) -> Optimizer:
+    """AdamW with some parameters of the policy, in an order."""
+    return AdamW(order(groups[0]["params"]), lr=1e-2)
+
+
+def of_one_shape(weights: list[Any], first: int = 0) -> list[Any]:
+    """Every second weight of the most frequent shape."""
+    shapes = [weight.shape for weight in weights]
+    same = [weight for weight in weights if weight.shape == max(shapes, key=shapes.count)]
+    return same[first::2][: len(same) // 2]
+
+
+def rotated(weights: list[Any]) -> list[Any]:
+    """The weights of one shape in another order, then all others."""
+    same = of_one_shape(weights) + of_one_shape(weights, 1)
+    others = [weight for weight in weights if all(weight is not one for one in same)]
+    return [*same[1:], same[0], *others]
+
+
+def unrotated(weights: list[Any]) -> list[Any]:
+    kept = rotated(weights)
+    number = len(of_one_shape(weights) + of_one_shape(weights, 1))
+    return [kept[number - 1], *kept[: number - 1], *kept[number:]]
+
+
+def pairs_of_groups(first: int, groups: list[dict[str, Any]]) -> Optimizer:
+    """AdamW with two groups of equal shapes."""
+    weights = groups[0]["params"]
+    return AdamW([{"params": of_one_shape(weights, place)} for place in (first, 1 - first)], lr=1e-2)
 
 
 def cosine_after(warmup: int, optimizer: Optimizer) -> SequentialLR:
@@ -135,18 +170,25 @@ OPTIMIZERS: dict[str, tuple[Any, Any, bool]] = {  # old, new, if its moments are
     "fused": (ADAMW, partial(fused_adamw, lr=1e-3), True),
     "not fused": (partial(fused_adamw, lr=1e-3), ADAMW, True),
     "momentum": (partial(SGD, lr=0.1, momentum=0.5), partial(SGD, lr=0.1, momentum=0.9), True),
-    "rate of a group": (partial(rates, 1e-2, 1e-2), partial(rates, 1e-2, 1e-3), True),
+    "rate of a group": (partial(two_rates, 1e-2, 1e-2), partial(two_rates, 1e-2, 1e-3), True),
     "with momentum": (partial(SGD, lr=0.1), partial(SGD, lr=0.1, momentum=0.9), False),
     "amsgrad": (ADAMW, partial(AdamW, lr=1e-2, amsgrad=True), False),
     "centered": (partial(RMSprop, lr=1e-2), partial(RMSprop, lr=1e-2, centered=True), False),
     "SGD to AdamW": (partial(SGD, lr=0.1), ADAMW, False),
     "AdamW to SGD": (ADAMW, partial(SGD, lr=0.1, momentum=0.9), False),
     "two groups of one": (partial(parts, 1), partial(parts, 2), False),
+    "order within a shape": (partial(ordered, unrotated), partial(ordered, rotated), False),
+    "backwards": (partial(ordered, list), partial(ordered, lambda weights: weights[::-1]), False),
+    "others of one shape": (partial(ordered, of_one_shape), partial(ordered, partial(of_one_shape, first=1)), False),
+    "groups change places": (partial(pairs_of_groups, 0), partial(pairs_of_groups, 1), False),
 }
 
 
+DAILY = ("lr", "SGD to AdamW", "AdamW to SGD", "rate of a group", "order within a shape", "others of one shape")
+
+
 @pytest.mark.parametrize("schedule", [None, WARMUP], ids=["constant", "scheduled"])
-@pytest.mark.parametrize("row", rows_of_table(OPTIMIZERS, "lr", "SGD to AdamW", "AdamW to SGD", "rate of a group"))
+@pytest.mark.parametrize("row", rows_of_table(OPTIMIZERS, *DAILY))
 def test_the_new_optimizer_makes_the_first_resumed_step(row: str, schedule: Any, tmp_path: Path) -> None:
     old, new, keeps = OPTIMIZERS[row]
     both = {"lr_scheduler": schedule, **(CRITIC if "group" in row and "groups" not in row else {})}
@@ -183,6 +225,113 @@ def test_the_new_schedule_goes_on_at_the_step_of_the_run(row: str, tmp_path: Pat
     old, new = SCHEDULES[row]
     first, saves = changed(tmp_path, "lr_scheduler", {"lr_scheduler": old}, {"lr_scheduler": new}, optimizer=ADAMW)
     first.check_optimizer(ADAMW, new, steps=2, moments=saves.moments)
+
+
+DECAY = {"gamma": 0.9}
+
+
+class Opaque:
+    """Keeps a builder in a private attribute."""
+
+    def __init__(self, build: Callable[[Optimizer], Any]) -> None:
+        self._build = build
+
+    def __call__(self, optimizer: Optimizer) -> Any:
+        """Calls it."""
+        return self._build(optimizer)
+
+
+def of_global(optimizer: Optimizer) -> ExponentialLR:
+    return ExponentialLR(optimizer, DECAY["gamma"])
+
+
+BODIES: dict[str, tuple[Callable[[Optimizer], Any], Callable[[Optimizer], Any]]] = {  # described alike
+    "gamma": (lambda o: StepLR(o, 1, 0.9), lambda o: StepLR(o, 1, 0.5)),
+    "another class": (lambda o: ExponentialLR(o, 0.9), lambda o: CosineAnnealingLR(o, 7)),
+    "lambda": (
+        lambda o: LambdaLR(o, lambda step: 0.9**step),
+        lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
+    ),
+    "list of lambdas": (
+        lambda o: LambdaLR(o, [lambda step: 0.9**step]),
+        lambda o: LambdaLR(o, [lambda step: 0.7**step]),
+    ),
+    "factors": (
+        lambda o: MultiplicativeLR(o, lambda _: 0.9),
+        lambda o: MultiplicativeLR(o, lambda _: 0.5),
+    ),
+    "late milestone": (lambda o: MultiStepLR(o, [500]), lambda o: MultiStepLR(o, [600])),
+    "sequence": (lambda o: cosine_after(1, o), lambda o: cosine_after(4, o)),
+    "chain": (lambda o: chained(0.9, o), lambda o: chained(0.5, o)),
+    "momentum": (
+        lambda o: OneCycleLR(o, 1e-2, 9, base_momentum=0.85),
+        lambda o: OneCycleLR(o, 1e-2, 9, base_momentum=0.5),
+    ),
+    "end": (lambda o: OneCycleLR(o, 1e-2, 9, three_phase=True), lambda o: OneCycleLR(o, 1e-2, 90)),
+}
+
+
+@pytest.mark.parametrize("row", BODIES)
+def test_the_body_of_a_schedule_is_compared_and_holds_at_once(row: str, tmp_path: Path) -> None:
+    old, new = (Opaque(build) for build in BODIES[row])
+    assert describe(old) == describe(new)
+    first, saves = changed(tmp_path, "lr_scheduler", {"lr_scheduler": old}, {"lr_scheduler": new}, optimizer=ADAMW)
+    first.check_optimizer(ADAMW, new, steps=2, moments=saves.moments)
+
+
+def test_a_global_that_a_schedule_reads_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = start(tmp_path / "a.ckpt", optimizer=ADAMW, lr_scheduler=of_global)
+    monkeypatch.setitem(DECAY, "gamma", 0.5)
+    options: Options = {"optimizer": ADAMW, "lr_scheduler": of_global}
+    with pytest.raises(ValueError, match=r"lr_scheduler.lr at step 1: \[0.9\] in the checkpoint, \[0.5\] now"):
+        resume(tmp_path / "a.ckpt", **options)
+    first = resume(tmp_path / "a.ckpt", allow_config_changes=["lr_scheduler"], **options)
+    first.check_optimizer(ADAMW, of_global, steps=2, moments=saves.moments)
+
+
+@pytest.mark.parametrize("row", ["lambda", "momentum", "sequence", "chain", "factors"])
+def test_a_schedule_of_another_base_rate_is_the_same(row: str, tmp_path: Path) -> None:
+    """Only the optimizer is named, and the schedule of the run is as without the comparison."""
+    build = Opaque(BODIES[row][0])
+    saves = start(tmp_path / "a.ckpt", optimizer=ADAMW, lr_scheduler=build)
+    now = partial(AdamW, lr=1e-3, weight_decay=0.1)
+    first = resume(tmp_path / "a.ckpt", optimizer=now, lr_scheduler=build, allow_config_changes=["optimizer"])
+    first.check_optimizer(now, build, steps=2, moments=saves.moments)
+
+
+def test_a_comparison_leaves_the_optimizer_as_it_was() -> None:
+    optimizer = SGD(
+        [{"params": [torch.zeros(1)], "lr": torch.tensor(0.1)}, {"params": [torch.ones(1)]}], lr=0.2, momentum=0.5
+    )
+    before = str([optimizer.param_groups, sorted(vars(optimizer)), "step" in vars(optimizer)])
+    found = rates(partial(OneCycleLR, max_lr=0.3, total_steps=4), optimizer)
+    assert [len(values) for values in found["lr"]] == [2] * 5 and found.keys() == {"lr", "momentum"}
+    assert str([optimizer.param_groups, sorted(vars(optimizer)), "step" in vars(optimizer)]) == before
+
+
+ENDED: dict[str, Callable[[Optimizer], Any]] = {
+    "warmup": warmup_then_linear(1, 2),
+    "linear": partial(LinearLR, start_factor=1.0, end_factor=0.0, total_iters=2),
+    "polynomial": partial(PolynomialLR, total_iters=1),
+    "lambda": Opaque(lambda o: LambdaLR(o, lambda step: max(0.0, 1 - step / 2))),
+    "transformers": partial(get_linear_schedule_with_warmup, num_warmup_steps=0, num_training_steps=2),
+}
+
+
+@pytest.mark.parametrize("row", ENDED)
+def test_a_schedule_whose_rate_is_0_from_the_checkpoint_on_is_refused(row: str, tmp_path: Path) -> None:
+    start(tmp_path / "a.ckpt", lr_scheduler=WARMUP)
+    with pytest.raises(
+        ValueError, match="expected an lr_scheduler that reaches optimizer step 2, got one whose learning rate is 0"
+    ):
+        resume(tmp_path / "a.ckpt", lr_scheduler=ENDED[row], allow_config_changes=["lr_scheduler"])
+
+
+def test_a_schedule_that_passes_0_at_the_checkpoint_goes_on(tmp_path: Path) -> None:
+    start(tmp_path / "a.ckpt", lr_scheduler=WARMUP, optimizer=ADAMW)
+    waves = partial(CosineAnnealingLR, T_max=2)
+    first = resume(tmp_path / "a.ckpt", lr_scheduler=waves, optimizer=ADAMW, allow_config_changes=["lr_scheduler"])
+    assert first.options[0]["lr"] == 0.0
 
 
 def test_the_resumed_run_goes_on_under_the_new_schedule(tmp_path: Path) -> None:
@@ -253,19 +402,14 @@ def test_an_allowed_change_that_was_not_made_resumes_bit_for_bit(tmp_path: Path)
 
 def test_another_weight_decay_leaves_the_state_of_the_schedule(tmp_path: Path) -> None:
     class Halves(LambdaLR):
-        """Halves the rate at every step of a process, so that its steps cannot be repeated."""
+        """Halves the rate at every step of an optimizer with moments, so that its steps cannot be repeated."""
 
         @override
         def get_lr(self) -> Any:
-            return [
-                group["lr"] * (0.5 if self.last_epoch and self.halves else 1.0) for group in self.optimizer.param_groups
-            ]
-
-        halves = True
+            return [group["lr"] * (0.5 if self.optimizer.state else 1.0) for group in self.optimizer.param_groups]
 
     build = partial(Halves, lr_lambda=partial(inverse, 0.0))
     start(tmp_path / "a.ckpt", lr_scheduler=build)
-    Halves.halves = False
     now = partial(AdamW, lr=1e-2, weight_decay=0.5)
     first = resume(tmp_path / "a.ckpt", lr_scheduler=build, optimizer=now, allow_config_changes=["optimizer"])
     assert (first.options[0]["lr"], first.options[0]["weight_decay"]) == (2.5e-3, 0.5)

@@ -1,9 +1,11 @@
 """Options of an optimizer as it is configured, and their use in a run that is resumed with other options."""
 
+import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_rl.serialization import ABSENT, Plain, changes, describe, path_of
 
 SCHEDULED = ("lr", "betas", "momentum")  # options of a group that the schedules of PyTorch write
+RATED = (*range(32), *range(32, 1025, 32))  # steps at which two schedules are compared
 STATEFUL = ("amsgrad", "centered", "momentum")  # options with which an optimizer holds a further state
 
 
@@ -22,8 +25,9 @@ class ConfiguredOptimizer:
     """An optimizer as it is configured, before a step or a checkpoint changes its parameter groups.
 
     Attributes:
-        description: Class, number of parameters of each group, and options of each group without those of a schedule,
-            such as ``{"kind": "torch.optim.sgd.SGD", "sizes": [26], "groups": {"0": {"lr": 0.1, ...}}}``.
+        description: Class, names of the parameters of each group, options of each group without those of a schedule,
+            and :func:`rates` of the schedule, such as ``{"kind": "torch.optim.sgd.SGD", "parameters": [["bias"]],
+            "groups": {"0": {"lr": 0.1, ...}}, "rates": {"lr": [[1.0], [0.9], ...]}}``.
         groups: Options of each group at the first step of the schedule.
     """
 
@@ -96,12 +100,17 @@ class OptimizerChange:
         return list(zip(groups, self.before["groups"].values(), strict=True))
 
 
-def describe_optimizer(optimizer: Optimizer) -> dict[str, Plain]:
-    """Return class, group sizes and options of an optimizer as plain values."""
+def describe_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Plain]:
+    """Return class, parameters and options of an optimizer as plain values.
+
+    Args:
+        optimizer: Optimizer before a schedule changes its options.
+        names: Name of each parameter of the model by its id.
+    """
     groups = optimizer.param_groups
     return {
         "kind": path_of(type(optimizer)),
-        "sizes": [len(group["params"]) for group in groups],
+        "parameters": [[names.get(id(parameter), "unnamed") for parameter in group["params"]] for group in groups],
         "groups": {
             str(place): {key: describe(group[key]) for key in _options(group)} for place, group in enumerate(groups)
         },
@@ -113,13 +122,74 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: group[key] for key in _options(group)} for group in optimizer.param_groups]
 
 
+def rates(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer) -> dict[str, list[list[float]]]:
+    """Return what a schedule writes into an optimizer at the steps of :data:`RATED`, until it ends.
+
+    The schedule is built and stepped with an initial learning rate of 1, and leaves the optimizer as it was.
+
+    Returns:
+        Values of all groups at each step: of ``"lr"``, and of betas and momentum if they vary.
+    """
+    groups, before = optimizer.param_groups, dict(vars(optimizer))
+    options = [dict(group) for group in groups]
+    written: dict[str, list[list[float]]] = {name: [] for name in SCHEDULED}
+    for group in groups:
+        group["lr"] = 1.0
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scheduler = builder(optimizer)
+            for step in range(RATED[-1] + 1):
+                for name, values in written.items() if step in RATED else ():
+                    values.append(_numbers([group[name] for group in groups if name in group]))
+                try:
+                    scheduler.step()
+                except ValueError:
+                    break
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        for group, kept in zip(groups, options, strict=True):
+            group.clear()
+            group.update(kept)
+    return {name: values for name, values in written.items() if name == "lr" or values.count(values[0]) < len(values)}
+
+
+def _numbers(values: Any) -> list[float]:
+    """Return the numbers in nested sequences."""
+    return [one for value in values for one in (_numbers(value) if isinstance(value, tuple | list) else [float(value)])]
+
+
+def rate_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return path and both values at the first step at which two descriptions have other rates."""
+    changed = []
+    old, new = (description.get("rates") or {} for description in (before, now))
+    for name in old.keys() & new.keys():
+        for step, pair in zip(RATED, zip_longest(old[name], new[name], fillvalue=()), strict=False):
+            if not _are_close(*pair):
+                changed.append((f"lr_scheduler.{name} at step {step}", *(list(values) or ABSENT for values in pair)))
+                break
+    return changed if len(before["groups"]) == len(now["groups"]) else []
+
+
+def _are_close(old: Sequence[float], new: Sequence[float]) -> bool:
+    pairs = zip(old, new, strict=False)  # other machines round otherwise
+    return len(old) == len(new) and all(math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in pairs)
+
+
 def option_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Return path and both values of the options that differ; those that only one version of PyTorch has do not."""
-    return [change for change in changes(before, now, "optimizer") if ABSENT not in change[1:]]
+    options = changes({**before, "rates": None}, {**now, "rates": None}, "optimizer")
+    return [change for change in options if ABSENT not in change[1:]]
 
 
-def advance(scheduler: LRScheduler, steps: int) -> None:
+def advance(scheduler: LRScheduler, steps: int, rates: Mapping[str, Any] | None) -> None:
     """Take steps of a new schedule, as if it had been there from the start of the run.
+
+    Args:
+        scheduler: New schedule.
+        steps: Number of steps.
+        rates: Its :func:`rates`.
 
     Raises:
         ValueError: If the schedule ends before.
@@ -131,11 +201,17 @@ def advance(scheduler: LRScheduler, steps: int) -> None:
                 scheduler.step()
         except ValueError as ended:
             raise ValueError(f"expected an lr_scheduler that reaches optimizer step {steps}, got {ended}") from ended
+    later = [rate for step, rate in zip(RATED, (rates or {}).get("lr", ()), strict=False) if step >= steps]
+    if not any(map(any, [scheduler.get_last_lr(), *later])):
+        raise ValueError(
+            f"expected an lr_scheduler that reaches optimizer step {steps}, got one whose learning rate is 0 from "
+            "there on: let it end later, or resume without it"
+        )
 
 
 def _other_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Return True if optimizers with these descriptions have different states."""
-    if (before["kind"], before["sizes"]) != (now["kind"], now["sizes"]):
+    if (before["kind"], before["parameters"]) != (now["kind"], now["parameters"]):
         return True
     pairs = zip(before["groups"].values(), now["groups"].values(), strict=True)
     return any(bool(old.get(name)) != bool(new.get(name)) for old, new in pairs for name in STATEFUL)

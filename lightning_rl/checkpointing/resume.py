@@ -44,7 +44,8 @@ class ResumeConnector(_CheckpointConnector):
             schedules, checkpoint["lr_schedulers"] = checkpoint["lr_schedulers"], []
             steps = next((state["last_epoch"] for state in schedules if "last_epoch" in state), steps)
         if change.discards:
-            kinds = f"{change.before['kind']} in the checkpoint, {change.now.description['kind']} now"
+            old, new = change.before["kind"], change.now.description["kind"]
+            kinds = f"{old} in the checkpoint, {new} now" if old != new else "of other parameters or options"
             rank_zero_info(
                 f"the states of the optimizer do not fit ({kinds}): they are discarded, so moments begin at 0"
             )
@@ -56,7 +57,7 @@ class ResumeConnector(_CheckpointConnector):
             self._renew_optimizer(change)
         if change.reschedules:
             for config in self.trainer.lr_scheduler_configs:
-                advance(config.scheduler, steps)
+                advance(config.scheduler, steps, change.now.description["rates"])
 
     def _renew_optimizer(self, change: OptimizerChange) -> None:
         """Write the options that changed into an optimizer that the strategy has loaded."""

@@ -22,7 +22,7 @@ from lightning_rl.distributed.collectives import (
     process_objects,
 )
 from lightning_rl.distributed.ddp import DataParallel
-from lightning_rl.distributed.fsdp1 import FullyShardedDataParallel1
+from lightning_rl.distributed.fsdp1 import FullyShardedDataParallel1, unwrapped_name
 from lightning_rl.distributed.fsdp2 import FSDP2Strategy, FullyShardedDataParallel2
 from lightning_rl.distributed.network import cure_of
 from lightning_rl.distributed.parallel import Parallel
@@ -44,6 +44,7 @@ __all__ = [
     "process_count",
     "process_maximum",
     "process_objects",
+    "unwrapped_name",
 ]
 
 KINDS: tuple[tuple[type[Strategy], type[Parallel]], ...] = (

@@ -73,12 +73,16 @@ class FullyShardedDataParallel1(Parallel):
         units = [(name, part) for name, part in model.named_modules() if isinstance(part, FullyShardedDataParallel)]
         for place, unit in units:
             parts = [name for name, part in unit.named_modules() if isinstance(part, FullyShardedDataParallel) and name]
-            inner = tuple(f"{_plain(name)}." for name in parts)
+            inner = tuple(f"{unwrapped_name(name)}." for name in parts)
             with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
                 for name, parameter in unit.named_parameters():
-                    if not _plain(name).startswith(inner):
-                        yield ".".join(part for part in (_plain(place), _plain(name)) if part), parameter.detach()
+                    if not unwrapped_name(name).startswith(inner):
+                        yield (
+                            ".".join(part for part in (unwrapped_name(place), unwrapped_name(name)) if part),
+                            parameter.detach(),
+                        )
 
 
-def _plain(name: str) -> str:
+def unwrapped_name(name: str) -> str:
+    """Return the name of a parameter without the modules that FSDP1 wraps around its layers."""
     return ".".join(part for part in name.split(".") if part != WRAPPER)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from lightning_rl.checkpointing import ConfiguredOptimizer, OptimizerChange, new_run
-from lightning_rl.checkpointing.optimizer_options import option_changes
+from lightning_rl.checkpointing.optimizer_options import option_changes, rate_changes
 from lightning_rl.configuration import Change, check_resume, refuse_differences, warn_of_versions
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import PromptDataModule, StepIndex
@@ -360,10 +360,10 @@ class RunState:
                     f"resume without a change of {' and '.join(sorted(changed))}, or start a new run from its weights"
                 )
             return None
-        differences = option_changes(before, now.description)
-        refuse_differences(differences, allowed)
+        differences, other_rates = option_changes(before, now.description), rate_changes(before, now.description)
+        refuse_differences([*differences, *other_rates], allowed)
         paths = [path for path, _, _ in differences]
-        return OptimizerChange.of(before, now, paths, schedule="lr_scheduler" in changed)
+        return OptimizerChange.of(before, now, paths, schedule="lr_scheduler" in changed or bool(other_rates))
 
     def _discard_samples(self) -> None:
         """Drop the samples of a checkpoint, which were made with other options."""
