@@ -31,7 +31,8 @@ MAX_HORIZONS = 1000  # of one step; more than enough to cross that range
 class AdaptiveKL(ReferenceKL):
     """Reference KL with an adaptive coefficient; replaces ReferenceKL.
 
-    Logs the metrics of ReferenceKL under ``adaptive_kl/...``, and the coefficient as ``adaptive_kl/beta``.
+    Logs the metrics of ReferenceKL under ``adaptive_kl/...``, and the coefficient that the rewards or
+    the losses of the rollout have as ``adaptive_kl/beta``.
 
     Args:
         beta: Initial coefficient, above 0.
@@ -40,6 +41,10 @@ class AdaptiveKL(ReferenceKL):
         estimator: As for ReferenceKL.
         as_loss: Add the KL to the loss instead of the reward.
         unbiased: As for ReferenceKL.
+
+    Attributes:
+        beta: Coefficient of the next rewards or losses.
+        applied: Coefficient of the rewards of the last rollout.
 
     Raises:
         ValueError: If an option is out of range.
@@ -62,12 +67,14 @@ class AdaptiveKL(ReferenceKL):
         super().__init__(beta, estimator=estimator, as_loss=as_loss, unbiased=unbiased)
         check_numbers(above=0, finite=True, beta=beta, target=target)
         check_counts(1, horizon=horizon)
+        self.applied = beta
         self.target = target
         self.horizon = horizon
         self.reads = ("old_logprobs", "ref_logprobs")
 
     @override
     def observe(self, rollout: Rollout) -> None:
+        self.applied = self.beta
         raw = self.estimator(rollout.require("old_logprobs"), self.frozen_logprobs(rollout))
         per_row = torch.where(rollout.trained, row_mean(raw, rollout.valid_tokens), 0.0).double()
         total, number = self.collectives.sum(torch.stack([per_row.sum(), rollout.trained.sum().double()])).tolist()
@@ -85,13 +92,14 @@ class AdaptiveKL(ReferenceKL):
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
-        beta = torch.full_like(view.logprobs, self.beta)
+        beta = torch.full_like(view.logprobs, self.beta if self.as_loss else self.applied)
         return {**super().metrics(view), "adaptive_kl/beta": Stat.of(beta, view.valid_tokens)}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"beta": self.beta}
+        return {"beta": self.beta, "applied": self.applied}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.beta = state_dict["beta"]
+        self.applied = state_dict.get("applied", self.beta)

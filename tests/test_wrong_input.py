@@ -25,6 +25,7 @@ from kit.support import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Qwen2ForCausalLM
+from typing_extensions import override
 
 from lightning_rl import (
     FaultTolerance,
@@ -62,6 +63,16 @@ pytestmark = [
 ]
 
 Case = tuple[Callable[[], object], str]
+
+
+class Twice(torch.optim.SGD):
+    """An optimizer that evaluates the loss itself."""
+
+    @override
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]  # pyrefly: ignore[bad-override]
+        closure()
+        super().step()
+        return closure()
 
 
 def made(**options: Any) -> Callable[[], object]:
@@ -248,6 +259,11 @@ NUMBERS: dict[str, Case] = {
         fitted(optimizer=lambda _: None),
         "expected optimizer to build a torch.optim.Optimizer .* None",
     ),
+    "optimizer-closure": (
+        fitted(optimizer=torch.optim.LBFGS),
+        "takes a step with one gradient, got LBFGS, .* use AdamW or SGD",
+    ),
+    "optimizer-own-closure": (fitted(optimizer=partial(Twice, lr=0.1)), "takes a step with one gradient, got Twice"),
     "optimizer-rate-text": (
         fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),  # pyrefly: ignore[bad-argument-type]
         "but it raised TypeError: .*options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6",

@@ -1,5 +1,7 @@
 """Estimation of the advantage of every token from rewards and log-probabilities."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -85,7 +87,12 @@ def check_domains(rollout: Rollout, scores: Tensor, estimator: Estimator, correc
         ValueError: If a rewarded row's raw reward or score is not, with the id of the sample.
     """
     domains = [(type(callback).__name__, callback.domain, rollout.rewards) for callback in corrections.callbacks]
-    for who, domain, rewards in [*domains, (f"the estimator {estimator.name}", estimator.domain, scores)]:
+    of_scores = estimator.domain
+    replacing = corrections.contributors("replace_reward")
+    if of_scores is not None and replacing:
+        cure = f"remove {type(replacing[0]).__name__}, which replaces the rewards, or use GRPO"
+        of_scores = replace(of_scores, cure=cure)
+    for who, domain, rewards in [*domains, (f"the estimator {estimator.name}", of_scores, scores)]:
         if domain is not None:
             domain.check(who, rewards, rollout.rewarded, rollout.sample_ids)
 

@@ -1,13 +1,28 @@
 """AdaptiveKL: a coefficient that follows the KL measured over all ranks, in steps of at most a fifth."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kit.support import SummedBy, fit, in_lockstep, recorder, rollout_of, run_step, tiny_module, view_of
+from kit.support import (
+    SummedBy,
+    fit,
+    in_lockstep,
+    recorder,
+    rollout_of,
+    run_step,
+    tiny_module,
+    tiny_policy,
+    view_of,
+    view_of_rollout,
+)
+from lightning.pytorch import Callback
 from torch import Tensor
+from torch.optim import SGD
 from torch.testing import assert_close
+from typing_extensions import override
 
 from lightning_rl import Rollout
 from lightning_rl.callbacks import AdaptiveKL
@@ -159,3 +174,41 @@ def test_a_large_rollout_leaves_a_coefficient_that_adapts(measured: float, numbe
     assert 0 < left < math.inf
     callback.adapt(9.0 - measured, 10_000)
     assert callback.beta == pytest.approx(left * (1.2 if measured == 0 else 0.8), rel=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_logged_coefficient_is_the_one_of_the_penalty_in_its_row(steps: int) -> None:
+    seen: list[Rollout] = []
+    rows: list[dict[str, float]] = []
+
+    class Rows(Callback):
+        @override
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
+            rows.append(dict(pl_module.run.metrics.values()))
+
+    module = tiny_module(
+        reference=partial(tiny_policy, 1),
+        advantages="reinforce_plus_plus",
+        minibatches_per_rollout=steps,
+        optimizer=partial(SGD, lr=0.1),
+    )
+    fit(module, max_steps=3 * steps, callbacks=[AdaptiveKL(0.05, horizon=16), recorder(seen)("seen"), Rows()])
+    betas = set()
+    for place, row in enumerate(rows):
+        rollout = seen[place // steps]
+        gap = (rollout.require("old_logprobs") - rollout.require("ref_logprobs"))[rollout.valid_tokens].mean()
+        if "kl/penalty" in row:
+            assert row["kl/penalty"] == pytest.approx(row["adaptive_kl/beta"] * float(gap), rel=1e-5)
+        betas.add(round(row["adaptive_kl/beta"], 6))
+    assert betas == {0.05, 0.06, 0.072}
+
+
+@pytest.mark.parametrize(("as_loss", "expected"), [(True, 0.6), (False, 0.5)])
+def test_what_applies_to_a_rollout_survives_a_checkpoint(*, as_loss: bool, expected: float) -> None:
+    callback, resumed = (AdaptiveKL(0.5, horizon=1, as_loss=as_loss) for _ in range(2))
+    rollout = rollout_of_gaps([2.0, 2.0])
+    callback.observe(rollout)
+    resumed.load_state_dict(callback.state_dict())
+    view = view_of_rollout(rollout, rollout.require("old_logprobs"))
+    found = [float(one.metrics(view)["adaptive_kl/beta"].value()) for one in (callback, resumed)]
+    assert found == pytest.approx([expected] * 2, rel=1e-6)

@@ -56,10 +56,18 @@ def test_a_reward_below_the_domain_ends_the_run(options: Any, callbacks: Any, me
         fit(tiny_module(rewards=rewards_of(-1.0, right), **options), callbacks=callbacks, max_steps=1)
 
 
-@pytest.mark.parametrize("callback", [OverlongPenalty(8, 7), RewardNormalization("group", "none")])
-def test_a_score_below_the_domain_of_the_estimator_ends_the_run(callback: RLCallback) -> None:
-    with pytest.raises(ValueError, match=r"expected rewards of at least 0 for the estimator MaxRL, got -"):
-        fit(tiny_module(advantages="maxrl"), callbacks=[callback], max_steps=1)
+@pytest.mark.parametrize(
+    ("callback", "cure"),
+    [
+        (OverlongPenalty(8, 7), "add a constant to the rewards"),
+        (RewardNormalization("group", "none"), "remove RewardNormalization, which replaces the rewards, or use GRPO"),
+        (RewardNormalization(), "remove RewardNormalization"),
+        (StopProperly(reward=-1.0), "remove StopProperly"),
+    ],
+)
+def test_a_score_below_the_domain_of_the_estimator_ends_the_run(callback: RLCallback, cure: str) -> None:
+    with pytest.raises(ValueError, match=rf"expected rewards of at least 0 for the estimator MaxRL, got -.*: {cure}"):
+        fit(tiny_module(advantages="maxrl", max_new_tokens=8), callbacks=[callback], max_steps=1)
 
 
 @pytest.mark.parametrize(
