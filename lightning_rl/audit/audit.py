@@ -46,9 +46,9 @@ from lightning_rl.audit.prompt_watch import PromptWatch
 from lightning_rl.audit.rates import StepRates
 from lightning_rl.audit.recomputed_metrics import callback_figures, sampling_figures
 from lightning_rl.audit.reward_repeats import RewardWatch
-from lightning_rl.audit.sampling_statistics import BUDGET, KEPT_ROLLOUTS, SMALL_BUDGET, Earlier, earlier_of, score_draws
+from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.saved import save
-from lightning_rl.audit.schedule import in_turn, is_full
+from lightning_rl.audit.schedule import in_turn
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.audit.turn_boundaries import unsampled_tokens
@@ -316,8 +316,7 @@ class _RunWatch:
         critic, weights = module.required_policy.value_head is not None, reference_weights(module)
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
         talks = talks_of(module, self.batches, self.rounds)
-        budget = SMALL_BUDGET if self._rotates and not is_full(self.turn) else BUDGET
-        draws = score_draws(module, self.batches, self._number, facts.tolerance, budget=budget, earlier=self._earlier)
+        draws = score_draws(module, self.batches, self._number, facts.tolerance, earlier=self._earlier)
         outputs = policy_outputs(module, rows)
         self._evidence = Evidence(
             algorithm=repeatable(module.algorithm, self._corrections),
@@ -357,7 +356,7 @@ class _RunWatch:
         self._talk_figures = (
             {} if module.algorithm.advantages.needs_greedy else talk_figures(talks, module.environments)
         )
-        latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats)
+        latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats, self._evidence.odds)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
         return self._evidence
 

@@ -17,7 +17,7 @@ from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.recomputed_metrics import shaped_parts
 from lightning_rl.audit.reward_repeats import RewardReply
-from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, repeats_of
+from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, odds_of, repeats_of
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
@@ -209,6 +209,11 @@ class Evidence:
     def sample_repeats(self) -> list[Repeat]:
         """Repeated beginnings of the samples."""
         return repeats_of(self.batches, self.earlier)
+
+    @cached_property
+    def odds(self) -> Tensor:
+        """Log-likelihood ratios of engines that draw other tokens, [W]."""
+        return odds_of(self.draws, self.facts.tolerance, self.earlier)
 
     @cached_property
     def swapped_samples(self) -> list[int]:

@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 from lightning_rl.audit.forwards import forwards_plainly
 from lightning_rl.audit.subsample import order_of
+from lightning_rl.audit.token_bets import WAGERS, bet, bet_on_kinds, kinds_of
 from lightning_rl.generation import Completion, Request
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, FinishReason
 
 Pair = tuple[Request, Completion]
-MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 24, 48  # number of draws; scored tokens per draw
-BUDGET, ALL_BUDGET = 192, 2048  # maximum number of sampled tokens and of all tokens
-SMALL_BUDGET = 64  # sampled tokens in audits that do not run every check
-CUT = 2.0  # nats above the entropy at which the surprise is cut
+MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 48, 48  # number of draws; scored tokens per draw
+BUDGET, ALL_BUDGET = 384, 2048  # maximum number of sampled tokens and of all tokens
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
 GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
 SHARES = (0.5, 0.1, 0.01, 0.001)  # of samples that are copies
@@ -37,9 +36,6 @@ class Draw(NamedTuple):
 
     Attributes:
         sample: Id of the sample.
-        surprise: Negative log-probability of each token, cut at a bound, minus its expectation, [N] float64.
-        variance: Variance of the surprise under the distribution, [N].
-        reach: Largest distances of the surprise below and above 0, [2, N].
         greedy: Log-likelihood ratio of an engine that draws some samples greedily.
         unended: Log-likelihood ratios of engines that end no sample before each of :data:`LEAST_TOKENS`.
         place: Number of the batch and place in it.
@@ -47,18 +43,17 @@ class Draw(NamedTuple):
         quantiles: Begin and end of the interval of each token in the cumulative distribution, in the order of the
             vocabulary and from the likeliest token on, [2, 2, N].
         same_noise: Result of :func:`_noise_ratios`.
+        kinds: Result of :func:`~lightning_rl.audit.token_bets.kinds_of`.
     """
 
     sample: int
-    surprise: Tensor
-    variance: Tensor
-    reach: Tensor
     greedy: float = 0.0
     unended: tuple[float, ...] = (0.0,) * len(LEAST_TOKENS)
     place: tuple[int, int] = (-1, -1)
     tokens: tuple[int, ...] = ()
     quantiles: Tensor = torch.zeros(2, 2, 0)
     same_noise: tuple[float, ...] = (0.0,) * NOISE_RATIOS
+    kinds: Tensor = torch.zeros(3, 2, 0)
 
 
 class Earlier(NamedTuple):
@@ -68,7 +63,7 @@ class Earlier(NamedTuple):
         number: Number of the rollout.
         samples: Ids of its samples.
         responses: Sampled tokens of these samples.
-        moments: Result of :func:`moments_of` its draws.
+        odds: Result of :func:`odds_of`.
         likelier: Result of :func:`likelihood_ratios` of its draws.
         repeated: Result of :func:`repeat_ratios`.
         seeds: Seeds of its requests.
@@ -78,7 +73,7 @@ class Earlier(NamedTuple):
     number: int
     samples: Sequence[int]
     responses: Sequence[tuple[int, ...]]
-    moments: tuple[float, ...]
+    odds: Tensor = torch.zeros(len(WAGERS), dtype=torch.float64)
     likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
     repeated: tuple[tuple[float, ...], ...] = ((0.0,) * len(SHARES),) * 2
     seeds: Sequence[int] = ()
@@ -169,7 +164,11 @@ def repeat_ratios(repeats: Sequence[Repeat]) -> tuple[tuple[float, ...], ...]:
 
 
 def earlier_of(
-    number: int, batches: Sequence[Sequence[Pair]], draws: Sequence[Draw], repeats: Sequence[Repeat] = ()
+    number: int,
+    batches: Sequence[Sequence[Pair]],
+    draws: Sequence[Draw],
+    repeats: Sequence[Repeat] = (),
+    odds: Tensor | None = None,
 ) -> Earlier:
     """Return the summary of a rollout."""
     pairs = trained_pairs(batches)[:KEPT_ROWS]
@@ -178,7 +177,7 @@ def earlier_of(
         number,
         list(samples),
         [response_of(turns) for turns in samples.values()],
-        moments_of(draws),
+        torch.zeros(len(WAGERS), dtype=torch.float64) if odds is None else odds,
         likelihood_ratios(draws),
         repeat_ratios(repeats),
         [request.seed for request, _ in pairs],
@@ -191,13 +190,17 @@ def noise_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
     return tuple(map(sum, zip(*(draw.same_noise for draw in draws), strict=True))) or (0.0,) * NOISE_RATIOS
 
 
-def moments_of(draws: Sequence[Draw]) -> tuple[float, ...]:
-    """Return the number of tokens, sums of surprise and variance, and the largest reach below and above."""
+def odds_of(draws: Sequence[Draw], tolerance: float, earlier: Sequence[Earlier] = ()) -> Tensor:
+    """Return the log-likelihood ratio of each engine of :data:`~lightning_rl.audit.token_bets.WAGERS`, [W].
+
+    It covers all draws since the latest audit at which it was below 0.
+    """
+    before = earlier[-1].odds.clamp(min=0.0) if earlier else torch.zeros(len(WAGERS), dtype=torch.float64)
     if not draws:
-        return 0.0, 0.0, 0.0, 0.0, 0.0
-    surprise, variance = torch.cat([draw.surprise for draw in draws]), torch.cat([draw.variance for draw in draws])
-    below, above = torch.cat([draw.reach for draw in draws], -1).amax(-1).tolist()
-    return float(len(surprise)), float(surprise.sum()), float(variance.sum()), below, above
+        return before
+    places = torch.cat([torch.arange(draw.quantiles.shape[-1]) for draw in draws])
+    quantiles, kinds = (torch.cat([getattr(draw, name) for draw in draws], -1) for name in ("quantiles", "kinds"))
+    return before + torch.cat([bet(quantiles, places, tolerance), bet_on_kinds(kinds, tolerance)])
 
 
 def likelihood_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
@@ -214,7 +217,6 @@ def score_draws(
     number: int,
     tolerance: float,
     *,
-    budget: int = BUDGET,
     earlier: Sequence[Earlier] = (),
 ) -> list[Draw]:
     """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded."""
@@ -223,7 +225,7 @@ def score_draws(
     again = sorted(range(len(placed)), key=lambda row: order_of(placed[row][1], placed[row][0]))  # as in other rollouts
     mixed = dict.fromkeys(row for pair in enumerate(again) for row in pair)
     placed = [placed[row] for row in mixed]
-    placed = placed[: affordable_draws([pair for _, _, pair in placed], budget)]
+    placed = placed[: affordable_draws([pair for _, _, pair in placed])]
     few = [pair for _, _, pair in placed]
     before = {draw.place: draw for one in earlier[-1:] for draw in one.draws}
     if not few or not forwards_plainly(module):
@@ -237,11 +239,11 @@ def score_draws(
         ]
 
 
-def affordable_draws(pairs: Sequence[Pair], budget: int) -> int:
+def affordable_draws(pairs: Sequence[Pair]) -> int:
     """Return the number of leading samples within the budget."""
     sampled = all_tokens = 0
     for number, (request, completion) in enumerate(pairs[:MAX_DRAWS]):
-        if number >= MIN_DRAWS and (sampled >= budget or all_tokens >= ALL_BUDGET):
+        if number >= MIN_DRAWS and (sampled >= BUDGET or all_tokens >= ALL_BUDGET):
             return number
         sampled += min(len(completion.token_ids), MAX_TOKENS)
         all_tokens += len(request.prefix_ids) + min(len(completion.token_ids), MAX_TOKENS)
@@ -283,23 +285,17 @@ def _draw(
     before: Draw | None,
 ) -> Draw:
     own, tokens = _own(completion, scores), tuple(completion.token_ids[: len(scores)])
-    probabilities, surprises = scores.exp(), -scores.clamp(min=-1e9)
-    entropy = (probabilities * surprises).sum(-1)
-    cut = entropy + CUT
-    surprises = surprises.minimum(cut[:, None])
-    mean = (probabilities * surprises).sum(-1)
-    variance = (probabilities * (surprises - mean[:, None]).square()).sum(-1)
+    probabilities = scores.exp()
+    quantiles = quantiles_of(tokens, probabilities)
     return Draw(
         request.sample_id,
-        (-own).minimum(cut) - mean,
-        variance,
-        torch.stack([mean, cut - mean]),
         _greedy_ratio(own, scores, tolerance),
         _unended_ratios(completion, scores, ends, tolerance),
         place,
         tokens,
-        (quantiles := quantiles_of(tokens, probabilities)),
+        quantiles,
         (0.0,) * NOISE_RATIOS if before is None else _noise_ratios(tokens, scores, quantiles, before, tolerance),
+        kinds_of(request.prefix_ids, tokens, probabilities, ends),
     )
 
 

@@ -24,9 +24,7 @@ from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.sampling_statistics import (
-    BUDGET,
     SHARES,
-    SMALL_BUDGET,
     Draw,
     Earlier,
     Pair,
@@ -34,11 +32,12 @@ from lightning_rl.audit.sampling_statistics import (
     _noise_ratios,
     affordable_draws,
     earlier_of,
-    moments_of,
+    odds_of,
     quantiles_of,
     repeat_ratios,
     repeats_of,
 )
+from lightning_rl.audit.token_bets import WAGERS, kinds_of
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request
 
@@ -58,11 +57,12 @@ def with_batch(*pairs: Pair, **fields: Any) -> Evidence:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "budget", "number"),
-    [(12, BUDGET, 16), (12, SMALL_BUDGET, 6), (48, BUDGET, 4), (48, SMALL_BUDGET, 4), (1, SMALL_BUDGET, 24)],
+    ("tokens", "prompt", "number"), [(12, 1, 32), (48, 1, 8), (1, 1, 48), (12, 400, 5), (12, 4000, 4)]
 )
-def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, budget: int, number: int) -> None:
-    assert affordable_draws([pair(row, [5] * tokens, 1.0) for row in range(100)], budget) == number
+def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, prompt: int, number: int) -> None:
+    rows = [pair(row, [5] * tokens, 1.0) for row in range(100)]
+    long = [(replace(request, prefix_ids=(2,) * prompt), completion) for request, completion in rows]
+    assert affordable_draws(long) == number
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_repeated_sample_counts_by_its_probability(nats: float, copies: int, o
 
 
 def test_a_rollout_of_an_earlier_one_s_answers_is_found_whatever_the_prompts() -> None:
-    earlier = Earlier(0, [0, 1], [(5, 6, 7), (5, 8, 9)], moments_of([]))
+    earlier = Earlier(0, [0, 1], [(5, 6, 7), (5, 8, 9)])
     new = [pair(10 + row, tokens, 18.0, prompt=9) for row, tokens in enumerate([(5, 6, 7), (5, 8, 9)])]
     (finding,) = CHECKS["repeated_samples"](with_batch(*new, earlier=[earlier]))
     assert finding.culprit.startswith("engine") and "2 of 2 that repeat one of an earlier rollout" in finding.observed
@@ -85,45 +85,88 @@ def test_a_rollout_of_an_earlier_one_s_answers_is_found_whatever_the_prompts() -
     assert culprits("repeated_samples", with_batch(*short, earlier=[earlier])) == []
 
 
-def surprises_of(probabilities: Tensor, assumed: Tensor, number: int, seed: int) -> list[Draw]:
-    """Return draws of single tokens from one distribution, scored by another."""
+Choice = Callable[[Tensor, Tensor, list[int]], int]
+
+
+def by_inversion(scores: Tensor, place: Tensor) -> int:
+    return int((scores.softmax(-1).cumsum(-1) < place).sum().clamp(max=len(scores) - 1))
+
+
+def scaled(factor: float, shift: float = 0.0) -> Choice:
+    return lambda scores, place, _: by_inversion(scores, shift + factor * place)
+
+
+def greedy_at(step: int) -> Choice:
+    return lambda scores, place, seen: int(scores.argmax()) if len(seen) == step else by_inversion(scores, place)
+
+
+def penalized(nats: float) -> Choice:
+    def choose(scores: Tensor, place: Tensor, seen: list[int]) -> int:
+        return by_inversion(scores - nats * torch.isin(torch.arange(len(scores)), torch.tensor(seen)), place)
+
+    return choose
+
+
+def among_the_likeliest(number: int) -> Choice:
+    def choose(scores: Tensor, place: Tensor, _: list[int]) -> int:
+        return by_inversion(scores.masked_fill(scores < scores.topk(number).values[-1], -torch.inf), place)
+
+    return choose
+
+
+def without(token: int) -> Choice:
+    return lambda scores, place, _: by_inversion(scores.index_fill(0, torch.tensor(token), -torch.inf), place)
+
+
+def draws_of(choose: Choice, number: int, seed: int, *, length: int = 6) -> list[Draw]:
+    """Return draws of an engine that chooses a token from its scores, a uniform number and the tokens before."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.multinomial(probabilities, number, replacement=True, generator=generator)
-    entropy = -(assumed * assumed.log()).sum()
-    cut = entropy + 2.0
-    surprise = (-assumed.log()).minimum(cut)
-    mean = (assumed * surprise).sum()
-    variance = (assumed * (surprise - mean).square()).sum().expand(number)
-    reach = torch.stack([mean, cut - mean])[:, None].expand(2, number)
-    return [Draw(0, surprise[tokens] - mean, variance, reach)]
+    draws = list[Draw]()
+    for sample in range(number):
+        scores = 1.5 * torch.randn(length, 16, generator=generator, dtype=torch.float64)
+        places, tokens = torch.rand(length, generator=generator, dtype=torch.float64), list[int]()
+        for each, place in zip(scores, places, strict=True):
+            tokens.append(choose(each, place, tokens))
+        chances = scores.softmax(-1)
+        draws.append(Draw(sample, quantiles=quantiles_of(tokens, chances), kinds=kinds_of((), tokens, chances, [3])))
+    return draws
 
 
-def test_tokens_of_another_distribution_are_found_over_a_few_rollouts() -> None:
-    scores = torch.linspace(0.0, 3.0, 16, dtype=torch.float64)
-    assumed = scores.softmax(-1)
-    filtered = torch.where(scores > scores[8], assumed, 0.0)
-    for drawn_from, word in (
-        (filtered / filtered.sum(), "likelier"),
-        ((scores / 0.5).softmax(-1), "likelier"),
-        ((scores / 3.0).softmax(-1), "less likely"),
-    ):
-        evidence = replace(evidence_of(), draws=surprises_of(drawn_from, assumed, 800, seed=0))
-        (finding,) = CHECKS["sample_likelihood"](evidence)
-        assert f" nats {word}, over" in finding.observed
+@pytest.mark.parametrize(
+    ("choose", "words"),
+    [
+        (scaled(0.8), "the first 0.75 of the probability, in the order of the vocabulary"),
+        (scaled(0.6, 0.4), "the last 0.75 of the probability, in the order of the vocabulary"),
+        (greedy_at(0), "from the likeliest on, at token 1"),
+        (greedy_at(1), "from the likeliest on, at token 2"),
+        (among_the_likeliest(5), "from the likeliest on, at all tokens"),
+        (lambda scores, place, _: by_inversion(scores / 0.7, place), "from the likeliest on"),
+        (lambda scores, place, _: by_inversion(scores / 2.0, place), "from the likeliest on"),
+        (penalized(1.0), "that repeat the prompt or response too seldom"),
+        (penalized(-1.0), "response too often"),
+        (without(3), "that end the response too seldom"),
+    ],
+    ids=["narrow", "high", "greedy first", "greedy second", "top_k", "cold", "hot", "penalty", "bonus", "no end"],
+)
+def test_tokens_that_are_not_drawn_from_the_policy_are_found(choose: Choice, words: str) -> None:
+    evidence = replace(evidence_of(), draws=draws_of(choose, 200, seed=0))
+    (finding,) = CHECKS["sample_likelihood"](evidence)
+    assert words in finding.observed
 
 
-def test_two_thousand_sound_rollouts_give_no_alarm() -> None:
-    assumed = torch.linspace(0.0, 4.0, 16, dtype=torch.float64).softmax(-1)
-    draws = surprises_of(assumed, assumed, 2000 * 64, seed=1)[0]
-    rollouts = [
-        draws._replace(surprise=part, variance=draws.variance[:64], reach=draws.reach[:, :64])
-        for part in draws.surprise.split(64)
-    ]
-    moments = [moments_of([part]) for part in rollouts]
-    empty = evidence_of()
-    for place in range(8, len(rollouts)):
-        earlier = [Earlier(place - 8 + back, [], [], moments[place - 8 + back]) for back in range(8)]
-        assert not CHECKS["sample_likelihood"](replace(empty, draws=[rollouts[place]], earlier=earlier))
+def test_sound_rollouts_give_no_alarm_and_odds_have_a_mean_of_one() -> None:
+    earlier, empty = list[Earlier](), evidence_of()
+    for number in range(60):
+        draws = draws_of(scaled(1.0), 5, seed=number, length=4)
+        evidence = replace(empty, draws=draws, earlier=earlier)
+        assert not CHECKS["sample_likelihood"](evidence)
+        earlier = [earlier_of(number, [], draws, odds=evidence.odds)]
+    chances, total = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=torch.float64), torch.zeros(len(WAGERS))
+    for tokens in itertools.product(range(3), repeat=2):
+        kinds = kinds_of((1,), tokens, chances, [0])
+        odds = odds_of([Draw(0, quantiles=quantiles_of(tokens, chances), kinds=kinds)], 0.0)
+        total = total + chances[0, tokens[0]] * chances[1, tokens[1]] * odds.exp()
+    torch.testing.assert_close(total, torch.ones_like(total))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +308,7 @@ def test_an_evaluation_that_trains_is_found(name: str, held_out: list[list[int]]
 def test_a_likelihood_ratio_of_repeats_has_a_mean_of_at_most_one() -> None:
     """Every response of three tokens of two kinds, each beside three earlier ones."""
     chances, others = (0.7, 0.3), [(0, 0, 1), (0, 1), (1, 1, 1)]
-    earlier = [Earlier(0, [0, 1, 2], others, moments_of([]))]
+    earlier = [Earlier(0, [0, 1, 2], others)]
     total, means = 0.0, torch.zeros(len(SHARES), dtype=torch.float64)
     for tokens in itertools.product(range(2), repeat=3):
         request, completion = pair(9, tokens, 1.0)
@@ -279,13 +322,13 @@ def test_a_likelihood_ratio_of_repeats_has_a_mean_of_at_most_one() -> None:
 def test_repeats_that_are_likely_in_each_rollout_are_found_over_several() -> None:
     rows = [pair(row, [5, 6], 6.0, seed=row) for row in range(3)]
     one = repeat_ratios(repeats_of([rows], []))
-    earlier = [Earlier(number, [], [], moments_of([]), repeated=one) for number in range(3)]
+    earlier = [Earlier(number, [], [], repeated=one) for number in range(3)]
     assert culprits("repeated_samples", with_batch(*rows)) == []
     assert culprits("repeated_samples", with_batch(*rows, earlier=earlier)) == ["engine none"]
 
 
 def test_seeds_that_repeat_those_of_an_earlier_rollout_are_found() -> None:
-    earlier = [Earlier(0, [], [], moments_of([]), seeds=list(range(1010, 1014)))]
+    earlier = [Earlier(0, [], [], seeds=list(range(1010, 1014)))]
     rows = [pair(10 + row, [5 + row], 1.0) for row in range(4)]
     assert culprits("repeated_samples", with_batch(*rows, earlier=earlier)) == ["stage draw, the seeds of the requests"]
 
@@ -330,7 +373,7 @@ def test_tokens_drawn_with_the_noise_of_an_earlier_rollout_are_found(kind: str, 
         return order.gather(-1, place[..., None])[..., 0], scores
 
     earlier, findings = list[Earlier](), list[Any]()
-    silent = Draw(0, torch.zeros(1), torch.zeros(1), torch.zeros(2, 1))
+    silent = Draw(0)
     first = torch.rand(12, 8, 32, generator=generator, dtype=torch.float64)
     for number in range(4):
         tokens, scores = rollout(

@@ -15,12 +15,12 @@ from lightning_rl.audit.sampling_statistics import (
     NOISE_RATIOS,
     SHARES,
     likelihood_ratios,
-    moments_of,
     noise_ratios,
     repeat_ratios,
     trained_pairs,
     turns_of,
 )
+from lightning_rl.audit.token_bets import WAGERS
 from lightning_rl.rollout import TURNS
 from lightning_rl.utils.finding import Finding
 
@@ -78,30 +78,24 @@ def _repeated_seeds(evidence: Evidence) -> list[int]:
 
 @check(
     culprit="engine {engine}",
-    expected="tokens as surprising on average as the policy's entropy before them",
-    cure="look for a filter (top_k, top_p), a penalty or another temperature among the engine's defaults",
+    expected="tokens drawn from the policy's probabilities",
+    cure="look for a filter (top_k, top_p), a penalty, another temperature or greedy choices among the engine's "
+    "defaults, and draw uniform numbers over all of [0, 1)",
 )
 def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Over several rollouts, the mean surprise of sampled tokens equals the policy's entropy.
+    """Over all audits, sampled tokens are at uniform places of the policy's cumulative distribution.
 
-    A hidden filter or a lower temperature makes tokens likelier; a higher one or another prompt makes them less likely.
+    This holds in the order of the vocabulary and from the likeliest token on, at each place of the response. Tokens
+    repeat earlier ones of their prompt and response with the policy's probability.
     """
     if not evidence.draws or evidence.swapped_samples:
         yield Skip(
             MIXED_UP if evidence.swapped_samples else "no fresh sample could be scored by the policy's plain forward"
         )
         return
-    recent = [*(rollout.moments for rollout in evidence.earlier), moments_of(evidence.draws)]
-    tokens, surprise, variance = (sum(part[place] for part in recent) for place in range(3))
-    reach = max(part[3] for part in recent)
-    rounding = tokens * evidence.facts.tolerance  # allowed difference of the engine's distribution
-    excess = max(abs(surprise) - rounding, 0.0)
-    if excess**2 > NATS * (2 * variance + 2 / 3 * reach * excess):  # Freedman 1975, for sums of martingale differences
-        likelier = "likelier" if surprise < 0 else "less likely"
-        yield Finding(
-            observed=f"tokens {abs(surprise) / tokens:.3g} nats {likelier}, over {tokens:.0f} tokens",
-            samples=[draw.sample for draw in evidence.draws],
-        )
+    odds = evidence.odds
+    if float(odds.max()) > NATS + math.log(len(WAGERS)):
+        yield Finding(observed=f"tokens {WAGERS[int(odds.argmax())]}", samples=[draw.sample for draw in evidence.draws])
 
 
 @check(
