@@ -3,6 +3,7 @@
 from lightning_rl.audit.checks import (
     contribution_checks,
     conversation_checks,
+    definition_checks,
     draw_checks,
     formula_checks,
     hyperparameter_checks,
@@ -25,6 +26,7 @@ MODULES = (
     *GENERATED,
     logprob_checks,
     signal_checks,
+    definition_checks,
     return_checks,
     loss_checks,
     loss_term_checks,

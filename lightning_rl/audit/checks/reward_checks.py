@@ -1,7 +1,7 @@
 """Checks of rewards: each row has the values of its completion, independent of other rows."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isclose, nan
 from typing import Any
 
@@ -10,11 +10,13 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.reward_repeats import same_value
 from lightning_rl.audit.sampling_statistics import turns_of
+from lightning_rl.corrections.rl_callback import ROW_REWARDS
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rewards.reward_call import completion_form
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rewards.values import values_of
+from lightning_rl.rollout import GREEDY_SCORE
 from lightning_rl.utils.finding import Finding
 
 MAX_ROWS = 8
@@ -46,6 +48,13 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
             samples=samples[:4],
         )
     rollout, sums = evidence.rollout, _weighted_sums(evidence)
+    if not mixed_up and (strange := _strange_baselines(evidence, sums)):
+        yield Finding(
+            culprit="stage draw, the greedy scores of its rows",
+            expected="the reward of the greedy answer to the row's own prompt",
+            observed=f"something else in {len(strange)} rows",
+            samples=strange[:4],
+        )
     rows = zip(*(part.tolist() for part in (rollout.sample_ids, rollout.rewards, rollout.rewarded)), strict=True)
     wrong, drawn = [], evidence.drawn_rewards
     for sample, reward, rewarded in rows:
@@ -78,6 +87,26 @@ def _weighted_sums(evidence: Evidence) -> dict[int, float]:
             if value is not None and weight:
                 totals[sample] = totals.get(sample, 0.0) + value * weight
     return {sample: totals.get(sample, nan) for sample, count in counts.items() if count == functions}
+
+
+def _strange_baselines(evidence: Evidence, sums: Mapping[int, float]) -> list[int]:
+    """Return the samples whose greedy score is not the reward of a greedy answer to their prompt."""
+    rollout, greedy = evidence.rollout, defaultdict[tuple[int, ...], list[float]](list)
+    if GREEDY_SCORE not in rollout.extras or evidence.contributions(*ROW_REWARDS):
+        return []
+    asked = {sample: pairs[0][0] for sample, pairs in turns_of(evidence.batches).items()}
+    for sample, request in asked.items():
+        if request.sampling.temperature == 0 and sample in sums:
+            greedy[request.prefix_ids].append(sums[sample])
+    rows = zip(
+        rollout.sample_ids.tolist(), rollout.extras[GREEDY_SCORE].tolist(), rollout.rewarded.tolist(), strict=True
+    )
+    strange = list[int]()
+    for sample, score, rewarded in rows:
+        own = greedy[asked[sample].prefix_ids] if rewarded and sample in asked else []
+        if own and not any(_is_sum(score, total) for total in own):
+            strange.append(sample)
+    return strange
 
 
 def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int, ...]]]]:

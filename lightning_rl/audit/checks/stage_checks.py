@@ -270,7 +270,7 @@ def contribution_groups(evidence: Evidence) -> Iterator[Finding | Skip]:
     cure="sum over ranks with self.collectives, and return Stat.of(values, mask) instead of a mean of means",
 )
 def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Metrics, and contributions that compare prompts, do not depend on the split of rows over ranks.
+    """Metrics, and contributions and fields that compare prompts, do not depend on the split of rows over ranks.
 
     ``Stat.single``, one number per rank, is checked only in runs on several ranks.
     """
@@ -279,7 +279,8 @@ def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
     if len(split) < 2:
         yield Skip("only one prompt was checked")
         return
-    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT):
+    sharded = evidence.outputs is not None and not evidence.plain
+    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *(() if sharded else ("provide",))):
         metrics = contribution.method == METRICS
         if not (metrics or contribution.compares_prompts) or not repeats_itself(contribution, rollout):
             continue
