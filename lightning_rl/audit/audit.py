@@ -45,6 +45,7 @@ from lightning_rl.audit.parameter_tracer import ParameterTracer
 from lightning_rl.audit.prompt_watch import PromptWatch
 from lightning_rl.audit.rates import StepRates
 from lightning_rl.audit.recomputed_metrics import callback_figures, sampling_figures
+from lightning_rl.audit.resumed import Fingerprint, compare_resumed, forgotten_states, of_checkpoint
 from lightning_rl.audit.reward_repeats import RewardWatch
 from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.saved import save
@@ -127,6 +128,16 @@ class SignalAudit(RLCallback):
         self.skipped: dict[str, str] = {}
         self.seconds = self._spent = self._since_last = 0.0
         self._run: _RunWatch | None = None
+        self._checkpoint: Fingerprint = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._checkpoint = {}
+
+    def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record numbers of a checkpoint that a fit resumes from, as it was read."""
+        self._checkpoint = of_checkpoint(checkpoint)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,6 +165,8 @@ class SignalAudit(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
     ) -> None:
         if self._run is not None:
+            self._run.compare_resumed(self._checkpoint)
+            self._checkpoint = {}
             self._run.begin_step(batch, audited=batch.rollout % self.every_n_rollouts == 0)
 
     @override
@@ -280,6 +293,12 @@ class _RunWatch:
         self._rates = StepRates(module, lambda: self.fields.state.idled)
         self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
+        self._resumed = list(forgotten_states(module))
+
+    def compare_resumed(self, checkpoint: Fingerprint) -> None:
+        """Compare the state before the first optimizer step with the checkpoint that was loaded."""
+        if checkpoint:
+            self._resumed += compare_resumed(checkpoint, self.module)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""
@@ -480,7 +499,8 @@ class _RunWatch:
             self._step.row, self._step.row_figures, self._step.missing = row, row_figures, self._row.missing
             self._step.blamed = self._culprits()
         self.fields.state.compare_state("code that runs after the optimizer step, such as a logger")
-        return replace(self._evidence, step=self._step, edits=self.fields.take())
+        resumed, self._resumed = self._resumed, []
+        return replace(self._evidence, step=self._step, edits=[*self.fields.take(), *resumed])
 
     def begin_next(self, number: int) -> None:
         """Begin the next rollout early, so that hooks before those of the audit are watched too."""

@@ -15,6 +15,7 @@ from lightning_rl.checkpointing.checksum import read_options
 from lightning_rl.checkpointing.optimizer_options import OptimizerChange, advance
 from lightning_rl.checkpointing.same_checkpoint import identity_of
 from lightning_rl.distributed import check_agreement, process_count
+from lightning_rl.utils.trainer import callbacks_of
 
 
 class ResumeConnector(_CheckpointConnector):
@@ -31,6 +32,9 @@ class ResumeConnector(_CheckpointConnector):
         change: OptimizerChange | None = module.compare(saved) if saved else None
         with nullcontext() if change is None else change.loading(trainer):
             super().resume_start(checkpoint_path, weights_only)
+        if self._loaded_checkpoint and not early:  # before hooks edit it
+            for callback in callbacks_of(trainer):
+                getattr(callback, "note_checkpoint", lambda _: None)(self._loaded_checkpoint)
 
     @override
     def restore_optimizers_and_schedulers(self) -> None:

@@ -39,6 +39,15 @@ def quiet_hooks(evidence: Evidence) -> Sequence[Finding]:
     return [edit for edit in evidence.edits if edit.check == "quiet_hooks"]
 
 
+@check(cure="", of_step=True)
+def resumed_state(evidence: Evidence) -> Sequence[Finding]:
+    """After loading a checkpoint, a run has its weights, optimizer, schedule, cursor and states of corrections.
+
+    Subclasses of corrections save what their parents save.
+    """
+    return [edit for edit in evidence.edits if edit.check == "resumed_state"]
+
+
 @check(
     culprit="stage update, the microbatches of the step",
     cure="run every microbatch of the plan once, with every trained row once in each pass",
