@@ -290,7 +290,7 @@ class _RunWatch:
         self._ticket, self._every = 0, audit.every_n_rollouts
         self._passes: dict[int, Tensor] = {}
         self.fields.state.active = True
-        self._rates = StepRates(module, lambda: self.fields.state.idled)
+        self._rates = StepRates(module, lambda: self.fields.state.idled, rates_set=bool(self.fields.state.setting))
         self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._resumed = list(forgotten_states(module))
@@ -368,6 +368,7 @@ class _RunWatch:
             judged_otherwise=judged_otherwise(talks),
             reference_weights=(weights if self._reference is None else self._reference, weights),
             reference_scores=self._score_fixed_tokens(),
+            reference_mover=self.fields.state.reference_mover,
             replies=self._rewards.ask(self.calls, samples),
             replays=self._replays.ask(talks, self._number),
         )

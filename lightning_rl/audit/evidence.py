@@ -150,6 +150,7 @@ class Evidence:
         reference_scores: Log-probabilities of fixed tokens at the first audit and now under the reference, [N] each; at
             the start of a run, the first ones are the policy's, which the default reference is a copy of. Empty without
             a reference.
+        reference_mover: Hook that changed the reference; empty if unknown.
         written: Tokens of conversations that were not sampled, with those of the chat template.
         judged_otherwise: Ids of conversations of which rewards score other tokens than the last answer.
         words_logprob: Mean log-probability of environment tokens in a row of each group; None if unknown.
@@ -184,6 +185,7 @@ class Evidence:
     token_gradients: tuple[Tensor, ...] = ()
     reference_weights: tuple[Tensor, ...] = ()
     reference_scores: tuple[Tensor, ...] = ()
+    reference_mover: str = ""
     written: Sequence[Written] = ()
     judged_otherwise: Sequence[int] = ()
     words_logprob: float | None = None
@@ -234,6 +236,7 @@ class Evidence:
             "loss": name_of(loss.function if isinstance(loss, FunctionLoss) else loss),
             "reduction": name_of(self.algorithm.reduction),
             "engine": self.facts.engine,
+            "data": self.facts.data,
         }
 
     def contributions(self, *methods: str) -> list[Contribution]:

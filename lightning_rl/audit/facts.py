@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_rl.audit.overrides import overrides
+from lightning_rl.data import PromptDataModule
 from lightning_rl.module import RLLightningModule
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens
@@ -32,6 +34,7 @@ class RunFacts:
         reward_weights: Weights of the reward functions, by name.
         seed: Seed of the run; None if unknown.
         environments: Names of the environments; empty for single-turn runs.
+        data: Subclass of the data module that changes its prompts, and ``", or "``; empty if none does.
     """
 
     temperature: float = 1.0
@@ -50,10 +53,13 @@ class RunFacts:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
     environments: tuple[str, ...] = ()
+    data: str = ""
 
     @staticmethod
     def of(module: RLLightningModule) -> "RunFacts":
         """Return the facts of a module during a fit."""
+        data = module.data_module
+        changed = any(overrides(data, name, PromptDataModule) for name in ("take", "at", "load_state_dict"))
         sampling, limit = module.run.sampling, module.max_grad_norm
         limits = None if (talks := module.sampler.environments) is None else talks.limits
         mixed = str(module.trainer.precision) not in ("32-true", "64-true")
@@ -74,4 +80,5 @@ class RunFacts:
             reward_weights=module.rewards.weights,
             seed=module.seed,
             environments=tuple(sorted(module.environments)),
+            data=f"data module {type(data).__name__}, or " if changed else "",
         )

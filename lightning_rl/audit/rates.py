@@ -76,9 +76,11 @@ class StepRates:
     Args:
         module: Module of the run; trainable parameters must stay trainable.
         idled: Function that returns the hook that set all rates to 0, or an empty string.
+        rates_set: True if a hook of the user could set a rate.
     """
 
-    def __init__(self, module: RLLightningModule, idled: Callable[[], str]) -> None:
+    def __init__(self, module: RLLightningModule, idled: Callable[[], str], *, rates_set: bool = False) -> None:
+        self._set = rates_set
         self._module, self._policy, self._idled = module, module.required_policy, idled
         self._trained = [name for name, parameter in self._policy.named_parameters() if parameter.requires_grad]
         self._idle, self._rollout, self._at_zero = 0, -1, dict[str, int]()
@@ -107,13 +109,14 @@ class StepRates:
         """Return the part that is in its second audited rollout at a rate of 0, once."""
         rates = {name: one.lr for name, one in parameters.items() if one.held}
         new, running = rollout_number != self._rollout, _parts_at_work(rates)
-        self._rollout = rollout_number
+        self._rollout, stuck = rollout_number, self._never_start() if running else ()
         if running or not parameters:
             self._idle = 0
         elif new:
             self._idle += 1
         for name, rate in rates.items():
-            if rate > 0 or name.partition(".")[0] not in running:
+            waits = name.partition(".")[0] not in running and name not in stuck  # a schedule or hook may start it
+            if rate > 0 or waits:
                 self._at_zero.pop(name, None)
             elif new or name not in self._at_zero:
                 self._at_zero[name] = self._at_zero.get(name, 0) + 1
@@ -122,6 +125,13 @@ class StepRates:
         if self._idle:
             return "every parameter" if self._idle == IDLE_ROLLOUTS else ""
         return next((name for name, number in self._at_zero.items() if number == IDLE_ROLLOUTS), "")
+
+    def _never_start(self) -> set[str]:
+        """Return the parameters whose rate is 0 from the start, which no hook sets."""
+        names = {id(parameter): name for name, parameter in self._policy.named_parameters()}
+        groups = [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
+        idle = [group for group in groups if not group.get("initial_lr", group["lr"]) > 0]
+        return set() if self._set else {names[id(one)] for group in idle for one in group["params"] if id(one) in names}
 
     def _note_direction(self, parameters: Mapping[str, ParameterTrace]) -> None:
         moves, gradients = list[Tensor](), list[Tensor]()

@@ -79,7 +79,7 @@ def forgotten_states(module: RLLightningModule) -> Iterator[Finding]:
                 check="resumed_state",
                 culprit=f"callback {callback.name}.state_dict",
                 expected=f"{', '.join(lost)} in the state, as in that of {kinds[0].__name__}",
-                observed="none, so a resumed run begins anew",
+                observed="none, so a resumed run starts without them",
                 cure="extend super().state_dict(), and load it in load_state_dict",
             )
 

@@ -24,7 +24,7 @@ BETWEEN_STEPS = tuple(
 LASTS = ("weights", "optimizer")
 """Parts of the state that stay the same between optimizer steps."""
 RATE_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_end")
-TUNED, FROZEN = "optimizer's numbers", "trained parameters"
+TUNED, FROZEN, REFERENCE = "optimizer's numbers", "trained parameters", "reference"
 Numbers = tuple[Sequence[str], Tensor]
 """Names of tensors and a few numbers of them: the name of each number, or no names."""
 Snapshot = dict[str, Numbers]
@@ -59,6 +59,7 @@ class StateWatch:
         between: Culprits of hooks that run between optimizer steps, by action.
         blamed: Culprits that changed gradients, weights, the optimizer, metrics or the plan in this rollout.
         idled: Culprit that set every learning rate to 0, in any rollout; empty if none did.
+        reference_mover: Hook that changed the reference, in any rollout; empty if none did.
     """
 
     def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
@@ -73,7 +74,7 @@ class StateWatch:
         self._before: Snapshot | None = None
         self._places: list[int] | None = None
         self._rates: list[float] = []
-        self.idled = ""
+        self.idled = self.reference_mover = ""
         self._edits: list[Finding] = []
         self.blamed: dict[str, str] = {}
         self.active = False
@@ -109,6 +110,8 @@ class StateWatch:
         places, self._before = _changes(self._before, dict(_snapshot(self._module))), None
         if self._places is not None and self._places != self._memory():
             places.setdefault("weights", "their memory")
+        if places.pop(REFERENCE, None) is not None:  # reference_stays reports it
+            self.reference_mover = culprit
         for what, name in places.items():
             self.blamed.setdefault("optimizer" if what == TUNED else what, culprit)
             if what != TUNED:  # users may schedule learning rates
@@ -195,7 +198,11 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
             for name, value in sorted(group.items())
             if isinstance(value, int | float) and name != "initial_lr"
         ]
+        numbers += [float(config.scheduler.last_epoch) for config in module.trainer.lr_scheduler_configs]
         yield TUNED, ((), torch.tensor(numbers, dtype=torch.float64))
+    if (reference := module.models.reference) is not None:
+        frozen = {name: one for name, one in reference.model.named_parameters() if not one.requires_grad}
+        yield REFERENCE, _join(sample_entries({name: local(one.detach()) for name, one in frozen.items()}, ENTRIES))
     if module.run.current is not None:
         plan = module.run.current.plan.microbatches()
         rows = [row for microbatch in plan for row in [-1, *microbatch.index.tolist()]]

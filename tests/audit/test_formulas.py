@@ -88,6 +88,8 @@ class ToReference(ClippedSurrogate):
         ("loss_formula", lambda view: -ratio(view).clamp(0.8, 1.2) * advantages(view), True),
         ("loss_formula", lambda view: -torch.where(ratio(view) < 0.8, 0.0, ratio(view)) * advantages(view), True),
         ("loss_formula", lambda view: -ratio(view) * advantages(view), False),
+        ("loss_formula", lambda view: -ratio(view) * advantages(view).clamp(min=0), True),
+        ("loss_formula", lambda view: -ratio(view) * advantages(view).clamp(max=0), True),
         ("loss_formula", Swapped(clip_low=0.2, clip_high=0.3), True),
         ("loss_formula", Scaled(), False),
         ("loss_needs_advantages", lambda view: -ratio(view) * (advantages(view) - 0.1 * view.logprobs), True),
@@ -205,6 +207,10 @@ def near(one: Tensor, other: Tensor) -> Tensor:
         (against("own", lambda p, q: -((p - q).abs() - 1).relu()), True),
         (against("own", lambda p, q: k2(p, q).clamp(max=0.02)), False),
         (against("own", lambda p, q: ((p - q).abs() - 1).relu()), False),
+        (against("own", lambda p, q: torch.expm1(q - p).detach() + p - q), True),
+        (against("own", lambda p, q: torch.cosh(p - q) - 1 + (p - q) - (p - q).detach()), True),
+        (against("own", lambda p, q: torch.cosh(p - q) - 1), False),
+        (against("own", lambda p, q: (p - q).abs()), False),
         (term("own", lambda view: -view.require("rollout_kl")), True),
         (term("own", lambda view: view.require("rollout_kl")), False),
         (callback_of("own", token_reward=lambda rows: k2(rows.old_logprobs, rows.ref_logprobs)), True),
@@ -265,6 +271,30 @@ def test_an_estimate_of_a_kl_other_than_the_trained_one_is_named(other: str, fac
             )
         found = culprits("term_figures", evidence(None, callback_of("own", **methods)))
         assert found == (["callback own.metrics"] if wrong else []), (trained, logged, name)
+
+
+@pytest.mark.parametrize(
+    ("trained", "logged", "name", "wrong"),
+    [
+        ("old_logprobs", "ref_logprobs", "kl", True),
+        ("ref_logprobs", "rollout_logprobs", "kl", True),
+        ("ref_logprobs", "rollout_logprobs", "kl_rollout", False),
+        ("ref_logprobs", "ref_logprobs", "kl", False),
+    ],
+)
+def test_an_estimate_of_a_kl_to_another_policy_is_named(trained: str, logged: str, name: str, wrong: bool) -> None:
+    def of_policy(view: LossView, policy: str) -> Tensor:
+        return k3(view.logprobs, view.require(policy))
+
+    one = term("own", lambda view: of_policy(view, trained))
+    measured = callback_of(
+        "own",
+        loss_term=one.loss_term,
+        metrics=lambda view: {
+            f"own/{name}": Stat.of(k3(view.logprobs, view.require(logged)).detach(), view.valid_tokens)
+        },
+    )
+    assert culprits("term_figures", evidence(None, measured)) == (["callback own.metrics"] if wrong else [])
 
 
 def test_a_term_that_lowers_an_entropy_of_almost_0_is_named() -> None:

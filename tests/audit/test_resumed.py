@@ -79,7 +79,7 @@ class NoMoments(Callback):
 
 
 class FirstStep(Callback):
-    """Begins the step counts of the optimizer anew."""
+    """Sets the step counts of the optimizer to 0."""
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

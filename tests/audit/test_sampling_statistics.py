@@ -41,6 +41,7 @@ from lightning_rl.audit.token_bets import WAGERS, kinds_of
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request
 
+STUCK = "data module Stuck, or stage draw, the cursor of the prompts"
 SAMPLING = SamplingParams(eos_token_ids=())
 
 
@@ -215,7 +216,11 @@ class FixedOpening(Echo):
     [
         (FixedOpening, PromptDataModule, []),
         (Echo, PromptDataModule, []),
-        (FixedOpening, lambda *given, **options: Stuck(*given, **options), ["stage draw, the cursor of the prompts"]),
+        (
+            FixedOpening,
+            lambda *given, **options: Stuck(*given, **options),
+            ["data module Stuck, or stage draw, the cursor of the prompts"],
+        ),
     ],
     ids=["fixed opening", "own prompt", "stuck"],
 )
@@ -280,7 +285,7 @@ PAIRS = [[2 + row // 6, 8 + row % 6] for row in range(36)]
         (lambda: PromptDataModule([*PAIRS[:3], *PAIRS[:3]], 4), []),  # every row twice
         (lambda: PromptDataModule(IterableDataset.from_generator(rows_of(PAIRS)), 4, epoch_length=9), []),
         (lambda: ByLot(PAIRS, 4), []),
-        (lambda: Stuck(PAIRS, 4), ["prompt_cursor: stage draw, the cursor of the prompts"]),
+        (lambda: Stuck(PAIRS, 4), [f"prompt_cursor: {STUCK}"]),
     ],
     ids=["shuffled", "small", "twice", "stream", "by lot", "stuck"],
 )

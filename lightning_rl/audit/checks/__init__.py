@@ -11,6 +11,7 @@ from lightning_rl.audit.checks import (
     loss_checks,
     loss_term_checks,
     metric_checks,
+    parent_checks,
     ratio_checks,
     return_checks,
     reward_checks,
@@ -34,6 +35,7 @@ MODULES = (
     ratio_checks,
     contribution_checks,
     hyperparameter_checks,
+    parent_checks,
     metric_checks,
     step_checks,
 )

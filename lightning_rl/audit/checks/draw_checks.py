@@ -140,7 +140,7 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
             rollout.sample_ids.tolist(), rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist(), strict=True
         )
     }
-    requests = "stage draw, the prompts of the requests"
+    requests = f"{evidence.facts.data}stage draw, the prompts of the requests"
     sources: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = [
         ("stage draw, the prompts of its rows", "the prompt of the request in the trained row", trained),
         (requests, "the prompt of the training data at its place of the stream", evidence.stream_prompts),
@@ -162,7 +162,7 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="stage draw, the cursor of the prompts",
+    culprit="{data}stage draw, the cursor of the prompts",
     expected="samples that are in no earlier rollout",
     cure="advance the cursor with every prompt, and save it with the run",
 )

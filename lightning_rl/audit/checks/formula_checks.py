@@ -149,13 +149,16 @@ def loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The gradient of a policy loss is that of its formula at ratios on both sides of each bound.
 
     A subclass of a published loss has no gradient where its formula has none, and one elsewhere. Any other loss has a
-    gradient where the ratio moved against the advantage.
+    gradient where the ratio is 1 or moved against the advantage, of either sign.
     """
     loss = evidence.algorithm.loss
     kinds = [kind for kind in type(loss).__mro__ if kind in SLOPES]
     if not evidence.rows.valid_tokens.any():
         yield Skip(NO_ROWS)
         return
+    alive = [bool((_gradient(loss, uniform_view(evidence, 0.0, sign)) != 0).any()) for sign in (1.0, -1.0)]
+    if not kinds and not any(alive):
+        return  # gradient_liveness reports it
     for sign in (1.0, -1.0):
         for gap in _gaps(loss) if kinds else GAPS:
             view = uniform_view(evidence, gap, sign)
@@ -163,8 +166,6 @@ def loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
             if isinstance(loss, ClipCov):
                 valid = valid & ~prepared_tokens(view)
             ours = _gradient(loss, view).double()[valid]
-            if not kinds and not gap and bool((ours == 0).all()):
-                return  # gradient_liveness reports it
             slope = SLOPES[kinds[0]](loss, gap, sign, view) if kinds else 1.0
             wanted = torch.as_tensor(slope, dtype=ours.dtype, device=ours.device).expand_as(valid)[valid]
             if type(loss) in SLOPES:
@@ -172,7 +173,7 @@ def loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
             elif kinds:
                 wrong = bool((ours == 0).all() if (wanted != 0).all() else (wanted == 0).all() and (ours != 0).all())
             else:
-                wrong = gap * sign < 0 and bool((ours == 0).all())
+                wrong = gap * sign <= 0 and bool((ours == 0).all())
             if wrong:
                 expected = f"{float(wanted.double().mean()):.4g} on average" if kinds else "a gradient"
                 yield Finding(

@@ -130,10 +130,11 @@ def reference_stays(evidence: Evidence) -> Iterator[Finding | Skip]:
     (then, now), tolerance = evidence.reference_scores, evidence.facts.tolerance
     if len(evidence.reference_weights) == 2 and not torch.equal(*evidence.reference_weights):
         before, after = map(len, evidence.reference_weights)
-        yield Finding(expected=f"the same weights, {before} of which were recorded" if before == after else "as many")
+        expected = f"the same weights, {before} of which were recorded" if before == after else "as many"
+        yield Finding(culprit=evidence.reference_mover, expected=expected)
     elif not float((now - then).abs().mean()) <= tolerance:
         yield Finding(
-            culprit="the reference, whose log-probabilities moved",
+            culprit=evidence.reference_mover or "the reference, whose log-probabilities moved",
             expected="log-probabilities of fixed tokens that are those of the initial policy in every audit",
             observed=f"{float((now - then).abs().mean()):.3g} nats apart on average",
         )

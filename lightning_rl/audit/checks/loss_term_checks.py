@@ -171,7 +171,13 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(culprit=str(contribution))
             continue
         force = _slope if is_term else _reward
-        if force(evidence, contribution, 0.0) is None:
+        flat = force(evidence, contribution, 0.0)
+        if flat is None:
+            continue
+        if is_term and abs(flat) > 1e-4 and _is_distance(evidence, contribution):
+            expected, observed = "no slope where all policies agree and the term is smallest", f"a slope of {flat:.3g}"
+            cure = "compute every part of the term with its gradient, without detach()"
+            yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
             continue
         for drift in DRIFTS:
             likelier, less_likely = force(evidence, contribution, drift), force(evidence, contribution, -drift)
@@ -265,18 +271,23 @@ def term_figures(evidence: Evidence) -> Iterator[Finding | Skip]:
             if "metrics" not in one.callback.contributes:
                 continue
             trained = [_mean(view, one.tensors(view)[one.method]) for view in views]
-            own = {kind for kind, estimate in estimates if _are_proportional(trained, estimate)}
+            own = {pair for pair, estimate in estimates if _are_proportional(trained, estimate)}
             logged = [one.callback.metrics(view) for view in views] if own else [{}]
             for name in logged[0]:
                 figures = [stats[name].value() for stats in logged]
-                kinds = [kind for kind, estimate in estimates if _are_proportional(figures, estimate)]
-                if kinds and own.isdisjoint(kinds) and not any(kind in name for kind in kinds):
+                pairs = [pair for pair, estimate in estimates if _are_proportional(figures, estimate)]
+                if pairs and own.isdisjoint(pairs) and not any(word in name for pair in pairs for word in pair):
                     yield Finding(
                         culprit=f"callback {one.callback.name}.metrics",
-                        expected=f"{name} = {' or '.join(sorted(own))}, which {one.method} trains",
-                        observed=f"{kinds[0]}",
+                        expected=f"{name} = {' or '.join(map(_in_words, sorted(own)))}, which {one.method} trains",
+                        observed=_in_words(pairs[0]),
                     )
                     return
+
+
+def _in_words(pair: tuple[str, str]) -> str:
+    kind, policy = pair
+    return f"{kind} to {policy}"
 
 
 def _views_of_rows(evidence: Evidence, *, on_policy: bool) -> list[LossView]:
@@ -290,26 +301,22 @@ def _views_of_rows(evidence: Evidence, *, on_policy: bool) -> list[LossView]:
     return views
 
 
-def _estimates(views: list[LossView]) -> list[tuple[str, list[float]]]:
+def _estimates(views: list[LossView]) -> list[tuple[tuple[str, str], list[float]]]:
     """Return the mean of each estimator of :data:`KL` in each row, for every policy that a row holds."""
-    pairs = [
-        (view, view.logprobs, other)
-        for view in views
-        for other in (
-            *(view.rollout_logprobs, view.ref_logprobs, view.old_logprobs),
-            *(
-                one
-                for one in view.token_extras.values()
-                if one.is_floating_point() and one.shape == view.logprobs.shape
-            ),
-        )
+
+    def policies(view: LossView) -> dict[str, Tensor]:
+        known = {"rollout": view.rollout_logprobs, "ref": view.ref_logprobs, "old": view.old_logprobs}
+        shape = view.logprobs.shape
+        extras = {
+            name: one for name, one in view.token_extras.items() if one.is_floating_point() and one.shape == shape
+        }
+        return {name: one for name, one in (known | extras).items() if one is not None}
+
+    return [
+        ((kind, policy), [_mean(view, kl(view.logprobs, policies(view)[policy])) for view in views])
+        for policy in policies(views[0])
+        for kind, kl in KL.items()
     ]
-    places, estimates = len(pairs) // len(views), list[tuple[str, list[float]]]()
-    for place in range(places):
-        for kind, kl in KL.items():
-            own = [(view, now, other) for view, now, other in pairs[place::places] if other is not None]
-            estimates.append((kind, [_mean(view, kl(now, other)) for view, now, other in own]))
-    return estimates
 
 
 def _mean(view: LossView, per_token: Tensor) -> float:
@@ -334,6 +341,14 @@ def _agreement(evidence: Evidence) -> Rollout:
     fields = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
     known = {name: now for name in fields if getattr(rows, name) is not None}
     return rows.replace(token_extras=same, **known)
+
+
+def _is_distance(evidence: Evidence, loss_term: Contribution) -> bool:
+    """Return True if a term is positive at every token on both sides of the agreement of all policies."""
+    view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
+    now, valid = evidence.logprobs.detach() - max(DRIFTS), view.valid_tokens
+    moved = [view.replace(logprobs=torch.where(valid, now + drift, 0.0)) for drift in (-0.5, 0.5)]
+    return all(bool((loss_term(one).per_token.detach()[valid] > 0).all()) for one in moved)
 
 
 def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float | None:

@@ -42,7 +42,7 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
         )
     for name, samples in evidence.strange_columns.items():
         yield Finding(
-            culprit=f"stage draw, the columns of reward {name}",
+            culprit=f"{evidence.facts.data}stage draw, the columns of reward {name}",
             expected="the columns of the row of the data that each completion answers",
             observed=f"others for {len(samples)} completions",
             samples=samples[:4],

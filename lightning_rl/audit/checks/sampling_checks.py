@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.audit.audit_error import differences
 from lightning_rl.audit.checks.check import check
+from lightning_rl.audit.checks.stage_checks import repeats_itself
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import Pair, turns_of
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
@@ -167,6 +168,14 @@ def sample_conservation(evidence: Evidence) -> Iterator[Finding]:
     for expected, violated in problems.items():
         if violated:
             yield Finding(expected=expected, samples=ids[:4].tolist())
+    for one in filters:
+        for drawn in evidence.rounds:
+            allowed = evidence.algorithm.corrections.reward_mask(drawn)
+            drawn = drawn.replace(rewarded=drawn.rewarded & allowed).sanitize()
+            lost = drawn.groups[~one(drawn) & drawn.real] if repeats_itself(one, drawn) else drawn.groups[:0]
+            if (used := torch.isin(groups, lost)).any():
+                expected, observed = f"groups that {one} keeps", f"{len(groups[used].unique())} that it drops"
+                yield Finding(expected=expected, observed=observed, samples=ids[used][:4].tolist())
 
 
 @check(cure="derive each mask from the previous one")

@@ -298,7 +298,7 @@ def optimizer_moves(evidence: Evidence) -> Iterator[Finding | Skip]:
         )
     if step.scheduler_steps not in (None, 1):
         expected, observed = "one step of the scheduler", f"{step.scheduler_steps}"
-        yield Finding(culprit="scheduler", expected=expected, observed=observed)
+        yield Finding(culprit=step.blamed.get("optimizer", "scheduler"), expected=expected, observed=observed)
 
 
 def _is_stuck(parameter: ParameterTrace) -> bool:
