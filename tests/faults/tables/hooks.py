@@ -10,10 +10,13 @@ from kit.support import tiny_prompts
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from faults.fault import SMALL, STEPS, Fault, correction, hooks, user
+from faults.fault import PPO, SMALL, STEPS, Fault, correction, hooks, user
 from lightning_rl import LossView, RLLightningModule
+from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.policy import Plan
 
 
@@ -51,6 +54,21 @@ def cleared_state(trainer: Any, pl_module: Any) -> None:
 
 def clipped_again(trainer: Any, pl_module: Any, optimizer: Any) -> None:
     nn.utils.clip_grad_value_(pl_module.parameters(), 1e-4)
+
+
+def second_schedule_step(trainer: Any, pl_module: Any, *_: Any) -> None:
+    pl_module.lr_schedulers().step()
+
+
+def drifting_reference(trainer: Any, pl_module: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for weight in pl_module.models.reference.model.parameters():
+            weight.mul_(1.01)
+
+
+def frozen_critic(groups: Any) -> Any:
+    """Return an optimizer whose critic has a rate of 0."""
+    return AdamW([{**group, "lr": 0.01 * (group["name"] != "critic")} for group in groups])
 
 
 class AveragedWeights(Callback):
@@ -122,6 +140,19 @@ FAULTS: tuple[Fault, ...] = (
         data=lambda: tiny_prompts(8, 4),
         trainer={"max_epochs": 3},
     ),
+    user(
+        "a hook that steps the scheduler",
+        hooks(on_train_batch_end=second_schedule_step),
+        check="optimizer_moves",
+        options={"lr_scheduler": partial(LambdaLR, lr_lambda=lambda step: 1 / (1 + step))},
+    ),
+    user(
+        "a hook that moves the reference",
+        hooks(on_train_batch_start=drifting_reference),
+        partial(ReferenceKL, as_loss=True),
+        check="reference_stays",
+    ),
+    Fault("a critic with a rate of 0", "optimizer", "optimizer_rule", options={**PPO, "optimizer": frozen_critic}),
     user("a hook that ends learning by the rate", hooks(on_train_batch_start=patient_rate)),
     user("a hook that trims the plan", hooks(on_train_batch_start=trimmed_plan), options={**STEPS, **SMALL}),
     user("a mask by the place in a microbatch", correction(token_mask=every_other_row)),
