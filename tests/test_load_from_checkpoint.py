@@ -1,5 +1,6 @@
 """A checkpoint becomes a module or a Hugging Face folder without a fit; code has to be given again, by name."""
 
+import pickle
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from kit.chats import read_calls
 from kit.conversations import Echo, Rewriting
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
+from torch.distributed.checkpoint.metadata import Metadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl import (
@@ -221,7 +223,7 @@ def test_a_folder_is_refused_with_the_cure(inside: str, cure: str, tmp_path: Pat
     if inside.endswith("/"):
         (tmp_path / "sharded.ckpt" / inside).mkdir()
     else:
-        (tmp_path / "sharded.ckpt" / inside).touch()
+        (tmp_path / "sharded.ckpt" / inside).write_bytes(pickle.dumps(Metadata({})))
     with pytest.raises(ValueError, match=rf"expected a single-file checkpoint, got the folder .*{cure}"):
         RLLightningModule.load_from_checkpoint(tmp_path / "sharded.ckpt")
 

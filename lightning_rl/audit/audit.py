@@ -45,7 +45,7 @@ from lightning_rl.audit.parameter_tracer import ParameterTracer
 from lightning_rl.audit.prompt_watch import PromptWatch
 from lightning_rl.audit.rates import StepRates
 from lightning_rl.audit.recomputed_metrics import callback_figures, sampling_figures
-from lightning_rl.audit.resumed import Fingerprint, compare_resumed, forgotten_states, of_checkpoint
+from lightning_rl.audit.resumed import Fingerprint, compare_with_checkpoint, forgotten_states, of_checkpoint
 from lightning_rl.audit.reward_repeats import RewardWatch
 from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.saved import save
@@ -165,7 +165,7 @@ class SignalAudit(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
     ) -> None:
         if self._run is not None:
-            self._run.compare_resumed(self._checkpoint)
+            self._run.compare_with_checkpoint(self._checkpoint)
             self._checkpoint = {}
             self._run.begin_step(batch, audited=batch.rollout % self.every_n_rollouts == 0)
 
@@ -295,10 +295,10 @@ class _RunWatch:
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._resumed = list(forgotten_states(module))
 
-    def compare_resumed(self, checkpoint: Fingerprint) -> None:
+    def compare_with_checkpoint(self, checkpoint: Fingerprint) -> None:
         """Compare the state before the first optimizer step with the checkpoint that was loaded."""
         if checkpoint:
-            self._resumed += compare_resumed(checkpoint, self.module)
+            self._resumed += compare_with_checkpoint(checkpoint, self.module)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""

@@ -195,8 +195,9 @@ class _Copier:
             twin.__annotations__ = function.__annotations__
             self._functions[id(function)] = twin
             scope |= {name: self._value(scope[name]) for name in code.co_names if name in scope}
-            for cell, original in zip(cells, function.__closure__ or (), strict=True):
-                cell.cell_contents = self._value(original.cell_contents)
+            for name, cell, original in zip(code.co_freevars, cells, function.__closure__ or (), strict=True):
+                value = original.cell_contents  # of __class__ it is the class from which super() goes on
+                cell.cell_contents = value if name == "__class__" else self._value(value)
         return self._functions[id(function)]
 
     def _value(self, value: Any) -> Any:

@@ -48,7 +48,7 @@ def _of_run(module: RLLightningModule) -> Fingerprint:
     }
 
 
-def compare_resumed(saved: Fingerprint, module: RLLightningModule) -> Iterator[Finding]:
+def compare_with_checkpoint(saved: Fingerprint, module: RLLightningModule) -> Iterator[Finding]:
     """Yield a finding for each part that differs from the checkpoint before the first optimizer step."""
     if module.parallel.sharded or module.run.changes:
         return

@@ -144,7 +144,7 @@ def rates(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer) -> 
                     values.append(_numbers([group[name] for group in groups if name in group]))
                 try:
                     scheduler.step()
-                except ValueError:
+                except Exception:  # noqa: BLE001  its end, or an error that training will raise, too
                     break
     finally:
         vars(optimizer).clear()

@@ -87,7 +87,7 @@ class Slower(AdaptiveKL):
     ids=lambda value: type(value).__name__ if isinstance(value, RLCallback) else "",
 )
 def test_a_subclass_keeps_what_its_parent_documents(callback: RLCallback, culprit: str | None) -> None:
-    found = culprits("parent_kept", evidence_of(callback))
+    found = culprits("parent_promises", evidence_of(callback))
     assert found == ([] if culprit is None else [f"callback {culprit}"])
 
 

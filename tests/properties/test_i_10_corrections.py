@@ -130,6 +130,7 @@ def outcome(correction: RLCallback) -> dict[str, Any]:
         "kept": kept, "advantages": signalled.require("advantages"), "loss": found.loss, "gradient": found.gradients,
         "metrics": {**found.metrics, **stats}, "rounds": correction.max_rounds, "offers": correction.contributes,
         "parts": found.parts, "asks of the engine": (correction.records, getattr(correction, "k", None)),
+        "next coefficient": getattr(correction, "beta", None) if isinstance(correction, AdaptiveKL) else None,
     }  # fmt: skip
 
 

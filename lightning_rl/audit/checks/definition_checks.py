@@ -51,7 +51,7 @@ def _std(values: list[float], *, unbiased: bool) -> float:
     return statistics.stdev(values) if unbiased else statistics.pstdev(values)
 
 
-def _normalized(estimator: Any, score: float, group: _Group) -> float:
+def _normalize(estimator: Any, score: float, group: _Group) -> float:
     populations = {"group": group.scores, "batch": group.batch, "none": [0.0]}
     center, spread = populations[estimator.mean], populations[estimator.std]
     if any(len(set(part)) < 2 for part in (center, spread) if part != [0.0]):
@@ -90,11 +90,11 @@ PER_ROW: Mapping[type, Callable[[Any, float, _Group], float]] = {
     PassAtK: _pass_at_k,
 }
 """Advantage of a row in a group of different scores. Source: the docstrings of :mod:`lightning_rl.advantages`."""
-ANYWHERE = {RawReward: lambda _one, score, _group: score, Normalized: _normalized}
+ANYWHERE = {RawReward: lambda _one, score, _group: score, Normalized: _normalize}
 TOKENS = (ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax)
 
 
-def made_up_signal(size: int = SIZE) -> RewardSignal:
+def random_signal(size: int = SIZE) -> RewardSignal:
     """Return a signal with token rewards, unrewarded rows, and a group of equal scores."""
     number = torch.arange(PROMPTS * size)
     groups = number // size
@@ -191,7 +191,7 @@ def advantage_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
     rewards. A tie gives advantages like almost equal rewards.
     """
     estimator = evidence.algorithm.advantages
-    kind, signal = kind_of(estimator), made_up_signal(evidence.facts.group_size or SIZE)
+    kind, signal = kind_of(estimator), random_signal(evidence.facts.group_size or SIZE)
     if kind is not None:
         ours, theirs = estimator(signal.clone()).advantages, _by_definition(kind, estimator, signal)
         wrong = list(differences(ours, theirs, torch.arange(len(ours)), rtol=1e-5, atol=1e-5))
@@ -240,7 +240,7 @@ def advantage_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
     if evidence.facts.ranks == 1 and kind_of(estimator) is None:
         yield Skip("the run has one rank, and the estimator is not that of the library")
         return
-    signal, ranks = made_up_signal(evidence.facts.group_size or SIZE), ThreadedRanks(2, timeout=PATIENCE)
+    signal, ranks = random_signal(evidence.facts.group_size or SIZE), ThreadedRanks(2, timeout=PATIENCE)
     whole, half = estimator(signal.clone()).advantages, signal.groups < PROMPTS // 2
     jobs = [partial(_share, estimator, signal, rows, ranks.sum) for rows in (half, ~half)]
     shares = torch.cat(ranks.run(jobs, threads=torch.get_num_threads()))

@@ -17,7 +17,7 @@ FAR = 100  # rows of a measurement
 
 
 @check(cure="keep what the parent documents, or derive from RLCallback", of_rows=False)
-def parent_kept(evidence: Evidence) -> Iterator[Finding]:
+def parent_promises(evidence: Evidence) -> Iterator[Finding]:
     """A subclass of a correction of the library does what its parent documents.
 
     A NoEOSMask rejects truncated rows and no others, an OverlongPenalty counts no prompt, an AdaptiveKL and an

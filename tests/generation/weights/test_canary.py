@@ -468,7 +468,7 @@ def unvisited_by(model: PreTrainedModel, canary: Canary) -> dict[str, int]:
 
 
 def test_experts_that_no_token_visits_are_a_warning_at_the_first_sync() -> None:
-    model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=64)
+    model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=64, max_position_embeddings=512)
     run = Watched(model)
     with pytest.warns(UserWarning, match=r"visits \d+ of the experts, \d+ of them at model.layers.\d.mlp.gate: .*"):
         run.sync()
