@@ -33,5 +33,5 @@ def embedding_leaves(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 def token_gradients(output: Tensor, leaves: list[Tensor]) -> Float[Tensor, "R N"]:
     """Return the largest absolute gradient of a sum at each token; 0 if it does not depend on the token."""
-    gradients = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
+    gradients = torch.autograd.grad(output.sum(), leaves, retain_graph=True, materialize_grads=True)
     return torch.stack([gradient.abs().amax(-1) for gradient in gradients]).amax(0)

@@ -87,20 +87,6 @@ def log_outside(view: LossView) -> LossTerm:
     return LossTerm(per_token=view.logprobs * view.valid_tokens.float().log(), coef=0.1)
 
 
-class LateEdit(RLCallback):
-    """Edits the finished rollout between optimizer steps without a new tensor version."""
-
-    name = "late_edit"
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self.kept = rollout
-
-    @override
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.kept.require("advantages").data.mul_(0.5)
-
-
 class Swapping(RLCallback):
     """Replaces the current rollout."""
 

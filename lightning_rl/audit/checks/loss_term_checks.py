@@ -276,13 +276,19 @@ def term_figures(evidence: Evidence) -> Iterator[Finding | Skip]:
             for name in logged[0]:
                 figures = [stats[name].value() for stats in logged]
                 pairs = [pair for pair, estimate in estimates if _are_proportional(figures, estimate)]
-                if pairs and own.isdisjoint(pairs) and not any(word in name for pair in pairs for word in pair):
+                if pairs and own.isdisjoint(pairs) and not any(_says_which(name, pair, own) for pair in pairs):
                     yield Finding(
                         culprit=f"callback {one.callback.name}.metrics",
                         expected=f"{name} = {' or '.join(map(_in_words, sorted(own)))}, which {one.method} trains",
                         observed=_in_words(pairs[0]),
                     )
                     return
+
+
+def _says_which(name: str, pair: tuple[str, str], own: set[tuple[str, str]]) -> bool:
+    """Return True if the name of a metric says where its estimator or policy is not that of the term."""
+    kind, policy = pair
+    return kind in name or (kind in {each for each, _ in own} and policy in name.rpartition("/")[2].split("_"))
 
 
 def _in_words(pair: tuple[str, str]) -> str:

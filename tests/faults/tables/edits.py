@@ -43,21 +43,6 @@ def numpy_weight(view: LossView) -> Tensor:
     return torch.ones_like(view.logprobs.detach())
 
 
-class SetBetween(RLCallback):
-    """Replaces the storage of the advantages between two optimizer steps."""
-
-    name = "set_between"
-
-    @override
-    def observe(self, rollout: Rollout) -> None:
-        self.kept = rollout
-
-    @override
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        advantages = self.kept.require("advantages")
-        advantages.data.untyped_storage().copy_((-advantages).contiguous().untyped_storage())
-
-
 class LivingArray(RLCallback):
     """Provides a tensor of an array that keeps changing, and weighs with it."""
 
@@ -79,6 +64,12 @@ class LivingArray(RLCallback):
 
 def clipping_loss(view: LossView) -> Tensor:
     view.require("advantages").data.clamp_(-0.3, 0.3)
+    return -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
+
+
+def rescaling_loss(view: LossView) -> Tensor:
+    array = view.require("old_logprobs").numpy()
+    array *= 0.9
     return -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
 
 
@@ -104,9 +95,9 @@ FAULTS: tuple[Fault, ...] = (
     user("a reward mask that clips an array", correction(reward_mask=numpy_mask)),
     user("an observer that sorts an array", correction(observe=sorting_observer)),
     user("a weight that scales advantages in an array", correction(token_weight=numpy_weight)),
-    user("another storage for the advantages between steps", SetBetween, options=STEPS),
     user("a provided array that goes on changing", LivingArray, options={**STEPS, "advantages": "dr_grpo"}),
     Fault("a loss that clips the advantages of the view", "clipping_loss", options={"loss": clipping_loss}),
+    Fault("a loss that rescales old log-probabilities in an array", "rescaling_loss", options={"loss": rescaling_loss}),
     Fault(
         "an estimator that centres scores in their array",
         "CentringEstimator",

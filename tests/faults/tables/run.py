@@ -131,13 +131,6 @@ FAULTS: tuple[Fault, ...] = (
         options=PPO,
     ),
     user(
-        "advantages edited between steps",
-        parts.LateEdit,
-        culprit="late_edit.on_train_batch_end",
-        check="raw_fields",
-        options=STEPS,
-    ),
-    user(
         "rows without reward in the mean",
         NoEOSMask,
         culprit="estimator over_everyone",
@@ -285,7 +278,7 @@ FAULTS: tuple[Fault, ...] = (
         "a reference that follows the policy",
         KL,
         parts.MovingReference,
-        culprit="the reference",
+        culprit="callback moving_reference",
         check="reference_stays",
     ),
     Fault(
