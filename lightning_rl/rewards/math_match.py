@@ -79,7 +79,7 @@ class MathMatch(AnswerMatch):
         for row, (text, reference) in enumerate(zip(texts, references, strict=True)):
             for one in () if reference is None else references_in(reference):
                 try:
-                    pairs = _questions(text, one)
+                    pairs = _questions(text, one, bare=bool(self.after or self.tag))
                 except UnreadableReference as error:
                     failures[row], pairs = error, []
                 questions += pairs
@@ -115,7 +115,7 @@ class MathMatch(AnswerMatch):
         return math.nan if value is None else value
 
 
-def _questions(text: str, reference: Any) -> list[tuple[str, str]]:
+def _questions(text: str, reference: Any, *, bare: bool) -> list[tuple[str, str]]:
     """Return the formulas that math-verify compares: of the reference, and of each reading of the text.
 
     Raises:
@@ -124,7 +124,7 @@ def _questions(text: str, reference: Any) -> list[tuple[str, str]]:
     if not isinstance(reference, str | Real | Decimal) or isinstance(reference, bool):
         raise UnreadableReference(f"expected a number or formula, got {reference!r:.200}")
     wanted = answer_of_reference(reference)
-    given = answers_of_text(text, commas="," in str(reference))
+    given = answers_of_text(text, commas="," in str(reference), bare=bare)
     if wanted.words is not None:
         return [("$1$", "$1$" if any(answer.words == wanted.words for answer in given) else "$0$")]
     if any(answer.contradicts(wanted) for answer in given):

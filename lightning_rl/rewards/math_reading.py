@@ -118,7 +118,7 @@ def answer_of_reference(reference: Any) -> Answer:
     return answer
 
 
-def answers_of_text(text: str, *, commas: bool) -> list[Answer]:
+def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answer]:
     r"""Return the possible readings of the answer in a completion.
 
     The last ``\boxed{}`` or ``####`` decides. Without them it is what follows the last "answer is" or "answer:", or
@@ -127,6 +127,7 @@ def answers_of_text(text: str, *, commas: bool) -> list[Answer]:
     Args:
         text: Completion.
         commas: True if the reference has commas; otherwise ``0,5`` is a decimal.
+        bare: True if a text without a marker may be a formula alone, such as the text of a tag.
     """
     text = _tidy(text[-TAIL:])
     if not commas:
@@ -138,7 +139,7 @@ def answers_of_text(text: str, *, commas: bool) -> list[Answer]:
     if stated is not None:
         return [_read(re.split(r"\n|\.(?:\s|$)", stated[:SPAN])[0]), Answer(text)]
     alone = _read(text) if len(text) <= SPAN else Answer()
-    return [alone, Answer(text)] if alone.words or alone.unit else [Answer(text)]
+    return [alone, Answer(text)] if bare or alone.words or alone.unit else [Answer(text)]
 
 
 def _tidy(text: str) -> str:

@@ -146,6 +146,11 @@ def test_only_the_text_after_the_thought_or_in_a_tag_counts() -> None:
     thought, tagged = MathMatch(after="</think>"), MathMatch(tag="answer")
     completions = [r"\boxed{4}</think>", r"\boxed{3}</think> It is \boxed{4}.", r"\boxed{4}"]
     assert thought(["?"] * 3, completions, answer=["4"] * 3) == [0.0, 1.0, 0.0]
+    formulas = [r"\sqrt{3}", "x+1", "(0,1)", r"2\pi", "1,2", "3+4i", "A", "It is 5", "5 hours"]
+    wanted = [*formulas[:-2], "5", "5 minutes"]
+    values = [1.0] * 8 + [0.0]
+    assert tagged(["?"] * 9, [f"no <answer>{one}</answer>" for one in formulas], answer=wanted) == values
+    assert thought(["?"] * 9, [f"no</think>\n{one}" for one in formulas], answer=wanted) == values
     completions = ["4 <answer>3</answer>", "3 <answer> 4 </answer> 5", "4", "<answer>4"]
     assert tagged(["?"] * 4, completions, answer=["4"] * 4) == [0.0, 1.0, 0.0, 0.0]
 
