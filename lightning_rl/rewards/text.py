@@ -8,9 +8,19 @@ from typing import Any
 from lightning_rl.utils.arguments import check_rows
 from lightning_rl.utils.naming import REWARD_ARGUMENTS
 
-MARKERS = ("####", r"\boxed{", r"\fbox{", "answer is", "answer:", "antwort ist", "antwort:")  # codespell:ignore ist
-MARKERS += ("respuesta es", "r\u00e9ponse est", "risposta \u00e8", "resposta \u00e9", "\u043e\u0442\u0432\u0435\u0442:")
-MARKERS += ("\u7b54\u6848\u662f", "\u7b54\u6848\u4e3a", "\u7b54\u6848:", "\u7b54\u6848\uff1a", "\u6545\u9009")
+SENTENCES = (
+    *("answer is", "answers are", "antwort ist", "antwort lautet", "antworten sind"),  # codespell:ignore ist
+    *("respuesta es", "respuestas son", "r\u00e9ponse est", "r\u00e9ponses sont", "risposta \u00e8", "risposte sono"),
+    *("resposta \u00e9", "respostas s\u00e3o", "\u043e\u0442\u0432\u0435\u0442 \u0440\u0430\u0432\u0435\u043d"),
+)
+EAST_ASIAN = ("\u7b54\u6848", "\u7b54\u3048", "\ub2f5")  # answer in Chinese, Japanese and Korean
+MARKERS = (
+    *("####", r"\boxed{", r"\fbox{", *SENTENCES),
+    *dict.fromkeys(sentence.split()[0] + ":" for sentence in SENTENCES),
+    *(noun + ":" for noun in EAST_ASIAN),
+    *("\u7b54\u6848\u662f", "\u7b54\u6848\u4e3a", "\u7b54\u6848\u5e94\u4e3a", "\u6545\u9009", "\u7b54\u3048\u306f"),
+    "\ub2f5\uc740",
+)
 SPAN = 200  # maximum length of the line with an answer
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
@@ -113,7 +123,8 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
 
     Args:
         text: Text of a completion.
-        markers: Strings that precede an answer, case-insensitive.
+        markers: Strings that precede an answer, case-insensitive. Up to three words may stand in place of a space, as
+            in ``answer to this is``, and a unit before a final colon, as in ``Answer (in cm):``.
 
     Example:
         >>> stated_answer("The answer is 4. #### 5"), stated_answer(r"It is \boxed{5} now"), stated_answer(r"\boxed{5")
@@ -146,5 +157,13 @@ def _brace_content(text: str) -> str:
 @lru_cache(maxsize=64)
 def _marker_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern for a marker that is no part of a longer word, as in ``answer isn't``."""
-    longest_first = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
+    longest_first = "|".join(map(_loose, sorted(markers, key=len, reverse=True)))
     return re.compile(rf"(?:{longest_first})(?<![a-z](?=['\u2019]?[a-z]))", re.IGNORECASE)
+
+
+def _loose(marker: str) -> str:
+    body = marker.removesuffix(":")
+    words = (r"(?:[ \t,()*_]+[^\W\d_]+){0,3}?[ \t,()*_]+").join(map(re.escape, body.split(" ")))
+    return (
+        words if body == marker else rf"{words}(?:\s*[(\[][^()\[\]\n]{{1,40}}[)\]]|\ in\ [^\W\d_]+)?[ \t*_]*[:\uff1a]"
+    )
