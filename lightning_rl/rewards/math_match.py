@@ -39,14 +39,17 @@ class MathMatch(AnswerMatch):
     The last ``\boxed{}`` or ``####`` in the last 4000 characters decides, and a box that is not closed is no answer.
     Without them it is the text after the last "answer is" or "answer:", or the formulas between dollar signs and
     numbers that math-verify finds. If either number is rounded, both are compared to six decimals, and a smaller
-    number than .001 to four digits. 9% equals both 9 and 0.09. Units of measure, moduli and bases of numerals are
-    compared where both have one. A reference in words, such as "Friday", has to be equal to the answer.
+    number than .001 to four digits. 9% equals both 9 and 0.09. Units, currencies, moduli, bases of numerals and letters
+    of choices are compared where both have one, and units are not converted. Words that are no known unit, such as
+    apples, equal each other and no known unit. An answer with several different values equals no reference of one
+    value. A reference in words, such as "Friday", has to be equal to the answer.
 
     A comparison that takes more than ``timeout`` seconds of CPU time scores 0, so the load of the machine changes no
     score. The processes start at the first call and end with this object.
 
     Args:
-        answer: Name of the column with the references: numbers, LaTeX, whole answers of GSM8K, or a list of them.
+        answer: Name of the column with the references: numbers, LaTeX, whole answers of GSM8K, choices with letter and
+            value such as ``\textbf{(D)}\ 7``, of which either is right, or a list of them.
         after: See :class:`AnswerMatch`.
         tag: See :class:`AnswerMatch`.
         timeout: Limit of CPU time of one completion in seconds.
@@ -129,7 +132,9 @@ def _questions(text: str, reference: Any, *, bare: bool) -> list[tuple[str, str]
         return [("$1$", "$1$" if any(answer.words == wanted.words for answer in given) else "$0$")]
     if any(answer.contradicts(wanted) for answer in given):
         return [(wanted.latex, "")]
-    return [(wanted.latex, answer.latex) for answer in given]
+    return [
+        (value, formula) for answer in given for value in wanted.values(answer) for formula in answer.formulas(wanted)
+    ]
 
 
 def _same_number(reference: str, text: str) -> bool | None:
@@ -168,18 +173,55 @@ class Comparison:
 
 
 def _builder() -> Callable[[], Callable[[str, str, float], bool | None]]:
+    parser, comparer = _parser(), _comparer()
+
     def build() -> Callable[[str, str, float], bool | None]:
-        from math_verify import parse, verify
-        from sympy import Integer, floor, log
-
         logging.disable()
+        parse, same = lru_cache(maxsize=1024)(parser()), comparer()
 
-        @lru_cache(maxsize=1024)
-        def parse_reference(reference: str) -> tuple[list[Any], int]:
-            wanted = parse(reference, parsing_timeout=0)
-            sizes = [abs(number.evalf(5)) for number in numbers_in(wanted[0])] if wanted else []
-            smallest = min((size for size in sizes if size.is_positive), default=Integer(1))
-            return wanted, max(6, 3 - int(floor(log(smallest, 10))))
+        def compare(reference: str, text: str, seconds: float) -> bool | None:
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, because sympy catches exceptions
+            try:
+                wanted = parse(reference)
+                return same(wanted, parse(text)) if wanted else None
+            except (RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
+                return False
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
+
+        compare("$x+1$", "so $1+x$", 60.0)  # loads the parser
+        return compare
+
+    return build
+
+
+def _parser() -> Callable[[], Callable[[str], list[Any]]]:
+    def build() -> Callable[[str], list[Any]]:
+        from latex2sympy2_extended import NormalizationConfig
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+        from sympy import I
+
+        keep_units = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="none")
+        formula = [LatexExtractionConfig(normalization_config=keep_units), ExprExtractionConfig()]
+
+        def with_imaginary_unit(part: Any) -> Any:
+            names = {symbol: I for symbol in getattr(part, "free_symbols", ()) if symbol.name == "i"}
+            return part.xreplace(names) if names else part
+
+        def read(text: str) -> list[Any]:
+            one = text.startswith("$") and text.find("$", 1) == len(text) - 1
+            parts = parse(text, formula, parsing_timeout=0) if one else parse(text, parsing_timeout=0)
+            return [with_imaginary_unit(part) for part in parts]
+
+        return read
+
+    return build
+
+
+def _comparer() -> Callable[[], Callable[[list[Any], list[Any]], bool]]:
+    def build() -> Callable[[list[Any], list[Any]], bool]:
+        from math_verify import verify
+        from sympy import FiniteSet, Integer, Set, Tuple, floor, log
 
         def numbers_in(formula: Any) -> Iterator[Any]:
             if getattr(formula, "is_number", False):
@@ -188,20 +230,18 @@ def _builder() -> Callable[[], Callable[[str, str, float], bool | None]]:
                 for part in getattr(formula, "args", ()):
                     yield from numbers_in(part)
 
-        def compare(reference: str, text: str, seconds: float) -> bool | None:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, because sympy catches exceptions
-            try:
-                wanted, digits = parse_reference(reference)
-                if not wanted:
-                    return None
-                given = parse(text, parsing_timeout=0)
-                return verify(wanted, given, digits, 9 + digits, timeout_seconds=0)
-            except (RecursionError, MemoryError, ArithmeticError, ValueError, TypeError):
-                return False
-            finally:
-                signal.setitimer(signal.ITIMER_PROF, 0)
+        def same(wanted: list[Any], given: list[Any]) -> bool:
+            sizes = [abs(number.evalf(5)) for number in numbers_in(wanted[0])]
+            smallest = min((size for size in sizes if size.is_positive), default=Integer(1))
+            digits = max(6, 3 - int(floor(log(smallest, 10))))
 
-        compare("$x+1$", "so $1+x$", 60.0)  # loads the parser
-        return compare
+            def equal(value: Any) -> bool:
+                return verify(wanted, value, digits, 9 + digits, allow_set_relation_comp=True, timeout_seconds=0)
+
+            values = given[0].args if given and isinstance(given[0], FiniteSet) else ()
+            several = isinstance(wanted[0], Set | Tuple) or len(values) < 2
+            return equal(given) or (not several and all(map(equal, values)))
+
+        return same
 
     return build

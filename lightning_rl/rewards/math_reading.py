@@ -6,12 +6,12 @@ reference and the answer have both.
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rl.rewards.answer_match import UnreadableReference
-from lightning_rl.rewards.text import MARKERS, SPAN, stated_answer
+from lightning_rl.rewards.measures import CURRENCIES, MULTIPLES, Unit, is_unit, unit_of
+from lightning_rl.rewards.text import AND_OR, MARKERS, SPAN, plain_text, stated_answer, without_spaces
 
 TAIL = 4000  # last characters of a text that are read
 SYMBOLS = ("####", r"\boxed{", r"\fbox{")  # markers that beat words such as "answer is"
@@ -19,13 +19,36 @@ WORDS = tuple(marker for marker in MARKERS if marker not in SYMBOLS)
 DELIMITERS = ("$", r"\(", r"\[", r"\boxed")
 WHOLE = re.compile(r"\$\$([^$]*)\$\$|\$([^$]*)\$|\\\(((?:(?!\\\)).)*)\\\)|\\\[((?:(?!\\\]).)*)\\\]", re.DOTALL)
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<token>[^\s{}$\\]+))")
-TEXT = r"\\(?:text(?:bf|it|rm|tt)?|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}"
-POWER = r"(?:\s*\^\s*\{?(?P<power>[23])\}?)?"
-UNIT_TEXT = re.compile(rf"(?P<rest>.*\S)\s*{TEXT}{POWER}")
-UNIT_WORDS = re.compile(rf"(?P<rest>.*[0-9}})\]])(\s*[A-Za-z][A-Za-z. /]*){POWER}")
+TEXT = r"\\(?:text|math|operatorname)[a-z]*\s*\{([^{}]*)\}|\\mbox\s*\{([^{}]*)\}"
+SPACE = re.compile(r"(?<!\\)\\[,;: ]|~|\\q?quad\b")
+MIXED = re.compile(r"(?<![0-9./^_{])([0-9]+) +([0-9]{1,2}) ?/ ?([0-9]{1,2})(?![0-9/])")
+CASES = re.compile(r"\\begin\{(?:cases|aligned)\}(.*)\\end\{(?:cases|aligned)\}")
+COUNTS = re.compile(r"(?<![A-Za-z\\])C_\{?([0-9]+)\}?\^\{?([0-9]+)\}?")
+TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+DEGREES = re.compile(r"([0-9.]+)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+CHOICE = re.compile(
+    r"([({\s]*(?:\\(?:text|math)[a-z]*\s*\{\s*)?\(?\s*([A-J])(?=[\s}]*\)|\s*[.:][\s}])[)}\s.:]*)(?=[^\s)}])"
+)
+UNIT_TEXT = r"\\(?:text|math)[a-z]*\s*\{[^{}0-9]*\}"
+PIECE = (
+    r"\\(?:text|math|operatorname)[a-z]*\s*\{(?:[^{}0-9]|\^-?[0-9])*+\}|\\mbox\s*\{[^{}0-9]*+\}"
+    r"|\^\s*(?:\{\s*\\circ\s*\}|\\circ\b|\{\s*-?[0-9]\s*\}|-?[0-9])|\\(?:circ|degree|cdot|times|Omega|mu)\b|\\?%"
+    r"|[A-Za-z\u00b5\u03bc\u03a9\u2126\u00a2]++\.?|[/\u00b7()\s" + CURRENCIES + "]"
+)
+MEASURE = re.compile(rf"(?P<rest>.*?(?:[0-9}})\]]|\\pi|\\infty))(?P<unit>(?:{PIECE})++)")
+RANGE = re.compile("(?<=[0-9])\\s*[\u2013\u2014]\\s*(?=\uff04?[0-9])")
+UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({UNIT_TEXT})\s*\}}\s*\{{\s*({UNIT_TEXT}(?:\^\{{?[0-9]\}}?)?)\s*\}}")
+CURRENCY = re.compile(
+    rf"(?P<sign>[-+]?)\s*(?:\\text\w*\s*\{{)?\s*(?P<unit>(?:US)?[{CURRENCIES}]|\\pounds|\\euro|(?:USD|EUR|GBP|JPY|INR|CNY|Rs)\b\.?)"
+    r"[\s}]*(?=[-0-9.\\])(?P<rest>.+)"
+)
+VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\s*=)")
 BASE = re.compile(r"(?P<digits>[0-9A-Fa-f,]+)\s*_\s*\{?\s*(?P<base>[0-9]+|[a-z]+)\s*\}?")
 MODULUS = re.compile(r"\s*(?:\(\s*)?\\?[bp]?mod(?:ulo)?\b\s*\{?\s*(?P<modulus>[0-9A-Za-z]+)\s*\}?\s*\)?$")
-CONJUNCTION = re.compile(r"\s*(?:\\text\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))\s*")
+CONJUNCTION = re.compile(
+    rf"\s*,?\s*(?:\\(?:lor|vee|land|wedge)\b|\\text\{{\s*(?:{AND_OR})(?:\s+[a-z]+)?\s*\}}|(?<=[\s)}}])(?:{AND_OR})(?=[\s$]))\s*",
+    re.IGNORECASE,
+)
 DECIMAL_COMMA = re.compile(r"(?<![0-9.,(\[{\\])0(?:,|\{,\})(?=[0-9]+(?![0-9.,)\]}]))")
 SCIENTIFIC = re.compile(
     r"(?<![0-9A-Za-z.])([0-9]+\.[0-9]+(?=[eE][-+]?[0-9])|[0-9]+(?=[eE](?:[0-9]|[-+][0-9]{2})))[eE]([-+]?[0-9]{1,3})(?![0-9A-Za-z.])"
@@ -34,45 +57,27 @@ FUNCTION = re.compile(
     "(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|sqrt|max|min|gcd|lcm|mod|deg|det|lim|inf|sup|alpha|beta|gamma|delta|"
     "epsilon|theta|lambda|sigma|omega|phi|psi|rho|tau"
 )
+PROSE = re.compile(
+    rf"{TEXT}|(?<![-+*/=<>^_]\s)(?<![^\s(,;:])(?!(?:{AND_OR}|{FUNCTION.pattern})\b)"
+    r"(?P<word>[^\W\d_]{3,}|is|it|in|as|at|by|we|of|so|if|be|no|on)(?:['\u2019][a-z]+)?(?![^\s.,;:!?)])(?!\s*[-+*/^=_<>])"
+)
 NUMBER_WORD = re.compile(
     "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|"
     "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|and"
 )
 PLACEHOLDERS = frozenset({"n/a", "na", "nan", "null"})
-MULTIPLES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-UNITS = {
-    name: names.split()[0]
-    for names in (
-        "mm millimeter millimetre",
-        "cm centimeter centimetre",
-        "m meter metre",
-        "km kilometer kilometre",
-        "in inch inche",
-        "ft foot feet",
-        "yd yard",
-        "mile mi",
-        "mg milligram",
-        "g gram",
-        "kg kilogram",
-        "oz ounce",
-        "lb pound",
-        "ml milliliter millilitre",
-        "liter litre l",
-        "gallon gal",
-        "second sec s",
-        "minute min",
-        "hour hr h",
-        "day",
-        "week",
-        "month",
-        "year yr",
-        "degree",
-        "radian rad",
-        "dollar usd",
-        "cent",
-        "euro",
-    )
-    for name in names.split()
+SYMBOLS_OF_TEXT = {
+    "\u221e": r"\infty ",
+    "\u03c0": r"\pi ",
+    "\u2264": r"\le ",
+    "\u2265": r"\ge ",
+    "\u2260": r"\ne ",
+    "\u2205": r"\emptyset ",
+    "\u222a": r"\cup ",
+    "\u2229": r"\cap ",
+    "\u00b0": r"^\circ ",
+    "\u00d7": r"\times ",
+    "\u00b7": r"\cdot ",
 }
 
 
@@ -83,21 +88,47 @@ class Answer:
     Attributes:
         latex: What math-verify parses.
         words: The answer in lower case, if it is words and not mathematics.
-        unit: Names of the unit of measure, if they are known.
+        unit: Unit of measure; empty for words that are no known unit, and None without words.
         modulus: Modulus of a congruence.
         base: Base of a numeral.
+        letter: Letter of a choice before its value, as in ``(D) 7``.
+        product: The answer with its unit, if that may be a variable, as in ``5 m``.
     """
 
     latex: str = ""
     words: str | None = None
-    unit: tuple[str, ...] | None = None
+    unit: Unit | None = None
     modulus: str | None = None
     base: str | None = None
+    letter: str | None = None
+    product: str = ""
 
     def contradicts(self, reference: "Answer") -> bool:
-        """Return True if the unit, modulus or base is stated and is not that of the reference."""
-        mine, other = (self.unit, self.modulus, self.base), (reference.unit, reference.modulus, reference.base)
-        return any(given and wanted and given != wanted for given, wanted in zip(mine, other, strict=True))
+        """Return True if the unit, modulus, base or letter is stated and is not that of the reference."""
+        pairs = (
+            (self.unit, reference.unit),
+            (self.modulus, reference.modulus),
+            (self.base, reference.base),
+            (self.letter, reference.letter),
+        )
+        return any(given is not None and wanted is not None and given != wanted for given, wanted in pairs)
+
+    def values(self, other: "Answer") -> list[str]:
+        """Return the formulas that may equal the other answer, which may lack the letter, percent sign or degree."""
+        scale = SCALES.get(self.unit) if self.unit and other.unit is None else None
+        letter = f"${self.letter}$" if self.letter and not other.letter else ""
+        product = self.product if other.unit is None else ""
+        scaled = f"$({self.latex.strip('$')}) {scale}$" if scale else ""
+        return list(filter(None, (self.latex, scaled, letter, product)))
+
+    def formulas(self, reference: "Answer") -> list[str]:
+        """Return the formulas that may equal a reference: :meth:`values`, or the value of a numeral with a base."""
+        if self.base is not None and reference.base is None:
+            return [f"${_in_base(self.latex.strip('$'), self.base)}$"]
+        return self.values(reference)
+
+
+SCALES = {unit_of("percent"): r"\cdot \frac{1}{100}", unit_of("degree"): r"\cdot \frac{\pi}{180}"}
 
 
 def answer_of_reference(reference: Any) -> Answer:
@@ -109,8 +140,8 @@ def answer_of_reference(reference: Any) -> Answer:
     if isinstance(reference, float) and not math.isfinite(reference):
         raise UnreadableReference(f"expected a number or formula, got {reference!r}")
     text = _tidy(str(reference)[-TAIL:])
-    marked = stated_answer(text, SYMBOLS)
-    answer = _read(text if marked is None else _first_lines(marked))
+    stated = _stated(text)
+    answer = _read(text) if stated is None else stated
     if answer.words is not None and all(map(NUMBER_WORD.fullmatch, re.findall(r"\w+", answer.words))):
         raise UnreadableReference(f"expected a number in digits, got {reference!r:.200}")
     if (answer.words or answer.latex.strip("$ ")).casefold() in PLACEHOLDERS:
@@ -132,20 +163,44 @@ def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answ
     text = _tidy(text[-TAIL:])
     if not commas:
         text = DECIMAL_COMMA.sub("0.", text)
+    found = _found(text)
+    stated = _stated(text)
+    if stated is not None:
+        return [stated, found] if stated.words is not None and not stated.latex else [stated]
+    line = _undelimited(text)
+    if len(text) <= SPAN and (bare or _measure(line) or not (_prose(line) or VARIABLE.search(line))):
+        alone = _sentence(text)
+        return [alone] if alone.latex else [alone, found]
+    whole = _read(text) if len(text) <= SPAN else found
+    return [found, whole] if whole.words else [found]
+
+
+def _stated(text: str) -> Answer | None:
+    """Return the answer behind the last marker; None if there is no marker."""
     marked = stated_answer(text, SYMBOLS)
     if marked is not None:
-        return [_read(_first_lines(marked))]
+        return _sentence(_first_lines(marked))
     stated = stated_answer(text, WORDS)
-    if stated is not None:
-        return [_read(re.split(r"\n|\.(?:\s|$)", stated[:SPAN])[0]), Answer(text)]
-    alone = _read(text) if len(text) <= SPAN else Answer()
-    return [alone, Answer(text)] if bare or alone.words or alone.unit else [Answer(text)]
+    if stated is None:
+        return None
+    answer = _sentence(re.split(r"\n|\.(?:\s|$)", stated[:SPAN])[0])
+    return replace(answer, unit=answer.unit or None)  # words of a sentence are no unit
+
+
+def _found(text: str) -> Answer:
+    """Return what math-verify finds in a text without a marker: the last formula or number."""
+    numbers = list(re.finditer(r"[0-9][0-9.,]*", text))
+    measured = _measure(text[numbers[-1].start() :].strip(" \n.")) if numbers else None
+    text = re.sub(r"(?<![\w.$])([0-9.]+) or ([0-9.]*[0-9])\b", r"$\1, \2$", text)
+    return Answer(_without_currency(text), unit=(measured.unit or None) if measured else None)
 
 
 def _tidy(text: str) -> str:
-    r"""Return the text with its boxes as ``\boxed{``, and without escaped dollars and thin spaces in numbers."""
-    text = text.replace(r"\$", "").replace(r"\!", "")
-    text = re.sub(r"(?<=[0-9])(?:\\,|\{,\})(?=[0-9]{3}(?![0-9]))", ",", text)
+    r"""Return the text with its boxes as ``\boxed{``, in ASCII, and without thin spaces in numbers."""
+    text = plain_text(text).replace(r"\$", "\uff04").replace(r"\!", "").replace(r"\varnothing", r"\emptyset")
+    text = re.sub("\u221a\\(?([0-9]+)\\)?", r"\\sqrt{\1}", text)
+    text = text.translate(str.maketrans(SYMBOLS_OF_TEXT))
+    text = re.sub(r"(?<=[0-9])(?:\\,|\{,\}|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ",", text)
     text = BOX.sub(lambda box: r"\boxed{" + (box["token"] + "}" if box["token"] else ""), text)
     return re.sub(r"\$[^$]*\$", lambda formula: formula.group().replace("\n", " "), text)
 
@@ -161,16 +216,67 @@ def _first_lines(answer: str) -> str:
     return answer
 
 
+def _undelimited(answer: str) -> str:
+    """Return an answer in one line without dollar signs around formulas and without decoration."""
+    answer = " ".join(answer.replace("\n", " ").replace("**", "").split())
+    if re.fullmatch(r"(?:[^$]*\$(?=[0-9]))+[^$]*", answer):  # amounts of money, no formulas
+        answer = answer.replace("$", "\uff04")
+    answer = WHOLE.sub(lambda formula: next(filter(None, formula.groups()), "").strip(), answer)
+    answer = SPACE.sub(" ", answer.replace("$", "\uff04").replace("{:}", ":"))
+    answer = answer if "=" in answer else RANGE.sub(" to ", answer)
+    return answer.strip("*\t :,=").rstrip(".,; ")
+
+
+def _sentence(answer: str) -> Answer:
+    """Return the answer of a text that states and perhaps explains it: the first value, or several joined by "or"."""
+    answer = _undelimited(answer)
+    whole = _read(answer)
+    words = _prose(answer)
+    if not words or whole.unit is not None or whole.letter:
+        return whole
+    begins = [0, *(word.end() for word in words)]
+    ends = [*(word.start() for word in words), len(answer)]
+    parts = [answer[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    for number, word in enumerate(words, 1):
+        if word["word"] == "not":
+            parts[number] = ""
+    first = next((number for number, part in enumerate(parts) if re.search(r"[0-9]|\\[a-z]", part)), None)
+    if first is None:
+        return whole
+    head, last = parts[first], first
+    for part in parts[first + 1 :]:
+        if not re.match(rf"\s*,?\s*(?:{AND_OR})\s+\S", part) and not re.search(r"(?:\s|\()or\s*$", head):
+            break
+        head, last = f"{head} , {part}", last + 1
+    measured = None
+    if last == first < len(words):
+        clause = re.match(r"[^,;:(]*", answer[ends[first] :])
+        measured = _measure(head + " ".join(clause.group().split()[:3])) if clause else None
+    head = re.sub(rf"\s(?:{AND_OR})$", "", head.strip(" ,;:("))
+    return replace(measured or _read(head), words=whole.words)
+
+
+def _prose(answer: str) -> list[re.Match[str]]:
+    """Return the words of an answer that belong to no formula."""
+    return [match for match in PROSE.finditer(answer) if match["word"]]
+
+
 def _read(answer: str) -> Answer:
     """Return an answer from the text that states it and nothing else."""
-    answer = answer.replace("\n", " ").strip("*\t ").rstrip(".,; ")
-    whole = WHOLE.fullmatch(answer)
-    answer = next(filter(None, whole.groups()), "").strip() if whole else answer
-    answer = answer.replace("$", "") if answer.count("$") == 1 else answer
+    formulas = any(mark in answer for mark in DELIMITERS)
+    solution, answer = answer, _undelimited(answer)
+    if r"\boxed" in answer or (formulas and _prose(answer) and not _measure(answer)):
+        return Answer(_without_currency(solution))
+    if choice := CHOICE.match(answer):
+        return replace(_read(answer[choice.end() :]), letter=choice[2])
+    text = re.fullmatch(TEXT, answer)
+    if text and re.search("[0-9]", answer):
+        answer = (text[1] or text[2]).strip()
     answer = SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", answer)
-    if any(mark in answer for mark in DELIMITERS):
-        return Answer(answer)
-    plain = " ".join(re.sub(r"\\[,;: ]|~", " ", re.sub(TEXT, r" \1 ", answer)).split())
+    answer = MIXED.sub(r"\1\\frac{\2}{\3}", without_spaces(answer))
+    answer = CASES.sub(lambda cases: cases[1].replace("&", "").replace(r"\\", ","), answer)
+    answer = COUNTS.sub(r"\\binom{\1}{\2}", answer)
+    plain = " ".join(re.sub(TEXT, r" \1\2 ", answer).split())
     if modulus := MODULUS.search(plain):
         return Answer(f"${plain[: modulus.start()]}$", modulus=modulus["modulus"])
     if base := BASE.fullmatch(plain):
@@ -179,39 +285,51 @@ def _read(answer: str) -> Answer:
         return measured
     if _is_words(plain) or (len(plain) > 1 and plain.isalpha() and re.fullmatch(TEXT, answer)):
         return Answer(words=plain.casefold())
-    return Answer(f"${CONJUNCTION.sub(', ', answer)}$")
+    if TRIGONOMETRY.search(answer):
+        answer = DEGREES.sub(r"(\1 \\cdot \\frac{\\pi}{180})", answer)
+    return Answer(f"${_without_currency(CONJUNCTION.sub(', ', answer))}$")
 
 
 def _measure(answer: str) -> Answer | None:
     """Return a quantity without its unit, if the answer is one."""
-    match = UNIT_TEXT.fullmatch(answer) or UNIT_WORDS.fullmatch(answer)
-    if match is None or not re.search(r"[0-9]|\\(?!text)", match["rest"]):
+    names, rest = list[str](), UNIT_FRACTION.sub(r"\1/\2", answer)
+    answer = rest
+    if money := CURRENCY.fullmatch(answer):
+        names, rest = [money["unit"]], money["sign"] + money["rest"]
+    match = MEASURE.fullmatch(rest) if len(rest) <= SPAN else None
+    words = re.sub(TEXT, r" \1\2 ", match["unit"]) if match else ""
+    named = re.search(rf"[^\W\d_]|[%\u00a2{CURRENCIES}]", words)
+    if match and named and re.search(r"[0-9]|\\(?!text)", match["rest"]) and not TRIGONOMETRY.search(match["rest"]):
+        bare = re.sub(TEXT, " ", match["unit"])
+        apart = not bare or bare[0].isspace() or bare[0] in "(/"
+        number = bare.strip("/. ") == "" or not VARIABLE.search(match["rest"])
+        if (
+            number
+            and is_unit(bare, apart=apart)
+            and is_unit(words, apart=True)
+            and not any(map(FUNCTION.fullmatch, words.split()))
+        ):
+            rest, names = match["rest"], [*names, words]
+    if not names:
         return None
-    names = re.findall(r"[a-z]+|/", match[2].casefold())
-    if match.re is UNIT_WORDS and not _is_unit(names, apart=match[2][:1].isspace()):
-        return None
-    rest = match["rest"]
-    if names and names[0] in MULTIPLES:
-        rest, names = rf"{rest} \cdot 10^{{{MULTIPLES[names[0]]}}}", names[1:]
-    return Answer(f"${rest}$", unit=_unit(names, match["power"]))
+    first = words.split()[0].casefold().rstrip("s") if words.split() else ""
+    if first in MULTIPLES:
+        rest = rf"{rest} \cdot {MULTIPLES[first]}"
+    product = f"${answer}$" if match and re.fullmatch(r"\s*[A-Za-z]", match["unit"]) else ""
+    latex = f"${_without_currency(CONJUNCTION.sub(', ', rest))}$"
+    return Answer(latex, unit=unit_of(" ".join(names)), product=product)
 
 
-def _is_unit(names: Sequence[str], *, apart: bool) -> bool:
-    """Return True if words after a number are no product of variables."""
-    known = any(name in UNITS and len(name) > 1 for name in names)
-    return not any(map(FUNCTION.fullmatch, names)) and (known or (apart and any(len(name) > 2 for name in names)))
+def _without_currency(text: str) -> str:
+    return re.sub(f"[{CURRENCIES}]", "", text)
 
 
-def _unit(names: Sequence[str], power: str | None) -> tuple[str, ...] | None:
-    """Return the known names of a unit, the power last; None if one is unknown."""
-    exponents = {"square": "2", "sq": "2", "cubic": "3", "cu": "3"}
-    power = next((exponents[name] for name in names if name in exponents), power)
-    names = ["mile", "/", "hour"] if list(names) == ["mph"] else [name for name in names if name not in exponents]
-    known = [
-        UNITS.get(name) or UNITS.get(name.removesuffix("s")) or ("/" if name in ("/", "per") else None)
-        for name in names
-    ]
-    return None if not known or None in known else (*(name for name in known if name), power or "")
+def _in_base(digits: str, base: str) -> str:
+    """Return the value of a numeral; empty if its base does not have its digits."""
+    try:
+        return str(int(digits.replace(",", ""), int(base)))
+    except ValueError:
+        return ""
 
 
 def _is_words(plain: str) -> bool:

@@ -1,15 +1,15 @@
 r"""Reward for the number of the reference, compared exactly.
 
-Numbers: digits of any script with thousands separators, decimals (after a leading zero also with a comma), sign,
-currency before and unit after; scientific notation (``1.5e3``, ``1.5 \times 10^3``) and powers (``2^10``); fractions
-(``3/4``, ``\frac{3}{4}``) and mixed numbers (``1 3/4``). Numbers of more than 1000 digits are skipped.
+Numbers: digits of any script with thousands separators (after a marker also spaces), decimals (after a leading zero or
+points between thousands also with a comma), sign, currency before and unit after; ``1.5 million``; scientific notation
+(``1.5e3``, ``1.5 \times 10^3``) and powers (``2^10``); fractions (``3/4``, ``\frac{3}{4}``), mixed numbers (``1 3/4``)
+and ``0.\overline{3}``. Numbers of more than 1000 digits are skipped.
 
 Source: the answers of GSM8K, which end with ``#### 42``: Cobbe et al. 2021, arXiv:2110.14168.
 """
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,7 +19,8 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.text import MARKERS, first_line, stated_answer
+from lightning_rl.rewards.measures import MULTIPLES
+from lightning_rl.rewards.text import AND_OR, GROUPS, MARKERS, first_line, plain_text, stated_answer, without_spaces
 from lightning_rl.utils.arguments import check_numbers, check_texts
 
 MAX_DIGITS = 1000
@@ -51,21 +52,26 @@ NUMBER = re.compile(
           | \s*+{POWER_OF}(?P<power>[-+]?[0-9]++)\s*+\}}?
         )?
     )
-    (?:\s*+(?:\\?%|percent\b))?
+    (?:\s*+(?:\\?%|percent\b)|[\s~\\]*+(?:(?:text|mathrm)\s*+\{{\s*+)?(?P<multiple>{"|".join(MULTIPLES)})\b)?
     """,
     re.VERBOSE,
 )
-LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/", "\u2215": "/", "\uff0f": "/"}
-LETTERS |= {"\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
 BEFORE = re.compile(  # a number is part of a formula, range or time
     r"(?:\\(?!text|math|mbox|left|quad)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
 )
 AFTER = re.compile(
-    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|_|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
+    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|_|\u00b1|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
 )
+DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\(){}\[\]]+")
+NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
+OR = rf"(?:{AND_OR}|y|o|e|\u0438|lor|vee)"
+SEVERAL = re.compile(
+    rf"|(?:[^\W\d_]+ |%)?,? ?{OR}{NAME}|(?:[^\W\d_]+ |%)?,? ?or(?: [a-z]+){{0,2}}|[,;&/\u2013\u2014-]{NAME}"
+)
+ALTERNATIVE = re.compile(r"(?:[^\W\d_]+ |%)?,? ?(?:or|oder|ou)(?: [a-z]+){0,2}|[\u2013\u2014]")  # codespell:ignore oder
+NOT = re.compile(r"\bnot\W*$", re.IGNORECASE)
 SPACING = re.compile(r"\\(?:text|mathrm|mbox)|(?<!,)\\[,;! ](?![0-9]{3})")
 FORMULA = re.compile(r"[-+*=^_<>\\]")
-SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +79,10 @@ class NumberMatch(AnswerMatch):
     r"""Number reward: 1 if a completion states the number of the reference, else 0.
 
     The last marker decides: the stated number is the first in the line after it (after the ``=`` in ``x = 42`` and ``6
-    * 7 = 42``), else the last number after it. A part of a formula (``3\sqrt{2}``), range or time is no number. Without
-    a marker it is the last number of the completion. A brace that is not closed states no number. Percent signs are
-    ignored. Numbers are compared as fractions, without rounding: 42, 42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
+    * 7 = 42``), else the last number after it. A part of a formula (``3\sqrt{2}``), range or time is no number, nor are
+    several different values (``5 or 6``, ``5, 6``). Without a marker it is the last number of the completion. A brace
+    that is not closed states no number. Units and percent signs are ignored. Numbers are compared as fractions, without
+    rounding: 42, 42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
 
     Args:
         answer: Name of the column with the references: numbers, texts with one number, whole answers of GSM8K, or lists
@@ -117,13 +124,14 @@ class NumberMatch(AnswerMatch):
 
     def number_of_text(self, text: str) -> Fraction | None:
         """Return the number that a completion states; None if there is none or it has more than 1000 digits."""
-        text = _plain(text)
+        text = plain_text(text)
         stated = stated_answer(text, self.markers)
-        line = "" if stated is None else _right_side(first_line(stated))
-        if match := NUMBER.search(line):
-            part = BEFORE.search(line[: match.start()]) or AFTER.match(line[match.end() :])
-            return None if part else _value(match)
-        return None if self.strict else _last_value(text if stated is None else stated)
+        line = "" if stated is None else without_spaces(first_line(stated))
+        numbers = list(NUMBER.finditer(line))
+        if numbers:
+            return _stated_value(line, numbers)
+        text = text if stated is None else stated
+        return None if self.strict else _last_value(without_spaces(text) if GROUPS.fullmatch(text.strip()) else text)
 
     def number_of_reference(self, reference: Any) -> Fraction:
         """Return the number of the reference.
@@ -135,46 +143,26 @@ class NumberMatch(AnswerMatch):
         if number and (isinstance(reference, Rational) or math.isfinite(reference)):
             return _exact(reference)
         if isinstance(reference, str):
-            text = _plain(reference)
+            text = plain_text(reference)
             stated = stated_answer(text, self.markers)
             for part in (text,) if stated is None else (first_line(stated), stated):
-                value = self._only_number(SPACING.sub(" ", _right_side(part)))
+                value = self._only_number(without_spaces(SPACING.sub(" ", part)))
                 if value is not None:
                     return value
         raise UnreadableReference(f"expected a number, or a text with one number, got {reference!r:.200}")
 
     def _only_number(self, text: str) -> Fraction | None:
-        """Return the number of a text with exactly one number and no formula around it, else None."""
-        matches = list(NUMBER.finditer(text))
-        if len(matches) != 1 or FORMULA.search(text[: matches[0].start()] + text[matches[0].end() :]):
+        """Return the only number of a text, or after its equals sign; None if there are others or a formula."""
+        right = _right_side(text)
+        matches = list(NUMBER.finditer(right))
+        if len(matches) != 1 or FORMULA.search(right[: matches[0].start()] + right[matches[0].end() :]):
             return None
-        return _value(matches[0])
+        return _stated_value(text, list(NUMBER.finditer(text)))
 
 
 def _exact(number: Rational | float) -> Fraction:
     """Return the decimal value of a float as printed: 0.1 is one tenth."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
-
-
-def _plain(text: str) -> str:
-    """Return the text with digits of other scripts, fraction characters, minus signs etc. in ASCII."""
-    if text.isascii():
-        return text
-    text = SUPERSCRIPTS.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run.group())}}}", text)
-    return text.translate({ord(letter): plain for letter in set(text) if (plain := _letter(letter)) is not None})
-
-
-def _letter(letter: str) -> str | None:
-    if letter.isascii():
-        return None
-    digit = unicodedata.decimal(letter, None)
-    if digit is not None:
-        return str(digit)
-    kind, *codes = unicodedata.decomposition(letter).split() or [""]
-    if kind == "<fraction>":
-        plain = "".join(chr(int(code, 16)) for code in codes).replace("\u2044", "/")
-        return f" {plain}" if plain[-1] != "/" else None
-    return LETTERS.get(letter)
 
 
 def _right_side(span: str) -> str:
@@ -183,11 +171,40 @@ def _right_side(span: str) -> str:
     return right if equals and not re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", left)) else span
 
 
+def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
+    """Return the first number after the last equals sign; None if it is part of a formula or one of several values."""
+    begin = len(line) - len(_right_side(line))
+    index = next(
+        (n for n, number in enumerate(numbers) if number.start() >= begin and not _negated(line, number)), None
+    )
+    if index is None:
+        return None
+    number = numbers[index]
+    part = BEFORE.search(line[begin : number.start()]) or AFTER.match(line[number.end() :])
+    near = numbers[max(index - 1, 0) : index + 2]
+    different = any(_value(one) != _value(number) and SEVERAL.fullmatch(_between(line, number, one)) for one in near)
+    return None if part or different else _value(number)
+
+
+def _negated(line: str, number: re.Match[str]) -> bool:
+    return NOT.search(line[: number.start()]) is not None
+
+
+def _between(text: str, one: re.Match[str], other: re.Match[str]) -> str:
+    """Return the text between two numbers without decoration."""
+    first, last = sorted((one, other), key=lambda number: number.start())
+    return DECORATION.sub(" ", text[first.end() : last.start()]).strip()
+
+
 def _last_value(text: str) -> Fraction | None:
-    last = None
-    for last in NUMBER.finditer(text):  # noqa: B007  the last match counts
-        pass
-    return None if last is None else _value(last)
+    before = last = None
+    for number in NUMBER.finditer(text):
+        before, last = last, number
+    if last is None or (
+        before and _value(before) != _value(last) and ALTERNATIVE.fullmatch(_between(text, before, last))
+    ):
+        return None
+    return _value(last)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
@@ -198,6 +215,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     value = _ratio(top, bottom) if top else _power(match)
     if value is None:
         return None
+    value *= MULTIPLES.get(match["multiple"], 1)
     if match["whole"]:
         value += _decimal(match["whole"])
     return -value if "-" in (match["sign"], match["inner_sign"]) else value
@@ -232,4 +250,4 @@ def numbers_in(text: str) -> Iterator[Fraction | None]:
         >>> [str(number) for number in numbers_in("-$1,234.50, 3/4 of 1e2")]
         ['-2469/2', '3/4', '100']
     """
-    return (_value(match) for match in NUMBER.finditer(_plain(text)))
+    return (_value(match) for match in NUMBER.finditer(plain_text(text)))

@@ -1,7 +1,9 @@
 """Inputs of rewards: the text of a completion, a column of the data, and the answer in a text."""
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +23,23 @@ MARKERS = (
     *("\u7b54\u6848\u662f", "\u7b54\u6848\u4e3a", "\u7b54\u6848\u5e94\u4e3a", "\u6545\u9009", "\u7b54\u3048\u306f"),
     "\ub2f5\uc740",
 )
+AND_OR = "or|and|to|oder|und|bis|ou|\u0438\u043b\u0438|\u6216|\u548c"  # between two values; codespell:ignore oder
 SPAN = 200  # maximum length of the line with an answer
+LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/", "\u2215": "/", "\uff0f": "/"}
+LETTERS |= {"\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
+CONTINENTAL = re.compile(  # 1.234,56 and 1.234.567
+    r"(?<![0-9.,(\[])([0-9]{1,3}\.[0-9]{3}(?=[.,])(?:\.[0-9]{3})*+)(?:(?<=\..{3}\..{3})()|(,[0-9]++))(?![.,]?[0-9])"
+)
+GROUPS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?: |~|\\ )[0-9]{3})+(?![0-9/])")  # 1 234 567
+REPEATING = re.compile(
+    r"(?<![0-9])([0-9]{0,50}+)\.([0-9]{0,50}+)\\(?:overline|bar|dot)\s*(?:\{([0-9]{1,50})\}|([0-9]))"
+)
+SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+OPEN_BOX = r"\\(?:boxed|fbox)\{"
+LINKED_BOXES = re.compile(
+    rf"({OPEN_BOX}(?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})*)\}}\s*\$?\s*,?\s*"
+    rf"(?:(?:{AND_OR})\s*\$?\s*{OPEN_BOX}|\$?\s*{OPEN_BOX}(?=[^{{}}]*\\text\{{ and \}}))"
+)
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
 
@@ -119,7 +137,8 @@ def ids_of(
 def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
     r"""Return the text after the last marker; None if there is no marker.
 
-    After a marker that opens a brace, the text in braces, which is empty if the brace is not closed.
+    After a marker that opens a brace, the text in braces, which is empty if the brace is not closed. Boxes that only
+    "and" or "or" joins are one box.
 
     Args:
         text: Text of a completion.
@@ -130,6 +149,9 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
         >>> stated_answer("The answer is 4. #### 5"), stated_answer(r"It is \boxed{5} now"), stated_answer(r"\boxed{5")
         ('5', '5', '')
     """
+    linked = r"\boxed{" in text and r"\boxed{" in markers
+    while linked and (joined := LINKED_BOXES.sub(r"\1 \\text{ and } ", text)) != text:
+        text = joined
     last = None
     for last in _marker_pattern(tuple(markers)).finditer(text) if markers else ():  # noqa: B007  the last one decides
         pass
@@ -137,6 +159,46 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
         return None
     after = text[last.end() :]
     return (_brace_content(after) if last.group().endswith("{") else after).strip()
+
+
+def plain_text(text: str) -> str:
+    """Return the text with digits of other scripts, fraction characters, minus signs etc. in ASCII."""
+    if not text.isascii():
+        text = SUPERSCRIPTS.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run.group())}}}", text)
+        text = text.translate({ord(letter): plain for letter in set(text) if (plain := _letter(letter)) is not None})
+    text = REPEATING.sub(lambda number: _fraction(*number.groups()), text)
+    return CONTINENTAL.sub(lambda number: number[1].replace(".", "") + (number[3] or "").replace(",", "."), text)
+
+
+def _letter(letter: str) -> str | None:
+    if letter.isascii():
+        return None
+    digit = unicodedata.decimal(letter, None)
+    if digit is not None:
+        return str(digit)
+    kind, *codes = unicodedata.decomposition(letter).split() or [""]
+    if kind == "<fraction>":
+        plain = "".join(chr(int(code, 16)) for code in codes).replace("\u2044", "/")
+        return f" {plain}" if plain[-1] != "/" else None
+    return LETTERS.get(letter)
+
+
+def _fraction(whole: str, digits: str, several: str | None, one: str | None) -> str:
+    """Return a repeating decimal as a fraction."""
+    period = several or one or ""
+    tail = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(digits)
+    value = Fraction(f"{whole or 0}.{digits or 0}") + tail
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def without_spaces(text: str) -> str:
+    """Return the text without spaces between the thousands of a number.
+
+    Example:
+        >>> without_spaces("1 234 567 apples")
+        '1234567 apples'
+    """
+    return GROUPS.sub(lambda number: re.sub(r"[ ~\\]", "", number.group()), text)
 
 
 def first_line(answer: str) -> str:

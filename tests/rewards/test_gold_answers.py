@@ -94,6 +94,26 @@ STYLES: dict[str, Callable[[], str]] = {
     "sqrt-n": lambda: rf"\sqrt[3]{{{number(2, 30)}}}",
     "time": lambda: f"{number(1, 12)}:{number(10, 59)}",
     "time-pm": lambda: rf"{number(1, 12)}:{number(10, 59)} \text{{ p.m.}}",
+    "amc": lambda: rf"\textbf{{({draw.choice('ABCDE')})}}\ {number(2, 999)}",
+    "amc-mathrm": lambda: rf"(\mathrm{{{draw.choice('ABCDE')}}}) \frac{{{number(1, 9)}}}{{{number(10, 19)}}}",
+    "unit-mathrm": lambda: (
+        rf"{number(1, 99)}\ \mathrm{{{draw.choice(['m/s', 'kJ', 'GB', 'kW', 'mol', 'Hz', 'eV', 'N', 'mA'])}}}"
+    ),
+    "unit-symbol": lambda: f"{number(1, 99)} {draw.choice(['m/s', 'kJ', 'km/h', 'W', 'V', 'kg', 'mL', 'cm^2', 'm^3'])}",
+    "unit-inside": lambda: rf"\text{{{number(1, 99)} {draw.choice(['apples', 'hours', 'cups', 'a.m.', 'pm'])}}}",
+    "time-am": lambda: f"{number(1, 12)}:{number(10, 59)} {draw.choice(['a.m.', 'p.m.'])}",
+    "celsius": lambda: rf"{number(-20, 99)}^\circ\text{{{draw.choice('CF')}}}",
+    "currency": lambda: draw.choice(["\u00a3", "\u20ac", "\u00a5", "\u20b9", "USD "]) + str(number(1, 999)),
+    "permille": lambda: rf"0.{number(1, 9)}\%",
+    "repeating": lambda: rf"{number(0, 9)}.{number(0, 9)}\overline{{{number(1, 8)}}}",
+    "mixed-plain": lambda: f"{number(1, 9)} {number(1, 4)}/{number(5, 9)}",
+    "space-thousands": lambda: f"{number(1000, 9999999):,}".replace(",", " "),
+    "vulgar": lambda: str(number(1, 99)) + draw.choice("\u00bd\u00bc\u00be\u2153"),
+    "statement": lambda: f"The answer is {number(2, 999)}",
+    "empty-set": lambda: r"\varnothing",
+    "unicode": lambda: f"{number(2, 9)}\u221a{draw.choice([2, 3, 5, 7])}",
+    "degrees-inside": lambda: rf"\cos {number(10, 80)}^\circ",
+    "cases": lambda: rf"\begin{{cases}}x={number(1, 9)}\\y={number(10, 19)}\end{{cases}}",
     "gsm": lambda: f"He has {number(2, 9)} + 3 = <<2+3=5>>5 apples.\n#### {number(2, 9999):,}",
 }
 FORMS: dict[str, Callable[[str], str]] = {

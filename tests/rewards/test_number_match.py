@@ -111,7 +111,7 @@ def test_what_reads_as_a_number(text: str, numbers: list[Any]) -> None:
         pytest.param({}, "42, not 43", 0.0, id="only-the-last"),
         pytest.param({}, "#### 42\nI checked it 3 times.", 1.0, id="marker-beats-last"),
         pytest.param({}, "#### 41\n#### 42", 1.0, id="last-marker"),
-        pytest.param({}, "#### 42 43", 1.0, id="first-behind-the-marker"),
+        pytest.param({}, "#### 42 of 43", 1.0, id="first-behind-the-marker"),
         pytest.param({}, "#### 1 2 3 42", 0.0, id="no-list-of-guesses"),
         pytest.param({}, r"\boxed{42} out of 50", 1.0, id="boxed"),
         pytest.param({}, r"\boxed{x = 42}", 1.0, id="boxed-equation"),
