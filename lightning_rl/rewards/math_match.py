@@ -128,6 +128,8 @@ def _questions(text: str, reference: Any, *, bare: bool) -> list[tuple[str, str]
         raise UnreadableReference(f"expected a number or formula, got {reference!r:.200}")
     wanted = answer_of_reference(reference)
     given = answers_of_text(text, commas="," in str(reference), bare=bare)
+    if any(answer.text and answer.text == wanted.text for answer in given):
+        return [("$1$", "$1$")]
     if wanted.words is not None:
         return [("$1$", "$1$" if any(answer.words == wanted.words for answer in given) else "$0$")]
     if any(answer.contradicts(wanted) for answer in given):

@@ -31,7 +31,7 @@ CHOICE = re.compile(
 )
 UNIT_TEXT = r"\\(?:text|math)[a-z]*\s*\{[^{}0-9]*\}"
 PIECE = (
-    r"\\(?:text|math|operatorname)[a-z]*\s*\{(?:[^{}0-9]|\^-?[0-9])*+\}|\\mbox\s*\{[^{}0-9]*+\}"
+    r"\\(?:text|math|operatorname)[a-z]*\s*\{(?:\^-?[0-9]|[^{}0-9])*+\}|\\mbox\s*\{[^{}0-9]*+\}"
     r"|\^\s*(?:\{\s*\\circ\s*\}|\\circ\b|\{\s*-?[0-9]\s*\}|-?[0-9])|\\(?:circ|degree|cdot|times|Omega|mu)\b|\\?%"
     r"|[A-Za-z\u00b5\u03bc\u03a9\u2126\u00a2]++\.?|[/\u00b7()\s" + CURRENCIES + "]"
 )
@@ -92,6 +92,7 @@ class Answer:
         modulus: Modulus of a congruence.
         base: Base of a numeral.
         letter: Letter of a choice before its value, as in ``(D) 7``.
+        text: The answer as it is written, without spaces.
         product: The answer with its unit, if that may be a variable, as in ``5 m``.
     """
 
@@ -101,6 +102,7 @@ class Answer:
     modulus: str | None = None
     base: str | None = None
     letter: str | None = None
+    text: str = ""
     product: str = ""
 
     def contradicts(self, reference: "Answer") -> bool:
@@ -189,8 +191,9 @@ def _stated(text: str) -> Answer | None:
 
 def _found(text: str) -> Answer:
     """Return what math-verify finds in a text without a marker: the last formula or number."""
-    numbers = list(re.finditer(r"[0-9][0-9.,]*", text))
-    measured = _measure(text[numbers[-1].start() :].strip(" \n.")) if numbers else None
+    line = _undelimited(next((line for line in reversed(text.split("\n")) if re.search("[0-9]", line)), ""))
+    numbers = list(re.finditer(rf"[{CURRENCIES}]?[0-9][0-9.,]*", line))
+    measured = _measure(line[numbers[-1].start() :]) if numbers else None
     text = re.sub(r"(?<![\w.$])([0-9.]+) or ([0-9.]*[0-9])\b", r"$\1, \2$", text)
     return Answer(_without_currency(text), unit=(measured.unit or None) if measured else None)
 
@@ -222,6 +225,7 @@ def _undelimited(answer: str) -> str:
     if re.fullmatch(r"(?:[^$]*\$(?=[0-9]))+[^$]*", answer):  # amounts of money, no formulas
         answer = answer.replace("$", "\uff04")
     answer = WHOLE.sub(lambda formula: next(filter(None, formula.groups()), "").strip(), answer)
+    answer = re.sub(r"(?<=\\circ)(?=[A-Z])", " ", answer)
     answer = SPACE.sub(" ", answer.replace("$", "\uff04").replace("{:}", ":"))
     answer = answer if "=" in answer else RANGE.sub(" to ", answer)
     return answer.strip("*\t :,=").rstrip(".,; ")
@@ -232,6 +236,9 @@ def _sentence(answer: str) -> Answer:
     answer = _undelimited(answer)
     whole = _read(answer)
     words = _prose(answer)
+    if whole.words is not None and not words and re.search("[0-9]", whole.words):
+        answer = re.sub(TEXT, r"\1\2", answer)
+        words = _prose(answer)
     if not words or whole.unit is not None or whole.letter:
         return whole
     begins = [0, *(word.end() for word in words)]
@@ -253,7 +260,7 @@ def _sentence(answer: str) -> Answer:
         clause = re.match(r"[^,;:(]*", answer[ends[first] :])
         measured = _measure(head + " ".join(clause.group().split()[:3])) if clause else None
     head = re.sub(rf"\s(?:{AND_OR})$", "", head.strip(" ,;:("))
-    return replace(measured or _read(head), words=whole.words)
+    return replace(measured or _read(head), words=whole.words, text=whole.text)
 
 
 def _prose(answer: str) -> list[re.Match[str]]:
@@ -263,6 +270,11 @@ def _prose(answer: str) -> list[re.Match[str]]:
 
 def _read(answer: str) -> Answer:
     """Return an answer from the text that states it and nothing else."""
+    text = re.sub(r"\s", "", re.sub(TEXT, r"\1\2", _undelimited(answer)))
+    return replace(_parse(answer), text=text)
+
+
+def _parse(answer: str) -> Answer:
     formulas = any(mark in answer for mark in DELIMITERS)
     solution, answer = answer, _undelimited(answer)
     if r"\boxed" in answer or (formulas and _prose(answer) and not _measure(answer)):
@@ -292,8 +304,8 @@ def _read(answer: str) -> Answer:
 
 def _measure(answer: str) -> Answer | None:
     """Return a quantity without its unit, if the answer is one."""
-    names, rest = list[str](), UNIT_FRACTION.sub(r"\1/\2", answer)
-    answer = rest
+    answer = re.sub(r"\\mu\s*(\\(?:text|mathrm)\s*\{|(?=[A-Za-z]))", "\\1\u00b5", UNIT_FRACTION.sub(r"\1/\2", answer))
+    names, rest = list[str](), answer
     if money := CURRENCY.fullmatch(answer):
         names, rest = [money["unit"]], money["sign"] + money["rest"]
     match = MEASURE.fullmatch(rest) if len(rest) <= SPAN else None

@@ -25,7 +25,7 @@ from lightning_rl.utils.arguments import check_numbers, check_texts
 
 MAX_DIGITS = 1000
 
-SEPARATOR = r"(?:,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
+SEPARATOR = r"(?:'|,(?:\\!)?|\{,\}|\\,|[\u00a0\u2009\u202f])"
 GROUP = rf"{SEPARATOR}[0-9]{{3}}"
 INTEGER = rf"(?:(?!0)[0-9]{{1,3}}(?:{GROUP})+(?!{GROUP}|[0-9])|[0-9]++)"
 COMMA = r"(?:(?<![0-9.,(\[{])0(?:,|\{,\})[0-9]++(?![.,)\]}]?[0-9)\]}]))"  # 0,5 is no thousand, (0,5) is a pair
@@ -57,18 +57,17 @@ NUMBER = re.compile(
     re.VERBOSE,
 )
 BEFORE = re.compile(  # a number is part of a formula, range or time
-    r"(?:\\(?!text|math|mbox|left|quad)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
+    r"(?:\u00b1|\\(?!text|math|mbox|left|quad)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
 )
 AFTER = re.compile(
     r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|_|\u00b1|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
 )
-DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\(){}\[\]]+")
+DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\){}\[\]]+")
 NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
 OR = rf"(?:{AND_OR}|y|o|e|\u0438|lor|vee)"
-SEVERAL = re.compile(
-    rf"|(?:[^\W\d_]+ |%)?,? ?{OR}{NAME}|(?:[^\W\d_]+ |%)?,? ?or(?: [a-z]+){{0,2}}|[,;&/\u2013\u2014-]{NAME}"
-)
-ALTERNATIVE = re.compile(r"(?:[^\W\d_]+ |%)?,? ?(?:or|oder|ou)(?: [a-z]+){0,2}|[\u2013\u2014]")  # codespell:ignore oder
+UNIT = r"(?:[^\W\d_]+ |%)?,? ?"
+SEVERAL = re.compile(rf"|{UNIT}{OR}{NAME}|{UNIT}\(? ?or(?: [a-z]+){{0,2}}|(?:[,;&/|\u2013\u2014-]|\.\.+){NAME}")
+ALTERNATIVE = re.compile(UNIT + r"(?:or|oder|ou)(?: [a-z]+){0,2}|[\u2013\u2014]")  # codespell:ignore oder
 NOT = re.compile(r"\bnot\W*$", re.IGNORECASE)
 SPACING = re.compile(r"\\(?:text|mathrm|mbox)|(?<!,)\\[,;! ](?![0-9]{3})")
 FORMULA = re.compile(r"[-+*=^_<>\\]")
