@@ -3,6 +3,7 @@
 import math
 import re
 import secrets
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.text import column_of, texts_of
 from lightning_rl.utils.arguments import check_counts, check_text
 
-BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+BLOCK = re.compile(r"^[^\n`]*?(`{3,}|~{3,})([^\n`]*)((?:\n.*?)??)(?:\n[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+PYTHON = re.compile(r"\W*(python[\d.]*|py\d?)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,21 +27,25 @@ class CodeTests:
 
     A completion without a code block scores 0. A row whose tests are None gets None. A test is one of these:
 
-    * a mapping with ``"input"`` (stdin) and ``"output"`` (expected stdout; trailing whitespace of lines and of the
-      whole is ignored);
+    * a mapping with ``"input"`` (stdin) and ``"output"`` (expected stdout), each a text or a list of lines. Trailing
+      whitespace of lines and of the whole is ignored;
     * such a mapping that also names a function, as ``"fn_name"``, in its ``"metadata"`` as ``"func_name"``, or by the
       ``"type"`` ``function_call`` or ``functional`` and the column ``entry_point`` or ``metadata``: the function, or
-      the method of ``class Solution``, is called with the input, a list of arguments or one per line in JSON, and has
-      to return the output;
-    * a string of code such as ``assert f(2) == 4`` that runs after the program in the same process. Code that only
-      defines functions is followed by calls: of ``check``, as in HumanEval, with the function named in the column
-      ``entry_point``, or of functions ``test...()``, as in pytest. A program can cheat such tests, so use the other
-      kinds where that matters.
+      the method of ``class Solution``, is called with the input, a list of arguments, one per line in JSON, or a
+      mapping of keywords, and has to return the output;
+    * a string of code such as ``assert f(2) == 4`` that runs after the program in the same process. Its functions
+      ``test...()`` and classes of unittest are run too, by pytest if they need it, as with fixtures or parameters; and
+      its function ``check``, as in HumanEval, with the function named in the column ``entry_point``. A program can
+      cheat such tests, so use the other kinds where that matters.
+
+    Numbers that are decimal fractions have the tolerance of ``numpy.allclose``. A program under a call or code is a
+    module that is imported, as :data:`solution <lightning_rl.rewards.code_driver.NAMES>` by a test: its ``__name__`` is
+    not ``"__main__"``, and it scores 0 if it reads stdin, exits or raises without asking for that.
 
     The tests of a row are a list of tests, a single test, a mapping of lists ``{"inputs": [...], "outputs": [...]}``
-    with or without ``"fn_name"``, or JSON of one of these. A row with other tests or keys, invalid Python or code that
-    tests nothing gets NaN, is left out of training and is counted as failed; a warning shows the first, and the file of
-    failed samples has each as ``reason``.
+    with or without ``"fn_name"``, or JSON of one of these. A row with other tests or keys, invalid Python, or code that
+    tests nothing or needs a module or fixture that the sandbox does not have, gets NaN, is left out of training and is
+    counted as failed; a warning shows the first, and the file of failed samples has each as ``reason``.
 
     Args:
         tests: Name of the column with the tests of each row.
@@ -88,7 +94,7 @@ class CodeTests:
         reasons = [str(score) if isinstance(score, Exception) else None for score in scores]
         if log_extra is not None and any(reasons):
             log_extra("reason", reasons)
-        unreadable = [case for case in cases if isinstance(case, UnreadableReference)]
+        unreadable = [score for score in scores if isinstance(score, UnreadableReference)]
         warn_of_unreadable(unreadable, column=self.tests, option="tests", reward=self)
         if lost := [score for score in scores if isinstance(score, SandboxUnavailable)]:
             warnings.warn(
@@ -114,17 +120,17 @@ class CodeTests:
                     passed += 1
                 elif not self.partial:
                     return 0.0
-        except SandboxUnavailable as error:
+        except (SandboxUnavailable, UnreadableReference) as error:
             return error
         return passed / len(tests)
 
     def _passes(self, program: str, test: Test) -> bool:
         if isinstance(test, AnyOf):
             return any(self._passes(program, reading) for reading in test.tests)
-        end = secrets.token_hex(16)  # which the program does not know
-        source, stdin = test.program(program, end)
+        mark = secrets.token_hex(16)  # which the program does not know
+        source, stdin = test.program(program, mark)
         result = self.sandbox.run(source, stdin)
-        return result.ok and test.accepts(result.stdout, end)
+        return result.ok and test.accepts(result.stdout, mark)
 
 
 def code_of(text: str) -> str | None:
@@ -134,6 +140,6 @@ def code_of(text: str) -> str | None:
         >>> code_of("Like this:" + chr(10) + "```python" + chr(10) + "print(4)" + chr(10) + "```")
         'print(4)'
     """
-    blocks = [(language.lower(), code) for language, code in BLOCK.findall(text)]
-    python = [code for language, code in blocks if language in ("python", "py", "python3")]
-    return (python or [code for _, code in blocks] or [None])[-1]
+    blocks = BLOCK.findall(text)
+    python = [block for block in blocks if PYTHON.match(block[1])]
+    return textwrap.dedent((python or blocks)[-1][2][1:]) if blocks else None

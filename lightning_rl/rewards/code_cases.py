@@ -2,20 +2,29 @@
 
 import ast
 import json
-import os
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl.rewards.answer_match import UnreadableReference
+from lightning_rl.rewards.code_driver import NAMES, plain
+from lightning_rl.utils.naming import in_words
 
 ENTRY_POINT, METADATA = "entry_point", "metadata"
 CALLS, PROGRAMS = ("function_call", "functional"), (None, "stdin", "stdin_stdout")
 KEYS = {"input", "output", "type", "testtype", "fn_name", METADATA}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
+METHOD = re.compile(r"(?:Solution(?:\(\))?\.)?(\w+)")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+FRACTION = re.compile(r"[+-]?\d*(\.\d+|\.?\d*e[+-]?\d+|\.\d+e[+-]?\d+)", re.IGNORECASE)
+DRIVER = Path(__file__).with_name("code_driver.py").read_text(encoding="utf-8")
 TEST_FILE = "<test of a code reward>"
 IMPORTS = (  # that solutions of LeetCode take for granted
     "import bisect, collections, copy, functools, heapq, itertools, json, math, operator, random, re, string, sys\n"
@@ -33,29 +42,52 @@ class InputOutput(NamedTuple):
     given: str
     wanted: str
 
-    def program(self, source: str, end: str) -> tuple[str, str]:
+    def program(self, source: str, mark: str) -> tuple[str, str]:
         """Return the program and its stdin."""
-        del end
+        del mark
         return source, self.given
 
-    def accepts(self, stdout: str, end: str) -> bool:
+    def accepts(self, stdout: str, mark: str) -> bool:
         """Return True if the output is right; trailing whitespace of lines and of the whole is ignored."""
-        del end
-        return _lines(stdout) == _lines(self.wanted)
+        del mark
+        pairs = zip_longest(*(text.strip().splitlines() for text in (stdout, self.wanted)), fillvalue="\n")
+        return all(_line_is(*pair) for pair in pairs)
 
 
-class Script(NamedTuple):
-    """Code that runs after the program in the same process and raises if the program is wrong."""
+@dataclass(frozen=True)
+class Script:
+    """Code that runs after the program in the same process and raises, or has a test that fails, for a wrong program.
+
+    Attributes:
+        code: Python code.
+        modules: Modules that it imports.
+        runner: Option of :func:`.code_driver.main`, as is ``tests``.
+    """
 
     code: str
+    modules: tuple[str, ...] = ()
+    runner: str | None = None
+    tests: tuple[str, ...] = ()
 
-    def program(self, source: str, end: str) -> tuple[str, str]:
-        """Return the program and its stdin; it prints ``end`` if the code ran to the end."""
-        return f"{source}\n{self.code}\nprint({os.linesep + end!r})", ""
+    def program(self, source: str, mark: str) -> tuple[str, str]:
+        """Return the program of the sandbox and its stdin."""
+        return _driver(source, mark, **asdict(self)), ""
 
-    def accepts(self, stdout: str, end: str) -> bool:
-        """Return True if the code ran to the end."""
-        return stdout.rstrip().endswith(end)
+    def accepts(self, stdout: str, mark: str) -> bool:
+        """Return True if the code ran to the end and its tests passed.
+
+        Raises:
+            UnreadableReference: If the code cannot run in this sandbox, or tests nothing.
+        """
+        result = _result(stdout, mark)
+        if missing := result.get("missing"):
+            raise UnreadableReference(
+                f'expected a test that imports modules of the sandbox, or the program as "{NAMES[0]}", got '
+                f"{in_words(missing)}: install it there, or rename it in the test"
+            )
+        if unfit := result.get("unfit"):
+            raise UnreadableReference(f"expected a test that {self.runner} can run, got {self.code!r:.200}: {unfit}")
+        return result.get("passed") is True
 
 
 @dataclass(frozen=True)
@@ -64,33 +96,62 @@ class FunctionCall:
 
     Attributes:
         name: Name of the function.
-        arguments: Positional arguments.
+        arguments: Positional arguments, or keyword arguments as a mapping.
         wanted: Values of which it has to return one, as JSON gives them.
     """
 
     name: str
-    arguments: Sequence[Any]
+    arguments: Sequence[Any] | Mapping[str, Any]
     wanted: Sequence[Any]
 
-    def program(self, source: str, end: str) -> tuple[str, str]:
-        """Return the program, which prints ``end`` and the result as JSON, and its stdin."""
-        imports = "" if "from __future__" in source else IMPORTS
-        call = (
-            "import json as _json\n"
-            f"_owner = Solution() if hasattr(globals().get('Solution'), {self.name!r}) else None\n"
-            f"_function = getattr(_owner, {self.name!r}) if _owner else globals()[{self.name!r}]\n"
-            f"_result = _function(*_json.loads({json.dumps(self.arguments)!r}))\n"
-            f"print({os.linesep + end!r} + _json.dumps(_result, default=list))"
-        )
-        return f"{imports}{source}\n{call}", ""
+    def program(self, source: str, mark: str) -> tuple[str, str]:
+        """Return the program of the sandbox and its stdin."""
+        return _driver(source, mark, code=IMPORTS, function=self.name, arguments=self.arguments), ""
 
-    def accepts(self, stdout: str, end: str) -> bool:
+    def accepts(self, stdout: str, mark: str) -> bool:
         """Return True if the result is right."""
-        try:
-            result = json.loads(stdout.rpartition(end)[2])
-        except ValueError:
-            return False
-        return any(result == value and isinstance(result, bool) == isinstance(value, bool) for value in self.wanted)
+        result = _result(stdout, mark)
+        return "result" in result and any(_equal(result["result"], value) for value in self.wanted)
+
+
+def _driver(program: str, mark: str, **options: Any) -> str:
+    return f"{DRIVER}\n\nmain({program!r}, {mark!r}, **json.loads({json.dumps(options)!r}))\n"
+
+
+def _result(stdout: str, mark: str) -> dict[str, Any]:
+    """Return what the driver said; empty if it did not."""
+    try:
+        return json.loads(stdout.rpartition(mark)[2])
+    except ValueError:
+        return {}
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    """Return True for equal values of JSON; floats have the tolerance of ``numpy.allclose``."""
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(_equal, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return value.keys() == wanted.keys() and all(_equal(value[key], wanted[key]) for key in wanted)
+    if isinstance(value, float) or isinstance(wanted, float):
+        return isinstance(value, Real) and isinstance(wanted, Real) and _close(value, wanted)
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _close(value: Any, wanted: Any) -> bool:
+    try:
+        near = abs(value - wanted) <= 1e-8 + 1e-5 * abs(wanted) < math.inf
+    except OverflowError:  # an integer too large for a float
+        return False
+    return near or value == wanted or (value != value and wanted != wanted)  # NaN
+
+
+def _line_is(line: str, wanted: str) -> bool:
+    """Return True if lines are equal; decimal fractions among their words have a tolerance."""
+    words, targets = (re.split(r"(\s+)", text.rstrip()) for text in (line, wanted))
+    return len(words) == len(targets) and all(
+        word == target or (FRACTION.fullmatch(target) and NUMBER.fullmatch(word) and _close(float(word), float(target)))
+        for word, target in zip(words, targets, strict=True)
+    )
 
 
 class AnyOf(NamedTuple):
@@ -151,7 +212,7 @@ def _test_of(test: Any, entry_point: Any) -> Test:
         UnreadableReference: If the value is not a test.
     """
     if isinstance(test, str):
-        return Script(_script(test, entry_point))
+        return _script(test, entry_point)
     if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys() or test.keys() - KEYS:
         raise UnreadableReference(
             'expected a test to be code or a mapping with "input" and "output", and no other keys than "type", '
@@ -160,13 +221,22 @@ def _test_of(test: Any, entry_point: Any) -> Test:
     kind, name = test.get("type", test.get("testtype")), test.get("fn_name") or _function_of(test.get(METADATA))
     if name is not None or kind in CALLS:
         return _call(test, name or entry_point)
-    if kind not in PROGRAMS or not all(isinstance(test[key], str | Real) for key in ("input", "output")):
+    given, wanted = (_text_of(test[key]) for key in ("input", "output"))
+    if kind not in PROGRAMS or given is None or wanted is None:
         raise UnreadableReference(f'expected strings "input" and "output" of a program, got {test!r:.200}')
-    return InputOutput(str(test["input"]), str(test["output"]))
+    return InputOutput(given, wanted)
+
+
+def _text_of(value: Any) -> str | None:
+    """Return an input or output of a program, which may be a list of lines; None for another value."""
+    if isinstance(value, list | tuple) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    return str(value) if isinstance(value, str | Real) else None
 
 
 def _call(test: Mapping[str, Any], name: Any) -> Test:
-    if not isinstance(name, str) or not name.isidentifier():
+    method = METHOD.fullmatch(name) if isinstance(name, str) else None
+    if method is None or not method[1].isidentifier():
         raise UnreadableReference(
             f'expected the name of the function to call, as "fn_name" of the test or in the column {ENTRY_POINT!r}, '
             f"got {name!r} for {test!r:.200}"
@@ -175,19 +245,23 @@ def _call(test: Mapping[str, Any], name: Any) -> Test:
     wanted = [output, _value(output)] if isinstance(output, str) else [output]
     wanted += [value[0] for value in wanted if isinstance(value, list | tuple) and len(value) == 1]
     try:
-        wanted = json.loads(json.dumps(wanted))
-        calls = [FunctionCall(name, json.loads(json.dumps(arguments)), wanted) for arguments in _arguments(given)]
+        wanted = json.loads(json.dumps(wanted, default=plain))
+        calls = [
+            FunctionCall(method[1], json.loads(json.dumps(arguments, default=plain)), wanted)
+            for arguments in _arguments(given)
+        ]
     except (TypeError, ValueError) as error:
         raise UnreadableReference(f"expected arguments and a result that JSON can hold, got {test!r:.200}") from error
     return calls[0] if len(calls) == 1 else AnyOf(calls)
 
 
-def _arguments(given: Any) -> list[list[Any]]:
-    """Return the possible lists of arguments: a list, or one value per line; a single line may be the list."""
-    if not isinstance(given, str):
-        return [list(given) if isinstance(given, list | tuple) else [given]]
-    lines = [_value(line) for line in given.splitlines() if line.strip()]
-    return [lines, lines[0]] if len(lines) == 1 and isinstance(lines[0], list) else [lines]
+def _arguments(given: Any) -> list[Any]:
+    """Return the possible arguments: a list, keywords, or one value per line; a single line may be the list."""
+    lines = [_value(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else [given]
+    if len(lines) != 1 or not isinstance(lines[0], list | tuple | Mapping):
+        return [lines]
+    readings = [dict(lines[0]) if isinstance(lines[0], Mapping) else list(lines[0])]
+    return readings if isinstance(given, list | tuple) else [*readings, lines]
 
 
 def _value(text: str) -> Any:
@@ -200,27 +274,67 @@ def _value(text: str) -> Any:
     return text
 
 
-def _script(test: str, entry_point: Any) -> str:
+def _script(test: str, entry_point: Any) -> Script:
+    """Return code that runs all tests of a text, or names them for the runner that they need."""
     try:
         body = ast.parse(test, TEST_FILE).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnreadableReference(f"expected a test to be Python, got {test!r:.200}: {error}") from error
-    if not all(_defines(statement) for statement in body):
-        return test
-    functions = {statement.name: statement for statement in body if isinstance(statement, ast.FunctionDef)}
-    if "check" in functions and isinstance(entry_point, str) and entry_point.isidentifier():
-        return f"{test}\ncheck({entry_point})"
-    names = [name for name, function in functions.items() if name.startswith("test") and not _parameters(function)]
-    if names:
-        return "\n".join([test, *(f"{name}()" for name in names)])
+    statements = [statement for statement in body if not _defines(statement)]
+    called = {part.id for statement in statements for part in ast.walk(statement) if isinstance(part, ast.Name)}
+    modules = _modules(body)
+    functions = {part.name: part for part in body if isinstance(part, FUNCTIONS)}
+    tests = {name: part for name, part in functions.items() if name.startswith("test")}
+    classes = {part.name: part for part in body if isinstance(part, ast.ClassDef) and _has_tests(part)}
+    if called & tests.keys():
+        return Script(test, modules)
+    if tests or classes:
+        needs_pytest = (
+            "pytest" in modules
+            or any(name.startswith(("setup", "teardown")) for name in functions)
+            or any(isinstance(part, ast.AsyncFunctionDef) or _parameters(part) for part in tests.values())
+            or not all("TestCase" in test and part.bases for part in classes.values())
+        )
+        if needs_pytest:
+            return Script(test, modules, "pytest", (*tests, *classes))
+        code = "\n".join([test, *(f"{name}()" for name in tests)])
+        return Script(code, modules, "unittest", tuple(classes)) if classes else Script(code, modules)
+    if "check" in functions and "check" not in called and isinstance(entry_point, str) and entry_point.isidentifier():
+        return Script(f"{test}\ncheck({entry_point})", modules)
+    if statements and "check" not in functions.keys() - called:
+        return Script(test, modules)
     raise UnreadableReference(
         f"expected a test to run something, such as an assert, got definitions only, which any program passes: "
         f"{test!r:.200}; a function named check needs the column {ENTRY_POINT!r} with the name of the function to check"
     )
 
 
-def _parameters(function: ast.FunctionDef) -> list[ast.arg]:
-    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+def _modules(body: Sequence[ast.stmt]) -> tuple[str, ...]:
+    """Return the modules that code imports, without packages of relative imports.
+
+    Raises:
+        UnreadableReference: If an import is relative.
+    """
+    parts = [part for statement in body for part in ast.walk(statement)]
+    if relative := [part for part in parts if isinstance(part, ast.ImportFrom) and part.level]:
+        raise UnreadableReference(
+            f'expected a test to import the program as "{NAMES[0]}", got the relative import '
+            f"{ast.unparse(relative[0])!r}: rename it in the test"
+        )
+    names = [alias.name for part in parts if isinstance(part, ast.Import) for alias in part.names]
+    names += [part.module or "" for part in parts if isinstance(part, ast.ImportFrom)]
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in names))
+
+
+def _has_tests(part: ast.ClassDef) -> bool:
+    """Return True for a class that unittest or pytest collects."""
+    named = part.bases or part.name.startswith("Test")
+    return bool(named) and any(isinstance(each, FUNCTIONS) and each.name.startswith("test") for each in part.body)
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[Any]:
+    """Return parameters and decorators."""
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs, *function.decorator_list]
 
 
 def _defines(statement: ast.stmt) -> bool:
@@ -228,7 +342,3 @@ def _defines(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign):
         return not any(isinstance(part, ast.Call) for part in ast.walk(statement))
     return isinstance(statement, DEFINITIONS)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from typing import Any
@@ -32,6 +33,16 @@ def reward(**options: Any) -> CodeTests:
         ("```py\na\n```\noutput:\n```\n4\n```", "a"),
         ("```\na\n```", "a"),
         ("```python\nunfinished", "unfinished"),
+        ("1. Do:\n   ```python\n   if x:\n       b\n   ```\n   Done.", "if x:\n    b"),
+        ("- ```python\n  b\n  ```", "b"),
+        ("~~~python\nb\n~~~\n", "b"),
+        ("```{.python .numberLines}\nb\n```", "b"),
+        ("```{python}\nb\n```\n```text\nc\n```", "b"),
+        ('```Python title="a.py"\nb\n```', "b"),
+        ("```python3.11\nb\n```\n```\nc\n```", "b"),
+        ("````python\n'''\n```\nb\n```\n'''\n````", "'''\n```\nb\n```\n'''"),
+        ("```python\nb\n```\n```python\n```", ""),
+        ("Call ```f(1)``` as in\n```python\nb\n```", "b"),
     ],
 )
 def test_the_last_block_of_python_is_taken(text: str, code: str | None) -> None:
@@ -97,6 +108,7 @@ ASSERT = Script("assert f(2) == 4")
         ({**ONE, "type": "stdin_stdout"}, [READ]),
         ("assert f(2) == 4", [ASSERT]),
         ({"inputs": ["2", "3"], "outputs": ["4", "6"]}, [READ, InputOutput("3", "6")]),
+        ({"inputs": [["2", "3"]], "outputs": [["4"]]}, [InputOutput("2\n3", "4")]),
         (json.dumps([ONE]), [READ]),
         (json.dumps({"inputs": ["2"], "outputs": ["4"]}), [READ]),
         (json.dumps(["assert f(2) == 4"]), [ASSERT]),
@@ -143,11 +155,114 @@ TWICE = "def f(x):\n    return 2 * x"
         ("from __future__ import annotations\nf = lambda x: x", {"input": "2", "output": "2", "fn_name": "f"}, {}, 1.0),
         ("f = pow", {"input": "2\n3\n5", "output": "3", "fn_name": "f"}, {}, 1.0),
         ("def g(x): return x", {"input": "2", "output": "2", "fn_name": "f"}, {}, 0.0),
+        ("f = lambda x: x * 1.1", {"inputs": [[3]], "outputs": [3.3], "fn_name": "f"}, {}, 1.0),
+        ("f = lambda x: x * 1.2", {"inputs": [[3]], "outputs": [3.3], "fn_name": "f"}, {}, 0.0),
+        (
+            "f = lambda x: [(x * 1.1, {'a': 2})]",
+            {"input": "3", "output": '[[3.3, {"a": 2.0}]]', "fn_name": "f"},
+            {},
+            1.0,
+        ),
+        ("f = lambda x: [x > 1, 2]", {"input": "3", "output": "[1, 2]", "fn_name": "f"}, {}, 0.0),
+        ("f = lambda x: [x, 2, 3]", {"input": "3", "output": "[3, 2]", "fn_name": "f"}, {}, 0.0),
+        ("f = lambda x: 10**400 + x", {"input": "3", "output": "1.5", "fn_name": "f"}, {}, 0.0),
+        ("f = lambda x: 1e-10 * x", {"input": "1", "output": "2e-7", "fn_name": "f"}, {}, 0.0),
+        ("f = lambda x: float('nan')", {"input": "1", "output": "NaN", "fn_name": "f"}, {}, 1.0),
+        (
+            "import numpy as np\nf = lambda x: np.arange(x) / 2",
+            {"input": "2", "output": "[0, 0.5]", "fn_name": "f"},
+            {},
+            1.0,
+        ),
+        (
+            "from fractions import *\nf = lambda x: Fraction(x, 2)",
+            {"input": "1", "output": "0.5", "fn_name": "f"},
+            {},
+            1.0,
+        ),
+        ("f = lambda a, b: a - b", {"input": {"b": 1, "a": 3}, "output": 2, "fn_name": "f"}, {}, 1.0),
+        ("f = lambda a, b: a - b", {"input": '{"b": 1, "a": 3}', "output": "2", "fn_name": "f"}, {}, 1.0),
+        ("f = lambda d: d['a']", {"input": {"b": 1, "a": 3}, "output": 3, "fn_name": "f"}, {}, 1.0),
+        (METHOD, {"input": "[1,2]\n3", "output": "6", "fn_name": "Solution().f"}, {}, 1.0),
+        ("f = lambda x: {'b', 'a', x}", {"input": '"c"', "output": "{'c', 'a', 'b'}", "fn_name": "f"}, {}, 1.0),
     ],
 )
 def test_functions_are_called(program: str, tests: Any, columns: dict[str, Any], value: float) -> None:
     rows: dict[str, Any] = {name: [cell] for name, cell in columns.items()}
     assert reward()([""], [f"```python\n{program}\n```"], tests=[tests], **rows) == [value]
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+SUBTRACT = ADD.replace("+", "-")
+ENDS = ["print(add(int(input()), 1))", "sys.exit(0)", "unittest.main()", "raise ValueError"]
+CHECKS: list[Any] = [
+    "assert add(1, 2) == 3",
+    "def check(candidate):\n    assert candidate(1, 2) == 3",
+    "import random\nrandom.seed(1)\ndef check(candidate):\n    assert candidate(1, 2) == 3",
+    "x = add(1, 2)\ndef test_a():\n    assert x == 3",
+    {"fn_name": "add", "input": "[1, 2]", "output": "3"},
+    "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+    "from solution import add as plus\nassert plus(1, 2) == 3",
+    "import main\nassert main.add(1, 2) == 3",
+    "from your_module import *\ndef test_a():\n    assert add(1, 2) == 3",
+    "import unittest\nclass TestCases(unittest.TestCase):\n    def test_a(self):\n        "
+    "self.assertEqual(add(1, 2), 3)\nif __name__ == '__main__':\n    unittest.main()",
+    "from unittest import TestCase, main\nclass Base(TestCase):\n    def setUp(self):\n        self.x = add(1, 2)\n"
+    "class More(Base):\n    def test_a(self):\n        self.assertEqual(self.x, 3)\nmain()",
+    "import pytest\nfrom solution import add\n"
+    "@pytest.mark.parametrize('a', [1, 2])\ndef test_a(a):\n    assert add(a, 2) == a + 2",
+    "class TestAdd:\n    def setup_method(self):\n        self.x = add(1, 2)\n"
+    "    def test_a(self):\n        assert self.x == 3",
+    "import pytest\n@pytest.fixture\ndef one():\n    return 1\ndef test_a(one, capsys):\n    assert add(one, 2) == 3",
+    "import pytest\n@pytest.fixture(autouse=True)\ndef one():\n    assert add(1, 2) == 3\ndef test_a():\n    pass",
+]
+
+
+@pytest.mark.parametrize("test", CHECKS, ids=range(len(CHECKS)))
+def test_a_program_under_a_call_or_code_is_a_module_that_is_imported(test: Any) -> None:
+    guarded = "import sys, unittest\n%sclass TestOwn(unittest.TestCase):\n    def test_own(self): 1 / 0\n"
+    guarded = f"{guarded % ADD}if __name__ == '__main__':\n    " + ENDS[CHECKS.index(test) % 4]
+    wrong = ["x = 1", f"{ADD}raise SystemExit(0)", f"{ADD}input()"][CHECKS.index(test) % 3]
+    blocks = [f"```python\n{program}\n```" for program in (guarded, SUBTRACT, wrong)]
+    assert reward()([""] * 3, blocks, tests=[[test]] * 3, entry_point=["add"] * 3) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("import no_such_module\nassert add(1, 2) == 3", r'program as "solution", got "no_such_module"'),
+        ("from .solution import add\nassert add(1, 2) == 3", r"relative"),
+        ("def test_a(no_such_fixture):\n    assert add(1, 2) == 3", "fixture 'no_such_fixture' not found"),
+        ("async def test_a():\n    assert add(1, 2) == 3", "async def functions are not natively supported"),
+        ("import pytest\n@pytest.mark.skip\ndef test_a():\n    assert add(1, 2) == 3", "ran no test"),
+        (
+            "import unittest\n@unittest.skip('x')\nclass A(unittest.TestCase):\n    def test_a(self):\n        1 / 0",
+            "ran no test",
+        ),
+    ],
+)
+def test_a_test_that_cannot_run_fails_its_row_with_the_reason(test: str, message: str) -> None:
+    logged: dict[str, Any] = {}
+    with pytest.warns(UserWarning, match=message):
+        values = reward()([""], [f"```python\n{ADD}\n```"], tests=[test], log_extra=logged.__setitem__)
+    assert math.isnan(values[0] or 0) and re.search(message, logged["reason"][0])
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "value"),
+    [
+        ("3.3000000000000003", "3.3", 1.0),
+        ("x 1\n0.33333333", "x 1\n0.333333333", 1.0),
+        ("1", "1.0", 1.0),
+        ("3.4", "3.3", 0.0),
+        ("31", "30", 0.0),
+        ("1.0000001", "1", 0.0),
+        ("1  2.5", "1 2.5", 0.0),
+        ("1.5 2", "1.5", 0.0),
+    ],
+)
+def test_decimal_fractions_of_an_output_have_a_tolerance(printed: str, wanted: str, value: float) -> None:
+    assert InputOutput("", wanted).accepts(printed, "") == bool(value)
 
 
 @pytest.mark.nightly
@@ -168,11 +283,10 @@ def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
         ("assert f(2) =", "to be Python"),
         ("[1, 2]", "to be code or a mapping"),
         ({"a": 1}, "to be code or a mapping"),
-        ({"input": ["2"], "output": "4"}, 'expected strings "input" and "output" of a program'),
+        ({"input": [2], "output": "4"}, 'expected strings "input" and "output" of a program'),
         ({**ONE, "type": "interactive"}, 'expected strings "input" and "output" of a program'),
         ({**ONE, "checker": "any order"}, 'no other keys than "type"'),
         ({**ONE, "testtype": "functional"}, "expected the name of the function to call"),
-        ("def test_a(fixture):\n    assert fixture", "definitions only"),
         ({"inputs": ["2"], "outputs": []}, 'as many "inputs" as "outputs"'),
         ({"inputs": "2", "outputs": "4"}, 'as many "inputs" as "outputs"'),
         ({"inputs": ["2"], "outputs": ["4"], "checker": "f"}, 'no other keys than "fn_name"'),

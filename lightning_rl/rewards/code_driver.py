@@ -1,0 +1,115 @@
+"""Program that a sandbox runs for a call or a test of code, which it needs nothing but Python for.
+
+Its text and a call of :func:`main` are sent. The tested program is a module that is imported, and the last line of the
+output has the result as JSON, after a mark.
+"""
+
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+import types
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NAMES = ("solution", "main", "program", "submission", "answer", "candidate", "implementation", "module", "script")
+NAMES += ("your_module", "your_solution", "your_code", "my_module", "my_solution")
+"""Names under which tests import the program."""
+UNFIT = re.compile(r"fixture '\w+' not found|async def functions are not natively supported")
+
+
+def main(
+    program: str,
+    mark: str,
+    *,
+    code: str = "",
+    modules: Sequence[str] = (),
+    runner: str | None = None,
+    tests: Sequence[str] = (),
+    function: str = "",
+    arguments: Any = (),
+) -> None:
+    """Import a program, run code or call a function in its module, and print the result after the mark.
+
+    Args:
+        program: Source of the program.
+        mark: Text that the program does not know.
+        code: Code that runs first for a call, else after the program.
+        modules: Modules that the code imports.
+        runner: ``"unittest"`` or ``"pytest"`` for tests that it runs; None if the code runs all tests.
+        tests: Names of the tests of the runner.
+        function: Function of the module, or method of its class ``Solution``, to call.
+        arguments: Positional arguments, or keyword arguments as a mapping.
+    """
+
+    def say(**result: Any) -> None:
+        print(f"\n{mark}{json.dumps(result, default=plain)}", file=sys.__stdout__)
+
+    module = types.ModuleType(NAMES[0])
+    scope = vars(module)
+    sys.modules.update(dict.fromkeys(NAMES, module))
+    needed = [*modules, *(["pytest"] if runner == "pytest" else [])]
+    missing = [name for name in needed if name not in sys.modules and importlib.util.find_spec(name) is None]
+    if missing:
+        say(missing=missing)
+        return
+    if function:
+        exec(code, scope)
+    exec(compile(program, f"{NAMES[0]}.py", "exec"), scope)
+    if function:
+        owner = scope["Solution"]() if hasattr(scope.get("Solution"), function) else None
+        call = getattr(owner, function) if owner else scope[function]
+        say(result=call(**arguments) if isinstance(arguments, dict) else call(*arguments))
+        return
+    scope["__name__"] = "test_solution" if runner else "__main__"
+    sys.modules[scope["__name__"]] = module
+    if runner:
+        vars(unittest)["main"] = lambda *_, **__: None
+    exec(compile(code, "test_solution.py", "exec"), scope)
+    if runner is None:
+        say(passed=True)
+    else:
+        say(**_run_pytest(tests) if runner == "pytest" else _run_unittest([scope[name] for name in tests]))
+
+
+def _run_unittest(classes: Sequence[type[unittest.TestCase]]) -> dict[str, Any]:
+    result = unittest.TestResult()
+    unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, classes)).run(result)
+    ran = result.testsRun > len(result.skipped) or not result.wasSuccessful()
+    return {"passed": result.wasSuccessful()} if ran else {"unfit": "it ran no test"}
+
+
+def _run_pytest(tests: Sequence[str]) -> dict[str, Any]:
+    import pytest
+
+    class Reports:
+        def __init__(self) -> None:
+            self.kept: list[Any] = []
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            self.kept.append(report)
+
+    reports = Reports()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "test_program.py")
+        kept = "{name: value for name, value in vars(test_solution).items() if name[:2] != '__'}"
+        path.write_text(f"import test_solution\nglobals().update({kept})\n")
+        options = ["-p", "no:terminal", "-p", "no:cacheprovider", "--rootdir", folder]
+        pytest.main([*options, *(f"{path}::{name}" for name in tests)], plugins=[reports])
+    failed = [report.longreprtext for report in reports.kept if report.failed]
+    if unfit := next(filter(None, map(UNFIT.search, failed)), None):
+        return {"unfit": unfit.group()}
+    ran = failed or any(report.when == "call" and report.passed for report in reports.kept)
+    return {"passed": not failed} if ran else {"unfit": "it ran no test"}
+
+
+def plain(value: Any) -> Any:
+    """Return an array or another collection as a list, sorted if it is a set, and a number as a float."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if hasattr(value, "__iter__") else float(value)
