@@ -337,7 +337,7 @@ REWARDS: dict[str, Case] = {
     "nothing": (made(rewards=[]), r"expected at least one reward function, got \[\]"),
     "pair": (
         made(rewards=(parity_reward, 0.5)),
-        r"a function with a weight: write \{'parity_reward': \(parity_reward, 0",
+        r"a list of functions, got .*: write \{'parity_reward': \(parity_reward, 0",
     ),
     "name-empty": (
         made(rewards={"": parity_reward}),

@@ -17,7 +17,9 @@ from lightning_rl.rewards.sandbox_service import SandboxService
 from lightning_rl.rewards.text import column_of, texts_of
 from lightning_rl.utils.arguments import check_counts, check_text
 
-BLOCK = re.compile(r"^[^\n`]*?(`{3,}|~{3,})([^\n`]*)((?:\n.*?)??)(?:\n[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^(?:(?!```|~~~)[^\n])*+(`{3,}+|~{3,}+)([^\n`]*+)((?:\n.*?)??)(?:\n[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE
+)
 PYTHON = re.compile(r"\W*(python[\d.]*|py\d?)\b", re.IGNORECASE)
 
 

@@ -250,11 +250,13 @@ def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
     if isinstance(rewards, Mapping):
         entries: Mapping[str, Any] = rewards
         return {name: _pair(entry) for name, entry in entries.items()}
-    if len(rewards) == 2 and callable(rewards[0]) and isinstance(rewards[1], Real):
-        name = name_of(rewards[0])
+    if other := [item for item in rewards if not callable(item)]:
+        pairs = [rewards] if isinstance(other[0], Real) else [_pair(item) for item in rewards]
+        known = all(len(pair) == 2 and callable(pair[0]) and isinstance(pair[1], Real) for pair in pairs)
+        written = [f"{name_of(pair[0])!r}: ({name_of(pair[0])}, {pair[1]})" for pair in pairs if known]
         raise ValueError(
-            f"expected a list of reward functions, got a function with a weight: write {{{name!r}: ({name}, "
-            f"{rewards[1]})}}"
+            f"expected a list of functions, got {other[0]!r:.200}: write "
+            f"{{{', '.join(written) or repr('name') + ': (function, 0.5)'}}} to give weights"
         )
     names = [name_of(function) for function in rewards]
     if len(set(names)) < len(names):

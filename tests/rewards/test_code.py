@@ -43,6 +43,8 @@ def reward(**options: Any) -> CodeTests:
         ("````python\n'''\n```\nb\n```\n'''\n````", "'''\n```\nb\n```\n'''"),
         ("```python\nb\n```\n```python\n```", ""),
         ("Call ```f(1)``` as in\n```python\nb\n```", "b"),
+        ("With `b`: ```python\nb\n```", "b"),
+        ("~" * 10**4 + "`\n", None),
     ],
 )
 def test_the_last_block_of_python_is_taken(text: str, code: str | None) -> None:

@@ -126,6 +126,7 @@ def test_a_copy_scores_alike_and_is_equal(reward: Any) -> None:
 @each([reward for reward in EXAMPLES if not isinstance(reward, MathMatch)])
 def test_the_kit_finds_nothing_wrong(reward: Any) -> None:
     columns: dict[str, Any] = {"answer": ["A", "B"], "choices": [["x", "y", "z", "4"], ["1", "2", "3", "5"]]}
+    columns["ground_truth"] = ["4", "7"]
     if isinstance(reward, NumberMatch):
         columns["answer"] = ["4", "7"]
     check_reward(reward, **columns)

@@ -228,7 +228,12 @@ def test_names_come_from_the_functions_or_the_mapping(
         pytest.param(
             [partial(says), partial(says)], r"names, got \['partial', 'partial'\]: pass a mapping", id="partials"
         ),
-        pytest.param((says(), 0.5), r"a function with a weight: write \{'said': \(said, 0.5\)\}", id="pair"),
+        pytest.param([(says(), 0.5)], r"write \{'said': \(said, 0.5\)\}", id="pairs"),
+        pytest.param(
+            [says(), (says(name="b"), 1)], r"write \{'said': \(said, 1.0\), 'b': \(b, 1\)\}", id="mixed-pairs"
+        ),
+        pytest.param([("a", says(), 0.5)], r"got \('a', .* write \{'name': \(function, 0.5\)\}", id="named-pairs"),
+        pytest.param((says(), 0.5), r"list of functions, got 0.5: write \{'said': \(said, 0.5\)\}", id="pair"),
         pytest.param({"": says()}, r"to be strings of at least one letter, got \[''\]", id="empty-name"),
         pytest.param({1: says()}, r"to be strings of at least one letter, got \[1\]", id="number-name"),
         pytest.param({"x": says(), "x/failed": says()}, 'got "x/failed" beside "x", which a logger', id="figure"),

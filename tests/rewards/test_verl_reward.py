@@ -1,5 +1,6 @@
 """VerlReward: verl's functions and columns."""
 
+import math
 from typing import Any
 
 import pytest
@@ -31,3 +32,30 @@ def test_data_without_a_ground_truth_and_a_function_that_is_not_wrapped_are_refu
         VerlReward(compute_score=compute_score)(["?"], ["4"], answer=["4"])
     with pytest.raises(TypeError, match=r"VerlReward\(compute_score=compute_score\)"):
         Rewards(compute_score)(["?"], ["4"], completion_ids=[[4]], columns={"answer": ["4"]})
+
+
+def test_a_row_that_fails_costs_no_other_and_a_row_without_a_truth_gets_none() -> None:
+    def divide(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+        return {"score": ground_truth, "seen": solution_str} if ground_truth == "word" else 1 / (int(ground_truth) - 5)
+
+    logged: dict[str, Any] = {}
+    models = [{"ground_truth": "5"}, None, {"ground_truth": None}, {"style": "rule"}, "x", {"ground_truth": "word"}]
+    with pytest.warns(
+        UserWarning, match=r"divide failed on 4 of 7 completions.* ZeroDivisionError\('division by zero'\)"
+    ):
+        values = VerlReward(compute_score=divide)(
+            ["?"] * 7, ["4"] * 7, reward_model=[*models, {"ground_truth": "6"}], log_extra=logged.__setitem__
+        )
+    assert values[1:3] == [None, None] and values[6] == 1.0
+    assert [row for row, value in enumerate(values) if value is not None and math.isnan(value)] == [0, 3, 4, 5]
+    reasons = logged["reason"]
+    assert [reason is None for reason in reasons] == [row not in (0, 3, 4, 5) for row in range(7)]
+    assert "expected a mapping with 'ground_truth', got {'style': 'rule'}" in reasons[3] and "'word'" in reasons[5]
+
+
+def test_an_exit_is_no_failure_of_a_row() -> None:
+    def stop(**_: Any) -> float:
+        raise SystemExit(0)
+
+    with pytest.raises(SystemExit):
+        VerlReward(compute_score=stop)(["?"], ["4"], ground_truth=["4"])
