@@ -1,15 +1,19 @@
 """Encoding of prompts as token ids."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages
-from lightning_rl.data.row_schema import CONTINUES, TOOLS, PromptForm, Reading, is_token_ids
+from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, is_token_ids
 from lightning_rl.utils.arguments import check_choices, check_counts
+from lightning_rl.utils.naming import in_words
 from lightning_rl.utils.template_date import FIXED, TODAY, TemplateDate
 
 TooLong = Literal["error", "drop"]
@@ -78,6 +82,7 @@ class Encoder:
                 form = repr((mark_messages(content), reading.variables))
                 if form not in checked:  # once for all prompts of the same roles and variables
                     checked.add(form)
+                    self._check_variables(reading)
                     self._check_parts(reading)
         encodings |= self._tokenize(plain) | self._tokenize(rendered, add_special_tokens=False)
         token_ids = [encodings[number] for number in range(len(readings))]
@@ -127,6 +132,17 @@ class Encoder:
         options = self.date.options(tokenizer, add_generation_prompt=not continues, **options)
         return str(tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=continues, **options))
 
+    def _check_variables(self, reading: Reading) -> None:
+        """Raise ValueError for a variable that neither the chat template nor the function that renders it has."""
+        tokenizer, options = self._tokenizer_for(reading.name), {**self.chat_template_kwargs, **reading.variables}
+        names = _variables_of(tokenizer.get_chat_template(options.get("chat_template"), options.get(TOOLS)))
+        for name in options.keys() - names - inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+            near = get_close_matches(name, names, 1)
+            raise ValueError(
+                f"expected {VARIABLES} of variables of the chat template, got {in_words([name])} for {reading.name}: "
+                + (f"write {in_words(near)}" if near else "leave it out, or set a template that reads it")
+            )
+
     def _check_parts(self, reading: Reading) -> None:
         tokenizer = self._tokenizer_for(reading.name)
         options = {**self.chat_template_kwargs, **reading.variables}
@@ -162,6 +178,16 @@ class Encoder:
                 f"expected token ids in [0, {self.vocabulary}), got {min(ids)} to {max(ids)} in {name}: the tokenizer "
                 "does not fit the policy"
             )
+
+
+@lru_cache(maxsize=8)
+def _variables_of(template: str) -> frozenset[str]:
+    """Return the names in the code of a chat template, without those of attributes."""
+    from jinja2 import Environment
+
+    tokens = [(kind, text) for _, kind, text in Environment().lex(template) if kind != "whitespace"]
+    pairs = zip([("", ""), *tokens], tokens, strict=False)
+    return frozenset(text for (_, before), (kind, text) in pairs if kind == "name" and before != ".")
 
 
 def _whole(text: str, name: str) -> str:

@@ -1,8 +1,11 @@
 """Form of rows: the prompt column, chat options, and the columns left for the rewards."""
 
+import ast
 import difflib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from types import MappingProxyType
@@ -23,6 +26,8 @@ RENDERING = (
     "tokenize",
 )
 
+LISTED = re.compile(r"\s*\[\s*\{")
+BEGUN = re.compile(LISTED.pattern + r"\s*([\"'])(role|content)\1\s*:")
 TOOLS, VARIABLES, CONTINUES = "tools", "chat_template_kwargs", "continue_final_message"
 
 ColumnCheck = Callable[[Mapping[str, Any], str], object]
@@ -99,7 +104,7 @@ class PromptForm:
         if self.preprocess is not None:
             row = apply(self.preprocess, row, name)
         if not isinstance(row, Mapping):
-            row = without_arrays(row)
+            row = _chat_or_text(without_arrays(row), name)
             if self.columns:
                 raise ValueError(
                     f"expected {name} to have columns, because columns={dict(self.columns)}, got a "
@@ -112,8 +117,9 @@ class PromptForm:
         source = (self.columns or {}).get(column, column)
         place = f"{name[:-1]}, column {source})" if name.endswith(")") else f"{name} (column {source})"
         columns = {key: value for key, value in row.items() if key != column}
-        variables = own_variables(columns, place) if self._is_chat(row[column]) else {}
-        return Reading(self._content(row[column], place, variables), columns, place, variables)
+        content = _chat_or_text(row[column], place)
+        variables = own_variables(columns, place) if self._is_chat(content) else {}
+        return Reading(self._content(content, place, variables), columns, place, variables)
 
     def _rename(self, row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         if not self.columns:
@@ -189,6 +195,8 @@ def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str
 def _value(row: Mapping[str, Any], path: str, name: str) -> Any:
     """Return the value of a column, or of an entry within one for a path with dots, such as ``reward_model.answer``.
 
+    An entry of None, as tables have for missing keys, is None.
+
     Raises:
         ValueError: If there is no such entry; with the row, the path and the entries.
     """
@@ -196,6 +204,8 @@ def _value(row: Mapping[str, Any], path: str, name: str) -> Any:
         return row[path]
     value: Any = row
     for key in path.split("."):
+        if value is None:
+            return None
         if not isinstance(value, Mapping) or key not in value:
             got = in_words(value) if isinstance(value, Mapping) else _description(value)
             raise ValueError(f'expected an entry "{key}" of "{path}" in {name}, got {got}: correct it in columns=')
@@ -273,11 +283,9 @@ def own_variables(columns: Mapping[str, Any], name: str) -> dict[str, Any]:
     Raises:
         ValueError: If a column has another form; with the row.
     """
-    variables = without_none(columns.get(VARIABLES) or {})
+    variables, tools = (_parse(columns.get(column)) for column in (VARIABLES, TOOLS))
+    variables = without_none(variables or {})
     check_variables(variables, f" of {name}")
-    tools = columns.get(TOOLS)
-    if isinstance(tools, str):
-        tools = _parse(tools)
     if not tools:
         return variables
     try:
@@ -305,12 +313,34 @@ def tool_schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _parse(text: str) -> Any:
-    """Return a value written as JSON; the text itself if it is none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return [text]
+def _parse(value: Any) -> Any:
+    """Return the value of a text in JSON or, as pandas writes it, in Python; a list of a text that is neither."""
+    if not isinstance(value, str):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return read(value.strip())
+    return [value]
+
+
+def _chat_or_text(content: Any, name: str) -> Any:
+    """Return the messages of a text that is a list of them, as in a CSV file; another prompt as it is.
+
+    Raises:
+        ValueError: If the text begins as such a list, and cannot be read.
+    """
+    if not isinstance(content, str) or not LISTED.match(content):
+        return content
+    messages = _parse(content)
+    if messages == [content] and BEGUN.match(content):
+        raise ValueError(
+            f"expected a text, or a chat as JSON, got {content!r:.80}, which begins as a chat and is no JSON, in "
+            f"{name}: write the column by json.dumps, or pass preprocess= to read it"
+        )
+    keys = [message.keys() if isinstance(message, Mapping) else () for message in messages]
+    return (
+        messages if all({"role", "content"} <= {*names} or {"from", "value"} <= {*names} for names in keys) else content
+    )
 
 
 def read_messages(content: Any, name: str, *, continues: bool = False) -> list[dict[str, Any]]:

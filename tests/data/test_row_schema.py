@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 from kit.support import tiny_tokenizer
 
 from lightning_rl import PromptDataModule
 from lightning_rl.data import PromptDataset
+from lightning_rl.data.row_schema import PromptForm
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -401,3 +403,48 @@ def test_an_answer_that_the_policy_goes_on_with_is_at_the_end_of_the_prompt() ->
         assert data.prompt(len(data) - 1).token_ids == ((4, 5, 6) if len(data) == 1 else (4, 3))
     with pytest.raises(ValueError, match=r'"continue_final_message": True'):
         PromptDataset([begun]).connect(tokenizer)
+
+
+def test_a_chat_that_a_table_has_as_text_is_a_chat(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": 'say "c"'}, {"role": "assistant", "content": "d"}, ASK]
+    texts = [json.dumps(chat), json.dumps(chat, indent=1), f" {chat}"]
+    for text in texts:
+        for form in (PromptForm(), PromptForm(chat=True), PromptForm(system="e")):
+            assert form.read({"prompt": text}, "row").content[-3:] == form.read(text, "row").content[-3:] == chat
+    pandas.DataFrame({"messages": [chat, [ASK]], "options": [{"thinking": True}] * 2}).to_csv(
+        tmp_path / "a.csv", index=False
+    )
+    rows = PromptDataset(tmp_path / "a.csv", columns={"chat_template_kwargs": "options"})
+    rows.connect(chat_tokenizer())
+    assert rows.prompt(0).content == chat and rows.prompt(1).token_ids[-1] == 14
+    for text in ("[3, 4]", '["a"]', "[{x}]", '[{"roles": 3}]', "The chat [{'role': 'user'}] is", "[]", "[{}]"):
+        assert PromptForm().read({"prompt": text}, "row").content == text
+    for text in (json.dumps(chat)[:-3], "[{'from': 'human', 'value': 'c'}]", str(np.array(chat))):
+        with pytest.raises(ValueError, match=r"expected .* row \(column prompt\)"):
+            PromptForm().read({"prompt": text}, "row")
+
+
+@pytest.mark.parametrize("kind", ["run", "row", "stream"])
+def test_a_variable_that_the_template_does_not_have_is_refused_with_the_nearest(kind: str) -> None:
+    options: Any = {"chat_template_kwargs": {"thinkng": False}}
+    rows: Any = [{"prompt": [ASK], **(options if kind != "run" else {})}, {"prompt": [ASK]}]
+    if kind == "stream":
+        rows = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    data = PromptDataModule(rows, 1, epoch_length=1, **(options if kind == "run" else {}))
+    with pytest.raises(
+        ValueError, match=r'variables of the chat template, got "thinkng" for prompt .*: write "thinking"'
+    ):
+        data.connect(chat_tokenizer(), None)
+    for name in ("contents", "raise", "role", "of"):
+        with pytest.raises(ValueError, match=f'variables of the chat template, got "{name}"'):
+            PromptDataset([{"prompt": [ASK]}], chat_template_kwargs={name: 1}).connect(chat_tokenizer())
+    PromptDataset([{"prompt": [ASK]}], chat_template_kwargs={"documents": None}).connect(chat_tokenizer())
+
+
+def test_an_entry_of_nothing_is_none() -> None:
+    rows = [{"prompt": [2], "rm": None}, {"prompt": [3], "rm": {"g": {"h": "1"}}}, {"prompt": [4], "rm": {"g": None}}]
+    for source in (rows, datasets.Dataset.from_list(rows)):
+        data = PromptDataset(source, columns={"answer": "rm.g.h"})
+        assert [data.prompt(number).columns["answer"] for number in range(3)] == [None, "1", None]
+    with pytest.raises(ValueError, match=r'expected an entry "h" of "rm.h" in prompt 1, got "g"'):
+        PromptDataset(rows, columns={"answer": "rm.h"}).prompt(1)

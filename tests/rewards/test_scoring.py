@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_rl.rewards import Failure, Reward, Rewards, Scores
+from lightning_rl.rewards import ExactMatch, Failure, Reward, Rewards, Scores
 
 Values = Sequence[float | None]
 
@@ -232,6 +232,7 @@ def test_names_come_from_the_functions_or_the_mapping(
         pytest.param(
             [says(), (says(name="b"), 1)], r"write \{'said': \(said, 1.0\), 'b': \(b, 1\)\}", id="mixed-pairs"
         ),
+        pytest.param([(ExactMatch(), 0.5)], r"write \{'ExactMatch': \(ExactMatch\(...\), 0.5\)\}", id="objects"),
         pytest.param([("a", says(), 0.5)], r"got \('a', .* write \{'name': \(function, 0.5\)\}", id="named-pairs"),
         pytest.param((says(), 0.5), r"list of functions, got 0.5: write \{'said': \(said, 0.5\)\}", id="pair"),
         pytest.param({"": says()}, r"to be strings of at least one letter, got \[''\]", id="empty-name"),
