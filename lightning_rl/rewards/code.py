@@ -18,7 +18,7 @@ from lightning_rl.rewards.text import column_of, texts_of
 from lightning_rl.utils.arguments import check_counts, check_text
 
 BLOCK = re.compile(
-    r"^(?:(?!```|~~~)[^\n])*+(`{3,}+|~{3,}+)([^\n`]*+)((?:\n.*?)??)(?:\n[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE
+    r"^(?:(?!```|~~~)[^\n])*+(`{3,}+|~{3,}+)([^\n`]*+)((?:\n.*?)??)(?:\n[ \t]*\1|\1?\Z)", re.DOTALL | re.MULTILINE
 )
 PYTHON = re.compile(r"\W*(python[\d.]*|py\d?)\b", re.IGNORECASE)
 
@@ -142,6 +142,6 @@ def code_of(text: str) -> str | None:
         >>> code_of("Like this:" + chr(10) + "```python" + chr(10) + "print(4)" + chr(10) + "```")
         'print(4)'
     """
-    blocks = BLOCK.findall(text)
+    blocks = BLOCK.findall(text.rstrip())
     python = [block for block in blocks if PYTHON.match(block[1])]
     return textwrap.dedent((python or blocks)[-1][2][1:]) if blocks else None

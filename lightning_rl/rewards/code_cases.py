@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from lightning_rl.rewards.answer_match import UnreadableReference
 from lightning_rl.rewards.code_driver import NAMES, plain
-from lightning_rl.utils.naming import in_words
 
 ENTRY_POINT, METADATA = "entry_point", "metadata"
 CALLS, PROGRAMS = ("function_call", "functional"), (None, "stdin", "stdin_stdout")
@@ -22,8 +21,7 @@ KEYS = {"input", "output", "type", "testtype", "fn_name", METADATA}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
 METHOD = re.compile(r"(?:Solution(?:\(\))?\.)?(\w+)")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
-FRACTION = re.compile(r"[+-]?\d*(\.\d+|\.?\d*e[+-]?\d+|\.\d+e[+-]?\d+)", re.IGNORECASE)
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 DRIVER = Path(__file__).with_name("code_driver.py").read_text(encoding="utf-8")
 TEST_FILE = "<test of a code reward>"
 IMPORTS = (  # that solutions of LeetCode take for granted
@@ -83,7 +81,7 @@ class Script:
         if missing := result.get("missing"):
             raise UnreadableReference(
                 f'expected a test that imports modules of the sandbox, or the program as "{NAMES[0]}", got '
-                f"{in_words(missing)}: install it there, or rename it in the test"
+                f"{missing!r:.200}: install it there, or rename it in the test"
             )
         if unfit := result.get("unfit"):
             raise UnreadableReference(f"expected a test that {self.runner} can run, got {self.code!r:.200}: {unfit}")
@@ -119,11 +117,12 @@ def _driver(program: str, mark: str, **options: Any) -> str:
 
 
 def _result(stdout: str, mark: str) -> dict[str, Any]:
-    """Return what the driver said; empty if it did not."""
+    """Return what the driver said; empty if it did not, or if the program said something else."""
     try:
-        return json.loads(stdout.rpartition(mark)[2])
-    except ValueError:
+        result = json.loads(stdout.rpartition(mark)[2].partition("\n")[0])
+    except (ValueError, RecursionError):
         return {}
+    return result if isinstance(result, dict) else {}
 
 
 def _equal(value: Any, wanted: Any) -> bool:
@@ -149,9 +148,13 @@ def _line_is(line: str, wanted: str) -> bool:
     """Return True if lines are equal; decimal fractions among their words have a tolerance."""
     words, targets = (re.split(r"(\s+)", text.rstrip()) for text in (line, wanted))
     return len(words) == len(targets) and all(
-        word == target or (FRACTION.fullmatch(target) and NUMBER.fullmatch(word) and _close(float(word), float(target)))
+        word == target or (_is_fraction(target) and NUMBER.fullmatch(word) and _close(float(word), float(target)))
         for word, target in zip(words, targets, strict=True)
     )
+
+
+def _is_fraction(word: str) -> bool:
+    return NUMBER.fullmatch(word) is not None and not word.lstrip("+-").isdecimal()
 
 
 class AnyOf(NamedTuple):

@@ -48,8 +48,10 @@ def main(
     def say(**result: Any) -> None:
         print(f"\n{mark}{json.dumps(result, default=plain)}", file=sys.__stdout__)
 
-    module = types.ModuleType(NAMES[0])
+    module, path = types.ModuleType(NAMES[0]), Path(tempfile.mkdtemp(), f"{NAMES[0]}.py")
+    path.write_text(program, encoding="utf-8")
     scope = vars(module)
+    scope["__file__"] = str(path)
     sys.modules.update(dict.fromkeys(NAMES, module))
     needed = [*modules, *(["pytest"] if runner == "pytest" else [])]
     missing = [name for name in needed if name not in sys.modules and importlib.util.find_spec(name) is None]
@@ -58,7 +60,7 @@ def main(
         return
     if function:
         exec(code, scope)
-    exec(compile(program, f"{NAMES[0]}.py", "exec"), scope)
+    exec(compile(program, path, "exec"), scope)
     if function:
         owner = scope["Solution"]() if hasattr(scope.get("Solution"), function) else None
         call = getattr(owner, function) if owner else scope[function]
@@ -72,7 +74,11 @@ def main(
     if runner is None:
         say(passed=True)
     else:
-        say(**_run_pytest(tests) if runner == "pytest" else _run_unittest([scope[name] for name in tests]))
+        say(
+            **_run_pytest(path.with_name("test_program.py"), tests)
+            if runner == "pytest"
+            else _run_unittest([scope[name] for name in tests])
+        )
 
 
 def _run_unittest(classes: Sequence[type[unittest.TestCase]]) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def _run_unittest(classes: Sequence[type[unittest.TestCase]]) -> dict[str, Any]:
     return {"passed": result.wasSuccessful()} if ran else {"unfit": "it ran no test"}
 
 
-def _run_pytest(tests: Sequence[str]) -> dict[str, Any]:
+def _run_pytest(path: Path, tests: Sequence[str]) -> dict[str, Any]:
     import pytest
 
     class Reports:
@@ -93,12 +99,10 @@ def _run_pytest(tests: Sequence[str]) -> dict[str, Any]:
             self.kept.append(report)
 
     reports = Reports()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "test_program.py")
-        kept = "{name: value for name, value in vars(test_solution).items() if name[:2] != '__'}"
-        path.write_text(f"import test_solution\nglobals().update({kept})\n")
-        options = ["-p", "no:terminal", "-p", "no:cacheprovider", "--rootdir", folder]
-        pytest.main([*options, *(f"{path}::{name}" for name in tests)], plugins=[reports])
+    kept = "{name: value for name, value in vars(test_solution).items() if name[:2] != '__'}"
+    path.write_text(f"import test_solution\nglobals().update({kept})\n")
+    options = ["-p", "no:terminal", "-p", "no:cacheprovider", "--rootdir", str(path.parent)]
+    pytest.main([*options, *(f"{path}::{name}" for name in tests)], plugins=[reports])
     failed = [report.longreprtext for report in reports.kept if report.failed]
     if unfit := next(filter(None, map(UNFIT.search, failed)), None):
         return {"unfit": unfit.group()}

@@ -13,7 +13,7 @@ from kit.skips import need_sandbox
 from lightning_rl.rewards import CodeTests, Sandbox, SandboxUnavailable, sandbox
 from lightning_rl.rewards.answer_match import UnreadableReference
 from lightning_rl.rewards.code import code_of
-from lightning_rl.rewards.code_cases import InputOutput, Script, read_tests
+from lightning_rl.rewards.code_cases import FunctionCall, InputOutput, Script, read_tests
 
 DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
 CASES = [{"input": "2", "output": "4"}, {"input": "3\n", "output": " 6 \n\n"}]
@@ -43,6 +43,7 @@ def reward(**options: Any) -> CodeTests:
         ("````python\n'''\n```\nb\n```\n'''\n````", "'''\n```\nb\n```\n'''"),
         ("```python\nb\n```\n```python\n```", ""),
         ("Call ```f(1)``` as in\n```python\nb\n```", "b"),
+        ("```python\nb```\n", "b"),
         ("With `b`: ```python\nb\n```", "b"),
         ("~" * 10**4 + "`\n", None),
     ],
@@ -69,9 +70,11 @@ def test_assertions_run_after_the_program_and_an_early_end_passes_none() -> None
         "raise SystemExit(0)",
         "import os; os._exit(0)",
         "f(",
+        "import atexit, inspect, os\natexit.register(print, 4)\ndef f(x): return x * x\n"
+        "assert inspect.getsource(f) and os.path.exists(__file__)",
     ]
     values = [reward()([""], [f"```python\n{program}\n```"], tests=tests) for program in programs]
-    assert values == [[1.0], [0.5], [0.0], [0.0], [0.0]]
+    assert values == [[1.0], [0.5], [0.0], [0.0], [0.0], [1.0]]
 
 
 def test_another_column_and_what_is_no_test() -> None:
@@ -232,7 +235,7 @@ def test_a_program_under_a_call_or_code_is_a_module_that_is_imported(test: Any) 
 @pytest.mark.parametrize(
     ("test", "message"),
     [
-        ("import no_such_module\nassert add(1, 2) == 3", r'program as "solution", got "no_such_module"'),
+        ("import no_such_module\nassert add(1, 2) == 3", r"program as \"solution\", got \['no_such_module'\]"),
         ("from .solution import add\nassert add(1, 2) == 3", r"relative"),
         ("def test_a(no_such_fixture):\n    assert add(1, 2) == 3", "fixture 'no_such_fixture' not found"),
         ("async def test_a():\n    assert add(1, 2) == 3", "async def functions are not natively supported"),
@@ -261,10 +264,17 @@ def test_a_test_that_cannot_run_fails_its_row_with_the_reason(test: str, message
         ("1.0000001", "1", 0.0),
         ("1  2.5", "1 2.5", 0.0),
         ("1.5 2", "1.5", 0.0),
+        ("1" * 60_000 + "x", "1.5", 0.0),
     ],
 )
 def test_decimal_fractions_of_an_output_have_a_tolerance(printed: str, wanted: str, value: float) -> None:
     assert InputOutput("", wanted).accepts(printed, "") == bool(value)
+
+
+@pytest.mark.parametrize("said", ["4", "[", "[" * 10**5, '{"passed": 1}', "{}", "", "1" * 5000])
+def test_a_program_that_knows_the_mark_cannot_fail_other_rows(said: str) -> None:
+    for test in (ASSERT, FunctionCall("f", [2], [4])):
+        assert not test.accepts(f"\nmark{said}\n", "mark")
 
 
 @pytest.mark.nightly
