@@ -139,7 +139,8 @@ class Encoder:
         for name in options.keys() - names - inspect.signature(tokenizer.apply_chat_template).parameters.keys():
             near = get_close_matches(name, names, 1)
             raise ValueError(
-                f"expected {VARIABLES} of variables of the chat template, got {in_words([name])} for {reading.name}: "
+                f"expected {VARIABLES} to hold variables of the chat template, got {in_words([name])} for "
+                f"{reading.name}: "
                 + (f"write {in_words(near)}" if near else "leave it out, or set a template that reads it")
             )
 

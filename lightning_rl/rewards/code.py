@@ -41,8 +41,8 @@ class CodeTests:
       cheat such tests, so use the other kinds where that matters.
 
     Numbers that are decimal fractions have the tolerance of ``numpy.allclose``. A program under a call or code is a
-    module that is imported, as :data:`solution <lightning_rl.rewards.code_driver.NAMES>` by a test: its ``__name__`` is
-    not ``"__main__"``, and it scores 0 if it reads stdin, exits or raises without asking for that.
+    module that is imported, by tests as ``solution`` or another name in ``code_driver.NAMES``: its ``__name__`` is not
+    ``"__main__"``, and it scores 0 if it reads stdin, exits or raises without asking for that.
 
     The tests of a row are a list of tests, a single test, a mapping of lists ``{"inputs": [...], "outputs": [...]}``
     with or without ``"fn_name"``, or JSON of one of these. A row with other tests or keys, invalid Python, or code that
