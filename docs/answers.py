@@ -77,6 +77,13 @@ CHOICES = (
     ("\u6545\u9009\uff1aB", "B"),
     ("La respuesta es B.", "B"),
     ("The answer is B or C.", "B"),
+    (r"\boxed{\text{A, B}}", "B"),
+    ("The best choice is B.", "B"),
+    ("B is the answer.", "B"),
+    ("The answer is not A but B.", "B"),
+    ("I choose option B because A is wrong.", "B"),
+    ('{"answer": "B"}', "B"),
+    ("Answer: A dog is an animal", "A"),
     ("B", "a whale"),
 )
 

@@ -4,28 +4,28 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, references_in
-from lightning_rl.rewards.text import MARKERS, column_of, stated_answer
+from lightning_rl.rewards.choice_reading import TURN, letter_reader
+from lightning_rl.rewards.text import MARKERS, answer_place, column_of
 from lightning_rl.utils.arguments import check_text, check_texts
 
 DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\\uff1a\uff08\uff09\u3002"
-NOT_NEGATED = r"(?<!\bnot\s)(?<!n['\u2019]t\s)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceMatch(AnswerMatch):
     r"""Multiple-choice reward: 1 if a completion chooses the reference, else 0.
 
-    The last marker decides: the choice is the letter after it, upper or lower case (``Answer: B``, ``the answer is
-    (b)``, ``\boxed{B}``), unless another follows (``A or B``), else the last letter in brackets or bold after it. A box
-    that is not closed states no choice. Without a marker the choice is the whole completion (``b``, ``B.``, ``(B) a
-    whale``), else the last letter in brackets, before a bracket or in bold. With ``choices``, the text of a choice
-    counts like its letter.
+    The last marker or sentence decides: the letter after it or in it, upper or lower case (``Answer: B``,
+    ``\boxed{B}``, ``the correct option is (b)``, ``B is the answer``, ``I choose B``), else the last letter in brackets
+    or bold after it. Several letters (``A or B``, ``A, B``) are no choice, nor is a letter in a box that is not closed.
+    Letters that are ruled out (``not A``, ``A is wrong``) and the article of ``A dog`` do not count. Without a marker
+    or a sentence the choice is the whole completion or its first or last line (``b``, ``B.``, ``(B) a whale``), else
+    the last letter in brackets or in bold. With ``choices``, the text of a choice counts like its letter.
 
     Args:
         answer: Name of the column with the references: letters, indices from 0, texts of choices, or lists of them.
@@ -90,9 +90,9 @@ class ChoiceMatch(AnswerMatch):
             if _normal_form(reference) in choices:
                 return choices.index(_normal_form(reference))
             letter = reference.strip(DECORATION)
-            lettered = self._letter_before_text(reference)
+            lettered = letter_reader(self.letters).label(reference)
             if lettered is not None or (len(letter) == 1 and letter.upper() in self.letters.upper()):
-                return self._index_of_letter(lettered or letter)
+                return self.letters.upper().index((lettered or letter).upper())
         hint = "" if choices else ", or (with choices=) the text of a choice"
         raise UnreadableReference(
             f"expected one of the letters {self.letters!r}, an index below {len(self.letters)}{hint}, "
@@ -101,61 +101,25 @@ class ChoiceMatch(AnswerMatch):
 
     def index_of_text(self, text: str, choices: Sequence[str] = ()) -> int | None:
         """Return the index of the choice that a completion makes, or None."""
-        stated = stated_answer(text, self.markers)
-        if stated is None:
-            return self._index_without_marker(text, choices)
-        if _start_pattern(self.letters, several=True).match(stated):
-            return None
-        index = self._index_at_start(stated, choices)
-        return self._last_letter_in_brackets(stated, re.IGNORECASE) if index is None else index
+        reader, text = letter_reader(self.letters), unicodedata.normalize("NFKC", text)
+        start, begin, end = answer_place(text, self.markers) or (-1, 0, len(text))
+        marked, normal = start >= 0, _normal_form(text[begin:end])
+        if said := [one for one in choices if (_starts(normal, one) if marked else normal == one)]:
+            return choices.index(max(said, key=len))
+        heard = reader.without_ruled_out(text)
+        if not marked and (whole := reader.whole(heard)):
+            return self._index_of(whole)
+        found = reader.statements(heard[:end], self.markers)
+        if found and found[-1].end > start:
+            before = [one.letters for one in found[-2:-1] if not TURN.search(heard[one.end : found[-1].begin])]
+            return self._index_of("".join([*before, found[-1].letters]))
+        if not marked and (alone := reader.last_sentence(heard) or reader.first_label(heard)):
+            return self._index_of(alone)
+        return self._index_of(reader.emphasized(heard[begin:end], any_case=marked))
 
-    def _index_without_marker(self, text: str, choices: Sequence[str]) -> int | None:
-        bare = text.strip(DECORATION)
-        if len(bare) == 1 and bare.upper() in self.letters.upper():
-            return self._index_of_letter(bare)
-        if _normal_form(text) in choices:
-            return choices.index(_normal_form(text))
-        lettered = self._letter_before_text(text)
-        return self._index_of_letter(lettered) if lettered else self._last_letter_in_brackets(text)
-
-    def _letter_before_text(self, text: str) -> str | None:
-        """Return the letter before the text of a choice, as in ``B) a whale``."""
-        match = re.match(rf"[\s*_(\[]*([{re.escape(self.letters)}])[*_]*[).:\]]", text)
-        return match[1] if match else None
-
-    def _index_at_start(self, stated: str, choices: Sequence[str]) -> int | None:
-        normal = _normal_form(stated)
-        longest = max((choice for choice in choices if _starts(normal, choice)), key=len, default="")
-        if longest:
-            return choices.index(longest)
-        match = _start_pattern(self.letters).match(stated)
-        return self._index_of_letter(match[1]) if match else None
-
-    def _last_letter_in_brackets(self, text: str, flags: int = 0) -> int | None:
-        """Return the index of the last letter in brackets or bold that is not negated."""
-        letter = rf"([{re.escape(self.letters)}])"
-        emphasized = re.findall(rf"{NOT_NEGATED}(?:(?:\(|\[|\*\*)|(?<=\s)(?=.\))){letter}(?:\)|\]|\*\*)", text, flags)
-        return self._index_of_letter(emphasized[-1]) if emphasized else None
-
-    def _index_of_letter(self, letter: str) -> int:
-        return self.letters.upper().index(letter.upper())
-
-
-@lru_cache(maxsize=64)
-def _start_pattern(letters: str, *, several: bool = False) -> re.Pattern[str]:
-    """Return a pattern for a letter at the start of an answer, after decoration such as ``option`` or brackets.
-
-    The words ``a`` and ``I`` before another word are no letters. With ``several``, a second letter has to follow.
-    """
-    named = r"\b(?i:option|choice)\b"
-    decoration = rf"(?:[\s*_`\"'()\[\]{{}}$:\uff1a\uff08]|\\(?:text|math)\w*+|\\mbox|{named})*"
-    letter = rf"([{_both_cases(letters)}])(?![a-zA-Z0-9]|['\u2019])"
-    second = rf"[)\]*}}]*\s*(?:/|&|\b(?i:or|and)\b){decoration}{letter}" if several else ""
-    return re.compile(rf"{decoration}(?:(?<={named}\s)|(?![aiI]\s+\w)){letter}{second}")
-
-
-def _both_cases(letters: str) -> str:
-    return re.escape(letters.upper() + letters.lower())
+    def _index_of(self, letters: str) -> int | None:
+        """Return the index of a letter, also if it is repeated; None for different ones or none."""
+        return self.letters.upper().index(letters[0].upper()) if len(set(letters.upper())) == 1 else None
 
 
 def _starts(stated: str, choice: str) -> bool:

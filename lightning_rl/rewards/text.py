@@ -149,16 +149,30 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
         >>> stated_answer("The answer is 4. #### 5"), stated_answer(r"It is \boxed{5} now"), stated_answer(r"\boxed{5")
         ('5', '5', '')
     """
-    linked = r"\boxed{" in text and r"\boxed{" in markers
-    while linked and (joined := LINKED_BOXES.sub(r"\1 \\text{ and } ", text)) != text:
+    text = join_boxes(text) if r"\boxed{" in markers else text
+    place = answer_place(text, markers)
+    return None if place is None else text[place[1] : place[2]].strip()
+
+
+def join_boxes(text: str) -> str:
+    """Return the text with boxes that only "and" or "or" separates as one box."""
+    while r"\boxed{" in text and (joined := LINKED_BOXES.sub(r"\1 \\text{ and } ", text)) != text:
         text = joined
+    return text
+
+
+def answer_place(text: str, markers: Sequence[str] = MARKERS) -> tuple[int, int, int] | None:
+    """Return where the last marker begins, and where the answer after it begins and ends; None without a marker.
+
+    An answer in a brace that is not closed is empty.
+    """
     last = None
-    for last in _marker_pattern(tuple(markers)).finditer(text) if markers else ():  # noqa: B007  the last one decides
+    for last in markers_pattern(tuple(markers)).finditer(text) if markers else ():  # noqa: B007  the last one decides
         pass
     if last is None:
         return None
-    after = text[last.end() :]
-    return (_brace_content(after) if last.group().endswith("{") else after).strip()
+    length = len(_brace_content(text[last.end() :])) if last.group().endswith("{") else len(text) - last.end()
+    return last.start(), last.end(), last.end() + length
 
 
 def plain_text(text: str) -> str:
@@ -217,7 +231,7 @@ def _brace_content(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _marker_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+def markers_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern for a marker that is no part of a longer word, as in ``answer isn't``."""
     longest_first = "|".join(map(_loose, sorted(markers, key=len, reverse=True)))
     return re.compile(rf"(?:{longest_first})(?<![a-z](?=['\u2019]?[a-z]))", re.IGNORECASE)
