@@ -4,7 +4,7 @@ import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,20 @@ PYTHON = re.compile(r"\[?\s*([A-Za-z_][\w.]*)\(")
 AROUND = re.compile(r"^\s*```\w*|\s*(```|<[|/][^<>]*>\s*)+$")
 ARGS = r"(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[CALL_ID\]\w+)?\[ARGS\]\s*"  # before the arguments in Mistral's later models
 BETWEEN = re.compile(rf"[\s;,\[\]]*(?:{ARGS})?(?=\{{)")
+KEYS = r"(?:name|function|function_name|tool|tool_name|recipient_name|action)"
+MARK = r"(?:<[|\uff5c]?[^<>/\n]*(?:tool|call|func|python|invoke)[^<>/\n]*>|\[[A-Z_]*(?:TOOL|CALL|FUNC)[A-Z_]*\])"
+CALL_FORMS = (  # with NAME for the names of tools
+    rf"""\b{KEYS}\\?["']?\s*[:=]\s*\\?["'](?:functions\.)?NAME\\?["']""",  # JSON, a dictionary, an attribute
+    r"""<(?:function|tool|call|invoke|tool_call)?\s*[=:]?\s*["']?NAME["']?[\s>/]""",  # a tag with the name
+    rf"{MARK}\s*(?:functions\.)?NAME\b|\bfunctions\.NAME\b|\bNAME\s*(?:<arg_|\[ARGS\])",
+    r"^[^\w\n]*(?:(?:tool|function|call|action)\W{1,4})?NAME\W{0,4}\{",  # the name before an object
+    r"^[^\w\n]*(?i:action|tool|function|tool call|function call)\W{0,4}:\W{0,4}NAME[^\w\n]*$",
+    r"""\bNAME(?:\.call)?\(\s*(?:\w+\s*=(?!=)|\{|["'])[^\n]*?(?:\)[^\w\n]*$|\Z)""",  # Python up to the end of a line
+    r"^[^\w\n]*(?:\w+\s*=\s*|await\s+|print\()?NAME(?:\.call)?\([^()\n]*\)[^\w\n]*$",
+)
+UNREAD = "is in a form that is not read here, so it was not made"
+ARGUMENTS = {"arguments": 0, "parameters": 0}.keys()
+CALL_KEYS = {*ARGUMENTS, "name", "id", "type", "index"}
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -38,8 +52,8 @@ class JsonParser:
 
     def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         """Return the parts of an answer."""
-        ids, added = list(token_ids), self.tokenizer.added_tokens_decoder
-        while ids and ids[-1] in added and added[ids[-1]].special:
+        ids, added, marks = list(token_ids), self.tokenizer.added_tokens_decoder, (self.opening, PYTHON_TAG)
+        while ids and ids[-1] in added and added[ids[-1]].special and added[ids[-1]].content not in marks:
             ids.pop()
         text = str(self.tokenizer.decode(ids))
         thought, closed, said = text.partition("</think>")
@@ -48,10 +62,10 @@ class JsonParser:
             thinks = prefix.endswith("<think>") or text.lstrip().startswith("<think>")
             thought, said = (text, "") if thinks else ("", text)
         reasoning = thought.replace("<think>", "").strip() or None
-        openings = [said.find(mark) for mark in (self.opening, PYTHON_TAG) if mark and mark in said]
+        openings = [said.find(mark) for mark in marks if mark and mark in said]
         if openings:
             start = min(openings)
-            mark = next(mark for mark in (self.opening, PYTHON_TAG) if mark and said.startswith(mark, start))
+            mark = next(mark for mark in marks if mark and said.startswith(mark, start))
             calls, errors = _read(said[start + len(mark) :])
             return Action(text=said[:start].strip(), tool_calls=calls, reasoning=reasoning, errors=errors)
         names = {str(tool.get("function", tool).get("name")) for tool in tools}
@@ -61,7 +75,49 @@ class JsonParser:
             calls, errors = _read(said[start:], names)
             if calls or errors:
                 return Action(text=said[:start].strip(), tool_calls=calls, reasoning=reasoning, errors=errors)
-        return Action(text=said.strip(), reasoning=reasoning)
+        return with_unread_call(Action(text=said.strip(), reasoning=reasoning), tools)
+
+
+def with_unread_call(answer: Action, tools: Sequence[Any]) -> Action:
+    """Return an answer without calls with an error if its text names a tool in a form of calls of any family."""
+    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    if not names or answer.tool_calls or answer.errors:
+        return answer
+    any_name = f"(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
+    for form in CALL_FORMS:
+        if found := re.search(form.replace("NAME", any_name), answer.text, re.MULTILINE):
+            name = next(name for name in names if name in found[0])
+            return replace(answer, errors=[f"the call of {name} {UNREAD}"])
+    return answer
+
+
+def function_in(value: Any) -> Any:
+    """Return the function of a call, which may be the call itself."""
+    function = value.get("function", value) if isinstance(value, Mapping) else value
+    return function if isinstance(function, Mapping) else value
+
+
+def read_call(function: Any, **more: Any) -> ToolCall:
+    """Return a call from its name and its arguments, or parameters, as an object or JSON text.
+
+    Raises:
+        ValueError: If there is no name, or the arguments are something else or under another key.
+    """
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f"a tool call needs a name and an object of arguments, got {function!r:.500}")
+    name, given = function["name"], [key for key in ARGUMENTS if function.get(key) is not None]
+    got = given[1:] if given else sorted(function.keys() - CALL_KEYS)
+    if got:
+        raise ValueError(f"a call of {name} needs all of its arguments in the object arguments, got {', '.join(got)}")
+    arguments = function[given[0]] if given else {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of {name} are no JSON: {arguments!r:.500}: {error}") from error
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of {name} have to be an object, got {arguments!r:.500}")
+    return ToolCall(name=name, arguments=dict(arguments), **more)
 
 
 def _read(body: str, names: set[Any] | None = None) -> tuple[list[ToolCall], list[str]]:
@@ -82,15 +138,13 @@ def _read(body: str, names: set[Any] | None = None) -> tuple[list[ToolCall], lis
         if names is None or not python or python[1] in names:
             faults.append(f"a tool call could not be read: {error} in {body!r:.500}")
     for value in values:
-        function = value.get("function", value) if isinstance(value, Mapping) else {}
-        function = function if isinstance(function, Mapping) else value
-        arguments = function.get("arguments", function.get("parameters"))
-        if names is not None and arguments is None and function.get("name") not in names:
+        function = function_in(value)
+        if names is not None and not ARGUMENTS & function.keys() and function.get("name") not in names:
             continue  # an answer in JSON
-        if not isinstance(function.get("name"), str) or not isinstance(arguments or {}, Mapping):
-            faults.append(f"a tool call needs a name and an object of arguments, got {value!r:.500}")
-            continue
-        calls.append(ToolCall(name=function["name"], arguments=dict(arguments or {}), id=value.get("id")))
+        try:
+            calls.append(read_call(function, id=value.get("id")))
+        except ValueError as error:
+            faults.append(str(error))
     return calls, faults
 
 

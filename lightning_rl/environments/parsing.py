@@ -9,7 +9,7 @@ import json
 import os.path
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from transformers.utils.chat_parsing import ResponseParser
 from typing_extensions import override
 
 from lightning_rl.environments.environment import Action, Message, ToolCall
-from lightning_rl.environments.json_calls import JsonParser
+from lightning_rl.environments.json_calls import UNREAD, JsonParser, function_in, read_call, with_unread_call
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.decoding import decode_completions
 
@@ -76,12 +76,10 @@ class TemplateParser:
     Args:
         tokenizer: Tokenizer of the ids.
         template: Response template, as in ``tokenizer.response_template``.
-        mark: Text before the name of a call, without spaces: with a tool's name in an answer's text, it is an error.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: Mapping[str, Any]
-    mark: str = field(default="", compare=False)
 
     @property
     def _keeps_types(self) -> bool:
@@ -99,12 +97,12 @@ class TemplateParser:
             message, _ = response.finalize()
         except Exception as error:  # noqa: BLE001  a policy may write anything
             return _unreadable(self.tokenizer, token_ids, error)
-        calls, errors = _read_calls([call.get("function", call) for call in message.get("tool_calls") or ()])
+        calls, errors = _read_calls([function_in(function_in(call)) for call in message.get("tool_calls") or ()])
         keys = ("reasoning_content", "thinking", "reasoning")
         reasoning = next((message[key] for key in keys if message.get(key)), None)
         text = _text(message.get("content"))
-        errors = [*broken, *errors] or ([] if calls else _calls_without_tags(text, self.mark, tools))
-        return Action(text=text, tool_calls=calls, reasoning=reasoning, errors=errors)
+        answer = Action(text=text, tool_calls=calls, reasoning=reasoning, errors=[*broken, *errors])
+        return with_unread_call(answer, tools)
 
 
 class _Response(ResponseParser):
@@ -131,7 +129,6 @@ class RendererParser:
         tokenizer: Tokenizer of the ids.
         name: Name of the renderer.
         options: Further arguments of the chat template, such as ``enable_thinking``; the renderer gets those it knows.
-        mark: As for :class:`TemplateParser`.
 
     Raises:
         ImportError: If the package is missing; says how to install it.
@@ -141,7 +138,6 @@ class RendererParser:
     tokenizer: PreTrainedTokenizerBase
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    mark: str = field(default="", compare=False)
     _renderer: Any = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -171,11 +167,11 @@ class RendererParser:
         except Exception as error:  # noqa: BLE001  as above
             return _unreadable(self.tokenizer, token_ids, error)
         whole = [call for call in parsed.tool_calls if call.status in ("ok", "unknown_tool")]
-        calls, errors = _read_calls([{"name": call.name, "arguments": call.arguments, "id": call.id} for call in whole])
+        calls, errors = _read_calls([_whole_call(call) for call in whole])
         broken = [f"{call.status}: {call.raw}" for call in parsed.tool_calls if call not in whole]
         text = _text(parsed.content)
-        errors = [*errors, *broken] or ([] if calls else _calls_without_tags(text, self.mark, tools))
-        return Action(text=text, tool_calls=calls, reasoning=parsed.reasoning_content, errors=errors)
+        answer = Action(text=text, tool_calls=calls, reasoning=parsed.reasoning_content, errors=[*errors, *broken])
+        return with_unread_call(answer, tools)
 
 
 def parser_for(
@@ -203,8 +199,7 @@ def parser_for(
             tried.append(str(error))
             continue
         if (fault := misread(parser, tokenizer, options)) is None:
-            mark = "".join(_call_head(tokenizer, options or {}).rpartition("\n")[2].split())
-            return replace(parser, mark=mark) if isinstance(parser, TemplateParser | RendererParser) else parser
+            return parser
         tried.append(f"{name}: {fault}")
     raise ParserError(
         f"expected a parser of the tool calls of {tokenizer.name_or_path or 'this tokenizer'}, got none that reads "
@@ -308,7 +303,7 @@ def _misread_call(answer: Action, written: str) -> str | None:
     calls = [(call.name, dict(call.arguments)) for call in answer.tool_calls]
     if any(arguments.get("x") == EARLIER for _, arguments in calls):
         return AGAIN
-    errors = [" ".join(error.split())[:MAX_SHOWN] for error in answer.errors]
+    errors = [" ".join(error.split())[:MAX_SHOWN] for error in answer.errors if not error.endswith(UNREAD)]
     right = calls == [(NAME, {"x": LATER})]
     return None if right else f"in {written[:MAX_SHOWN]!r} it reads {calls or errors or 'no call'}"
 
@@ -377,37 +372,25 @@ def _render(
     return str(tokenizer.apply_chat_template(talk, **dict[str, Any](options, tools=[TOOL], tokenize=False) | more))
 
 
+def _whole_call(call: Any) -> dict[str, Any]:
+    """Return a call of a renderer, whose arguments may have been left out because of their key."""
+    read = {"name": call.name, "arguments": call.arguments, "id": call.id}
+    try:
+        written = {} if call.arguments else json.loads(call.raw)
+    except ValueError:  # another format
+        return read
+    return {**written, "id": call.id} if isinstance(written, Mapping) and written.get("name") == call.name else read
+
+
 def _read_calls(functions: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
     """Return the valid calls and the faults of the others."""
     calls, errors = list[ToolCall](), list[str]()
     for function in functions:
         try:
-            calls.append(_read_call(function))
+            calls.append(read_call(function, id=function.get("id") if isinstance(function, Mapping) else None))
         except ValueError as error:
             errors.append(str(error))
     return calls, errors
-
-
-def _read_call(function: Any) -> ToolCall:
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(f"a tool call needs a name and arguments, got {function!r}")
-    name, arguments = function["name"], function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise ValueError(f"the arguments of {name} are no JSON: {arguments!r}: {error}") from error
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise ValueError(f"the arguments of {name} have to be an object, got {arguments!r}")
-    return ToolCall(name=name, arguments=dict(arguments or {}), id=function.get("id"))
-
-
-def _calls_without_tags(text: str, mark: str, tools: Sequence[Any]) -> list[str]:
-    """Return an error if the text has a call without the tags that the chat template writes around it."""
-    squeezed = "".join(text.split())
-    names = [tool.get("function", tool).get("name") for tool in tools] if mark else []
-    found = [name for name in names if re.search(rf"{re.escape(mark + name)}\b", squeezed)]
-    return [f"the call of {name} has no tags around it, so it was not made" for name in found[:1]]
 
 
 def _unreadable(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], error: Exception) -> Action:

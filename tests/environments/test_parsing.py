@@ -1,5 +1,6 @@
 """Parsing: other libraries read calls, errors are words for the policy, and a parser that misreads is refused."""
 
+import json
 from typing import Any
 
 import pytest
@@ -238,6 +239,92 @@ def test_what_begins_like_a_call_is_a_call_or_an_error(name: str, source: Any, s
     before = f"{HEAD}<think>\n" if name == "qwen3.5" and source != XML else HEAD
     answer = parse(parser_for(tokenizer_of(name), source), said + FAMILIES[name].special[0], before=before, name=name)
     assert (len(answer.tool_calls), len(answer.errors)) == (made, 1)
+
+
+NAMED = {"name": "look", "parameters": {"x": "one"}}
+FORMS = [
+    str(NAMED),
+    json.dumps(NAMED).replace("}}", "},}"),
+    'look(x="one")',
+    'I will call look(x="one").',
+    'look(x="one',
+    'look({"x": "one"})',
+    'print(look(x="one"))',
+    "look(1)",
+    "look()",
+    '<function=look>{"x": "one"}</function>',
+    "<function=look>\n<parameter=x>\none\n</parameter>\n</function>",
+    '<function name="look">one</function>',
+    '<invoke name="look"><parameter name="x">one</parameter></invoke>',
+    '<look x="one"/>',
+    "<look><x>one</x></look>",
+    "<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>one</arg_value>",
+    '<|tool_call|>look{"x": "one"}',
+    'look{"x": "one"}',
+    'look\n{"x": "one"}',
+    '[TOOL_CALLS]look[ARGS]{"x": one}',
+    'to=functions.look {"x": "one"}',
+    'Action: look\nAction Input: {"x": "one"}',
+    '{"tool": "look", "tool_input": {"x": "one"}}',
+    '{"function": "look", "args": {"x": "one"}}',
+    '{"name": "look", "args": {"x": "one"}}',
+    '{"name": "look", "x": "one"}',
+    '{"name": "look", "arguments": {"x": "one"}, "parameters": {"x": "two"}}',
+    '{"tool_calls": [{"function": {"name": "look", "arguments": {"x": "one"}}}]',
+    '```json\n{"name": "look", "parameters": {"x": }}\n```',
+]
+TEXTS = [
+    "I look at it.",
+    "look (it) is 4",
+    "Let me look: it is 4.",
+    "look (1) and (2)",
+    '{"x": "look"}',
+    "<b>look</b>",
+    "f(x=1) = 4",
+]
+PARSERS = [
+    ("llama-3.1", None),
+    ("qwen3", "hermes"),
+    ("qwen3", "qwen3"),
+    ("qwen3.5", XML),
+    ("mistral", None),
+    ("xlam", None),
+]
+
+
+@pytest.mark.parametrize(("name", "source"), PARSERS, ids=str)
+@pytest.mark.parametrize("said", FORMS)
+def test_a_call_of_a_tool_in_any_form_is_a_call_or_an_error(name: str, source: Any, said: str) -> None:
+    answer = parse(parser_for(tokenizer_of(name), source), said + FAMILIES[name].special[0], before=HEAD, name=name)
+    assert len(answer.tool_calls) + len(answer.errors) == 1
+    assert all(dict(call.arguments) for call in answer.tool_calls)
+
+
+@pytest.mark.parametrize(("name", "source"), PARSERS, ids=str)
+@pytest.mark.parametrize("said", TEXTS)
+def test_a_text_with_the_name_of_a_tool_is_a_text(name: str, source: Any, said: str) -> None:
+    answer = parse(parser_for(tokenizer_of(name), source), said + FAMILIES[name].special[0], before=HEAD, name=name)
+    assert (answer.text.strip(), list(answer.tool_calls), list(answer.errors)) == (said, [], [])
+
+
+@pytest.mark.parametrize("source", QWEN)
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_arguments_are_read_under_both_of_their_keys(source: str, key: str) -> None:
+    said = f'<tool_call>\n{{"name": "look", "{key}": {{"x": "one"}}}}\n</tool_call><|im_end|>'
+    assert calls(parse(parser_for(tokenizer_of("qwen3"), source), said)) == [("look", {"x": "one"})]
+
+
+@pytest.mark.parametrize("source", QWEN)
+@pytest.mark.parametrize("rest", ['"args": {"x": "one"}', '"x": "one"', '"input": "{}"'])
+def test_arguments_under_another_key_are_an_error(source: str, rest: str) -> None:
+    answer = parse(parser_for(tokenizer_of("qwen3"), source), f'<tool_call>\n{{"name": "look", {rest}}}\n</tool_call>')
+    assert calls(answer) == [] and "needs all of its arguments in the object arguments" in answer.errors[0]
+
+
+@pytest.mark.parametrize(("name", "said"), [("mistral", "[TOOL_CALLS]"), ("llama-3.1", "<|python_tag|>")])
+def test_an_opening_without_a_call_is_an_error(name: str, said: str) -> None:
+    answer = parse(parser_for(tokenizer_of(name)), said + FAMILIES[name].special[0], before="", name=name)
+    assert calls(answer) == [] and len(answer.errors) == 1
 
 
 def test_a_response_template_is_passed_or_comes_with_the_tokenizer() -> None:
