@@ -28,6 +28,8 @@ RENDERING = (
 
 LISTED = re.compile(r"\s*\[\s*\{")
 BEGUN = re.compile(LISTED.pattern + r"\s*([\"'])(role|content)\1\s*:")
+PARAMETERS = ("parameters", "inputSchema", "input_schema")  # names of the schema of a tool's arguments
+MCP_ONLY = ("title", "annotations", "outputSchema", "_meta", "meta", "icons", "execution", "cache_control")
 TOOLS, VARIABLES, CONTINUES = "tools", "chat_template_kwargs", "continue_final_message"
 
 ColumnCheck = Callable[[Mapping[str, Any], str], object]
@@ -301,16 +303,17 @@ def tool_schema(tool: Any) -> dict[str, Any]:
     """Return the schema of a tool in the form of chat templates, from this form, its function alone, or that of MCP.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is none of these, or has two schemas of arguments.
     """
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f'expected a JSON schema with a "name", got {tool!r:.200}')
-    function = dict(function)
-    if "inputSchema" in function:  # Model Context Protocol
-        function["parameters"] = function.pop("inputSchema")
-        function = {key: function[key] for key in ("name", "description", "parameters") if key in function}
-    return {"type": "function", "function": function}
+    given = [key for key in PARAMETERS if function.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"expected one schema of the arguments of tool {function['name']}, got {in_words(given)}")
+    left_out = {*PARAMETERS, *(MCP_ONLY if given != PARAMETERS[:1] else ()), *({"type"} if function is tool else ())}
+    schema = {"parameters": function[given[0]]} if given else {}
+    return {"type": "function", "function": {key: function[key] for key in function if key not in left_out} | schema}
 
 
 def _parse(value: Any) -> Any:

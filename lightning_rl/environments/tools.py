@@ -29,6 +29,7 @@ Tool = Callable[..., Any]
 LOOP = EventLoop("async tools")  # of the process, so that connections remain usable in later turns
 MAX_CHARACTERS = 16_384
 WORDLESS = (object.__str__, bytes.__str__, bytearray.__str__)  # their text is Python's representation
+KEYS = ("name", "description", "parameters", "strict", "return", "returns")  # of a function's schema
 NO_TOOLS = ("reset", "get_reward", "close")  # methods that are not tools
 
 
@@ -39,10 +40,10 @@ class JsonTool:
     Args:
         function: Function that takes the arguments by name; a coroutine function is awaited.
         schema: ``{"type": "function", "function": {...}}``, its inner mapping, or ``{"name": ..., "inputSchema":
-            ...}``.
+            ...}``, also with ``input_schema``.
 
     Raises:
-        ValueError: If the function cannot be called, or the schema has no name.
+        ValueError: If the function cannot be called, or the schema has no name or an unknown key.
 
     Example:
         >>> schema = {"name": "double", "inputSchema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
@@ -59,7 +60,14 @@ class JsonTool:
             raise ValueError(
                 f"expected the function of a tool, got {self.function!r:.200}: pass JsonTool(function, schema)"
             )
-        object.__setattr__(self, "schema", tool_schema(self.schema))
+        schema = tool_schema(self.schema)
+        outer = self.schema.keys() - {"type", "function"} if "function" in self.schema else set()
+        if unknown := sorted(outer | (schema["function"].keys() - KEYS)):
+            raise ValueError(
+                f"expected the schema of tool {schema['function']['name']} to have {', '.join(KEYS)}, got "
+                f"{', '.join(map(str, unknown))}: describe the arguments in parameters, and leave other keys out"
+            )
+        object.__setattr__(self, "schema", schema)
         object.__setattr__(self, "__name__", self.schema["function"]["name"])
 
     def __call__(self, **arguments: Any) -> Any:
@@ -104,7 +112,7 @@ class ToolEnvironment(Environment):
             raise ValueError(f"expected tools of different names, got {', '.join(twice)} more than once: rename one")
         self._by_name = {name_of(tool): tool for tool in self.tools}
         self._validators = {
-            schema["function"]["name"]: _validator(schema["function"].get("parameters", {}))
+            schema["function"]["name"]: _validator(schema["function"]["name"], schema["function"].get("parameters", {}))
             for schema in schemas_of(self.tools)
         }
 
@@ -273,9 +281,17 @@ def has_schema(function: Any) -> bool:
     return True
 
 
-def _validator(schema: Mapping[str, Any]) -> Any:
+def _validator(name: str, schema: Any) -> Any:
     from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
 
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(
+            f"expected a JSON schema of the arguments of tool {name}, got {error.message} at {error.json_path}: "
+            "correct it"
+        ) from error
     return Draft202012Validator(_nullable(schema))
 
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, references_in
 from lightning_rl.rewards.choice_reading import TURN, letter_reader
-from lightning_rl.rewards.text import MARKERS, answer_place, column_of
+from lightning_rl.rewards.text import MARKERS, answer_place, column_of, join_boxes
 from lightning_rl.utils.arguments import check_text, check_texts
 
 DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\\uff1a\uff08\uff09\u3002"
@@ -101,7 +101,7 @@ class ChoiceMatch(AnswerMatch):
 
     def index_of_text(self, text: str, choices: Sequence[str] = ()) -> int | None:
         """Return the index of the choice that a completion makes, or None."""
-        reader, text = letter_reader(self.letters), unicodedata.normalize("NFKC", text)
+        reader, text = letter_reader(self.letters), join_boxes(unicodedata.normalize("NFKC", text))
         start, begin, end = answer_place(text, self.markers) or (-1, 0, len(text))
         marked, normal = start >= 0, _normal_form(text[begin:end])
         if said := [one for one in choices if (_starts(normal, one) if marked else normal == one)]:

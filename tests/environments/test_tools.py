@@ -412,3 +412,47 @@ def test_arguments_are_validated_as_they_are_written(written: str, error: str) -
     assert taken.metrics["tool_errors"] == 1.0 and error in str(taken.messages[-1]["content"])
     word = '<tool_call>{"name": "describe", "arguments": {"word": "null", "how": "long"}}</tool_call><|im_end|>'
     assert '"word": "null"' in str(talk.step(*drawn(word)).messages[-1]["content"])
+
+
+INTEGER = {"type": "object", "properties": {"q": {"type": "integer"}}, "required": ["q"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"name": "get", "parameters": INTEGER},
+        {"type": "function", "name": "get", "parameters": INTEGER, "strict": True},
+        {"type": "function", "function": {"name": "get", "description": "Gets.", "parameters": INTEGER}},
+        {"name": "get", "inputSchema": INTEGER, "title": "Get", "annotations": {}, "outputSchema": None},
+        {"name": "get", "input_schema": INTEGER},
+        {"type": "custom", "name": "get", "description": "Gets.", "input_schema": INTEGER, "cache_control": {}},
+        {"type": "function", "function": {"name": "get", "input_schema": INTEGER}},
+    ],
+)
+def test_the_schema_of_arguments_is_read_under_each_of_its_names(schema: dict[str, Any]) -> None:
+    tool = JsonTool(lambda q: q, schema)
+    assert tool.schema["function"]["parameters"] == INTEGER and "type" not in tool.schema["function"]
+    calls = [ToolCall(name="get", arguments=arguments) for arguments in ({"q": 1}, {"q": "1"})]
+    right, wrong = ToolEnvironment([tool]).step(Action(text="", tool_calls=calls)).messages
+    assert right["content"] == "1" and "is not of type" in wrong["content"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "fault"),
+    [
+        ({"name": "get", "inputschema": INTEGER}, "got inputschema"),
+        ({"name": "get", "args": INTEGER}, "got args"),
+        ({"name": "get", "properties": {}, "required": []}, "got properties, required"),
+        ({"type": "function", "function": {"name": "get"}, "parameters": INTEGER}, "got parameters"),
+        ({"name": "get", "parameters": INTEGER, "input_schema": INTEGER}, 'got "parameters", "input_schema"'),
+    ],
+)
+def test_a_schema_with_an_unknown_key_is_refused_by_its_name(schema: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=f"tool get.*{fault}"):
+        JsonTool(lambda q: q, schema)
+
+
+@pytest.mark.parametrize("parameters", [{"type": "objekt"}, [1], {"properties": {"q": {"type": "int"}}}])
+def test_arguments_without_a_valid_schema_are_refused_at_setup(parameters: Any) -> None:
+    with pytest.raises(ValueError, match="JSON schema of the arguments of tool get"):
+        ToolEnvironment([JsonTool(lambda q: q, {"name": "get", "parameters": parameters})])
