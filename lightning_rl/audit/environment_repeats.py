@@ -18,12 +18,13 @@ from lightning_rl.audit.copies import copy_apart
 from lightning_rl.audit.outside import refuse_outside
 from lightning_rl.audit.reward_repeats import same_value
 from lightning_rl.audit.subsample import calls_again, order_of
+from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Action, Environment, ObjectEnvironment, ToolEnvironment
 from lightning_rl.environments.messages import REWRITTEN, message_of
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.environments.run_environments import STARTS, Environments, environment_of
 from lightning_rl.environments.tools import schemas_of
-from lightning_rl.generation import request_seed
+from lightning_rl.generation import Completion, request_seed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.mutation_guard import copy_plain
@@ -165,7 +166,8 @@ def _play(conversations: Environments, new: Any, talk: Talk, parts: list[Part], 
         if parts[-1].done:
             break
         if isinstance(made, Environment):
-            answer = _answer(conversations, made, request.prefix_ids, completion.token_ids, completion.finish, turn)
+            variables = own_variables(talk.row, "a row")
+            answer = _answer(conversations, made, variables, request.prefix_ids, completion, turn)
             answer = answer if words is None else replace(answer, text=words, tool_calls=(), errors=())
             steps = [made.step(part) for part in _one_by_one(made, answer)]
             messages = [message for step in steps for message in step.messages]
@@ -186,14 +188,16 @@ def _play(conversations: Environments, new: Any, talk: Talk, parts: list[Part], 
 def _answer(
     conversations: Environments,
     made: Environment,
+    variables: Mapping[str, Any],
     prefix: Sequence[int],
-    ids: Sequence[int],
-    finish: FinishReason,
+    completion: Completion,
     turn: int,
 ) -> Action:
+    ids, finish = completion.token_ids, completion.finish
     plain = plain_text(cast(Any, conversations.tokenizer), conversations.close)
-    parse = plain if finish == FinishReason.LENGTH else conversations.parse or plain
-    return replace(parse(ids, prefix, schemas_of(made.tools)), finish=finish, turn=turn, token_ids=tuple(ids))
+    parse = plain if finish == FinishReason.LENGTH else conversations.parser(variables)
+    schemas = schemas_of(made.tools) or variables.get(TOOLS, ())
+    return replace(parse(ids, prefix, schemas), finish=finish, turn=turn, token_ids=tuple(ids))
 
 
 def _one_by_one(made: Environment, answer: Action) -> list[Action]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.conversation_evidence import Talk
 from lightning_rl.audit.subsample import order_of
+from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Bridge, BridgeError, Message
 from lightning_rl.environments.chat_template import MARK, SANITIZES, control_tokens, dummies
 from lightning_rl.environments.messages import REWRITTEN
@@ -50,12 +51,15 @@ class Written(NamedTuple):
 
 def unsampled_tokens(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Written]:
     """Return the tokens between the answers of a few conversations in messages, which differ between rollouts."""
-    found, bridge, conversations = list[Written](), _bridge_of(module), module.sampler.environments
-    if bridge is None or conversations is None:
+    found, conversations = list[Written](), module.sampler.environments
+    if conversations is None or conversations.tokenizer is None:
         return []
     spoken = [talk for talk in talks if talk.is_over and talk.answers]
     for talk in sorted(spoken, key=lambda one: order_of(one.sample, number)):
-        found += _unsampled_tokens(talk, bridge, conversations.schemas.get(talk.environment, ()))
+        variables = own_variables(talk.row, "a row")
+        schemas = conversations.schemas.get(talk.environment) or variables.get(TOOLS, ())
+        with suppress(BridgeError):
+            found += _unsampled_tokens(talk, conversations.bridge(talk.environment, variables), schemas)
         if len(found) >= MAX_WRITTEN:
             break
     return found
@@ -80,16 +84,6 @@ def _context_ids(bridge: Bridge, messages: Sequence[Message], schemas: Sequence[
     with suppress(Exception):  # a template may raise anything
         return tuple(_ids(bridge, plain, tools=list(schemas) or None))
     return ()
-
-
-def _bridge_of(module: RLLightningModule) -> Bridge | None:
-    """Return the chat template of the conversations; None if none of them uses messages."""
-    conversations = module.sampler.environments
-    if conversations is None or conversations.tokenizer is None:
-        return None
-    with suppress(BridgeError):
-        return Bridge(conversations.tokenizer, conversations.close, conversations.template_options)
-    return None
 
 
 def behind_an_answer(bridge: Bridge, messages: Sequence[Message]) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Self, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,19 +15,22 @@ from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, close_quietly
 from lightning_rl.environments.driver import Opening
 from lightning_rl.environments.environment import Environment, Message, TokenEnvironment
+from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
 from lightning_rl.environments.parsing import QUESTION, AnswerParser, ParserSource, parser_for, plain_text
-from lightning_rl.environments.tools import Tool, ToolEnvironment, begins_itself, schemas_of
+from lightning_rl.environments.tools import ObjectEnvironment, Tool, ToolEnvironment, begins_itself, schemas_of
 from lightning_rl.environments.validation import environment_of
 from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
 from lightning_rl.generation import Request, request_seed
+from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.naming import name_of
 
 Factory = Callable[[], Any]
 """Function that creates an :class:`Environment`, a :class:`TokenEnvironment` or an object as in TRL."""
 
 EnvironmentSource = Factory | Mapping[str, Factory]
+MEASURED = 64  # maximum number of resets before the first rollout, to measure their messages
 STARTS = 2**61  # start of the seeds of environments, far from those of samples
 
 
@@ -70,11 +74,13 @@ class Environments:
         tokenizer: Tokenizer for environments in messages; None if all use token ids.
         close: Ids that end an answer.
         template_options: Further arguments of the chat template.
-        parse: Parser of answers; by default everything is text.
+        tool_parser: Source of the parser of answers.
+        parses: True if answers are parsed; otherwise all of an answer is text.
         schemas: Schemas of the tools of each environment in messages, as they were at setup.
         seed: Seed of the run.
         workers: Pool of worker processes; None to run environments in this process.
         own_prompts: Names of the environments in messages that begin with the row's prompt.
+        own_resets: Names of the environments in messages that may begin with messages of their own.
         max_failure_rate: Fraction of failed conversations in a rollout that ends the run; None for never.
     """
 
@@ -83,20 +89,69 @@ class Environments:
     tokenizer: PreTrainedTokenizerBase | None = None
     close: frozenset[int] = frozenset()
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    parse: AnswerParser | None = None
+    tool_parser: ParserSource | None = None
+    parses: bool = False
     schemas: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     seed: int = 0
     workers: WorkerPool | None = None
     own_prompts: frozenset[str] = frozenset()
     max_failure_rate: float | None = 0.5
+    own_resets: frozenset[str] = frozenset()
+    _measured: list[int] = field(default_factory=list, repr=False, compare=False)
+    _parsers: dict[str, AnswerParser] = field(default_factory=dict, repr=False, compare=False)
 
     def first_length(self, prompt: Prompt) -> int | None:
-        """Return the number of tokens of a row's prompt with the tools of its environment; None if it has another."""
+        """Return the number of tokens with which the conversation of a row begins; None if it is not known.
+
+        The messages of an environment's own reset are measured for the first :data:`MEASURED` rows, in an environment
+        that is closed again, if it is replayable.
+
+        Raises:
+            ParserError: If no parser reads the tool calls of the chat template with the row's own variables.
+            ValueError: If the prompt ends with an answer.
+        """
         name = self.name_for(prompt)
+        if name in self.schemas:
+            self.parser(prompt.variables)
+        if (length := self._reset_length(name, prompt)) is not None:
+            return length
         if name not in self.own_prompts or is_token_ids(prompt.content):
             return None
-        bridge, schemas = self._bridge(name, prompt), self.schemas[name] or prompt.variables.get(TOOLS, ())
-        return bridge.length(messages_of(prompt), schemas)
+        bridge, schemas = self.bridge(name, prompt.variables), self.schemas[name] or prompt.variables.get(TOOLS, ())
+        return bridge.length(_unanswered(prompt, name), schemas)
+
+    def _reset_length(self, name: str, prompt: Prompt) -> int | None:
+        """Return the number of tokens of the first messages of an environment's own reset; None if it is not known."""
+        if len(self._measured) >= MEASURED or name not in self.own_resets:
+            return None
+        self._measured.append(prompt.index)
+        made = environment_of(self._maker(name)())
+        if not getattr(made.thing if isinstance(made, ObjectEnvironment) else made, "replayable", True):
+            return None
+        row = copy_plain({**prompt.columns, "prompt": prompt.content})
+        try:
+            with refuse_draws(f"environment {name}"):
+                return len(self.in_tokens(made, prompt).reset(row, request_seed(self.seed, 0, STARTS + prompt.index)))
+        except (Exception, SystemExit):  # noqa: BLE001  its conversation reports it
+            return None
+        finally:
+            close_quietly(made)
+
+    def parser(self, variables: Mapping[str, Any] = MappingProxyType({})) -> AnswerParser:
+        """Return the parser of answers to a row with these variables of the chat template.
+
+        Raises:
+            ParserError: If no parser reads the tool calls of the chat template.
+        """
+        if callable(self.tool_parser):
+            return self.tool_parser
+        options = self._options(variables)
+        if self.tokenizer is None or not self.parses:
+            return plain_text(cast(Any, self.tokenizer), self.close)
+        key = repr(sorted(options.items()))
+        if key not in self._parsers:
+            self._parsers[key] = parser_for(self.tokenizer, self.tool_parser, options)
+        return self._parsers[key]
 
     def open(self, prompt: Prompt, request: Request) -> Opening:
         """Return a conversation for a request."""
@@ -119,17 +174,22 @@ class Environments:
         made = environment_of(made)
         if not isinstance(made, Environment):
             return made
-        bridge = self._bridge(type(made).__name__, prompt)
-        parse = self.parse or plain_text(bridge.tokenizer, bridge.close)
+        bridge, parse = self.bridge(type(made).__name__, prompt.variables), self.parser(prompt.variables)
         return MessageEnvironment(made, bridge, parse, _schemas(made, prompt), messages_of(prompt))
 
-    def _bridge(self, name: str, prompt: Prompt | None = None) -> Bridge:
+    def bridge(self, name: str, variables: Mapping[str, Any] = MappingProxyType({})) -> Bridge:
+        """Return the bridge of an environment for a row with these variables of the chat template.
+
+        Raises:
+            BridgeError: If there is no tokenizer, or it has no template.
+        """
         if self.tokenizer is None:
             raise BridgeError(f"expected a tokenizer for environment {name}, which uses messages, got none")
-        options = dict(self.template_options) | dict({} if prompt is None else prompt.variables)
-        return Bridge(
-            self.tokenizer, self.close, {key: options[key] for key in options if key not in (TOOLS, CONTINUES)}
-        )
+        return Bridge(self.tokenizer, self.close, self._options(variables))
+
+    def _options(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        options = {**self.template_options, **variables}
+        return {key: options[key] for key in options if key not in (TOOLS, CONTINUES)}
 
     def check(self, tool_parser: ParserSource | None = None, prompt: Prompt | None = None) -> Self:
         """Check the environments, with a prompt of the data if there is one, before anything is generated.
@@ -141,9 +201,10 @@ class Environments:
             BridgeError: If a bridge is unreliable, or the template drops tools or messages; names the environment and
                 the fault.
             ParserError: If no parser reads the tool calls of the chat template.
-            ValueError: If an environment in messages begins with the row's prompt, which is token ids.
+            ValueError: If an environment in messages begins with the row's prompt, which is token ids or ends with an
+                answer.
         """
-        found, own, calls = dict[str, Sequence[Mapping[str, Any]]](), set[str](), False
+        found, own, resets, calls = dict[str, Sequence[Mapping[str, Any]]](), set[str](), set[str](), False
         for name in self.factories:
             made = environment_of(self._maker(name)())
             close_quietly(made)  # it was never reset
@@ -155,20 +216,25 @@ class Environments:
                     "and begins with the row's own prompt, got token ids: write the prompts as text, return messages "
                     "from its reset, or use an environment in token ids"
                 )
-            bridge, found[name], shown = self._bridge(name, prompt), _schemas(made), _schemas(made, prompt)
+            bridge = self.bridge(name, {} if prompt is None else prompt.variables)
+            found[name], shown = _schemas(made), _schemas(made, prompt)
             calls |= bool(shown)
             own |= set() if _begins_itself(made) else {name}
+            resets |= {name} if _begins_itself(made) or isinstance(made, ObjectEnvironment) else set()
             for kind in KINDS if shown else ("user",):
                 if wrong := bridge.check(kind):
                     raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
             first = [QUESTION]  # other messages of its reset are checked when a conversation begins
             if prompt is not None and not _begins_itself(made):
-                first = messages_of(prompt)
+                first = _unanswered(prompt, name)
             _check_first(bridge, first, shown, name)
-        parse = None
-        if self.tokenizer is not None and (tool_parser is not None or calls):
-            parse = parser_for(self.tokenizer, tool_parser, self.template_options)
-        return replace(self, parse=parse, schemas=found, own_prompts=frozenset(own))
+        parses = self.tokenizer is not None and (tool_parser is not None or calls)
+        own_options: dict[str, Any] = {"own_prompts": frozenset(own), "own_resets": frozenset(resets)}
+        checked = replace(
+            self, tool_parser=tool_parser, parses=parses, schemas=found, **own_options, _measured=[], _parsers={}
+        )
+        checked.parser({} if prompt is None else prompt.variables)
+        return checked
 
 
 def factories_of(source: EnvironmentSource | Sequence[Tool]) -> dict[str, Factory]:
@@ -238,6 +304,21 @@ def messages_of(prompt: Prompt) -> Sequence[Message]:
         return [{"role": "user", "content": prompt.content}]
     content = prompt.content if isinstance(prompt.content, Sequence) else ()
     return [message for message in content if isinstance(message, Mapping)]
+
+
+def _unanswered(prompt: Prompt, name: str) -> Sequence[Message]:
+    """Return the prompt of a row as chat messages.
+
+    Raises:
+        ValueError: If it ends with an answer that the policy should continue.
+    """
+    messages = messages_of(prompt)
+    if messages and messages[-1].get("role") == "assistant":
+        raise ValueError(
+            f"expected prompts that end with a question for environment {name}, got an answer at the end of prompt "
+            f"{prompt.index}, which is continued only without an environment: remove it, as with preprocess="
+        )
+    return messages
 
 
 def _schemas(environment: Environment, prompt: Prompt | None = None) -> Sequence[Mapping[str, Any]]:

@@ -135,7 +135,7 @@ def test_environments_that_are_one_conversations_own_say_the_same_again(factory:
 
 
 def test_tools_say_the_same_again_call_by_call() -> None:
-    said = replay(tools, parse=read_calls)
+    said = replay(tools, tool_parser=read_calls)
     assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
 
 

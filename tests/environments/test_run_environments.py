@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, BridgeError, Environment, ParserError, StepResult, ToolCall
-from lightning_rl.environments.run_environments import Environments
+from lightning_rl.environments.run_environments import MEASURED, Environments
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rewards.text import text_of, texts_of
 from lightning_rl.rollout import TURNS
@@ -258,3 +258,93 @@ def test_a_reward_that_reads_the_first_message_of_a_conversation_is_refused(read
         module_of(environment=Asking, rewards=function)
     module_of(environment=Asking, rewards=last)
     tiny_module(rewards=function)
+
+
+def thinking_rows() -> list[dict[str, Any]]:
+    rows = [{"prompt": [{"role": "user", "content": word}]} for word in "abcd"]
+    return [{**row, "chat_template_kwargs": {"enable_thinking": bool(n % 2)}} for n, row in enumerate(rows)]
+
+
+def test_a_renderer_gets_the_variables_of_the_row_as_well_as_those_of_the_run() -> None:
+    tokenizer = tokenizer_of("glm-4.5")
+    environments = Environments(
+        factories={"environment": Asking},
+        tokenizer=tokenizer,
+        close=close_of("glm-4.5"),
+        template_options={"enable_thinking": True},
+    ).check("glm-4.5")
+    prompts = PromptDataModule(thinking_rows(), 4, shuffle=False)
+    prompts.connect(tokenizer, None)
+    for prompt, said in zip(prompts.take(2), ("\nIt is 4.", "\n<think>hm</think>\nIt is 4."), strict=True):
+        talk = environments.in_tokens(Asking(), prompt)
+        talk.reset({}, 0)
+        ids = tokenizer(f"{said}<|user|>", add_special_tokens=False)["input_ids"]
+        answer = talk.step(ids, FinishReason.STOP).messages[1]
+        reasoning = (answer.get("reasoning_content") or "").strip()
+        assert (answer["content"].strip(), reasoning) == ("It is 4.", "hm" if "hm" in said else "")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm-4.5"])
+def test_a_fit_with_variables_of_rows_goes_through_every_check_of_the_audit(name: str) -> None:
+    parser = "glm-4.5" if name == "glm-4.5" else "hermes"
+    module = module_of(name=name, tokenizer=tokenizer_of(name), tools=[add], tool_parser=parser)
+    audit = SignalAudit(every_n_rollouts=1, mode="raise")
+    fit(module, data=PromptDataModule(thinking_rows(), 4), callbacks=[audit], limit_train_batches=1)
+
+
+@pytest.mark.parametrize("where", ["run", "row"])
+def test_a_prompt_that_ends_with_an_answer_is_refused_before_the_first_rollout(where: str) -> None:
+    variables = {"continue_final_message": True}
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Let me"}]
+    rows: list[Any] = [{"prompt": begun[:1]}] * 3 + [{"prompt": begun}]
+    if where == "row":
+        rows = [{**row, "chat_template_kwargs": variables} for row in rows]
+    many: dict[str, Any] = {"chat_template_kwargs": variables} if where == "run" else {}
+    with pytest.raises(ValueError, match=r"end with a question for environment .* at the end of prompt 3"):
+        fit(module_of(tools=[add]), data=PromptDataModule(rows, 4, **many), limit_train_batches=1)
+
+
+class Telling(Asking):
+    """Begins with a text of its own, as long as the row says."""
+
+    made = 0
+
+    @override
+    def reset(self, row: Any, seed: int) -> list[dict[str, Any]]:
+        Telling.made += 1
+        return [{"role": "user", "content": " one" * row["words"]}]
+
+
+class TellingMore:
+    """Appends a text to the prompt, as an object of TRL."""
+
+    def reset(self, words: int) -> str:  # noqa: D102
+        return " one" * words
+
+
+@pytest.mark.parametrize("environment", [Telling, TellingMore])
+@pytest.mark.parametrize("too_long", ["drop", "error"])
+def test_the_first_messages_of_a_reset_are_measured_before_the_first_rollout(environment: Any, too_long: Any) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "words": words} for words in (1, 700, 2, 3, 4)]
+    data, seen = PromptDataModule(rows, 4, too_long=too_long, shuffle=False), list[Rollout]()
+    options: dict[str, Any] = {"data": data, "callbacks": [recorder(seen)("seen")], "limit_train_batches": 1}
+    if too_long == "error":
+        with pytest.raises(ValueError, match=r"expected prompts of at most .* tokens .*, got prompt 1 with 7\d\d"):
+            fit(module_of(environment=environment, max_new_tokens=400), **options)
+        assert not seen
+    else:
+        fit(module_of(environment=environment, max_new_tokens=400), **options)
+        assert data.prompts.drop_count == 1 and len(seen) == 1
+
+
+def test_few_resets_are_measured_and_none_that_cannot_be_repeated() -> None:
+    rows = [{"prompt": [{"role": "user", "content": "a"}], "words": 1} for _ in range(100)]
+    for replayable, resets in ((True, MEASURED), (False, 0)):
+        kind = type("Kind", (Telling,), {"replayable": replayable})
+        environments = Environments(
+            factories={"environment": kind}, tokenizer=tokenizer_of("qwen3"), close=close_of("qwen3")
+        ).check()
+        Telling.made = 0
+        data = PromptDataModule(rows, 2, max_prompt_tokens=50)
+        connect(data, tokenizer_of("qwen3"), environments)
+        assert Telling.made == resets
