@@ -80,7 +80,7 @@ class Environments:
         seed: Seed of the run.
         workers: Pool of worker processes; None to run environments in this process.
         own_prompts: Names of the environments in messages that begin with the row's prompt.
-        own_resets: Names of the environments in messages that may begin with messages of their own.
+        own_resets: Names of the environments in messages that may begin with other messages than the prompt.
         max_failure_rate: Fraction of failed conversations in a rollout that ends the run; None for never.
     """
 
@@ -118,7 +118,7 @@ class Environments:
         if name not in self.own_prompts or is_token_ids(prompt.content):
             return None
         bridge, schemas = self.bridge(name, prompt.variables), self.schemas[name] or prompt.variables.get(TOOLS, ())
-        return bridge.length(_unanswered(prompt, name), schemas)
+        return bridge.length(_question_of(prompt, name), schemas)
 
     def _reset_length(self, name: str, prompt: Prompt) -> int | None:
         """Return the number of tokens of the first messages of an environment's own reset; None if it is not known."""
@@ -226,7 +226,7 @@ class Environments:
                     raise BridgeError(f"no bridge over {kind} messages for environment {name}: {'; '.join(wrong)}")
             first = [QUESTION]  # other messages of its reset are checked when a conversation begins
             if prompt is not None and not _begins_itself(made):
-                first = _unanswered(prompt, name)
+                first = _question_of(prompt, name)
             _check_first(bridge, first, shown, name)
         parses = self.tokenizer is not None and (tool_parser is not None or calls)
         own_options: dict[str, Any] = {"own_prompts": frozenset(own), "own_resets": frozenset(resets)}
@@ -306,7 +306,7 @@ def messages_of(prompt: Prompt) -> Sequence[Message]:
     return [message for message in content if isinstance(message, Mapping)]
 
 
-def _unanswered(prompt: Prompt, name: str) -> Sequence[Message]:
+def _question_of(prompt: Prompt, name: str) -> Sequence[Message]:
     """Return the prompt of a row as chat messages.
 
     Raises:

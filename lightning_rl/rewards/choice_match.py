@@ -115,7 +115,7 @@ class ChoiceMatch(AnswerMatch):
             return self._index_of("".join([*before, found[-1].letters]))
         if not marked and (alone := reader.last_sentence(heard) or reader.first_label(heard)):
             return self._index_of(alone)
-        return self._index_of(reader.emphasized(heard[begin:end], any_case=marked))
+        return self._index_of(reader.letter_in_brackets(heard[begin:end], any_case=marked))
 
     def _index_of(self, letters: str) -> int | None:
         """Return the index of a letter, also if it is repeated; None for different ones or none."""

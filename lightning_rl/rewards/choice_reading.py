@@ -16,6 +16,11 @@ def _words(words: str) -> str:
     return rf"(?<![^\W_])(?:{words})(?![^\W_])"
 
 
+def _star(name: str, pattern: str) -> str:
+    """Return a pattern, with a name, repeated as often as possible: what follows gets nothing of it back."""
+    return rf"(?=(?P<{name}>(?:{pattern})*))(?P={name})"
+
+
 OPTION = (
     r"(?:answer|option|choice|letter|alternative|statement|antwort|buchstabe|r[e\u00e9]ponse|lettre|choix|respuesta|letra|"
     r"opci[o\u00f3]n|resposta|op[c\u00e7][a\u00e3]o|alternativa|gabarito|risposta|opzione|lettera|"
@@ -58,7 +63,7 @@ RIGHT = (
 )
 CONFIRMED = re.compile(
     r"[\s)\]}*_\"'.]*(?:(?:(?:must|would|should|seems|looks|has|to)\s+)*"
-    rf"(?:be|{IS})\s+(?:{WORDS}|\s)*(?:{RIGHT})(?![^\W_])"
+    rf"(?:be|{IS})\s+(?:{WORDS}|\s){{0,12}}(?:{RIGHT})(?![^\W_])"
     rf"|{ASIAN}(?:\u662f|\u4e3a|\u304c|\u306f|\uac00|\uc774)?\s*"
     r"(?:\u6b63\u786e|\u6b63\u89e3|\u5bf9\u7684|\u6b63\u3057\u3044|\u7b54\u6848|\u7b54\u3048|\uc815\ub2f5))",
     re.IGNORECASE,
@@ -112,14 +117,14 @@ class LetterReader:
         one = rf"(?P<letter>[{re.escape(letters.upper() + letters.lower())}])"
         one = rf"(?<![{LATIN}]){one}(?![{LATIN}]|_\w|\s*=|\^|['\u2019][a-z])"
         around = rf"*_`\"'\u201c\u201d\u2018\u2019()\[\]{{}}$:<>~]|{LATEX}|{WORDS}"
-        between = rf"(?P<between>(?:[ \t,;?\u3001()\[\]{{}}*_\"'$]|\\[,;!:\ ]|{AND}|{BOX})*+)"
+        between = rf"[ \t,;?\u3001()\[\]{{}}*_\"'$]|\\[,;!:\ ]|{AND}|{BOX}"
         flags = re.IGNORECASE
-        self._first = re.compile(rf"(?:[\s{around}|{RATHER})*+{one}", flags)
-        self._next = re.compile(rf"{between}(?:[\ \t{around})*+{one}", flags)
+        self._first = re.compile(_star("fill", rf"[\s{around}|{RATHER}") + one, flags)
+        self._next = re.compile(_star("between", between) + _star("fill", rf"[\ \t{around}") + one, flags)
         self._alone = re.compile(one, flags)
         self._label = re.compile(rf"[\s*_(\[]*(?P<letter>[{re.escape(letters)}])[*_]*[).:\]]")
-        self._emphasized = re.compile(rf"(?:\(|\[|\*\*|(?<=\s)(?=.\))){one}(?:\)|\]|\*\*)", flags)
-        self._nothing = re.compile(rf"(?:[\W_]|{AND}|{WORDS})*+", flags)
+        self._brackets = re.compile(rf"(?:\(|\[|\*\*|(?<=\s)(?=.\))){one}(?:\)|\]|\*\*)", flags)
+        self._nothing = re.compile(_star("words", rf"[\W_]|{AND}|{WORDS}"), flags)
 
     def without_ruled_out(self, text: str) -> str:
         """Return a text of the same length in which spaces replace the letters that it rules out."""
@@ -167,10 +172,10 @@ class LetterReader:
         copied = len(labels) > 2 and self._letters.startswith("".join(labels))
         return "".join(labels) if copied or re.search(rf"{AND}\s+\(?[{re.escape(self._letters)}][).:]", text) else first
 
-    def emphasized(self, text: str, *, any_case: bool) -> str:
+    def letter_in_brackets(self, text: str, *, any_case: bool) -> str:
         """Return the last letter in brackets or bold, or the letters that are named with it; empty for none."""
         found: list[Statement] = []
-        for match in self._emphasized.finditer(text):
+        for match in self._brackets.finditer(text):
             if not any_case and match["letter"] not in self._letters:
                 continue
             one = self._at(text, match.start("letter")) or Statement(match["letter"], match.start(), match.end())

@@ -305,7 +305,7 @@ def test_a_prompt_that_ends_with_an_answer_is_refused_before_the_first_rollout(w
 
 
 class Telling(Asking):
-    """Begins with a text of its own, as long as the row says."""
+    """Begins with a text that is as long as the row says."""
 
     made = 0
 

@@ -452,7 +452,7 @@ def test_a_schema_with_an_unknown_key_is_refused_by_its_name(schema: dict[str, A
         JsonTool(lambda q: q, schema)
 
 
-@pytest.mark.parametrize("parameters", [{"type": "objekt"}, [1], {"properties": {"q": {"type": "int"}}}])
+@pytest.mark.parametrize("parameters", [{"type": "thing"}, [1], {"properties": {"q": {"type": "int"}}}])
 def test_arguments_without_a_valid_schema_are_refused_at_setup(parameters: Any) -> None:
     with pytest.raises(ValueError, match="JSON schema of the arguments of tool get"):
         ToolEnvironment([JsonTool(lambda q: q, {"name": "get", "parameters": parameters})])
