@@ -31,6 +31,7 @@ from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import Critic, ValueLoss
+from lightning_rl.monitors import check_monitors, check_names, logs_itself
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.policy.run_models import RunModels
@@ -46,6 +47,7 @@ from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
 from lightning_rl.utils.inspection import refuse_inspection
+from lightning_rl.utils.library_hooks import check_overrides
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.template_date import TODAY, now, writes_date
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, log_folder
@@ -62,6 +64,7 @@ class BaseModule(LightningModule):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
+        check_overrides(self)
         given = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
         self.options = options = setup_checks.resolve_options(given)
         self.rewards: Rewards = options["rewards"]
@@ -156,12 +159,22 @@ class BaseModule(LightningModule):
         if stage == "fit":
             self.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.data_module)
+            self._check_monitors()
         self.run.failed_folder = log_folder(self.trainer) / FOLDER
         if (data := find_data_module(self.trainer)) is not None:
             data.use_tokenizer(self.tokenizer)
         self.run.configuration = configuration(self, self.trainer)
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self.run.configuration)
+
+    def _check_monitors(self) -> None:
+        names = {
+            "<function>": self.rewards.sources,
+            "<callback>": [callback.name for callback in self.run.corrections.callbacks],
+            "<name>": [evaluation.name for evaluation in self.evaluator.evaluations],
+        }
+        known, validates = not logs_itself(self.trainer, self), bool(self.trainer.limit_val_batches)
+        check_monitors(self.trainer, names, known=known, validates=validates)
 
     @override
     def configure_model(self) -> None:
@@ -248,7 +261,9 @@ class BaseModule(LightningModule):
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that the weights are about to change."""
+        """Clip the gradient, and record that the weights are about to change."""
+        if self.max_grad_norm is not None:
+            self.parallel.clip(self.required_policy, optimizer, self.max_grad_norm)
         self.run.stepping = True
 
     @override
@@ -390,7 +405,9 @@ class BaseModule(LightningModule):
     @override
     def on_validation_epoch_end(self) -> None:
         """Log the metrics over all ranks and write the samples; a prediction only writes ``completions.jsonl``."""
-        self.evaluator.end(self.trainer, self.log, self.run.failed_folder)
+        logged = self.evaluator.end(self.trainer, self.log, self.run.failed_folder)
+        if self.trainer.state.fn == TrainerFn.FITTING and not logs_itself(self.trainer, self):
+            check_names(self.trainer, logged, evaluated=True)
         self.sleep_engine()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
@@ -18,11 +17,12 @@ from typing_extensions import override
 from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments, stack_moments
 from lightning_rl.distributed import ALONE, Collectives
-from lightning_rl.utils.trainer import callbacks_of
+from lightning_rl.monitors import publish
 
-ON_THE_BAR = "reward/task"  # more would not fit beside the bar; `RolloutSummary` shows the rest
 LIGHTNINGS_DEFAULT = 50  # default of log_every_n_steps, with which one row per rollout is logged here
 warnings.filterwarnings("ignore", message=r"The number of training batches .* log_every_n_steps=50")
+# A checkpoint of every n-th step is to resume from, so it holds the weights after the step.
+warnings.filterwarnings("ignore", message=r"Using ModelCheckpoint with manual optimization")
 
 
 @dataclass(slots=True)
@@ -143,7 +143,6 @@ class MetricLog:
         }
         self._device, self._collectives = device, collectives
         self.groups["noted"] = GrowingStats(collectives).to(device)  # logged by rewards and servers at any time
-        self.shown: tuple[int, dict[str, float]] = (-1, {})  # epoch, and the values of Lightning's bar
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Merge statistics into one group; its keys are the same at every call, except for ``"noted"``."""
@@ -255,13 +254,6 @@ class PhaseTimes:
         return stats
 
 
-def monitored_keys(trainer: Trainer) -> set[str]:
-    """Return the keys monitored by checkpoint and early-stopping callbacks, without those of validation."""
-    callbacks = [c for c in callbacks_of(trainer) if isinstance(c, ModelCheckpoint | EarlyStopping)]
-    monitors = {callback.monitor for callback in callbacks if callback.monitor}
-    return {key for key in monitors if not key.startswith("val/")}
-
-
 def rows_every(log_every_n_steps: int, steps_per_rollout: int) -> int:
     """Return the number of optimizer steps between two rows of metrics; 0 for no rows.
 
@@ -271,35 +263,19 @@ def rows_every(log_every_n_steps: int, steps_per_rollout: int) -> int:
     return min(log_every_n_steps, steps_per_rollout) if default else log_every_n_steps
 
 
-def log_row(module: LightningModule, metrics: MetricLog, step_index: int, every: int) -> None:
-    """Log a row every ``every`` steps to every logger; pass monitored keys and the bar's metric to Lightning.
-
-    ``self.log`` would cost half a millisecond per key and call.
-    """
-    known = set(metrics.groups["rollout"].keys)  # logged when the rollout was finished
-    if monitored_keys(module.trainer) - known:
-        values = metrics.values()
-        log_for_monitors(module, {name: value for name, value in values.items() if name not in known})
-    if every and (step_index + 1) % every == 0:
-        row = metrics.row()
-        _write(module.trainer, row, step_index)
-        shown = module.current_epoch, {ON_THE_BAR: row[ON_THE_BAR]} if ON_THE_BAR in row else {}
-        if shown != metrics.shown:  # Lightning keeps the last value for an epoch
-            module.log_dict(shown[1], prog_bar=True, logger=False, on_step=True, on_epoch=False, batch_size=1)
-            metrics.shown = shown
+def log_row(trainer: Trainer, metrics: MetricLog, step_index: int, every: int) -> None:
+    """Pass all metrics to Lightning's callbacks and bar after a step, and log a row to every logger every n steps."""
+    logs = bool(every) and (step_index + 1) % every == 0
+    row = metrics.row() if logs else metrics.values()
+    publish(trainer, row)
+    if logs:
+        _write(trainer, row, step_index)
 
 
 def log_rest(trainer: Trainer, metrics: MetricLog, step_index: int) -> None:
     """Log metrics added since the last row of a fit that ends at ``step_index``."""
     if metrics.pending:
         _write(trainer, metrics.row(), step_index)
-
-
-def log_for_monitors(module: LightningModule, values: Mapping[str, float]) -> None:
-    """Log the monitored keys to Lightning."""
-    chosen = {key: values[key] for key in sorted(monitored_keys(module.trainer) & set(values))}
-    if chosen:
-        module.log_dict(chosen, logger=False, on_step=True, on_epoch=False, batch_size=1)
 
 
 def _write(trainer: Trainer, row: dict[str, float], step_index: int) -> None:

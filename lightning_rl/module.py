@@ -21,7 +21,6 @@ from lightning_rl.environments.tools import Tool
 from lightning_rl.evaluation import Evaluation
 from lightning_rl.generation import Engine, SamplingParams, request_seed
 from lightning_rl.losses import Critic, PolicyLoss
-from lightning_rl.metrics import log_for_monitors
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
 from lightning_rl.policy import ModelOptions, make_plan
 from lightning_rl.policy.build import ModelSource, TokenizerSource
@@ -39,11 +38,37 @@ from lightning_rl.rollouts.step_metrics import begin_trace
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm
 from lightning_rl.update import StepGradient, accumulate_gradient
 from lightning_rl.utils.arguments import refuse_old_names
+from lightning_rl.utils.library_hooks import LibraryHooks
 from lightning_rl.utils.renamed import RENAMED
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 
+EVALUATIONS = "validation", "test", "predict"
 
+
+@LibraryHooks(
+    rules={
+        "configure_callbacks": "joined",
+        **dict.fromkeys(
+            ("setup", "configure_model", "on_fit_start", "on_train_start", "on_train_batch_start"), "before"
+        ),
+        **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "before"),
+        **{f"on_{stage}_epoch_{end}": "before" for stage in EVALUATIONS for end in ("start", "end")},
+        **dict.fromkeys(("on_before_optimizer_step", "teardown"), "after"),
+        **dict.fromkeys(("training_step", *(f"{stage}_step" for stage in EVALUATIONS)), "required"),
+    },
+    refused={
+        **dict.fromkeys(("configure_optimizers", "lr_scheduler_step"), "pass optimizer= and lr_scheduler="),
+        **dict.fromkeys(
+            ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad"), "use on_before_optimizer_step"
+        ),
+        "configure_gradient_clipping": "pass max_grad_norm=",
+        "forward": "give it another name; generate() answers prompts",
+        "train_dataloader": "pass prompts to PromptDataModule",
+        **dict.fromkeys(("val_dataloader", "test_dataloader"), "pass validation= of PromptDataModule, or evaluation="),
+        "predict_dataloader": "pass prompts to PromptDataModule",
+    },
+)
 class RLLightningModule(BaseModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
 
@@ -161,7 +186,6 @@ class RLLightningModule(BaseModule):
         current, stats = self.finish_rollout(groups.rollout, number)
         stats = {**groups.stats, **stats, **self.data_module.stats()}
         self.run.begin_rollout(current, step_index.index, stats, groups.logged)
-        log_for_monitors(self, self.run.rollout_figures)
 
     def finish_rollout(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """Add plan, log-probabilities and advantages, and pass the rollout to observers; return it and its metrics."""
@@ -212,7 +236,7 @@ class RLLightningModule(BaseModule):
                 step = self._gradient(batch)
                 step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
                 with recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step):
-                    step.norm = parallel.step(self.required_policy, optimizer, self.max_grad_norm, run.accept)
+                    step.norm = parallel.step(self.required_policy, optimizer, run.accept)
             self.models.stepped = True
             if not run.nonfinite_in_a_row and (scheduler := self.lr_schedulers()) is not None:
                 cast(LRScheduler, scheduler).step()

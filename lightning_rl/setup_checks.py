@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
+    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -67,6 +68,11 @@ def check_flags(trainer: Trainer) -> None:
             callbacks_of(trainer).remove(callback)  # Lightning would call it while handling the error
             raise ValueError(f"expected callbacks to be objects, got the class {callback.__name__}: call it")
         _check_averaging(callback, trainer)
+        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:  # noqa: SLF001
+            raise ValueError(
+                "expected ModelCheckpoint without train_time_interval, with which Lightning saves nothing under manual "
+                "optimization: pass every_n_train_steps="
+            )
         _check_tuner(callback)
 
 
@@ -263,6 +269,7 @@ def build_optimizers(
     """
     check_trainable(groups)
     optimizer = _build_optimizer(builder, groups)
+    optimizer.register_step_pre_hook(call_closure)
     built: dict[str, Any] = {"optimizer": optimizer}
     description: dict[str, Any] = {**describe_optimizer(optimizer, names), "rates": None}
     if scheduler_builder is not None:
@@ -270,6 +277,17 @@ def build_optimizers(
         description["rates"] = rates(build, optimizer)
         built["lr_scheduler"] = build(optimizer)
     return built, ConfiguredOptimizer(description, options_of(optimizer))
+
+
+def call_closure(_: Optimizer, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Call the closure of an optimizer step before the step, which may ignore it.
+
+    In the closure Lightning calls the hooks before the step, and the module clips the gradient.
+    """
+    if (closure := keywords.get("closure")) is None:
+        return None
+    result = closure()
+    return arguments, {**keywords, "closure": lambda: result}
 
 
 def _build_scheduler(builder: SchedulerBuilder, optimizer: Optimizer) -> LRScheduler:

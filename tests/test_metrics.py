@@ -142,26 +142,6 @@ def test_a_state_is_a_copy() -> None:
     assert running.figures() == {"a": 2.0}
 
 
-def test_lightning_is_given_a_value_again_only_if_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, watched, log_dict = list[dict[str, float]](), Watched(), LightningModule.log_dict
-
-    def noted(self: LightningModule, dictionary: Any, **options: Any) -> None:
-        given.append(dict(dictionary))
-        log_dict(self, dictionary, **options)
-
-    monkeypatch.setattr(LightningModule, "log_dict", noted)
-    fit(
-        tiny_module(minibatches_per_rollout=2, epochs_per_rollout=2),
-        callbacks=[watched],
-        logger=Keeping(),
-        log_every_n_steps=1,
-    )
-    rewards = [known["reward/task"] for known in watched.known]
-    assert len(rewards) > 4 and all("reward/task" in values for values in given)
-    changes = [value for place, value in enumerate(rewards) if place == 0 or value != rewards[place - 1]]
-    assert [values["reward/task"] for values in given] == pytest.approx(changes)
-
-
 def test_values_of_statistics() -> None:
     stats = {"mean": population([1.0, 3.0]), "max": population([1.0, 3.0]).maximum(), "none": population([])}
     assert MetricLog().values_of(stats) == {"mean": 2.0, "max": 3.0}
@@ -247,7 +227,7 @@ def test_a_checkpoint_may_monitor_the_reward(tmp_path: Path) -> None:
 def test_early_stopping_may_watch_any_metric(every: int) -> None:
     stopping = EarlyStopping("policy/entropy", patience=1, min_delta=100.0, check_on_train_epoch_end=True)
     trainer = fit(tiny_module(), callbacks=[stopping], max_epochs=5, log_every_n_steps=every)
-    assert trainer.current_epoch == 2 and stopping.stopped_epoch > 0
+    assert trainer.global_step == 2 and stopping.stopping_reason_message
 
 
 def test_what_is_monitored_is_known_to_lightning_as_soon_as_it_is_measured() -> None:

@@ -406,7 +406,7 @@ class _RunWatch:
         return traced
 
     def _before_action(self, action: str) -> None:
-        if action == "optimizer_step" and self.tracer is not None:  # started between clipping and the optimizer
+        if action == "optimizer_step" and self.tracer is not None:  # started before the hooks and clipping
             self.tracer.before_optimizer()
 
     def _after_action(self, action: str) -> None:
@@ -445,7 +445,8 @@ class _RunWatch:
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
         recompute_step(evidence, step)
         if self.tracer is not None:
-            step.optimizer, step.norm = type(self.tracer.optimizer).__name__, self.tracer.norm
+            step.optimizer = type(self.tracer.optimizer).__name__
+            step.norm, step.unclipped_norm = self.tracer.norm, self.tracer.unclipped_norm
             step.parameters = self.tracer.parameters
         step.stepping = self._rates.note(trace.rollout_number, step.parameters, step.optimizer)
         step.frozen = self._rates.names_without_gradient()

@@ -3,6 +3,7 @@
 from lightning.pytorch import Callback
 
 from lightning_rl.corrections.rl_callback import RLCallback
+from lightning_rl.utils.trainer import OWN
 
 STEP_HOOKS = (
     "on_train_batch_start",
@@ -12,17 +13,11 @@ STEP_HOOKS = (
     "on_before_zero_grad",
     "on_before_optimizer_step",
 )
-OWN = ("lightning", "lightning_rl")
 
 
 def name_of_callback(callback: Callback) -> str:
     """Return the callback's name for messages."""
     return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
-
-
-def is_own(part: object) -> bool:
-    """Return True if the object's class belongs to this library or to Lightning."""
-    return type(part).__module__.partition(".")[0] in OWN
 
 
 def overrides(part: object, hook: str, base: type) -> bool:

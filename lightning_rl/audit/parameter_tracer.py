@@ -19,8 +19,8 @@ class ParameterTrace:
         summed: Sum of the gradients of all backward passes, float64.
         magnitude: Sum of their absolute values, for rounding bounds; None for that of ``summed``.
         passes: Number of backward passes.
-        clipped: Gradient after clipping, before the optimizer step, float64.
-        gradient: Gradient that the optimizer used, after its step hooks, float64.
+        unclipped: Gradient before the hooks before the optimizer step, and before clipping, float64.
+        gradient: Gradient that the optimizer used, after these, float64.
         dtype: Dtype of the gradient; None without one.
         before: Values before the step.
         after: Values after the step.
@@ -33,7 +33,7 @@ class ParameterTrace:
     summed: Tensor
     magnitude: Tensor | None = None
     passes: int = 0
-    clipped: Tensor | None = None
+    unclipped: Tensor | None = None
     gradient: Tensor | None = None
     dtype: torch.dtype | None = None
     before: Tensor | None = None
@@ -54,11 +54,13 @@ class ParameterTracer:
     Attributes:
         parameters: Trace of each trained parameter by name.
         norm: Norm of the gradient that the optimizer used; None before the step.
+        unclipped_norm: Norm of the gradient before the hooks before the step; None before them.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.parameters = optimizer, dict[str, ParameterTrace]()
         self.norm: float | None = None
+        self.unclipped_norm: float | None = None
         self._modules = list(model.named_modules())
         self._handles: list[RemovableHandle] = []
         self._parts: dict[str, list[Tensor]] = {}
@@ -93,10 +95,11 @@ class ParameterTracer:
         self._handles.append(handle)
 
     def before_optimizer(self) -> None:
-        """Record the clipped gradient before the optimizer is called, since an optimizer may ignore hooks."""
+        """Record the gradient before the hooks before an optimizer step."""
         self.before_step()
+        self.unclipped_norm = self.norm
         for trace in self.parameters.values():
-            trace.clipped = trace.gradient
+            trace.unclipped = trace.gradient
 
     def before_step(self) -> None:
         """Record gradients and options inside of the optimizer, after the hooks before its step."""

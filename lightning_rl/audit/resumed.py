@@ -7,13 +7,13 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rl.audit.overrides import is_own, name_of_callback, overrides
+from lightning_rl.audit.overrides import name_of_callback, overrides
 from lightning_rl.audit.user_hooks import ENTRIES, hooks_by_action, local
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule
 from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.finding import Finding
-from lightning_rl.utils.trainer import callbacks_of
+from lightning_rl.utils.trainer import callbacks_of, is_own
 
 WEIGHTS, OPTIMIZER, SCHEDULE, DATA, CORRECTION = "weights", "optimizer", "schedule", "data", "correction "
 HOOKS = ("on_load_checkpoint", "setup", "on_fit_start", "on_train_start", "on_train_epoch_start")

@@ -50,6 +50,7 @@ class StepEvidence:
         recomputed: The step recomputed in one piece; None if unknown.
         unknown: Reason why it or the logged metrics are unknown.
         norm: Norm of the gradient that the optimizer got; None on several devices.
+        unclipped_norm: Norm before the hooks before the optimizer step, and before clipping; likewise.
         parameters: Traces by name; empty on several devices.
         optimizer: Name of the optimizer's class; empty on several devices.
         blamed: Culprits outside of the core that changed, or could have changed, ``gradients``, ``weights``,
@@ -78,6 +79,7 @@ class StepEvidence:
     recomputed: RecomputedStep | None = None
     unknown: str = ""
     norm: float | None = None
+    unclipped_norm: float | None = None
     parameters: Mapping[str, ParameterTrace] = field(default_factory=dict)
     optimizer: str = ""
     blamed: Mapping[str, str] = field(default_factory=dict)

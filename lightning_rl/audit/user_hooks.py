@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_rl.audit.audit_error import bitwise_equal
-from lightning_rl.audit.overrides import STEP_HOOKS, is_own, name_of_callback, overrides
+from lightning_rl.audit.overrides import STEP_HOOKS, name_of_callback, overrides
 from lightning_rl.audit.parameter_tracer import by_kind, sample_entries
 from lightning_rl.corrections import RLCallback
 from lightning_rl.module import RLLightningModule
+from lightning_rl.setup_checks import call_closure
 from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.trainer import is_own
 
 ENTRIES = 16  # of each tensor; a norm covers the others
 OF_MODULE = STEP_HOOKS[1:]  # the core generates the rollout in the first one
@@ -263,11 +265,12 @@ def gradient_hooks(policy: nn.Module) -> list[str]:
 
 
 def optimizer_hooks(optimizer: Any) -> list[str]:
-    """Return hooks on the optimizer's step, as culprits."""
+    """Return hooks of user code on the optimizer's step, as culprits."""
     return [
         f"optimizer {type(optimizer).__name__}, its hook {_label(hook)}"
         for place in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         for hook in (getattr(optimizer, place, None) or {}).values()
+        if hook is not call_closure
     ]
 
 

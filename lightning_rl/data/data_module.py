@@ -21,9 +21,17 @@ from lightning_rl.data.row_schema import CONTINUES, ColumnCheck, PromptForm
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.data.step_loader import StepIndex, StepLoader
 from lightning_rl.utils.arguments import check_bools, check_counts
+from lightning_rl.utils.library_hooks import LibraryHooks, check_overrides
 from lightning_rl.utils.naming import in_words
 
 
+@LibraryHooks(
+    rules={"on_before_batch_transfer": "before", "load_state_dict": "before", "state_dict": "joined"},
+    refused=dict.fromkeys(
+        ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+        "pass rows as prompts= and validation=, and change them by preprocess=",
+    ),
+)
 class PromptDataModule(LightningDataModule):
     """Data module of prompts for training and evaluation.
 
@@ -84,6 +92,7 @@ class PromptDataModule(LightningDataModule):
         too_long: TooLong = "error",
     ) -> None:
         super().__init__()
+        check_overrides(self)
         check_counts(1, prompts_per_rollout=prompts_per_rollout, validation_batch_size=validation_batch_size)
         check_counts(1, optional=True, epoch_length=epoch_length)
         check_counts(0, seed=seed)

@@ -102,14 +102,17 @@ class FullyShardedDataParallel2(Parallel):
         return split
 
     @override
-    def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
+    def complete_gradient(self, model: nn.Module) -> None:
         if self.collectives.layers is not None:
             add_up_partial_gradients(model, self.collectives.layers)
+
+    @override
+    def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         grads = [[cast(Tensor, parameter.grad) for parameter in part] for part in _by_mesh(parameters)]
         norms = torch.stack([_full(nn.utils.get_total_norm(part)) for part in grads])
         norm = torch.linalg.vector_norm(norms)
-        for part in _by_mesh(parameters):
+        for part in _by_mesh(parameters) if limit < torch.inf else ():
             nn.utils.clip_grads_with_norm_(part, limit, norm)
         return norm
 

@@ -118,13 +118,21 @@ class Parallel:
         del model, last
         return nullcontext()
 
-    def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
-        """Clip the gradient to ``limit``, step if the norm is accepted, and return the norm before clipping."""
-        scaler, scale = self._scaler, self.loss_scale
-        norm = self.clipped_norm(model, torch.inf if limit is None else limit * scale) / scale
+    def step(self, model: nn.Module, optimizer: LightningOptimizer, accept: Accept) -> Tensor:
+        """Step if the gradient norm is accepted, and return the norm; :meth:`clip` is called within the step."""
+        scaler = self._scaler
+        self.complete_gradient(model)
+        norm = self.clipped_norm(model, torch.inf) / self.loss_scale
         if accept(norm, patient=scaler is not None) or scaler is not None:
             optimizer.step()  # a scaler skips the step by itself and lowers its scale
         return norm
+
+    def clip(self, model: nn.Module, optimizer: Optimizer, limit: float) -> None:
+        """Clip the gradient to ``limit``, after every hook before the optimizer step, as Lightning does."""
+        scaled = getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        )  # a fused optimizer divides by the scale itself
+        self.clipped_norm(model, limit * self.loss_scale if scaled else limit)
 
     @property
     def loss_scale(self) -> float:
@@ -140,9 +148,17 @@ class Parallel:
         """Clear the gradient after a step."""
         optimizer.zero_grad()
 
+    def complete_gradient(self, model: nn.Module) -> None:
+        """Add up what ranks hold of the gradient of a whole step, before its norm is taken."""
+        del model
+
     def clipped_norm(self, model: nn.Module, limit: float) -> Tensor:
-        """Clip the gradient to ``limit`` and return its norm before clipping."""
-        return nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=None)
+        """Clip the gradient to ``limit``, infinity for none, and return its norm before clipping."""
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+        if limit < torch.inf:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
     def full_parameters(self, model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and full value of each parameter, one at a time. Every rank has to iterate to the end.

@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_rl.distributed.parallel import Accept, Parallel
@@ -89,11 +90,15 @@ class ZeRO(Parallel):
         yield
 
     @override
-    def step(self, model: nn.Module, optimizer: LightningOptimizer, limit: float | None, accept: Accept) -> Tensor:
+    def step(self, model: nn.Module, optimizer: LightningOptimizer, accept: Accept) -> Tensor:
         optimizer.step()  # clips, skips steps with a non-finite gradient, and clears
         norm = torch.as_tensor(cast(Any, self.strategy.model).get_global_grad_norm(), dtype=torch.float64)
         accept(norm)
         return norm.to(self.strategy.root_device)
+
+    @override
+    def clip(self, model: nn.Module, optimizer: Optimizer, limit: float) -> None:
+        """Do nothing, because the engine clips in its step."""
 
     @override
     def clear(self, optimizer: LightningOptimizer) -> None:

@@ -146,8 +146,8 @@ class Evaluator:
             raise RuntimeError("expected on_validation_epoch_start or on_test_epoch_start first, got a batch")
         return self._run
 
-    def end(self, trainer: Trainer, log: Callable[..., None], failed_folder: Path | None) -> None:
-        """Log the metrics over all ranks and write the samples. A collective.
+    def end(self, trainer: Trainer, log: Callable[..., None], failed_folder: Path | None) -> frozenset[str]:
+        """Log the metrics over all ranks and write the samples; return their names. A collective.
 
         A prediction only writes ``completions.jsonl``.
 
@@ -160,7 +160,7 @@ class Evaluator:
         if trainer.predicting:
             if trainer.is_global_zero:
                 write_records(folder / "completions.jsonl", self._predictions)
-            return
+            return frozenset()
         run, self._run = self._active, None
         figures = run.figures()
         for name, value in figures.items():
@@ -171,6 +171,7 @@ class Evaluator:
         warn_of_nan(figures)
         if trainer.loggers and not trainer.sanity_checking:
             run.write(folder / "evaluations", file, writing=trainer.is_global_zero)
+        return frozenset(figures)
 
     def close(self) -> None:
         """Close the rewards of the evaluations."""

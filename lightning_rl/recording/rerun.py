@@ -66,5 +66,6 @@ def rerun_step(module: RLLightningModule, recording: Recording) -> Rerun:
         around=lambda last: parallel.accumulating(policy, last=last),
         collectives=parallel.collectives,
     )
+    parallel.complete_gradient(policy)
     norm = parallel.clipped_norm(policy, torch.inf).detach()
     return Rerun(weights, number, logprobs, entropy, norm)

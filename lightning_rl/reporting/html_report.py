@@ -18,8 +18,8 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.glossary import entry_of
 from lightning_rl.recording import Recording
-from lightning_rl.reporting.glossary import entry_of
 from lightning_rl.reporting.pages import page_of, summary_of
 from lightning_rl.reporting.run_files import UNREADABLE, RunFiles, read_folder
 from lightning_rl.utils.atomic_write import write_atomically

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import StepIndex
+from lightning_rl.glossary import entry_of
 from lightning_rl.module import RLLightningModule
-from lightning_rl.reporting.glossary import entry_of
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.trainer import show_line
 

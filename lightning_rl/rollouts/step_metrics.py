@@ -11,6 +11,7 @@ from lightning_rl.corrections import StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import Parallel
 from lightning_rl.metrics import log_rest, log_row, rows_every
+from lightning_rl.monitors import check_names, check_rollout_end, logs_itself
 from lightning_rl.rollouts.state import RunState
 from lightning_rl.update import StepGradient
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
@@ -23,6 +24,12 @@ class StepMetrics(CoreCallback):
     It precedes other callbacks, so that they find the metrics of a step in their ``on_train_batch_end``. An error
     here, of a logger or an observer, leaves the optimizer step complete.
     """
+
+    _checked = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._checked = False
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: StepIndex, batch_idx: int) -> None:
@@ -43,7 +50,12 @@ class StepMetrics(CoreCallback):
         if step.trace is not None:
             run.corrections.observe_step(step.trace)
         run.current = run.progress.current
-        log_row(pl_module, run.metrics, batch.index, _rows_every(trainer, pl_module))
+        log_row(trainer, run.metrics, batch.index, _rows_every(trainer, pl_module))
+        if not self._checked and not logs_itself(trainer, pl_module):
+            check_names(trainer, run.metrics.values(), evaluated=False)
+        self._checked = True
+        if batch.step == pl_module.steps_per_rollout - 1:
+            check_rollout_end(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 
 CallbackT = TypeVar("CallbackT", bound=Callback)
+OWN = ("lightning", "lightning_rl")  # packages
 PHASE_WIDTH = len("generate")  # keeps the bar in place
 
 
@@ -18,6 +19,11 @@ class CoreCallback(Callback):
 def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the trainer's callbacks, an attribute that Lightning does not declare."""
     return trainer.callbacks  # pyrefly: ignore[missing-attribute]
+
+
+def is_own(part: object) -> bool:
+    """Return True if the object's class belongs to this library or to Lightning."""
+    return type(part).__module__.partition(".")[0] in OWN
 
 
 def log_folder(trainer: Trainer) -> Path:

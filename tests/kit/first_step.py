@@ -62,7 +62,9 @@ class FirstStep(RLCallback):
 
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._run = pl_module.run
+        self._run, optimizer = pl_module.run, trainer.optimizers[0]
+        if isinstance(optimizer, Optimizer):  # after the hooks of the fit, and clipping
+            optimizer.register_step_pre_hook(lambda *_: self._look(pl_module, optimizer))
 
     @override
     def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
@@ -80,7 +82,11 @@ class FirstStep(RLCallback):
         return {}
 
     @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not isinstance(trainer.optimizers[0], Optimizer):  # of DeepSpeed, which clips in its step
+            self._look(pl_module, optimizer)
+
+    def _look(self, pl_module: Any, optimizer: Any) -> None:
         if self.options:
             return
         self.options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.reporting.glossary import entry_of, glossary, table
+from lightning_rl.glossary import entry_of, glossary, table
 from lightning_rl.reporting.html_report import ASSETS, SCRIPTS, STYLES
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ def test_the_chart_library_makes_no_markup_either() -> None:
 
 def test_everything_that_lies_there_is_used() -> None:
     names = {entry.name for entry in ASSETS.iterdir()}
-    assert names == {*SCRIPTS, *STYLES, "report.html", "glossary.toml", "uplot.LICENSE"}
+    assert names == {*SCRIPTS, *STYLES, "report.html", "uplot.LICENSE"}
     assert not re.findall(r"url\((?!#)|@import|http", (ASSETS / "report.css").read_text())
 
 
@@ -37,7 +37,7 @@ def test_the_licence_of_what_is_brought_along_is_said() -> None:
 
 
 def test_the_page_of_metrics_is_made_from_the_glossary() -> None:
-    assert table() in (ROOT / "docs" / "metrics.md").read_text(), "python -m lightning_rl.reporting.glossary"
+    assert table() in (ROOT / "docs" / "metrics.md").read_text(), "python -m lightning_rl.glossary"
 
 
 def test_every_entry_has_a_meaning_and_an_ordered_range() -> None:

@@ -17,9 +17,9 @@ from torch.optim import AdamW
 from lightning_rl import PromptDataModule
 from lightning_rl.audit import SignalLedger
 from lightning_rl.callbacks import OPSM, NoEOSMask
+from lightning_rl.glossary import entry_of
 from lightning_rl.recording import Recording
 from lightning_rl.reporting import RunReport, write_report
-from lightning_rl.reporting.glossary import entry_of
 from lightning_rl.reporting.run_files import read_folder
 from lightning_rl.rollout import Rollout
 

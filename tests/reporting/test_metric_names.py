@@ -14,7 +14,7 @@ from properties.exports import correction_examples
 from lightning_rl import Evaluation, PromptDataModule, RLCallback
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RouterAuxLoss, RouterReplay, TeacherKL
-from lightning_rl.reporting.glossary import glossary
+from lightning_rl.glossary import glossary
 
 
 def concrete(pattern: str) -> list[str]:

@@ -7,11 +7,11 @@ import torch
 
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.overrides import is_own
 from lightning_rl.callbacks import AdaptiveKL, EntropyBonus, NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import RLCallback
 from lightning_rl.rollout import PROMPT, FinishReason, Rollout
 from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.trainer import is_own
 
 FAR = 100  # rows of a measurement
 

@@ -211,7 +211,7 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
     if step is None or step.norm is None or not step.parameters:
         yield Skip(UNSEEN if step is None else ONE_DEVICE)
         return
-    culprit = step.blamed.get("gradients") or (_stepper(step) if _edited_within(step) else "")
+    culprit = step.blamed.get("gradients") or (_stepper(step) if _edited_within(step, limit) else "")
     lost = [name for name, one in step.parameters.items() if one.gradient is None and bool((one.summed != 0).any())]
     if lost:
         expected, observed = (
@@ -248,10 +248,15 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit=culprit, expected=expected, observed=f"gradients times {factor:.3g}")
 
 
-def _edited_within(step: StepEvidence) -> bool:
-    """Return True if the optimizer used other gradients than at its call."""
-    pairs = [(one.clipped, one.gradient) for one in step.parameters.values()]
-    return any(one is None or other is None or not torch.equal(one, other) for one, other in pairs if one is not other)
+def _edited_within(step: StepEvidence, limit: float) -> bool:
+    """Return True if the optimizer used other gradients than those at its call, clipped."""
+    pairs = [(one.unclipped, one.gradient) for one in step.parameters.values()]
+    factor = min(1.0, limit / max(step.unclipped_norm or 0.0, 1e-30))
+    return any(
+        one is None or other is None or not torch.allclose(one * factor, other, rtol=1e-3, atol=0.0)
+        for one, other in pairs
+        if one is not other
+    )
 
 
 def _place_of(misses: Mapping[str, Tensor]) -> str | None:

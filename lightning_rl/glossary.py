@@ -1,13 +1,13 @@
 """Glossary: meaning, population, unit and normal range of each metric.
 
-The source is ``assets/glossary.toml``. The report shows it beside each curve, and ``python -m
-lightning_rl.reporting.glossary`` writes the table of docs/metrics.md.
+The source is ``glossary.toml``. The report shows it beside each curve, and ``python -m
+lightning_rl.glossary`` writes the table of docs/metrics.md.
 """
 
 import re
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -61,7 +61,7 @@ class Entry:
 @cache
 def glossary() -> tuple[Entry, ...]:
     """Return every entry in page order; the first matching entry applies."""
-    text = (files("lightning_rl.reporting") / "assets" / "glossary.toml").read_text(encoding="utf-8")
+    text = (files("lightning_rl") / "glossary.toml").read_text(encoding="utf-8")
     return tuple(Entry(**each | {"names": tuple(each["names"])}) for each in tomllib.loads(text)["metric"])
 
 
@@ -84,12 +84,39 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def can_exist(metric: str, names: Mapping[str, Collection[str]]) -> bool:
+    """Return True if a run can have a metric.
+
+    Args:
+        metric: Name of the metric.
+        names: Names in this run for placeholders.
+
+    Example:
+        >>> can_exist("reward/right", {"<function>": ["right"]}), can_exist("reward/wrong", {"<function>": ["right"]})
+        (True, False)
+    """
+    known = {mark: f"({'|'.join(map(re.escape, some))})" for mark, some in names.items()}
+    return any(pattern.fullmatch(metric) for pattern, _ in _compile(known))
+
+
+def examples(names: Mapping[str, Collection[str]]) -> list[str]:
+    """Return names of metrics for a message, with the names in this run for placeholders."""
+    found = [name for entry in glossary() for name in entry.names]
+    for mark, some in names.items():
+        found = [name.replace(mark, one) for name in found for one in (some if mark in name else ("",))]
+    return [name for name in found if not PLACEHOLDER.search(name)]
+
+
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], Entry]]:
+    return _compile({})
+
+
+def _compile(marks: Mapping[str, str]) -> list[tuple[re.Pattern[str], Entry]]:
     patterns: list[tuple[re.Pattern[str], Entry]] = []
     for entry in glossary():
         for pattern in map(re.escape, entry.names):
-            for mark, matches in MANY.items():
+            for mark, matches in {**marks, **MANY}.items():
                 pattern = pattern.replace(mark, matches)
             patterns.append((re.compile(PLACEHOLDER.sub("[^/]+", pattern)), entry))
     return patterns

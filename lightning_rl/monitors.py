@@ -1,0 +1,92 @@
+"""Metrics where Lightning's callbacks look for them, and checks of the metrics that they monitor."""
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_rl.corrections import RLCallback
+from lightning_rl.glossary import can_exist, examples
+from lightning_rl.utils.trainer import callbacks_of, is_own
+
+ON_THE_BAR = "reward/task"  # more would not fit beside the bar; `RolloutSummary` shows the rest
+EVALUATED = ("val/", "test/")
+OF_LIGHTNING = ("epoch", "step")  # names that ModelCheckpoint adds
+
+
+def publish(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """Put metrics into ``callback_metrics``, ``logged_metrics`` and the progress bar of a Trainer.
+
+    ``LightningModule.log`` would cost half a millisecond per metric and call.
+    """
+    tensors = {name: torch.tensor(value) for name, value in values.items()}
+    trainer.callback_metrics.update(tensors)
+    trainer.logged_metrics.update(tensors)
+    if ON_THE_BAR in values:
+        trainer.progress_bar_metrics[ON_THE_BAR] = values[ON_THE_BAR]
+
+
+def monitors(trainer: Trainer) -> list[tuple[str, ModelCheckpoint | EarlyStopping]]:
+    """Return each callback that monitors a metric, after the name of the metric."""
+    callbacks = [one for one in callbacks_of(trainer) if isinstance(one, ModelCheckpoint | EarlyStopping)]
+    return [(callback.monitor, callback) for callback in callbacks if callback.monitor]
+
+
+def logs_itself(trainer: Trainer, module: LightningModule) -> bool:
+    """Return True if code of the user may log metrics through Lightning, under names that are not known before."""
+    return not (is_own(module) and all(isinstance(one, RLCallback) or is_own(one) for one in callbacks_of(trainer)))
+
+
+def check_monitors(trainer: Trainer, names: Mapping[str, Collection[str]], *, known: bool, validates: bool) -> None:
+    """Raise ValueError for a monitored metric that the fit cannot have.
+
+    Args:
+        trainer: Trainer of the fit.
+        names: Names for each placeholder of the glossary, such as ``"<function>"``.
+        known: True if the glossary has every metric of the fit.
+        validates: True if the fit evaluates anything.
+    """
+    for metric, callback in monitors(trainer):
+        if metric.startswith(EVALUATED[0]) and not validates:
+            raise ValueError(
+                f"expected {type(callback).__name__} to monitor a metric of training, got {metric!r} in a fit that "
+                "evaluates nothing: pass validation= to PromptDataModule, or evaluation= to RLLightningModule"
+            )
+        if known and metric not in OF_LIGHTNING and not can_exist(metric, names):
+            raise _unknown(metric, callback, examples(names))
+        if isinstance(callback, ModelCheckpoint) and not metric.startswith(EVALUATED):
+            rank_zero_info(
+                f"ModelCheckpoint(monitor={metric!r}) saves the weights after the update on a rollout; the weights "
+                "before it earned the value. To save weights with their own value, monitor a metric of an evaluation"
+            )
+
+
+def check_names(trainer: Trainer, logged: Collection[str], *, evaluated: bool) -> None:
+    """Raise ValueError for a monitored metric that was not logged by the first step, or the first evaluation."""
+    for metric, callback in monitors(trainer):
+        if metric.startswith(EVALUATED) is evaluated and metric not in (*logged, *OF_LIGHTNING):
+            raise _unknown(metric, callback, logged)
+
+
+def _unknown(metric: str, callback: Any, logged: Collection[str]) -> ValueError:
+    near = get_close_matches(metric, logged, n=3, cutoff=0.4)
+    cure = f"monitor {' or '.join(map(repr, near))}" if near else "docs/metrics.md lists the names"
+    return ValueError(
+        f"expected {type(callback).__name__} to monitor a metric of this run, got {metric!r}, which nothing logs: "
+        f"{cure}"
+    )
+
+
+def check_rollout_end(trainer: Trainer, module: LightningModule) -> None:
+    """Let each EarlyStopping on a metric of training look at it after a rollout, since an epoch has many of them.
+
+    At the end of an epoch Lightning calls it.
+    """
+    for metric, callback in monitors(trainer) if not trainer.is_last_batch else ():
+        of_training = not metric.startswith(EVALUATED) and metric in trainer.callback_metrics
+        if isinstance(callback, EarlyStopping) and of_training:
+            callback.on_train_epoch_end(trainer, module)
