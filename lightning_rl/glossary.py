@@ -92,8 +92,9 @@ def can_exist(metric: str, names: Mapping[str, Collection[str]]) -> bool:
         names: Names in this run for placeholders.
 
     Example:
-        >>> can_exist("reward/right", {"<function>": ["right"]}), can_exist("reward/wrong", {"<function>": ["right"]})
-        (True, False)
+        >>> names = {"<function>": ["right"], "<callback>": ["no_eos"]}
+        >>> [can_exist(name, names) for name in ("reward/right", "reward/wrong", "no_eos/excluded", "opsm/excluded")]
+        [True, False, True, False]
     """
     known = {mark: f"({'|'.join(map(re.escape, some))})" for mark, some in names.items()}
     return any(pattern.fullmatch(metric) for pattern, _ in _compile(known))

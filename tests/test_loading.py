@@ -35,6 +35,7 @@ KNOWN = {
     "lightning_rl/policy/build.py": "trust_remote_code=True",  # in a message
     "lightning_rl/processes/pool.py": "pickle.loads(",
     "lightning_rl/processes/worker.py": "cloudpickle.loads(",
+    "lightning_rl/rewards/code_driver.py": "exec(",  # of a tested program, inside of the sandbox
     "lightning_rl/serialization.py": "import_module(",  # of modules with fixed names
     "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
 }

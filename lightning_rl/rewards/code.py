@@ -18,7 +18,7 @@ from lightning_rl.rewards.text import column_of, texts_of
 from lightning_rl.utils.arguments import check_counts, check_text
 
 BLOCK = re.compile(
-    r"^(?:(?!```|~~~)[^\n])*+(`{3,}+|~{3,}+)([^\n`]*+)((?:\n.*?)??)(?:\n[ \t]*\1|\1?\Z)", re.DOTALL | re.MULTILINE
+    r"^(?:(?!```|~~~)[^\n])*(`{3,}+|~{3,}+)([^\n`]*+)((?:\n.*?)??)(?:\n[ \t]*\1|\1?\Z)", re.DOTALL | re.MULTILINE
 )
 PYTHON = re.compile(r"\W*(python[\d.]*|py\d?)\b", re.IGNORECASE)
 

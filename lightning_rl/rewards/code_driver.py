@@ -46,7 +46,7 @@ def main(
     """
 
     def say(**result: Any) -> None:
-        print(f"\n{mark}{json.dumps(result, default=plain)}", file=sys.__stdout__)
+        (sys.__stdout__ or sys.stdout).write(f"\n{mark}{json.dumps(result, default=plain)}\n")
 
     module, path = types.ModuleType(NAMES[0]), Path(tempfile.mkdtemp(), f"{NAMES[0]}.py")
     path.write_text(program, encoding="utf-8")

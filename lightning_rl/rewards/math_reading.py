@@ -31,11 +31,11 @@ CHOICE = re.compile(
 )
 UNIT_TEXT = r"\\(?:text|math)[a-z]*\s*\{[^{}0-9]*\}"
 PIECE = (
-    r"\\(?:text|math|operatorname)[a-z]*\s*\{(?:\^-?[0-9]|[^{}0-9])*+\}|\\mbox\s*\{[^{}0-9]*+\}"
+    r"\\(?:text|math|operatorname)[a-z]*\s*\{(?:\^-?[0-9]|[^{}0-9])*\}|\\mbox\s*\{[^{}0-9]*+\}"
     r"|\^\s*(?:\{\s*\\circ\s*\}|\\circ\b|\{\s*-?[0-9]\s*\}|-?[0-9])|\\(?:circ|degree|cdot|times|Omega|mu)\b|\\?%"
     r"|[A-Za-z\u00b5\u03bc\u03a9\u2126\u00a2]++\.?|[/\u00b7()\s" + CURRENCIES + "]"
 )
-MEASURE = re.compile(rf"(?P<rest>.*?(?:[0-9}})\]]|\\pi|\\infty))(?P<unit>(?:{PIECE})++)")
+MEASURE = re.compile(rf"(?P<rest>.*?(?:[0-9}})\]]|\\pi|\\infty))(?P<unit>(?:{PIECE})+)")
 RANGE = re.compile("(?<=[0-9])\\s*[\u2013\u2014]\\s*(?=\uff04?[0-9])")
 UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({UNIT_TEXT})\s*\}}\s*\{{\s*({UNIT_TEXT}(?:\^\{{?[0-9]\}}?)?)\s*\}}")
 CURRENCY = re.compile(
@@ -142,7 +142,7 @@ def answer_of_reference(reference: Any) -> Answer:
     if isinstance(reference, float) and not math.isfinite(reference):
         raise UnreadableReference(f"expected a number or formula, got {reference!r}")
     text = _tidy(str(reference)[-TAIL:])
-    stated = _stated(text)
+    stated = _read_statement(text)
     answer = _read(text) if stated is None else stated
     if answer.words is not None and all(map(NUMBER_WORD.fullmatch, re.findall(r"\w+", answer.words))):
         raise UnreadableReference(f"expected a number in digits, got {reference!r:.200}")
@@ -165,11 +165,11 @@ def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answ
     text = _tidy(text[-TAIL:])
     if not commas:
         text = DECIMAL_COMMA.sub("0.", text)
-    found = _found(text)
-    stated = _stated(text)
+    found = _read_last(text)
+    stated = _read_statement(text)
     if stated is not None:
         return [stated, found] if stated.words is not None and not stated.latex else [stated]
-    line = _undelimited(text)
+    line = _strip_delimiters(text)
     if len(text) <= SPAN and (bare or _measure(line) or not (_prose(line) or VARIABLE.search(line))):
         alone = _sentence(text)
         return [alone] if alone.latex else [alone, found]
@@ -177,7 +177,7 @@ def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answ
     return [found, whole] if whole.words else [found]
 
 
-def _stated(text: str) -> Answer | None:
+def _read_statement(text: str) -> Answer | None:
     """Return the answer behind the last marker; None if there is no marker."""
     marked = stated_answer(text, SYMBOLS)
     if marked is not None:
@@ -189,9 +189,9 @@ def _stated(text: str) -> Answer | None:
     return replace(answer, unit=answer.unit or None)  # words of a sentence are no unit
 
 
-def _found(text: str) -> Answer:
+def _read_last(text: str) -> Answer:
     """Return what math-verify finds in a text without a marker: the last formula or number."""
-    line = _undelimited(next((line for line in reversed(text.split("\n")) if re.search("[0-9]", line)), ""))
+    line = _strip_delimiters(next((line for line in reversed(text.split("\n")) if re.search("[0-9]", line)), ""))
     numbers = list(re.finditer(rf"[{CURRENCIES}]?[0-9][0-9.,]*", line))
     measured = _measure(line[numbers[-1].start() :]) if numbers else None
     text = re.sub(r"(?<![\w.$])([0-9.]+) or ([0-9.]*[0-9])\b", r"$\1, \2$", text)
@@ -219,7 +219,7 @@ def _first_lines(answer: str) -> str:
     return answer
 
 
-def _undelimited(answer: str) -> str:
+def _strip_delimiters(answer: str) -> str:
     """Return an answer in one line without dollar signs around formulas and without decoration."""
     answer = " ".join(answer.replace("\n", " ").replace("**", "").split())
     if re.fullmatch(r"(?:[^$]*\$(?=[0-9]))+[^$]*", answer):  # amounts of money, no formulas
@@ -233,7 +233,7 @@ def _undelimited(answer: str) -> str:
 
 def _sentence(answer: str) -> Answer:
     """Return the answer of a text that states and perhaps explains it: the first value, or several joined by "or"."""
-    answer = _undelimited(answer)
+    answer = _strip_delimiters(answer)
     whole = _read(answer)
     words = _prose(answer)
     if whole.words is not None and not words and re.search("[0-9]", whole.words):
@@ -270,13 +270,13 @@ def _prose(answer: str) -> list[re.Match[str]]:
 
 def _read(answer: str) -> Answer:
     """Return an answer from the text that states it and nothing else."""
-    text = re.sub(r"\s", "", re.sub(TEXT, r"\1\2", _undelimited(answer)))
+    text = re.sub(r"\s", "", re.sub(TEXT, r"\1\2", _strip_delimiters(answer)))
     return replace(_parse(answer), text=text)
 
 
 def _parse(answer: str) -> Answer:
     formulas = any(mark in answer for mark in DELIMITERS)
-    solution, answer = answer, _undelimited(answer)
+    solution, answer = answer, _strip_delimiters(answer)
     if r"\boxed" in answer or (formulas and _prose(answer) and not _measure(answer)):
         return Answer(_without_currency(solution))
     if choice := CHOICE.match(answer):

@@ -59,7 +59,7 @@ def is_unit(text: str, *, apart: bool) -> bool:
 
 
 def _is_name(token: str, *, apart: bool) -> bool:
-    if _known(token) is None:
+    if _name_of_unit(token) is None:
         return apart and len(token) > 2
     return apart or len(token) > 1 or not token.isalpha()
 
@@ -70,7 +70,7 @@ def unit_of(text: str) -> Unit | None:
     powers, sign, power, last, words = dict[str, int](), 1, 1, "", False
     for number, token in enumerate(tokens):
         lower = token.casefold()
-        known = _known(token)
+        known = _name_of_unit(token)
         if lower == "in" and tokens[number + 1 :] and tokens[number + 1].isalpha():
             known = None  # in total
         if lower in ("/", "per"):
@@ -101,7 +101,7 @@ def _tokens(text: str) -> list[str]:
     return ["^" + found[1] if found[1] else found.group() for found in TOKEN.finditer(text)]
 
 
-def _known(token: str) -> str | None:
+def _name_of_unit(token: str) -> str | None:
     """Return the name of a unit, whose symbol has upper and lower case letters."""
     lower = token.casefold()
     names = (token, lower, lower.removesuffix("s"), lower.removesuffix("es"))

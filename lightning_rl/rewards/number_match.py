@@ -174,7 +174,7 @@ def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     """Return the first number after the last equals sign; None if it is part of a formula or one of several values."""
     begin = len(line) - len(_right_side(line))
     index = next(
-        (n for n, number in enumerate(numbers) if number.start() >= begin and not _negated(line, number)), None
+        (n for n, number in enumerate(numbers) if number.start() >= begin and not _is_negation(line, number)), None
     )
     if index is None:
         return None
@@ -185,7 +185,7 @@ def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     return None if part or different else _value(number)
 
 
-def _negated(line: str, number: re.Match[str]) -> bool:
+def _is_negation(line: str, number: re.Match[str]) -> bool:
     return NOT.search(line[: number.start()]) is not None
 
 
