@@ -163,6 +163,11 @@ class MetricLog:
         return running.figures()
 
     @property
+    def names(self) -> set[str]:
+        """Names of all metrics so far, those without a value included."""
+        return {name for stats in self.groups.values() for name in stats.keys}
+
+    @property
     def pending(self) -> bool:
         """True if anything was added since the last row."""
         return any(stats.keys and not stats.columns.published for stats in self.groups.values())

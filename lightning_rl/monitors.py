@@ -16,6 +16,7 @@ from lightning_rl.utils.trainer import callbacks_of, is_own
 ON_THE_BAR = "reward/task"  # more would not fit beside the bar; `RolloutSummary` shows the rest
 EVALUATED = ("val/", "test/")
 OF_LIGHTNING = ("epoch", "step")  # names that ModelCheckpoint adds
+AT_ANY_TIME = ("reward_metric/", "env/")  # of rewards and environments, which may log them in later rollouts alone
 
 
 def publish(trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -68,7 +69,8 @@ def check_monitors(trainer: Trainer, names: Mapping[str, Collection[str]], *, kn
 def check_names(trainer: Trainer, logged: Collection[str], *, evaluated: bool) -> None:
     """Raise ValueError for a monitored metric that was not logged by the first step, or the first evaluation."""
     for metric, callback in monitors(trainer):
-        if metric.startswith(EVALUATED) is evaluated and metric not in (*logged, *OF_LIGHTNING):
+        known = metric in (*logged, *OF_LIGHTNING) or metric.startswith(AT_ANY_TIME)
+        if metric.startswith(EVALUATED) is evaluated and not known:
             raise _unknown(metric, callback, logged)
 
 

@@ -7,34 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import fit, tiny_module, tiny_prompts
+from kit.metric_names import Rows
+from kit.support import fit, parity_reward, tiny_module, tiny_prompts
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers.logger import Logger
 from typing_extensions import override
 
 from lightning_rl import Evaluation
 from lightning_rl.callbacks import NoEOSMask
 
 CHECKPOINTS: dict[str, Any] = {"enable_checkpointing": True}
-
-
-class Rows(Logger):
-    """Logger that keeps each row."""
-
-    name, version = "rows", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    @override
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.rows.append(dict(metrics))
-
-    @override
-    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        pass
 
 
 class Looks(Callback):
@@ -152,3 +134,22 @@ def test_which_weights_a_monitored_checkpoint_has_is_said(tmp_path: Path, caplog
     trainer = fit(tiny_module(), callbacks=[saver], default_root_dir=tmp_path, **CHECKPOINTS)
     assert "saves the weights after the update" in caplog.text and trainer.global_step
     assert re.search(r"-\d+\.\d\d\.ckpt$", saver.best_model_path)
+
+
+@pytest.mark.parametrize("metric", ["reward/at_times", "reward_metric/at_times/length"])
+def test_a_metric_without_values_in_the_first_rollout_can_be_monitored(metric: str) -> None:
+    calls: list[int] = []
+
+    def at_times(prompts: Any, completions: Any, log_metric: Any, **_: Any) -> list[float | None]:
+        calls.append(len(prompts))
+        if len(calls) == 1:
+            return [None] * len(prompts)
+        log_metric("length", 1.0)
+        return [1.0] * len(prompts)
+
+    trainer = fit(
+        tiny_module(rewards={"parity": parity_reward, "at_times": at_times}),
+        callbacks=[EarlyStopping(metric, patience=9)],
+        max_steps=3,
+    )
+    assert trainer.global_step == 3 and metric in trainer.callback_metrics

@@ -52,7 +52,7 @@ class StepMetrics(CoreCallback):
         run.current = run.progress.current
         log_row(trainer, run.metrics, batch.index, _rows_every(trainer, pl_module))
         if not self._checked and not logs_itself(trainer, pl_module):
-            check_names(trainer, run.metrics.values(), evaluated=False)
+            check_names(trainer, run.metrics.names, evaluated=False)
         self._checked = True
         if batch.step == pl_module.steps_per_rollout - 1:
             check_rollout_end(trainer, pl_module)

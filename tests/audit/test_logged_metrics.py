@@ -4,9 +4,9 @@ import re
 from typing import Any
 
 import pytest
+from kit.metric_names import Rows
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers.logger import Logger
 from typing_extensions import override
 
 from lightning_rl import RLCallback
@@ -23,25 +23,6 @@ from lightning_rl.callbacks import (
     RolloutKL,
     TruncatedIS,
 )
-
-
-class Rows(Logger):
-    """A logger that stores every row."""
-
-    name, version = "rows", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[dict[str, float]] = []
-
-    @override
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self.rows.append(dict(metrics))
-
-    @override
-    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
-        pass
-
 
 NOT_RECOMPUTED = re.compile(
     r"(time|trainer|in_flight|val|signal_audit|reward_metric)/.*|prompts/dropped|optim/skipped|epoch|tokens_per_second"

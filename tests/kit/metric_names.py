@@ -43,3 +43,21 @@ class Names(Logger):
     @override
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         pass
+
+
+class Rows(Logger):
+    """A logger that stores every row."""
+
+    name, version = "rows", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    @override
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append(dict(metrics))
+
+    @override
+    def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
+        pass
