@@ -15,7 +15,18 @@ from typing_extensions import override
 from lightning_rl import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import EntropyBonus, IcePop, OffPolicyIS, ReferenceKL, RolloutKL, TruncatedIS
-from lightning_rl.losses import CISPO, DPPO, GMPO, GSPO, LOSSES, ClippedSurrogate, PolicyLoss, ValueLoss, resolve_loss
+from lightning_rl.losses import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    LOSSES,
+    ClippedSurrogate,
+    PolicyLoss,
+    ValueLoss,
+    resolve_loss,
+)
 from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped, k2, k3
 
 FORMULAS = ("loss_formula", "loss_needs_advantages", "single_precision", "declared_ratio", "denominators")
@@ -27,7 +38,8 @@ VARIANTS: list[PolicyLoss] = [
     CISPO(clip_low=0.2, clip_high=0.2),
     DPPO(divergence="kl", low=0.01, high=0.02),
     DPPO(cap=1.2),
-    GMPO(clip_low=0.2, clip_high=0.3),
+    GMPO(clip_low=0.05, clip_high=0.5),
+    DRO(beta=5.0),
 ]
 
 

@@ -74,9 +74,10 @@ def test_a_weight_carries_the_ratio_that_it_declares(callback: RLCallback, wrong
 
 
 LOSSES = [ClippedSurrogate(), Reinforce(), CISPO(), DPPO(), DRO(), GMPO(), GSPO(), SAPO(), VESPO()]
+LOSSES += [DRO(beta=5.0), VESPO(k_positive=6.0, lambda_positive=0.5)]
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
+@pytest.mark.parametrize("loss", LOSSES, ids=repr)
 def test_every_loss_carries_its_ratio_once_with_its_weight(loss: PolicyLoss) -> None:
     callback = OffPolicyIS() if isinstance(loss, Reinforce) else TruncatedIS()
     assert culprits("joint_ratio", step_of(loss, callback)) == []

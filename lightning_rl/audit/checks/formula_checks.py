@@ -133,12 +133,13 @@ Source: the formulas in the docstrings of :mod:`lightning_rl.losses`, with one r
 
 
 def _gaps(loss: PolicyLoss) -> list[float]:
-    """Return log-ratios on both sides of the bounds of a loss."""
+    """Return log-ratios on both sides of the bounds of a loss, and none at a bound."""
     low, high = (float(getattr(loss, name, 0.2)) for name in ("clip_low", "clip_high"))
-    bounds = [1 + part * high for part in AROUND] + [1 - part * low for part in AROUND]
     dual = getattr(loss, "dual_clip", None)
-    bounds += [] if dual is None else [part * dual for part in AROUND[:2]]
-    return [*GAPS, *(math.log(bound) for bound in bounds if bound > 1e-3)]
+    bounds = [high, -low] if isinstance(loss, GMPO) else [math.log1p(high), math.log1p(-min(low, 1 - 1e-3))]
+    bounds += [] if dual is None else [math.log(dual)]
+    gaps = [*GAPS, *(part * bound for bound in bounds for part in AROUND)]
+    return [gap for gap in gaps if not any(abs(gap - bound) < 1e-3 * abs(bound) for bound in bounds)]
 
 
 @check(
@@ -169,7 +170,7 @@ def loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
             slope = SLOPES[kinds[0]](loss, gap, sign, view) if kinds else 1.0
             wanted = torch.as_tensor(slope, dtype=ours.dtype, device=ours.device).expand_as(valid)[valid]
             if type(loss) in SLOPES:
-                wrong = bool(((ours - wanted).abs() > CLOSE * wanted.abs().clamp(min=1e-3)).any())
+                wrong = bool(((ours - wanted).abs() > CLOSE * wanted.abs().clamp(min=0.1)).any())
             elif kinds:
                 wrong = bool((ours == 0).all() if (wanted != 0).all() else (wanted == 0).all() and (ours != 0).all())
             else:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.formula_checks import uniform_view
+from lightning_rl.audit.checks.formula_checks import SLOPES, uniform_view
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.corrections import LossView
 from lightning_rl.utils.finding import Finding
@@ -64,7 +64,16 @@ def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     if loss.prepares or view is None:
         yield Skip("the loss reads the whole step" if loss.prepares else NO_ROWS)
         return
-    own = _own_power(lambda view: gradient_of(torch.where(view.valid_tokens, loss(view), 0.0), view.logprobs), view)
+
+    def signed_gradient(view: LossView) -> Tensor:
+        """Return the part of the gradient that changes its sign with the advantages, so no penalty of a distance."""
+        both = (view, view.replace(advantages=-view.require("advantages")))
+        plus, minus = (gradient_of(torch.where(one.valid_tokens, loss(one), 0.0), one.logprobs) for one in both)
+        return plus - minus
+
+    own = _own_power(signed_gradient, view)
+    if type(loss) in SLOPES:  # VESPO has other powers
+        own = min(own, 1.0)
     weights = {str(weight): _own_power(weight, view) for weight in evidence.contributions("token_weight")}
     total = own + sum(weights.values())
     if total > MAX_POWER:
