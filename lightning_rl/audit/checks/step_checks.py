@@ -249,13 +249,13 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 def _edited_within(step: StepEvidence, limit: float) -> bool:
-    """Return True if the optimizer used other gradients than those at its call, clipped."""
-    pairs = [(one.unclipped, one.gradient) for one in step.parameters.values()]
-    factor = min(1.0, limit / max(step.unclipped_norm or 0.0, 1e-30))
-    return any(
-        one is None or other is None or not torch.allclose(one * factor, other, rtol=1e-3, atol=0.0)
-        for one, other in pairs
-        if one is not other
+    """Return True if the optimizer used other gradients than those at its call, clipped or not."""
+    pairs = [(one.unclipped, one.gradient) for one in step.parameters.values() if one.unclipped is not one.gradient]
+    if any(one is None or other is None for one, other in pairs):
+        return True
+    factors = (1.0, min(1.0, limit / max(step.unclipped_norm or 0.0, 1e-30)))
+    return not any(
+        all(torch.allclose(one * factor, other, rtol=1e-3, atol=0.0) for one, other in pairs) for factor in factors
     )
 
 
