@@ -28,11 +28,13 @@ class LossParts(NamedTuple):
         total: Part of the step's loss that this microbatch adds, with gradient.
         parts: Parts of ``total`` by metric name, detached and without coefficients.
         stats: Statistics of the microbatch.
+        untrained: For each part without a gradient, True if it is not 0, shape [] bool.
     """
 
     total: Float[Tensor, ""]
     parts: dict[str, Tensor]
     stats: dict[str, Stat]
+    untrained: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class Algorithm:
         valid, weights = view.valid_tokens, weights_of(self.reduction)
         factor, stats = self.corrections.policy_factor(view)
         raw = self._per_token(f"the loss {self.loss.name}", self.loss, view, seen=view)
+        tokens = {"loss/policy": raw}
         parts = {"loss/policy": _reduce(raw if factor is None else _times(raw, factor, valid), weights, valid)}
         total = parts["loss/policy"]
         for name, term in self.corrections.loss_terms(view):
@@ -82,11 +85,13 @@ class Algorithm:
             term_weights = weights if term.reduction is None else weights_of(term.reduction)
             if term.follows_policy_loss:
                 term_weights = _slopes(parts["loss/policy"], view.logprobs)
+            tokens[f"{name}/loss"] = per_token
             parts[f"{name}/loss"] = _reduce(per_token, term_weights, valid)
             total = total + term.coef * parts[f"{name}/loss"]
         if view.current_values is not None and view.values is not None and view.returns is not None:
             who, values = f"the value loss {type(self.value_loss).__name__}", (view.current_values, view.values)
             error = self._per_token(who, self.value_loss, *values, view.returns, seen=view)
+            tokens["loss/value"] = error
             parts["loss/value"] = _reduce(error, weights, valid)
             total = total + self.value_loss.coef * parts["loss/value"]
         parts = {"loss/total": total, **parts}
@@ -95,7 +100,10 @@ class Algorithm:
             who = f"metrics of the loss {self.loss.name}"
             by_loss = self.corrections.call(who, self.loss.metrics, view, shown=view.tensors)
             metrics = by_loss, self.corrections.metrics(view)
-        return LossParts(total, detached, disjoint(measured, stats, *metrics))
+        untrained = {
+            name: masked_fill_invalid(one, valid).any() for name, one in tokens.items() if not parts[name].requires_grad
+        }
+        return LossParts(total, detached, disjoint(measured, stats, *metrics), untrained)
 
     def _per_token(self, who: str, loss: Callable[..., Tensor], *args: object, seen: LossView) -> Tensor:
         """Return the output of a loss; raise an error if it has another shape."""

@@ -1,5 +1,6 @@
 """RLLightningModule: a LightningModule whose hooks generate rollouts and train on them."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -234,6 +235,8 @@ class RLLightningModule(BaseModule):
         if tokens:
             with run.times.phase("update"):
                 step = self._gradient(batch)
+                if not self.models.stepped:
+                    _warn_without_gradient(step)
                 step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
                 with recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step):
                     step.norm = parallel.step(self.required_policy, optimizer, run.accept)
@@ -277,4 +280,13 @@ class RLLightningModule(BaseModule):
             trace=begin_trace(self.run, step_index, parallel),
             bitwise=self.run.needs.rollout_as_old and step_index.step == 0,
             record_out_of_memory=record_out_of_memory,
+        )
+
+
+def _warn_without_gradient(step: StepGradient) -> None:
+    if names := sorted({name for name, is_not_zero in step.untrained if is_not_zero}):
+        warnings.warn(
+            f"expected a gradient of {' and '.join(names)}, got none, so it trains nothing: compute it from "
+            "view.logprobs without detach(), .data, .item() or no_grad",
+            stacklevel=2,
         )

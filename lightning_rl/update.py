@@ -71,6 +71,7 @@ class StepGradient:
         parts: Parts of the loss, summed over microbatches.
         stats: Statistics of each microbatch.
         losses: Loss of each microbatch.
+        untrained: For each part without a gradient in a microbatch, True if it is not 0 there, shape [] bool each.
         out_of_memory: True if this rank ran out of memory and rows are missing.
         trace: Trace for callbacks that observe the step.
         norm: Gradient norm before clipping.
@@ -81,6 +82,7 @@ class StepGradient:
     parts: dict[str, Tensor] = field(default_factory=dict)
     stats: list[dict[str, Stat]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    untrained: list[tuple[str, Tensor]] = field(default_factory=list)
     out_of_memory: bool = False
     trace: StepTrace | None = None
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -91,6 +93,7 @@ class StepGradient:
         """Add the loss of a microbatch."""
         self.stats.append(loss.stats)
         self.losses.append(loss.total.detach())
+        self.untrained += loss.untrained.items()
         for name, part in loss.parts.items():
             part = part.to(torch.float64, copy=True)  # observers of the trace are shown the part
             self.parts[name] = self.parts[name] + part if name in self.parts else part

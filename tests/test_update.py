@@ -1,5 +1,6 @@
 """An optimizer step with a table of outputs, and the traces of observers."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,16 @@ from torch.nn import functional
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, LossView, RLCallback, RLLightningModule, Rollout, ValueLoss, sequence_mean
+from lightning_rl import (
+    FakeEngine,
+    LossTerm,
+    LossView,
+    RLCallback,
+    RLLightningModule,
+    Rollout,
+    ValueLoss,
+    sequence_mean,
+)
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, RolloutKL
 from lightning_rl.corrections import StepTrace
@@ -213,6 +223,37 @@ def test_a_loss_without_a_gradient_is_named() -> None:
         ValueError, match="expected a loss with a gradient, got none: compute the loss without_gradient from"
     ):
         fit(tiny_module(loss=without_gradient))
+
+
+def in_no_grad(view: LossView) -> Tensor:
+    with torch.no_grad():
+        return view.logprobs.square()
+
+
+@pytest.mark.parametrize(
+    ("per_token", "warned"),
+    [
+        (lambda view: view.logprobs.detach(), 1),
+        (lambda view: view.logprobs.data.square(), 1),
+        (lambda view: torch.full_like(view.logprobs, view.logprobs.mean().item()), 1),
+        (in_no_grad, 1),
+        (lambda view: view.logprobs.square(), 0),
+        (lambda view: torch.zeros_like(view.logprobs), 0),  # nothing to train, on purpose
+    ],
+)
+@pytest.mark.parametrize("place", ["term", "loss"])
+def test_the_first_step_warns_of_a_part_of_the_loss_without_a_gradient(place: str, per_token: Any, warned: int) -> None:
+    pull = callback_of("pull", loss_term=lambda view: LossTerm(per_token=view.logprobs.square(), coef=0.1))
+    other = callback_of("term", loss_term=lambda view: LossTerm(per_token=per_token(view), coef=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(
+            tiny_module(**({"loss": per_token} if place == "loss" else {})),
+            callbacks=[pull if place == "loss" else other],
+        )
+    name = "loss/policy" if place == "loss" else "term/loss"
+    texts = [str(one.message) for one in caught if "expected a gradient of" in str(one.message)]
+    assert len(texts) == warned and all(f"of {name}, got none" in text for text in texts)
 
 
 def test_a_reward_that_turns_grad_mode_off_changes_nothing() -> None:

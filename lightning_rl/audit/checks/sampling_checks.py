@@ -156,7 +156,7 @@ def versions(evidence: Evidence) -> Iterator[Finding]:
 )
 def sample_conservation(evidence: Evidence) -> Iterator[Finding]:
     """Every sample occurs once, in a whole group and in that of its id; groups are lost only to filters."""
-    rollout, size, wanted = evidence.rollout, evidence.facts.group_size, evidence.facts.groups
+    rollout, size, wanted = evidence.rollout.to("cpu"), evidence.facts.group_size, evidence.facts.groups
     ids, groups = rollout.sample_ids[rollout.real], rollout.groups[rollout.real]
     counts, filters = torch.unique(groups, return_counts=True)[1], evidence.contributions("keep_groups")
     problems = {

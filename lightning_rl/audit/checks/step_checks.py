@@ -251,11 +251,10 @@ def parameter_gradient(evidence: Evidence) -> Iterator[Finding | Skip]:
 def _edited_within(step: StepEvidence, limit: float) -> bool:
     """Return True if the optimizer used other gradients than those at its call, clipped or not."""
     pairs = [(one.unclipped, one.gradient) for one in step.parameters.values() if one.unclipped is not one.gradient]
-    if any(one is None or other is None for one, other in pairs):
-        return True
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
     factors = (1.0, min(1.0, limit / max(step.unclipped_norm or 0.0, 1e-30)))
-    return not any(
-        all(torch.allclose(one * factor, other, rtol=1e-3, atol=0.0) for one, other in pairs) for factor in factors
+    return len(both) < len(pairs) or not any(
+        all(torch.allclose(one * factor, other, rtol=1e-3, atol=0.0) for one, other in both) for factor in factors
     )
 
 
