@@ -154,6 +154,8 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
 def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, ...]:
     """Return gradients of log-probabilities by the run's forward, by the model's plain one, and of their scores.
 
+    If a correction trains the entropy, each log-probability counts with the entropy of its token.
+
     Each is [N] float64, of a sum with alternating signs over both ends of two responses, with respect to copies of the
     last small trained parameters. Rounding scales with the gradient of the scores before the softmax. Empty if there is
     no plain forward, no small trained parameter, or if the rows are too long.
@@ -172,10 +174,12 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
     layout, contexts = _microbatch_of(module, rows).layout, _contexts(rows)
+    entropies = module.algorithm.trains_entropy
 
     def by_the_run(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        logprobs = functional_call(policy, dict(weights), (layout,)).logprobs
-        return ((logprobs * signs[:, : logprobs.shape[1]]).sum(),)
+        outputs = functional_call(policy, dict(weights), (layout,))
+        total = outputs.logprobs + outputs.entropy if entropies else outputs.logprobs
+        return ((total * signs[:, : total.shape[1]]).sum(),)
 
     def plainly(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         padded = nn.utils.rnn.pad_sequence([one.ids for one in contexts], batch_first=True)
@@ -188,6 +192,9 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
             before = scores.gather(1, one.ids[one.read :, None])[:, 0]
             weight = signs[one.row, one.columns]
             chosen = before - scores.logsumexp(-1)
+            if entropies:
+                normal = scores.log_softmax(-1).clamp(min=FLOOR)
+                chosen = chosen - (normal.exp() * normal).sum(-1)
             parts = [torch.where(weight != 0, part, 0.0) for part in (chosen, before)]
             totals = totals.to(before.device) + torch.stack([(parts[0] * weight).sum(), parts[1].sum()])
         return tuple(totals)

@@ -71,6 +71,31 @@ class Slower(AdaptiveKL):
         super().adapt(measured, number // 2)
 
 
+def controller(parent: type[RLCallback], **methods: Any) -> RLCallback:
+    """Return a subclass of a controller with other methods."""
+    options = {"as_loss": True, "target": 0.01} if parent is AdaptiveKL else {"target": 1.0}
+    return type("Own", (parent,), methods)(0.1, **options)
+
+
+def watch_rewards(self: AdaptiveKL, rollout: Rollout) -> None:
+    self.adapt(float(rollout.rewards.mean()), len(rollout))
+
+
+def watch_twice(self: AdaptiveKL, rollout: Rollout) -> None:
+    AdaptiveKL.observe(self, rollout)
+    AdaptiveKL.observe(self, rollout)
+
+
+def smooth(self: AdaptiveKL, rollout: Rollout) -> None:
+    before = self.beta
+    AdaptiveKL.observe(self, rollout)
+    self.beta = before + (self.beta - before) / 3
+
+
+def watch_the_norm(self: EntropyBonus, outputs: Any) -> None:
+    self.coef += self.step if float(outputs["optim/grad_norm"]) < 2.0 else -self.step
+
+
 @pytest.mark.parametrize(
     ("callback", "culprit"),
     [
@@ -83,6 +108,16 @@ class Slower(AdaptiveKL):
         (Whole(5, 2), "overlong_penalty.reward_bonus"),
         (Lowers(0.1, target=0.01, as_loss=True), "adaptive_kl.adapt"),
         (Falls(0.1, target=1.0), "entropy_bonus.adapt"),
+        (AdaptiveKL(0.1, target=0.01, as_loss=True), None),
+        (AdaptiveKL(0.1, target=5.0, as_loss=True, estimator="k2"), None),
+        (EntropyBonus(0.0, target=1.0), None),
+        (controller(AdaptiveKL, observe=smooth), None),
+        (controller(AdaptiveKL, observe=lambda *_: None), "adaptive_kl.observe"),
+        (controller(AdaptiveKL, observe=watch_rewards), "adaptive_kl.observe"),
+        (controller(AdaptiveKL, observe=watch_twice), "adaptive_kl.observe"),
+        (controller(AdaptiveKL, adapt=lambda *_: None), "adaptive_kl.adapt"),
+        (controller(EntropyBonus, after_step=lambda *_: None), "entropy_bonus.after_step"),
+        (controller(EntropyBonus, after_step=watch_the_norm), "entropy_bonus.after_step"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, RLCallback) else "",
 )

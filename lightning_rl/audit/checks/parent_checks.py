@@ -1,7 +1,8 @@
 """Checks of subclasses of the library's corrections: what the parent documents, seen from outside."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -14,18 +15,21 @@ from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import is_own
 
 FAR = 100  # rows of a measurement
+FEW, UPDATES, GAP = 4, 8, 3.0  # rows, updates and nats of a made-up measurement
 
 
 @check(cure="keep what the parent documents, or derive from RLCallback", of_rows=False)
 def parent_promises(evidence: Evidence) -> Iterator[Finding]:
     """A subclass of a correction of the library does what its parent documents.
 
-    A NoEOSMask rejects truncated rows and no others, an OverlongPenalty counts no prompt, an AdaptiveKL and an
-    EntropyBonus move towards their targets.
+    A NoEOSMask rejects truncated rows and no others, an OverlongPenalty counts no prompt. An AdaptiveKL and an
+    EntropyBonus, also those of the library, move towards their targets, once for each measurement.
     """
     rows = evidence.rollout.sanitize()
     rows = rows.select(rows.real & ~rows.failed)
     for callback in evidence.algorithm.corrections.callbacks:
+        if len(rows):
+            yield from _controller_findings(callback, rows)
         if is_own(callback) or not len(rows):
             continue
         if isinstance(callback, NoEOSMask):
@@ -36,7 +40,6 @@ def parent_promises(evidence: Evidence) -> Iterator[Finding]:
             if not torch.equal(callback.reward_bonus(rows), callback.reward_bonus(longer)):
                 expected, observed = "a penalty that does not depend on the length of the prompt", "one that does"
                 yield Finding(culprit=f"callback {callback.name}.reward_bonus", expected=expected, observed=observed)
-        yield from _controller_findings(callback)
 
 
 def _mask_findings(callback: NoEOSMask, rows: Rollout) -> Iterator[Finding]:
@@ -51,22 +54,62 @@ def _mask_findings(callback: NoEOSMask, rows: Rollout) -> Iterator[Finding]:
                 return
 
 
-def _controller_findings(callback: RLCallback) -> Iterator[Finding]:
-    """Yield a finding if the coefficient of a controller moves away from the target."""
-    if not isinstance(callback, AdaptiveKL | EntropyBonus) or not callback.target:
+def _controller_findings(callback: RLCallback, rows: Rollout) -> Iterator[Finding]:
+    """Yield a finding if a controller does not move its coefficient towards the target, or by more than one update."""
+    trained = (rows.trained & rows.valid_tokens.any(-1)).nonzero()[:FEW, 0]
+    if not isinstance(callback, AdaptiveKL | EntropyBonus) or not callback.target or not len(trained):
         return
-    for factor in (0.5, 1.5):
-        twin, measured = copy.copy(callback), factor * callback.target
-        if isinstance(twin, AdaptiveKL):
-            before, wanted = twin.beta, factor > 1
-            twin.adapt(measured, FAR)
-            after = twin.beta
+    for far in (False, True):
+        if isinstance(callback, AdaptiveKL):
+            coef, observer = "beta", "observe"
+            gap = max(GAP, 10 * callback.target) if far else callback.target / 10
+            above, adapt, observe = _kl_updates(callback, rows.select(trained), gap)
         else:
-            before, wanted = twin.coef, factor < 1
-            twin.adapt(torch.tensor([[FAR, measured, 0.0, measured]], dtype=torch.float64))
-            after = twin.coef
-        if after != before and (after > before) != wanted:
-            word = "rises" if wanted else "falls"
-            expected = f"a coefficient that {word} at {factor:g} times the target"
-            yield Finding(culprit=f"callback {callback.name}.adapt", expected=expected, observed="the opposite")
+            coef, observer, above = "coef", "after_step", not far
+            adapt, observe = _entropy_updates(10 * callback.target if far else callback.target / 10)
+        by_adapt, by_observer = _moves(callback, coef, adapt), _moves(callback, coef, observe)
+        expected = (
+            f"a coefficient that {'rises' if above else 'falls'} {'far above' if far else 'far below'} the target"
+        )
+        for method, last in (("adapt", by_adapt[-1]), (observer, by_observer[-1])):
+            if last == 0 or (last > 0) != above:
+                observed = "the opposite" if last else "none that changes"
+                yield Finding(culprit=f"callback {callback.name}.{method}", expected=expected, observed=observed)
+                return
+        if abs(by_observer[0]) > 1.5 * abs(by_adapt[0]):
+            observed = f"a move of {by_observer[0]:.3g} instead of {by_adapt[0]:.3g}"
+            yield Finding(culprit=f"callback {callback.name}.{observer}", expected="one update", observed=observed)
             return
+
+
+Update = Callable[[Any], None]
+
+
+def _moves(callback: RLCallback, coef: str, update: Update) -> list[float]:
+    """Return the first and the last change of a coefficient by repeated updates, which may be smoothed."""
+    twin = copy.copy(callback)
+    setattr(twin, coef, getattr(twin, coef) + 1.0)  # which has room to fall
+    values = [float(getattr(twin, coef))]
+    for _ in range(UPDATES):
+        update(twin)
+        values.append(float(getattr(twin, coef)))
+    return [values[1] - values[0], values[-1] - values[-2]]
+
+
+def _kl_updates(callback: AdaptiveKL, rows: Rollout, gap: float) -> tuple[bool, Update, Update]:
+    """Return updates by a KL, and by rows in which the policy is ``gap`` nats above the reference at every token.
+
+    First, True if this KL is above the target.
+    """
+    old = torch.where(rows.valid_tokens, -1.0, 0.0).to(rows.rewards.dtype)
+    moved = rows.replace(old_logprobs=old, ref_logprobs=torch.where(rows.valid_tokens, old - gap, 0.0))
+    kl = callback.estimator(old, old - gap)[rows.valid_tokens]
+    measured, number = float(kl.double().mean()), len(rows)
+    return measured > callback.target, lambda twin: twin.adapt(measured, number), lambda twin: twin.observe(moved)
+
+
+def _entropy_updates(entropy: float) -> tuple[Update, Update]:
+    """Return updates by the moments of an entropy, and by the outputs of a step with this entropy."""
+    moments = torch.tensor([FAR, entropy, 0.0, entropy], dtype=torch.float64)
+    outputs = {"policy/entropy": moments, "optim/grad_norm": torch.ones(()), "loss/total": torch.zeros(())}
+    return lambda twin: twin.adapt(moments[None]), lambda twin: twin.after_step(outputs)

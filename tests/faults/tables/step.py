@@ -17,12 +17,13 @@ from transformers import Qwen2ForCausalLM
 from typing_extensions import override
 
 import lightning_rl.module
+import lightning_rl.policy.logprobs
 import lightning_rl.update
 from faults.fault import PPO, SMALL, STEPS, Fault, hooks, user
 from faults.patches import accumulating, after
-from lightning_rl import LossView, ValueLoss
+from lightning_rl import LossView, Rollout, ValueLoss
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.callbacks import EntropyBonus
+from lightning_rl.callbacks import AdaptiveKL, EntropyBonus
 from lightning_rl.policy import Plan, PolicyModel
 
 FORWARD, VALUES, STEP = PolicyModel.forward, PolicyModel._values, LightningOptimizer.step  # noqa: SLF001
@@ -32,6 +33,21 @@ ACCUMULATE, VIEW, LOSS = (
     Algorithm.microbatch_loss,
 )
 UPDATE = "update|accumulation|microbatch|backward"
+
+
+# Gradients of the entropy, and coefficients that follow a measurement.
+
+
+def plain_entropy(scores: Tensor, targets: Tensor, slopes: Tensor, entropy: Tensor, by_entropy: Any) -> None:
+    LOGIT_GRADIENT(scores, targets, slopes, torch.zeros_like(entropy), by_entropy)
+
+
+def adapt_twice(self: AdaptiveKL, rollout: Rollout) -> None:
+    OBSERVE(self, rollout)
+    OBSERVE(self, rollout)
+
+
+LOGIT_GRADIENT, OBSERVE = lightning_rl.policy.logprobs._logit_gradient, AdaptiveKL.observe  # noqa: SLF001
 
 
 # Missing or repeated microbatches.
@@ -228,6 +244,21 @@ def keep_gradient(self: torch.optim.Optimizer, **_: Any) -> None:
 
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "an entropy whose own mean has no gradient",
+        "forward",
+        "token_gradients",
+        callbacks=lambda: [EntropyBonus(0.05)],
+        patches=[patch.object(lightning_rl.policy.logprobs, "_logit_gradient", plain_entropy)],
+    ),
+    Fault(
+        "a coefficient that is adapted twice",
+        "adaptive_kl.observe",
+        "parent_promises",
+        callbacks=lambda: [AdaptiveKL(0.1, target=0.02)],
+        options=PPO,
+        patches=[patch.object(AdaptiveKL, "observe", adapt_twice)],
+    ),
     Fault(
         "the last microbatch never planned",
         "plan",
