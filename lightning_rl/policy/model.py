@@ -31,6 +31,7 @@ from lightning_rl.policy.module_values import (
     rounding_of,
 )
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, PackingError, pack, packed_attention
+from lightning_rl.policy.probe_weights import probe_weights
 from lightning_rl.policy.roles import TRAINED, Role, name_role
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.text_model import backbone_of, modules_behind
@@ -431,15 +432,22 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def check_forward(model: PreTrainedModel, role: Role, *, packed: bool, split: PolicyModel | None = None) -> None:
-    """Check the numbers of a model of a run, with the arguments of :func:`check_scoring`.
+    """Check the numbers of a model of a run under :func:`probe_weights`, with the arguments of :func:`check_scoring`.
 
     Raises:
         ValueError: As :func:`check_scoring` and, for a model that trains, :func:`check_modes`; names the role.
     """
-    with name_role(role):
+    with name_role(role), probe_weights(split or model, cast=split is None and not _needs_half(model)):
         check_scoring(model, packed=packed, split=split)
         if role in TRAINED:
             check_modes(model, packed=packed, split=split)
+        if split is not None:
+            cast(Any, split).reshard()  # parameters outside of the layers
+
+
+def _needs_half(model: PreTrainedModel) -> bool:
+    """Return True if the attention computes in half precision alone."""
+    return "flash" in (getattr(model.config.get_text_config(), "_attn_implementation", None) or "")  # no public name
 
 
 @torch.no_grad()

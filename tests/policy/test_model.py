@@ -340,6 +340,52 @@ def test_a_layer_that_reads_a_neighbor_is_refused_however_little(dtype: torch.dt
         build_policy(lambda: model, None, temperature=1.0, packed=True)
 
 
+class Gated(nn.Module):
+    """A layer behind a gate that starts at 0."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.gate = layer, nn.Parameter(torch.zeros(1))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) * self.gate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_gate_that_starts_at_0_hides_neither_neighbors_nor_noise(dtype: torch.dtype, *, frozen: bool) -> None:
+    for layer, packed, message in (
+        (Shift(), True, "read each other"),
+        (Noisy(), False, r"layers\.0\.mlp\.layer differs"),
+    ):
+        model = tiny_policy()
+        model.model.layers[0].mlp = Gated(layer)
+        cast_exactly(model, dtype).requires_grad_(not frozen)
+        with pytest.raises(ValueError, match=message):
+            build_policy(lambda model=model: model, None, temperature=1.0, packed=packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_checks_of_a_forward_leave_every_bit_and_every_tensor(dtype: torch.dtype) -> None:
+    model = tiny_policy()
+    model.model.layers[0].mlp = Gated(model.model.layers[0].mlp)
+    cast_exactly(model, dtype).model.layers[1].mlp.up_proj.weight.data[:2] = torch.tensor([[-0.0], [0.0]])
+    before = {name: (part.data_ptr(), part.detach().clone()) for name, part in model.named_parameters()}
+    build_policy(lambda: model, None, temperature=1.0, packed=True)
+    for name, part in model.named_parameters():
+        assert part.data_ptr() == before[name][0] and part.dtype == dtype
+        assert torch.equal(part.view(torch.uint8), before[name][1].view(torch.uint8))
+
+
+def test_noise_below_the_precision_of_the_policy_is_named() -> None:
+    model = tiny_policy()
+    model.model.layers[1].mlp = Noisy()
+    cast_exactly(model, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"but model\.layers\.1\.mlp differs by"):
+        build_policy(lambda: model, None, temperature=1.0, packed=False)
+
+
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "moe" in name and "hybrid" not in name])
 def test_experts_that_round_by_their_batch_are_no_neighbors(family: str) -> None:
     packed = not family.startswith("qwen3_5")  # has layers that carry a state
