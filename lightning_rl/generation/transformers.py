@@ -4,9 +4,11 @@ Each distinct prompt is prefilled once, finished rows leave the batch, and each 
 own generator (inverse CDF), so a sample does not depend on its batch.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,9 +27,10 @@ from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.embedding_gradients import embedding_leaves, token_gradients
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
-from lightning_rl.policy.model import carries_state, head_layer, logit_divisor, unscaled_logits
+from lightning_rl.policy.model import head_layer, logit_divisor, needs_half, random_rows, unscaled_logits
 from lightning_rl.policy.module_values import DecodedPositions, ModuleValues, record_modules
-from lightning_rl.policy.text_model import backbone_of, has_towers
+from lightning_rl.policy.probe_weights import probe_weights
+from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, FinishReason
 from lightning_rl.utils.arguments import check_counts
 
@@ -38,13 +41,14 @@ class TransformersEngine(Engine):
     """Embedded engine, which decodes with the policy module itself where a rank holds all of it.
 
     A sync then only changes the version. Under a sharding strategy, or ahead of the trainer, it copies the weights.
+    Prompts of a model that minds padding on their left decode with others of equal length.
 
     Args:
         max_rows: Maximum number of rows that decode together; bounds the memory of the KV cache.
         canary: Check of each sync into a copy; None to skip it.
 
     Raises:
-        ValueError: If ``max_rows`` is not positive; later, if the model keeps a state outside of the KV cache.
+        ValueError: If ``max_rows`` is not positive; at the start, if the model keeps a state outside of the KV cache.
     """
 
     capabilities = Capabilities(
@@ -62,7 +66,7 @@ class TransformersEngine(Engine):
         self.max_rows = max_rows
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._unproven = False
+        self._decodes_ragged = True  # prompts of unequal lengths together
 
     @override
     def start(
@@ -75,7 +79,7 @@ class TransformersEngine(Engine):
     ) -> None:
         cache_argument(model)  # or it cannot decode
         self._model, self._tokenizer, self.dtype = model, tokenizer, model.dtype
-        self._unproven = carries_state(model) or has_towers(model.config)
+        self._decodes_ragged = self._check_decoding(model)
 
     @override
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -98,16 +102,11 @@ class TransformersEngine(Engine):
         training = model.training
         model.eval()  # transformers disables the cache in train mode under activation checkpointing
         completions: dict[int, Completion] = {}
-        # similar lengths together, samples of one prompt adjacent
-        places = sorted(range(len(requests)), key=lambda p: (len(requests[p].prefix_ids), requests[p].prefix_ids, p))
         try:
             routes = record_routes(model) if ROUTES in self.extras else nullcontext()
             exact = exact_logits(head_layer(model))
             with without_compilation(model), exact, routes as take_routes, cached_casts(model):
-                if self._unproven:
-                    self._prove_decoding(model)
-                for start in range(0, len(places), self.max_rows):
-                    chosen = places[start : start + self.max_rows]
+                for chosen in self._batches(requests):
                     batch = [requests[place] for place in chosen]
                     max_tokens = max(request.sampling.max_new_tokens for request in batch)
                     extras = DecodeExtras(
@@ -123,31 +122,63 @@ class TransformersEngine(Engine):
             model.train(training)
         return [completions[place] for place in range(len(requests))]
 
-    def _prove_decoding(self, model: PreTrainedModel) -> None:
-        """Compare a small decode with forwards of whole sequences. Run once for recurrent and multimodal models.
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Yield places of requests that decode together, of similar or equal lengths, samples of a prompt adjacent."""
+        lengths = [len(request.prefix_ids) for request in requests]
+        places = sorted(range(len(requests)), key=lambda place: (lengths[place], requests[place].prefix_ids, place))
+        for _, group in groupby(places, key=lambda place: 0 if self._decodes_ragged else lengths[place]):
+            chosen = list(group)
+            yield from (chosen[start : start + self.max_rows] for start in range(0, len(chosen), self.max_rows))
+
+    @torch.no_grad()
+    def _check_decoding(self, model: PreTrainedModel) -> bool:
+        """Compare small decodes with forwards of whole sequences; return True if prompts of unequal lengths agree, too.
 
         Raises:
-            ValueError: If left padding or selecting rows changes the state of a layer.
+            ValueError: If prompts of equal lengths do not.
         """
+        (first, *_), (_, second, _, third) = random_rows(model)
+        equal, training = [first, first, second[:4], third], model.training
         refusal = f"expected {type(model).__name__} to give the same log-probabilities with a KV cache as without, but"
-        sampling = SamplingParams(max_new_tokens=3, temperature=1.0, eos_token_ids=())
-        prompts = [(1,), (2, 3, 1, 2), (1,), (3, 1)]
-        requests = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
-        extras = DecodeExtras(len(requests), 3, take_routes=None, with_mask=False)
+        model.eval()
+        try:
+            with (
+                probe_weights(model, cast=not needs_half(model)),
+                torch.autocast(model.device.type, enabled=False),  # it would hide a wrong state, or look like one
+                without_compilation(model),
+                exact_logits(head_layer(model)),
+            ):
+                limit = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
+                rounding = self._decoding_error(model, equal)
+                try:
+                    ragged = self._decoding_error(model, random_rows(model)[0])
+                except (AssertionError, RuntimeError):
+                    ragged = math.inf
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # of a model that has its own cache
+            raise ValueError(f"{refusal} {type(error).__name__}: {error}: {VLLM_DRAWS}") from error
+        finally:
+            model.train(training)
+        if not rounding < limit:
+            raise ValueError(f"{refusal} they differ by {rounding:.2g}: {VLLM_DRAWS}")
+        chunks = getattr(model.config.get_text_config(), "attention_chunk_size", None)  # counted with the padding
+        return not chunks and ragged <= max(1e-4, 10 * rounding)
+
+    def _decoding_error(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> float:
+        """Return the largest difference of log-probabilities with and without a cache; infinity if padding is read."""
+        tokens = (8, 3, 8, 1)  # some finish before others
+        samplings = [SamplingParams(max_new_tokens=n, temperature=1.0, eos_token_ids=()) for n in tokens]
+        requests = [
+            Request(prefix_ids=tuple(ids), sample_id=number, seed=number, sampling=sampling)
+            for number, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        extras = DecodeExtras(len(requests), max(tokens), take_routes=None, with_mask=False)
         decode = _decode_of(model)(model, None, requests, 0, extras)
-        with torch.autocast(model.device.type, enabled=False):  # whose rounding hides a wrong state, or looks like one
-            try:
-                reads_padding, drawn = decode.reads_padding(), decode.run(logprobs=True)
-            except (AttributeError, LookupError, TypeError, ValueError) as error:  # of a model that has its own cache
-                raise ValueError(f"{refusal} {type(error).__name__}: {error}: {VLLM_DRAWS}") from error
-            if reads_padding:
-                raise ValueError(f"{refusal} shorter prompts of a batch read their padding: {VLLM_DRAWS}")
-            scores = self.score([[*ids, *one.token_ids] for ids, one in zip(prompts, drawn, strict=True)])
-        parts = [(one.logprobs, score[-3:]) for one, score in zip(drawn, scores, strict=True)]
-        worst = max(float((found - score).abs().max()) for found, score in parts if found is not None)
-        if not worst < (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2):
-            raise ValueError(f"{refusal} they differ by {worst:.2g}: {VLLM_DRAWS}")
-        self._unproven = False
+        if decode.reads_padding():
+            return math.inf
+        drawn = decode.run(logprobs=True)
+        scores = self.score([[*ids, *one.token_ids] for ids, one in zip(prompts, drawn, strict=True)])
+        parts = [(one.logprobs, score[-len(one.token_ids) :]) for one, score in zip(drawn, scores, strict=True)]
+        return max(float((found - score).abs().max()) for found, score in parts if found is not None)
 
     @override
     @torch.no_grad()
@@ -275,7 +306,8 @@ class _Decode:
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
         with embedding_leaves(self.model) as leaves:
             logits, real, _ = self._read_prompts(prompts, lengths)
-            return bool(token_gradients(logits.log_softmax(-1)[:, 0], leaves)[~real].any())
+            reads = logits.requires_grad  # or the logits are constant
+            return reads and bool(token_gradients(logits.log_softmax(-1)[:, 0], leaves)[~real].any())
 
     def _prefill(self) -> _Live:
         """Run each distinct prompt once, and repeat its cache for each of its samples."""
@@ -394,6 +426,11 @@ class _InvariantDecode(_Decode):
     """Decode of a batch-invariant model, whose log-probabilities have the bits of those in training."""
 
     width = 0  # of the cache, in tokens
+
+    @override
+    def reads_padding(self) -> bool:
+        """Return False: padding is on the right of causal attention."""
+        return False
 
     @override
     def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> tuple[Tensor, Tensor, KVCache]:

@@ -437,7 +437,7 @@ def check_forward(model: PreTrainedModel, role: Role, *, packed: bool, split: Po
     Raises:
         ValueError: As :func:`check_scoring` and, for a model that trains, :func:`check_modes`; names the role.
     """
-    with name_role(role), probe_weights(split or model, cast=split is None and not _needs_half(model)):
+    with name_role(role), probe_weights(split or model, cast=split is None and not needs_half(model)):
         check_scoring(model, packed=packed, split=split)
         if role in TRAINED:
             check_modes(model, packed=packed, split=split)
@@ -445,7 +445,7 @@ def check_forward(model: PreTrainedModel, role: Role, *, packed: bool, split: Po
             cast(Any, split).reshard()  # parameters outside of the layers
 
 
-def _needs_half(model: PreTrainedModel) -> bool:
+def needs_half(model: PreTrainedModel) -> bool:
     """Return True if the attention computes in half precision alone."""
     return "flash" in (getattr(model.config.get_text_config(), "_attn_implementation", None) or "")  # no public name
 
@@ -465,7 +465,7 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
     Raises:
         ValueError: If they differ by more than rounding, or are NaN; says what to change.
     """
-    prompts, responses = _random_rows(model)
+    prompts, responses = random_rows(model)
     layout = _layout(prompts, responses, groups=(0, 0, 1, 2), packed=packed, device=model.device)
     training = (split or model).training
     (split or model).eval()  # see check_modes
@@ -506,7 +506,7 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
     (split or model).train(training)
 
 
-def _random_rows(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
+def random_rows(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
     """Return prompts and responses of random tokens; the first two prompts are equal."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(len(head_of(model).weight), (2, 3, 6), generator=generator).tolist()
@@ -529,7 +529,7 @@ def _logprobs(model: PreTrainedModel, layout: Layout, split: PolicyModel | None)
 
 def _reads_neighbors(model: PreTrainedModel, split: PolicyModel | None) -> bool:
     """Return True if a log-probability depends on the tokens of another packed sequence."""
-    layout = _layout(*_random_rows(model), groups=(0, 1, 2, 3), packed=True, device=model.device)
+    layout = _layout(*random_rows(model), groups=(0, 1, 2, 3), packed=True, device=model.device)
     with embedding_leaves(model) as leaves:
         logprobs = _logprobs(model, layout, split)
         sequence = torch.repeat_interleave(torch.tensor(layout.lengths)).to(model.device)
@@ -550,7 +550,7 @@ def check_modes(model: PreTrainedModel, *, packed: bool, split: PolicyModel | No
         ValueError: If they differ by more than rounding, or with the random numbers that a module draws; names the
             first module that does.
     """
-    prompts, responses = _random_rows(model)
+    prompts, responses = random_rows(model)
     layout = _layout(prompts * 8, responses * 8, groups=range(32), packed=packed, device=model.device)
     scored, gpu, outside = split or model, model.device.type != "cpu", other_generators()
     training, positions = scored.training, positions_of(layout)

@@ -13,6 +13,7 @@ from kit.support import EOS, FAMILIES, VOCABULARY, tiny_model, tiny_policy
 from kit.vllm_models import mean_gap, with_large_logits
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from lightning_rl import FinishReason, TransformersEngine
 from lightning_rl.generation import Completion, Request
@@ -114,15 +115,50 @@ def test_rounding_of_mixed_precision_is_not_taken_for_a_wrong_state() -> None:
     ids=["float32", "bf16-mixed", "bf16-true"],
 )
 @pytest.mark.parametrize("spread", [0.3, 0.02], ids=["far from uniform", "flat"])
-def test_a_model_whose_states_mind_padding_is_refused_at_the_first_draw(
+def test_a_model_whose_states_are_outside_of_the_cache_is_refused_at_the_start(
     dtype: torch.dtype, spread: float, *, mixed: bool
 ) -> None:
     model = tiny_model("recurrent_gemma", dtype=dtype, initializer_range=spread)
-    refusal = (
-        r"RecurrentGemmaForCausalLM to give the same log-probabilities .*but shorter prompts .* read their padding"
-    )
+    refusal = r"RecurrentGemmaForCausalLM to give the same log-probabilities .*but they differ by .*: pass engine=VLLM"
     with torch.autocast("cpu", torch.bfloat16, enabled=mixed), pytest.raises(ValueError, match=refusal):
-        draw(model, requests_for(PROMPTS))
+        start_engine(model)
+
+
+class Shifted(torch.nn.Module):
+    """A layer that adds a part of the token before, behind a gate that starts at 0."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.gate, self.last = layer, torch.nn.Parameter(torch.zeros(())), torch.zeros(1, 1, 1)
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden) + self.gate * torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+
+
+def test_a_layer_that_shifts_tokens_without_the_cache_is_refused_behind_a_gate_of_0() -> None:
+    model: Any = tiny_policy()
+    model.model.layers[0].mlp = Shifted(model.model.layers[0].mlp)
+    with pytest.raises(ValueError, match=r"with a KV cache as without, but they differ by .*: pass engine=VLLMEngine"):
+        start_engine(model)
+
+
+PADDED: dict[str, dict[str, Any]] = {  # positions, states or chunks are counted with the padding
+    "bart": {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "dropout": 0.0},
+    "mamba": {"state_size": 4},
+    "llama4_text": {"attention_chunk_size": 4, "floor_scale": 2, "attn_scale": 0.5, "attn_temperature_tuning": True},
+}
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_prompts_of_a_model_that_minds_padding_decode_with_those_of_equal_length(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, family, {**FAMILIES.get(family, {}), **PADDED[family]})
+    model = tiny_model(family, dtype=torch.float32, initializer_range=0.2).eval()
+    with forwards(model) as shapes:
+        check_log_probabilities(model)
+    assert (1, 1) in shapes  # a prompt alone
 
 
 @pytest.mark.parametrize(
@@ -188,8 +224,9 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_order_nor_on_max_rows() ->
 
 def test_every_different_prompt_is_prefilled_once() -> None:
     model = tiny_policy()
+    engine = start_engine(model)
     with forwards(model) as shapes:
-        draw(model, requests_for(PROMPTS * 4, eos_token_ids=[], max_new_tokens=3))
+        engine.generate(requests_for(PROMPTS * 4, eos_token_ids=[], max_new_tokens=3))
     assert shapes == [(4, 5), (24, 1), (24, 1)], "no forward after the last token"
 
 
@@ -199,8 +236,9 @@ def test_finished_rows_leave_the_batch() -> None:
     requests = [
         with_sampling(r, max_new_tokens=n) for r, n in zip(requests_for(PROMPTS, eos_token_ids=[]), limits, strict=True)
     ]
+    engine = start_engine(model)
     with forwards(model) as shapes:
-        found = draw(model, requests)
+        found = engine.generate(requests)
     assert [len(completion.token_ids) for completion in found] == limits
     assert [rows for rows, _ in shapes] == [4, 4, 2, 1, 1, 1, 1, 1]
 
@@ -265,15 +303,17 @@ def test_the_mode_of_the_model_is_restored_even_after_a_failure(training: bool) 
 def test_activation_checkpointing_changes_no_sample_and_keeps_the_cache() -> None:
     plain, saving = tiny_policy(), tiny_policy().train()
     saving.gradient_checkpointing_enable()
+    engine = start_engine(saving)
     with forwards(saving) as shapes:
-        assert what(draw(saving, requests_for(PROMPTS))) == what(draw(plain, requests_for(PROMPTS)))
+        assert what(engine.generate(requests_for(PROMPTS))) == what(draw(plain, requests_for(PROMPTS)))
     assert {width for _, width in shapes[1:]} == {1}
 
 
 def test_nothing_asked_gives_nothing_and_no_gradient_is_recorded() -> None:
     model = tiny_policy()
+    engine = start_engine(model)
     with forwards(model) as shapes:
-        assert draw(model, []) == [] and shapes == []
+        assert engine.generate([]) == [] and shapes == []
     (completion,) = draw(model, requests_for([(2,)]))
     assert completion.logprobs is not None and not completion.logprobs.requires_grad
     assert start_engine(model).generate(requests_for([(2,)]))[0].logprobs is None
