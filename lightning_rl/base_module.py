@@ -1,6 +1,6 @@
 """BaseModule: parts of a run, and the hooks around its training: setup, checkpoints, engine, evaluation, export."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -21,12 +21,13 @@ from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, data_module_of, find_data_module
 from lightning_rl.distributed import Parallel, parallel_of, process_count, unwrapped_name
 from lightning_rl.environments import Conversations
+from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.evaluator import PREDICT, TEST, VAL, Evaluator
 from lightning_rl.evaluation.generate import generate, sampling_for
 from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
-from lightning_rl.evaluation.questions import with_eos
+from lightning_rl.evaluation.questions import Questions, with_eos
 from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.generation.weights.weight_sync import WeightSync
@@ -212,8 +213,21 @@ class BaseModule(LightningModule):
         used = [(sampling, data.first(), data.template_options)] if data is not None else []
         used += [(questions.sampling, next(iter(questions.prompts), None), {}) for questions in evaluated]
         setup_checks.warn_of_eos(self.tokenizer, used)
+        self._check_columns(data, evaluated)
         if data is not None:
             setup_checks.warn_of_prompts(data.prompts.examples(PROMPTS_CHECKED), self.tokenizer, sampling)
+
+    def _check_columns(self, data: PromptDataModule | None, evaluated: Sequence[Questions]) -> None:
+        """Check that the prompts of the stage, which are encoded, have the columns that the rewards read."""
+        stage, environments = self.trainer.state.fn, REWARD_COLUMNS if self.environments else ()
+        used = [(questions.rewards, questions.columns) for questions in evaluated]
+        if data is not None and data.validation is not None:
+            used.append((self.rewards, data.validation.columns))
+        used = [] if stage == TrainerFn.PREDICTING else used
+        if data is not None and stage == TrainerFn.FITTING:
+            used.append((self.rewards, data.prompts.columns))
+        for rewards, columns in used:
+            rewards.check_columns((*columns, *environments))
 
     def _build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
@@ -233,7 +247,9 @@ class BaseModule(LightningModule):
         groups = self.parallel.optimizer_groups(self.required_policy.parameter_groups())
         builders = self.options["optimizer"], self.options["lr_scheduler"]
         names = {id(one): unwrapped_name(name) for name, one in self.required_policy.named_parameters()}
-        built, self.run.optimizer = setup_checks.build_optimizers(*builders, groups, names)
+        built, self.run.optimizer = setup_checks.build_optimizers(
+            *builders, groups, names, self.data_module.fit_steps()
+        )
         return built
 
     def show_sample(self, rollout: Rollout) -> None:

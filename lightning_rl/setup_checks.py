@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.advantages import resolve_advantages
-from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, describe_optimizer, options_of, rates
+from lightning_rl.advantages import Estimator, resolve_advantages
+from lightning_rl.checkpointing.optimizer_options import (
+    ConfiguredOptimizer,
+    describe_optimizer,
+    options_of,
+    rates,
+    schedule_end,
+)
 from lightning_rl.data import Prompt
 from lightning_rl.data.prompt_checks import prompt_findings
 from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
-from lightning_rl.environments import Conversations, EnvironmentReward
+from lightning_rl.environments import Conversations, Environment, EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine
-from lightning_rl.losses import Critic, resolve_loss
+from lightning_rl.losses import Critic, PolicyLoss, resolve_loss
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.build import build_tokenizer
@@ -41,9 +47,10 @@ from lightning_rl.signal.reductions import resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import name_of
-from lightning_rl.utils.trainer import callbacks_of
+from lightning_rl.utils.trainer import callbacks_of, is_own
 
 ANSWER = "quux"  # a text that no template writes
+MAX_SCHEDULE = 20_000  # steps of a fit for which a schedule is followed, in about 0.2 seconds
 
 
 def check_flags(trainer: Trainer) -> None:
@@ -64,9 +71,9 @@ def check_flags(trainer: Trainer) -> None:
             'overflows gradients: use "bf16-mixed", "16-mixed" or "32-true"'
         )
     for callback in callbacks_of(trainer):
-        if isinstance(callback, type):
+        if not isinstance(callback, Callback):
             callbacks_of(trainer).remove(callback)  # Lightning would call it while handling the error
-            raise ValueError(f"expected callbacks to be objects, got the class {callback.__name__}: call it")
+            raise ValueError(_no_callback(callback))
         _check_averaging(callback, trainer)
         if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:  # noqa: SLF001
             raise ValueError(
@@ -74,6 +81,33 @@ def check_flags(trainer: Trainer) -> None:
                 "optimization: pass every_n_train_steps="
             )
         _check_tuner(callback)
+
+
+def _no_callback(part: Any) -> str:
+    if isinstance(part, type):
+        return f"expected callbacks to be objects, got the class {part.__name__}: call it"
+    places = {
+        "loss=": PolicyLoss,
+        "advantages=": Estimator,
+        "engine=": Engine,
+        "sampling=": SamplingParams,
+        "model=": ModelOptions,
+        "critic=": Critic,
+        "environment=": Conversations | Environment,
+        "optimizer=": Optimizer,
+    }
+    place = next((argument for argument, kinds in places.items() if isinstance(part, kinds)), "rewards=")
+    cure = f"pass it as {place} of RLLightningModule" if is_own(part) else "remove it"
+    return f"expected callbacks to be callbacks of Lightning, got {name_of(part)}, which is none: {cure}"
+
+
+def _check_length(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, steps: float) -> None:
+    end = schedule_end(builder, optimizer, int(steps)) if steps <= MAX_SCHEDULE else None
+    if end is not None:
+        rank_zero_warn(
+            f"the schedule of lr_scheduler= ends after {end} optimizer steps, where the learning rate is 0, and the "
+            f"fit has {int(steps)}: give the schedule the number of steps of the fit"
+        )
 
 
 def _check_averaging(callback: Callback, trainer: Trainer) -> None:
@@ -255,6 +289,7 @@ def build_optimizers(
     scheduler_builder: SchedulerBuilder | None,
     groups: list[dict[str, Any]],
     names: Mapping[int, str],
+    steps: float,
 ) -> tuple[dict[str, Any], ConfiguredOptimizer]:
     """Return optimizer and scheduler in the form of ``configure_optimizers``, and the options of the optimizer.
 
@@ -263,6 +298,9 @@ def build_optimizers(
         scheduler_builder: Function that builds the scheduler, or None.
         groups: Parameter groups.
         names: Name of each parameter by its id.
+        steps: Number of optimizer steps of the fit; infinity if unknown.
+
+    Warns of a schedule whose learning rate reaches 0, or which ends, before the last step.
 
     Raises:
         ValueError: If nothing can be trained, or if a builder returns something else.
@@ -275,6 +313,7 @@ def build_optimizers(
     if scheduler_builder is not None:
         build = partial(_build_scheduler, scheduler_builder)
         description["rates"] = rates(build, optimizer)
+        _check_length(build, optimizer, steps)
         built["lr_scheduler"] = build(optimizer)
     return built, ConfiguredOptimizer(description, options_of(optimizer))
 

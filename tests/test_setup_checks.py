@@ -2,24 +2,32 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from kit.specs import check, spec_of
-from kit.support import callback_of, ragged_rollout
+from kit.support import a_trainer, callback_of, fit, ragged_rollout, tiny_module, tiny_tokenizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
 from lightning_rl import (
     GAE,
     GRPO,
+    GSPO,
     RLOO,
     ClippedSurrogate,
+    Evaluation,
     FakeEngine,
+    PolicyLoss,
+    PromptDataModule,
     RawReward,
     Reinforce,
     RLCallback,
     TransformersEngine,
+    warmup_then_linear,
 )
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
 from lightning_rl.callbacks import (
@@ -39,7 +47,9 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.rl_callback import Ratio
+from lightning_rl.environments import Environment
 from lightning_rl.losses import resolve_loss
+from lightning_rl.rewards import ChoiceMatch, ExactMatch, Length, NumberMatch, SubprocessReward
 from lightning_rl.run_spec import (
     Needs,
     check_estimator,
@@ -375,3 +385,100 @@ def test_all_problems_of_a_run_are_reported_at_once() -> None:
     starts = ["OffPolicyIS carries", "ReferenceKL returns", 'advantages="grpo"', "critic= has", "expected Reader"]
     lines = str(refused.value).splitlines()[1:]
     assert [line.startswith(f"* {start}") for line, start in zip(lines, starts, strict=True)] == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("base", "near", "misspelled"),
+    [
+        (RLCallback, "sequence_mask", "sequence_masks"),
+        (RLCallback, "on_train_start", "on_train_starts"),
+        (RLCallback, "after_step", "after_steps"),
+        (Estimator, "per_row", None),
+        (PolicyLoss, "metrics", "metric"),
+        (PolicyLoss, "prepare", "prepares_"),
+        (GRPO, "per_row", "per_rows"),
+        (Environment, "reset", "resets"),
+        (Environment, "step", "steps"),
+    ],
+)
+def test_a_misspelled_method_is_refused_where_the_class_is_defined(
+    base: type, near: str, misspelled: str | None
+) -> None:
+    helper = {"helper_of_mine": lambda _: None, "scaled": staticmethod(len), f"_{near}s": lambda _: None}
+    type("Mine", (base,), {"name": "mine", **helper})
+    if misspelled is not None:
+        with pytest.raises(ValueError, match=f"expected Mine to define {near}, got {misspelled}, which nothing calls"):
+            type("Mine", (base,), {"name": "mine", misspelled: lambda _: None})
+
+
+@pytest.mark.parametrize(
+    ("part", "cure"),
+    [
+        (GSPO(), "GSPO, which is none: pass it as loss= of RLLightningModule"),
+        (GRPO(), "GRPO, which is none: pass it as advantages= of"),
+        (NumberMatch(), "NumberMatch, which is none: pass it as rewards= of"),
+        (TransformersEngine(), "pass it as engine= of"),
+        (object(), "object, which is none: remove it"),
+    ],
+    ids=["loss", "estimator", "reward", "engine", "other"],
+)
+def test_a_part_of_the_module_among_the_callbacks_is_refused_with_its_argument(part: Any, cure: str) -> None:
+    with pytest.raises(ValueError, match=f"expected callbacks to be callbacks of Lightning, got .*{cure}"):
+        fit(tiny_module(), callbacks=[part])
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "flags", "lengths"),
+    [
+        (warmup_then_linear(1, 2), {}, (2, 4)),
+        (warmup_then_linear(1, 4), {}, None),
+        (warmup_then_linear(1, 2), {"max_steps": 2}, None),
+        (warmup_then_linear(1, 2), {"limit_train_batches": 3}, (2, 3)),
+        (warmup_then_linear(1, 5), {"max_epochs": 2}, (5, 8)),
+        (partial(CosineAnnealingLR, T_max=2), {}, (2, 4)),
+        (partial(OneCycleLR, max_lr=1e-3, total_steps=3), {}, (3, 4)),
+        (partial(LinearLR, total_iters=2), {}, None),
+        (partial(LinearLR, start_factor=1.0, end_factor=0.1, total_iters=2), {}, None),
+    ],
+)
+def test_a_schedule_that_is_shorter_than_the_fit_gives_a_warning_with_both_lengths(
+    scheduler: Any, flags: dict[str, Any], lengths: tuple[int, int] | None
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(ValueError):  # OneCycleLR raises at its end
+            fit(tiny_module(lr_scheduler=scheduler), **flags)
+    texts = [str(one.message) for one in caught if "schedule of lr_scheduler=" in str(one.message)]
+    assert len(texts) == (lengths is not None)
+    if lengths is not None:
+        assert f"ends after {lengths[0]} optimizer steps" in texts[0] and f"fit has {lengths[1]}" in texts[0]
+
+
+def by_answer(prompts: Any, completions: Any, *, answer: Any, **columns: Any) -> list[float]:
+    return [0.0 for _ in answer]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (by_answer, r'needs "answer": .*columns=\{"answer": "answers"\}'),
+        (ExactMatch(), r'column \'answer\' for ExactMatch.*name another column with answer="answers"'),
+        (ChoiceMatch(answer="answers", choices="choice"), "column 'choice' for ChoiceMatch"),
+        (Length(target="longest"), "column 'longest' for Length"),
+        (SubprocessReward(ExactMatch()), r'name another column with answer="answers"'),
+    ],
+    ids=["signature", "option", "second-option", "length", "subprocess"],
+)
+@pytest.mark.parametrize("where", ["train", "validation", "evaluation"])
+def test_a_column_of_a_reward_that_no_row_has_is_refused_before_generation(
+    where: str, reward: Any, message: str
+) -> None:
+    rows = [{"prompt": [2], "answers": "a"}, {"prompt": [3]}]
+    never = FakeEngine(lambda _: pytest.fail("generated"))
+    options: dict[str, Any] = {"engine": never, "tokenizer": tiny_tokenizer()}
+    if where == "evaluation":
+        options |= {"evaluation": Evaluation("e", rows, rewards=reward)}
+    module = tiny_module(**options, **({} if where == "evaluation" else {"rewards": reward}))
+    data = PromptDataModule(rows, 2, validation=rows if where == "validation" else None)
+    with pytest.raises((TypeError, ValueError), match=message):
+        a_trainer().validate(module, data) if where == "validation" else fit(module, data=data)

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reward_domain import RewardDomain
 from lightning_rl.signal.shaped_rewards import shaped_rewards
+from lightning_rl.utils.naming import CheckedNames
 
 RowFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(scores [B], groups [B], rewarded [B]) -> advantages [B]``."""
@@ -92,7 +93,7 @@ class Advantages(NamedTuple):
     returns: Float[Tensor, "B T"] | None = None
 
 
-class Estimator(ABC):
+class Estimator(CheckedNames, ABC):
     """Map from rewards to the advantage of each token.
 
     Attributes:

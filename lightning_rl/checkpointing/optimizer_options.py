@@ -130,29 +130,53 @@ def rates(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer) -> 
     Returns:
         Values of all groups at each step: of ``"lr"``, and of betas and momentum if they vary.
     """
+    written: dict[str, list[list[float]]] = {name: [] for name in SCHEDULED}
+    with _stepping(builder, optimizer, RATED[-1] + 1) as steps:
+        for step in steps:
+            for name, values in written.items() if step in RATED else ():
+                values.append(_numbers([group[name] for group in optimizer.param_groups if name in group]))
+    return {name: values for name, values in written.items() if name == "lr" or values.count(values[0]) < len(values)}
+
+
+def schedule_end(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, steps: int) -> int | None:
+    """Return the length of a schedule: the steps until its rates are 0 again, or it raises; None if it lasts."""
+    step, trained = 0, False
+    with _stepping(builder, optimizer, steps + 1) as stepping:
+        for step in stepping:
+            rate = max(float(group["lr"]) for group in optimizer.param_groups)
+            if trained and rate < 1e-9 and step < steps:  # of 1; a cosine is not 0 exactly
+                return step
+            trained = trained or rate > 0
+    return None if step == steps else step
+
+
+@contextmanager
+def _stepping(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, steps: int) -> Iterator[Iterator[int]]:
+    """Step a schedule with an initial learning rate of 1 until its end, and leave the optimizer as it was."""
     groups, before = optimizer.param_groups, dict(vars(optimizer))
     options = [dict(group) for group in groups]
-    written: dict[str, list[list[float]]] = {name: [] for name in SCHEDULED}
     for group in groups:
         group["lr"] = 1.0
+
+    def each() -> Iterator[int]:
+        scheduler = builder(optimizer)
+        for step in range(steps):
+            yield step
+            try:
+                scheduler.step()
+            except Exception:  # noqa: BLE001  its end, or an error that training will raise, too
+                return
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            scheduler = builder(optimizer)
-            for step in range(RATED[-1] + 1):
-                for name, values in written.items() if step in RATED else ():
-                    values.append(_numbers([group[name] for group in groups if name in group]))
-                try:
-                    scheduler.step()
-                except Exception:  # noqa: BLE001  its end, or an error that training will raise, too
-                    break
+            yield each()
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(before)
         for group, kept in zip(groups, options, strict=True):
             group.clear()
             group.update(kept)
-    return {name: values for name, values in written.items() if name == "lr" or values.count(values[0]) < len(values)}
 
 
 def _numbers(values: Any) -> list[float]:

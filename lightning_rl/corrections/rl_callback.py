@@ -19,6 +19,7 @@ from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.reward_domain import RewardDomain
+from lightning_rl.utils.naming import CheckedNames
 
 Policy = Literal["current", "old", "rollout"]
 Ratio = tuple[Policy, Policy]
@@ -103,7 +104,7 @@ class LossTerm:
     follows_policy_loss: bool = False
 
 
-class RLCallback(Callback):
+class RLCallback(CheckedNames, Callback):
     """Base class of corrections. Each overridden method contributes to the training signal and returns a new value.
 
     Arguments must not be modified in place; the core raises an error that names the callback. Contributions of several

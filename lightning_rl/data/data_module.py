@@ -1,5 +1,6 @@
 """PromptDataModule: the prompt stream, and a step index for each optimizer step."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -223,6 +224,15 @@ class PromptDataModule(LightningDataModule):
     @property
     def _epoch_rollouts(self) -> int:
         return self.epoch_length or (self.pass_length or 0) // self.prompts_per_rollout
+
+    def fit_steps(self) -> float:
+        """Return the number of optimizer steps of the Trainer's fit by its flags; infinity without a bound."""
+        trainer: Any = self.trainer
+        length, limit = self._epoch_rollouts * int(self._module.steps_per_rollout), trainer.limit_train_batches  # pyrefly: ignore[bad-argument-type]
+        epoch = min(length, limit) if isinstance(limit, int) else int(length * limit)
+        bounds = [trainer.max_steps] if trainer.max_steps >= 0 else []
+        bounds += [trainer.max_epochs * epoch] if (trainer.max_epochs or -1) >= 0 else []
+        return min(bounds, default=math.inf)
 
     def stats(self) -> dict[str, Stat]:
         """Return ``prompts/dropped``, the number of prompts dropped as too long so far, if dropping is on."""

@@ -175,6 +175,11 @@ class PromptDataset:
         rank_zero_info(f"dropped {what}")
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of all rows besides the prompt, once connected."""
+        return self._columns
+
+    @property
     def drop_count(self) -> int:
         """Number of rows that :meth:`connect` dropped as too long."""
         return len(self.rows) - len(self)

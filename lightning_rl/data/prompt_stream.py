@@ -56,6 +56,7 @@ class PromptStream:
         self.shuffle, self.seed, self.shuffle_buffer = shuffle, seed, shuffle_buffer
         self.max_prompt_tokens, self.too_long = max_prompt_tokens, too_long
         self.max_prompt_length = 0
+        self.columns: tuple[str, ...] = ()  # of the first rows, once connected
         self._encoder = Encoder.of(form, max_prompt_tokens, None, None, None)
         self._connection: tuple[Any, ...] | None = None
         self._fingerprint: tuple[Any, str] = (None, "")
@@ -93,6 +94,7 @@ class PromptStream:
         if check is not None:
             for number, reading in enumerate(readings):
                 check(reading.columns, f"prompt {number} of the stream")
+        self.columns = tuple(sorted({name for reading in readings for name in reading.columns}))
         lengths = [len(self._encode(reading)) for reading in readings]
         self.max_prompt_length, self._connection = max(lengths), connection
         if self.too_long == "error":

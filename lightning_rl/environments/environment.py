@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.arguments import check_numbers
+from lightning_rl.utils.naming import CheckedNames
 
 LIMITS_REACHED, FAILURES = {"cut_by_turns", "cut_by_tokens"}, {"failed", "retries", "timeouts"}
 RESERVED = {"turns", "tokens", "rewritten", "reward", "logprob"} | LIMITS_REACHED | FAILURES
@@ -87,7 +88,7 @@ class StepResult:
         check_figures(self.reward, self.metrics)
 
 
-class Environment:
+class Environment(CheckedNames):
     """Environment of one conversation, created for each sample, so it needs no locks.
 
     Attributes:

@@ -42,6 +42,11 @@ class Questions:
         """Name of the evaluation and of its folder."""
         return "validation" if self.evaluation is None else self.evaluation.name
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of all prompts."""
+        return tuple(sorted({name for prompt in self.prompts for name in prompt.columns}))
+
     def requests(self, prompts: Sequence[Prompt], seed: int, number: int) -> SampleRequests:
         """Return the requests for prompts of this rank; the evaluation's ``number`` makes their sample ids unique."""
         requests = [

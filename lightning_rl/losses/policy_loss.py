@@ -14,10 +14,10 @@ from lightning_rl.corrections.rl_callback import Ratio
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, policy_ratio
 from lightning_rl.signal.masked import GlobalSum
 from lightning_rl.signal.selection import GlobalConcat
-from lightning_rl.utils.naming import name_of
+from lightning_rl.utils.naming import CheckedNames, name_of
 
 
-class PolicyLoss(ABC):
+class PolicyLoss(CheckedNames, ABC):
     """Loss per token. Masks, weights and the reduction are applied by the core.
 
     Attributes:

@@ -92,6 +92,11 @@ class AnswerMatch(ABC):
         check_text(answer=self.answer)
         check_text(optional=True, after=self.after, tag=self.tag)
 
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """Options by the columns that they name."""
+        return {self.answer: "answer"}
+
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:

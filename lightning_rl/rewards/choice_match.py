@@ -61,6 +61,11 @@ class ChoiceMatch(AnswerMatch):
                 f"expected letters to be two or more different letters, such as 'ABCD', got {self.letters!r}"
             )
 
+    @property
+    @override
+    def columns_read(self) -> dict[str, str]:
+        return super().columns_read | ({} if self.choices is None else {self.choices: "choices"})
+
     @override
     def references_of(self, columns: dict[str, Any], rows: int) -> Sequence[Any]:
         references = super().references_of(columns, rows)

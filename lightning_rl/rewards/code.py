@@ -73,6 +73,11 @@ class CodeTests:
             raise ValueError(f"expected sandbox to be a Sandbox(...) or SandboxService(...), got {self.sandbox!r:.200}")
         self.sandbox.check()
 
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """Options by the columns that they name."""
+        return {self.tests: "tests"}
+
     def __call__(
         self,
         prompts: Sequence[Any],

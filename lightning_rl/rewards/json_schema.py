@@ -43,6 +43,11 @@ class JSONSchema:
         else:
             _validator(self.schema)
 
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """Options by the columns that they name."""
+        return {self.schema: "schema"} if isinstance(self.schema, str) else {}
+
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:

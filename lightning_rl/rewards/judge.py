@@ -139,6 +139,11 @@ class Judge:
         """Names of the fields of the template."""
         return {name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None}
 
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """Options by the columns that they name."""
+        return dict.fromkeys(self.fields - {"prompt", "completion"}, "template")
+
     async def __call__(
         self,
         prompts: Sequence[Any],

@@ -57,6 +57,11 @@ class Language:
         if self.among and self.language not in (None, *self.among):
             raise ValueError(f"expected language to be one of among={self.among}, got {self.language!r}")
 
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """Options by the columns that they name."""
+        return {self.column: "column"} if isinstance(self.column, str) else {}
+
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:

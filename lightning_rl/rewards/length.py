@@ -58,6 +58,11 @@ class Length:
         if self.max_length is not None and self.max_length < self.min_length:
             raise ValueError(f"expected min_length <= max_length, got {self.min_length} and {self.max_length}")
 
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """Options by the columns that they name."""
+        return {self.target: "target"} if isinstance(self.target, str) else {}
+
     def __call__(
         self,
         prompts: Sequence[Any],

@@ -49,6 +49,11 @@ class RegexMatch:
         if self.answer is not None and not groups:
             raise ValueError(f"expected pattern to have a group for the answer, got {self.pattern!r}")
 
+    @property
+    def columns_read(self) -> dict[str, str]:
+        """Options by the columns that they name."""
+        return {self.answer: "answer"} if isinstance(self.answer, str) else {}
+
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], *, completion_ids: Sequence[Any] = (), **columns: Any
     ) -> list[float | None]:

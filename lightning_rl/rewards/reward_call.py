@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import TrainerState
 
 from lightning_rl.utils.mutation_guard import changed_entries, copy_plain
-from lightning_rl.utils.naming import REWARD_ARGUMENTS, in_words
+from lightning_rl.utils.naming import REWARD_ARGUMENTS, in_words, nearest
 
 Reward = Callable[..., Any]
 """``reward(prompts, completions, *, completion_ids, **columns) -> list[float | None]``, or a coroutine function.
@@ -195,7 +195,8 @@ class CallStyle:
                 if not missing
                 else (
                     f", which needs {in_words(missing)}: use the names of columns, or rename a "
-                    f'column of the data, as in PromptDataModule(columns={{"{missing[0]}": ...}})'
+                    f'column of the data, as in PromptDataModule(columns={{"{missing[0]}": '
+                    f"{nearest(missing[0], columns) or '...'}}})"
                 )
             )
             if "solution_str" in signature.parameters:

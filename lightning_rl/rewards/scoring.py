@@ -5,7 +5,7 @@ import math
 import time
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
@@ -20,6 +20,7 @@ from transformers import TrainerState
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError, remaining
 from lightning_rl.rewards.reward_call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
 from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
+from lightning_rl.rewards.text import column_of
 from lightning_rl.rewards.values import InvalidRewardError, values_of
 from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers, check_rows
@@ -121,6 +122,19 @@ class Rewards:
             raise ValueError(
                 f"expected a reward with a non-zero weight to train with, got {self.weights}: give one of them a weight"
             )
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Check that the data have every column that the signature or an option of a function names.
+
+        Raises:
+            TypeError: If the signature of a function needs another column.
+            ValueError: If an option names another column.
+        """
+        for name, function in self.by_name.items():
+            CallStyle.of(name, function, list(columns))
+            function = function.reward if isinstance(function, SubprocessReward) else function
+            for column, option in getattr(function, "columns_read", {}).items():
+                column_of(dict.fromkeys(columns, ()), column, 0, option=option, reward=function)
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightning_rl.utils.arguments import check_rows
-from lightning_rl.utils.naming import REWARD_ARGUMENTS
+from lightning_rl.utils.naming import REWARD_ARGUMENTS, nearest
 
 SENTENCES = (
     *("answer is", "answers are", "antwort ist", "antwort lautet", "antworten sind"),  # codespell:ignore ist
@@ -112,7 +112,7 @@ def column_of(columns: Mapping[str, Any], name: str, rows: int, *, option: str, 
         present = sorted(columns.keys() - set(REWARD_ARGUMENTS))
         raise ValueError(
             f"expected a column {name!r} for {type(reward).__name__}({option}={name!r}), got the columns {present}: "
-            f"add it to the data, or name another column with {option}="
+            f"add it to the data, or name another column with {option}={nearest(name, present)}"
         )
     check_rows(rows, **{name: columns[name]})
     return columns[name]

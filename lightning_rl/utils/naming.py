@@ -1,6 +1,8 @@
 """Names of user objects, for messages and metrics."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
+from types import FunctionType
 from typing import Any
 
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -25,6 +27,37 @@ def in_words(names: Iterable[Any]) -> str:
         "question", "answer"
     """
     return ", ".join(f'"{name}"' for name in names) or "none"
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the name that is nearest to another one, in quotes; empty if none is near.
+
+    Example:
+        >>> print(nearest("solution", ["question", "solutions"]))
+        "solutions"
+    """
+    return "".join(f'"{near}"' for near in get_close_matches(name, [*names], 1))
+
+
+class CheckedNames:
+    """Base of classes that users derive from: a subclass with a misspelled method, which nothing would call, raises.
+
+    Raises:
+        ValueError: If the name of a public method is new and near the name of a method of a base class.
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Check the names of the methods of a new subclass."""
+        super().__init_subclass__()
+        known = {name for base in cls.__mro__[1:] for name in vars(base) if not name.startswith("_")}
+        called = [name for name in known if isinstance(getattr(cls, name), FunctionType)]
+        for name, value in vars(cls).items():
+            new = isinstance(value, FunctionType) and not name.startswith("_") and name not in known
+            if new and (near := get_close_matches(name, called, 1, cutoff=0.85)):
+                raise ValueError(
+                    f"expected {cls.__name__} to define {near[0]}, got {name}, which nothing calls: write {near[0]}, "
+                    "or give a method of your own a name that is less like it"
+                )
 
 
 def check_columns(columns: Iterable[Any], where: str) -> None:
