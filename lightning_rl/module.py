@@ -238,7 +238,10 @@ class RLLightningModule(BaseModule):
                 if not self.models.stepped:
                     _warn_without_gradient(step)
                 step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
-                with recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step):
+                with (
+                    recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step),
+                    run.lost_updates.watch([*self.required_policy.parameters()], step.lr),
+                ):
                     step.norm = parallel.step(self.required_policy, optimizer, run.accept)
             self.models.stepped = True
             if not run.nonfinite_in_a_row and (scheduler := self.lr_schedulers()) is not None:

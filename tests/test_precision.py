@@ -1,18 +1,23 @@
 """Precision, activation checkpointing and flags of the Trainer: same gradient, or an error that names our option."""
 
+import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.rows import Rows
-from kit.support import a_trainer, fit, tiny_module, tiny_prompts, weights_of
+from kit.support import a_trainer, differing, fit, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner.tuning import Tuner
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
+from transformers import AutoModelForCausalLM
 
+from lightning_rl import warmup_then_linear
 from lightning_rl.callbacks import ReferenceKL
+from lightning_rl.policy.build import build_model
 
 
 def norms_of(rows: Rows) -> list[float]:
@@ -72,3 +77,43 @@ def test_the_tuner_is_refused(method: str) -> None:
     trainer = a_trainer()
     with pytest.raises(ValueError, match=f"expected a fit, got {method}"):
         getattr(Tuner(trainer), method)(tiny_module(), datamodule=tiny_prompts())
+
+
+def bfloat16_policy() -> Any:
+    return tiny_policy(dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_function_that_returns_a_bfloat16_model_trains_as_its_folder_does(precision: str, tmp_path: Path) -> None:
+    bfloat16_policy().save_pretrained(tmp_path)
+    modules = []
+    for policy in (partial(AutoModelForCausalLM.from_pretrained, tmp_path), tmp_path):
+        modules.append(tiny_module(policy=policy, minibatches_per_rollout=2))
+        fit(modules[-1], callbacks=[ReferenceKL(0.1, as_loss=True)], precision=precision)
+    weights = weights_of(modules[0])
+    assert {weight.dtype for weight in weights.values()} == {
+        torch.bfloat16 if precision == "bf16-true" else torch.float32
+    }
+    assert not differing(*modules)
+
+
+def test_half_precision_that_is_not_trained_and_other_dtypes_stay() -> None:
+    frozen = bfloat16_policy().requires_grad_(requires_grad=False)
+    assert build_model(lambda: frozen).dtype == torch.bfloat16
+    assert build_model(partial(tiny_policy, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("precision", "rate", "lost"),
+    [("bf16-true", 1e-6, True), ("bf16-true", 1e-2, False), ("32-true", 1e-6, False), ("bf16-mixed", 1e-6, False)],
+)
+def test_steps_that_are_lost_in_the_rounding_of_the_weights_give_one_warning(
+    precision: str, rate: float, lost: bool
+) -> None:
+    module = tiny_module(optimizer=partial(AdamW, lr=rate), lr_scheduler=warmup_then_linear(2, 9))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, data=tiny_prompts(16, 2), precision=precision)
+    texts = [str(one.message) for one in caught if "did not move" in str(one.message)]
+    assert len(texts) == lost
+    assert all(f"rate of {rate:g}: the step is lost in" in text and "bf16-mixed" in text for text in texts)

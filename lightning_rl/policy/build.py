@@ -27,6 +27,7 @@ from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_mo
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
 from lightning_rl.serialization import import_by_name
 
+HALVES = torch.bfloat16, torch.float16
 AROUND = ("_orig_mod.", "module.")  # prefixes of names in a model wrapped by torch.compile or data parallelism
 
 
@@ -56,7 +57,10 @@ TokenizerSource = str | Path | PreTrainedTokenizerBase
 
 
 def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> PreTrainedModel:
-    """Return a causal language model, loaded in the default dtype (float32, or that of a ``-true`` precision).
+    """Return a causal language model in the default dtype (float32, or that of a ``-true`` precision).
+
+    A model that a callable builds keeps its dtype, unless it trains in half precision and the default is not one:
+    transformers loads a checkpoint in bfloat16 as bfloat16.
 
     Args:
         source: Name, folder or callable.
@@ -86,7 +90,10 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
             f"expected a model of transformers, got {type(model).__name__} around it, which changes the names of its "
             "weights: return the model itself; compile=True compiles it, and a strategy of the Trainer shards it"
         )
-    return _check_head(model)
+    dtype, trained = torch.get_default_dtype(), {part.dtype for part in model.parameters() if part.requires_grad}
+    if dtype not in HALVES and trained & {*HALVES}:
+        nn.Module.to(model, dtype)  # that of transformers refuses quantized models
+    return _check_head(cast(PreTrainedModel, model))
 
 
 def _load(source: str | Path, *, head: bool) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import ModelOptions, Scorer
+from lightning_rl.rollouts.lost_updates import LostUpdates
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, Failure, MaxOverRanks, Progress
 from lightning_rl.rollouts.zero_gradient import row_counts
@@ -64,6 +65,7 @@ class RunState:
         unlogged_step: Optimizer step whose metrics are not logged yet.
         optimizer: Optimizer as configured, in a fit.
         changes: Allowed differences between the configuration of the loaded checkpoint and that of the run.
+        lost_updates: Measurement of steps that are lost in the rounding of the weights.
     """
 
     corrections: Corrections = field(default_factory=Corrections)
@@ -92,6 +94,7 @@ class RunState:
     unlogged_step: StepGradient | None = None
     optimizer: ConfiguredOptimizer | None = None
     changes: Sequence[Change] = ()
+    lost_updates: LostUpdates = field(default_factory=LostUpdates)
 
     def lacks_rollout(self, step_index: StepIndex) -> bool:
         """Return True if the rollout of a step index has to be made.
@@ -270,6 +273,7 @@ class RunState:
             self.changes = ()
         self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
         self.begun, self.unlogged_step, self.stepping = None, None, False
+        self.lost_updates = LostUpdates()
         self.prefetcher.close()
         self.stream, self.options = stream, options
         self.max_over_ranks = partial(collectives.maximum, device=device)

@@ -261,8 +261,9 @@ CONFIGURATIONS: tuple[Fault, ...] = (
     configuration("weights in float64", {"policy": partial(tiny_policy, dtype=torch.float64), **STEPS}, lambda: [KL()]),
     configuration(
         "weights in bfloat16",
-        {"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=0.01), **STEPS},
+        {"optimizer": partial(AdamW, lr=0.01), **STEPS},
         lambda: [KL()],
+        trainer={"precision": "bf16-true"},
     ),
     configuration("bf16-mixed", {**STEPS}, lambda: [KL()], trainer={"precision": "bf16-mixed"}),
     configuration("bf16-true", {"rewards": fraction(1.0)}, trainer={"precision": "bf16-true"}),

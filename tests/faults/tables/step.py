@@ -339,7 +339,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "updates lost in bfloat16",
         "bfloat16|optimizer|parameter|weights",
-        options={"policy": partial(tiny_policy, dtype=torch.bfloat16), "optimizer": partial(AdamW, lr=1e-6)},
+        options={"policy": tiny_policy, "optimizer": partial(AdamW, lr=1e-6)},
+        trainer={"precision": "bf16-true"},
     ),
     user("moments forgotten before every step", hooks(on_before_optimizer_step=forgotten_moments)),
     Fault(
