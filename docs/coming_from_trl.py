@@ -3,13 +3,21 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_rl.translation.trl_options import OPTIONS, Option
+from lightning_rl.translation.trl_options import FURTHER, OPTIONS, RENAMED, Option
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- docs/coming_from_trl.py writes what follows -->\n", "<!-- up to here -->\n"
 REASON = "`from-trl` prints the reason"
 OPTION_HEAD = """
 | option of TRL | in lightning-rl | | note |
+|---|---|---|---|
+"""
+
+
+FURTHER_HEAD = """
+Options of older versions of TRL and transformers, of open-r1 and of unsloth, and arguments of `GRPOTrainer`:
+
+| option | in lightning-rl | | note |
 |---|---|---|---|
 """
 
@@ -25,8 +33,9 @@ def rows(options: Mapping[str, Option]) -> str:
 
 
 def table() -> str:
-    """Return the table of options."""
-    return OPTION_HEAD + rows(OPTIONS)
+    """Return the tables of options."""
+    renamed = "".join(f"| `{old}` | as `{new}` | same |  |\n" for old, new in RENAMED.items())
+    return OPTION_HEAD + rows(OPTIONS) + FURTHER_HEAD + renamed + rows(FURTHER)
 
 
 def main() -> None:

@@ -21,15 +21,20 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         raise SystemExit(f"expected a file to write to, got {output}, which is a folder or the configuration")
     try:
         source, notes = from_trl(
-            arguments.config, arguments.devices, arguments.model, arguments.reward, arguments.prompts
+            arguments.config,
+            arguments.devices,
+            arguments.model,
+            arguments.reward,
+            arguments.prompts,
+            arguments.ignore,
         )
     except UnreadableError as error:
         raise SystemExit(str(error)) from error
     except RefusedError as error:
         lines = [f"refused {name}: {reason}" for name, reason in error.reasons.items()]
-        raise SystemExit(
-            "\n".join([*lines, "nothing was written; docs/coming_from_trl.md lists every option"])
-        ) from error
+        lines += ["nothing was written; docs/coming_from_trl.md lists every option"]
+        lines += [f"to leave options out: --ignore {' '.join(error.reasons)}"]
+        raise SystemExit("\n".join(lines)) from error
     if output is None:
         sys.stdout.write(source)
         return 0

@@ -60,13 +60,15 @@ def _export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 
 def _from_trl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("from-trl", help="write a recipe from a GRPOConfig of TRL")
-    parser.add_argument("config", type=Path, help="script with a GRPOConfig, which is parsed and never run; YAML; JSON")
+    parser.add_argument("config", type=Path, help="script or notebook, which is parsed and never run; YAML; JSON")
     parser.add_argument("--output", type=Path, help="file to write the recipe to (default: print it)")
     parser.add_argument("--devices", type=int, default=1, help="number of processes (default: %(default)s)")
-    parser.add_argument("--model", help="name or folder of the policy, if the configuration has none")
-    reward = "a reward function, module.function, if the configuration has none; may be repeated"
+    parser.add_argument("--model", help="name or folder of the policy (default: that of the configuration)")
+    reward = "a reward function, module.function, instead of those of the configuration; may be repeated"
     parser.add_argument("--reward", action="append", default=[], help=reward)
-    parser.add_argument("--prompts", help="file or data set of prompts, if the configuration has none")
+    parser.add_argument("--prompts", help="file or data set of prompts (default: that of the configuration)")
+    ignored = "names of options to leave out"
+    parser.add_argument("--ignore", action="extend", nargs="+", default=[], metavar="OPTION", help=ignored)
 
 
 def _replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -5,14 +5,16 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
-from lightning_rl.translation.trl_options import OPTIONS, VERSION
+from lightning_rl.translation.trl_options import FURTHER, OPTIONS, RENAMED, VERSION
+from lightning_rl.translation.trl_script import Function, Script, cells_of, read_script
 
 EPSILON = 1e-4  # added to standard deviations by TRL
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -21,6 +23,36 @@ LOGGERS = {"tensorboard": "TensorBoardLogger", "wandb": "WandbLogger", "mlflow":
 LOGGERS |= {"comet_ml": "CometLogger", "none": "CSVLogger"}
 TRL_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # trl grpo's get_soft_overlong_punishment
+KNOWN = OPTIONS | FURTHER
+NAMES = {"data", "module", "policy", "steps", "trainer"}  # of a recipe
+REMEDIES = {"dataset_name": "save its rows and pass --prompts", "model_name_or_path": "pass --model"}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+FLASH = ("flash_attention_", "kernels-community/")
+OPEN_R1 = {
+    "accuracy": ("MathMatch", {"answer": "solution"}),
+    "format": ("RegexMatch", {"pattern": r"(?sm)\A<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"}),
+    "tag_count": ("TagFormat", {"partial": True}),
+}
+"""Rewards of open-r1 with an equal or nearly equal one here."""
+OPEN_R1_FACTORIES = {
+    "cosine": (
+        "get_cosine_scaled_reward",
+        {f"{x}_value_{y}": f"cosine_{x}_value_{y}" for x in ("min", "max") for y in ("wrong", "correct")}
+        | {"max_len": "cosine_max_len"},
+    ),
+    "repetition_penalty": (
+        "get_repetition_penalty_reward",
+        {"ngram_size": "repetition_n_grams", "max_penalty": "repetition_max_penalty"},
+    ),
+    "code_format": ("get_code_format_reward", {"language": "code_language"}),
+    "soft_overlong_punishment": (
+        "get_soft_overlong_punishment",
+        {"max_completion_len": "max_completion_len", "soft_punish_cache": "soft_punish_cache"},
+    ),
+}
+"""Functions of open-r1 that return a reward, with the names of their options."""
+OPEN_R1_FUNCTIONS = {"reasoning_steps": "reasoning_steps_reward", "length": "len_reward", "code": "code_reward"}
+OPEN_R1_FUNCTIONS |= {f"{name}": f"{name}_reward" for name in ("binary_code", "ioi_code", "cf_code")}
 PATH = re.compile("\0(.*?)\0")  # marks a dotted name that has to be imported
 
 
@@ -41,63 +73,48 @@ class RefusedError(Exception):
 
 
 def from_trl(
-    path: Path, devices: int = 1, model: str | None = None, rewards: Sequence[str] = (), prompts: str | None = None
+    path: Path,
+    devices: int = 1,
+    model: str | None = None,
+    rewards: Sequence[str] = (),
+    prompts: str | None = None,
+    ignore: Collection[str] = (),
 ) -> tuple[str, dict[str, str]]:
-    """Translate a script with a GRPOConfig, or YAML or JSON for ``trl grpo --config``.
+    """Translate a script or notebook with a GRPOTrainer, or YAML or JSON for ``trl grpo --config``.
 
     Return the source of the recipe, and differences from TRL by the names of the options.
 
     Args:
         path: Path of the configuration.
         devices: Number of processes of the run.
-        model: Name or folder of the policy, if the configuration has none.
-        rewards: Dotted names of reward functions, if the configuration has none.
-        prompts: File or data set of prompts, if the configuration has none.
+        model: Name or folder of the policy, instead of that of the configuration.
+        rewards: Dotted names of reward functions, instead of those of the configuration.
+        prompts: File or data set of prompts, instead of that of the configuration.
+        ignore: Names of options to leave out.
 
     Raises:
         RefusedError: With the reason for each refused option.
         UnreadableError: If the file is not a configuration.
     """
+    script = Script({}, "", frozenset())
     try:
         text = path.read_text(encoding="utf-8")
-        values = _read_script(text) if path.suffix == ".py" else yaml.safe_load(text)
-    except (OSError, ValueError, SyntaxError, RecursionError, yaml.YAMLError) as error:
+        if path.suffix in (".py", ".ipynb"):
+            script = read_script(text if path.suffix == ".py" else cells_of(text))
+        values = script.options if path.suffix in (".py", ".ipynb") else yaml.safe_load(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, KeyError, TypeError, yaml.YAMLError) as error:
         raise UnreadableError(f"expected {path} to be a script, YAML or JSON, got an error: {error}") from error
     if not isinstance(values, dict):
         raise UnreadableError(f"expected {path} to hold options by name, got {type(values).__name__}")
-    beside = {"model_name_or_path": model, "reward_funcs": list(rewards), "dataset_name": prompts}
-    writer = _Writer({name: value for name, value in beside.items() if value} | values, devices)
+    values = {name: value for name, value in values.items() if name not in ignore}
+    if rewards:
+        values = {**values, "reward_funcs": list(rewards), "reward_model_name_or_path": None}
+    if prompts:
+        values = {**values, "dataset_name": prompts, "dataset_config": None}
+    if model:
+        values["model_name_or_path"] = model
+    writer = _Writer(values, devices, script if not rewards else Script({}, "", frozenset()))
     return writer.script(path.name), writer.notes
-
-
-def _read_script(text: str) -> dict[str, Any]:
-    """Return the options of the only GRPOConfig in a script, which is parsed and never run.
-
-    A name that is assigned once is replaced by its value; other expressions are kept.
-    """
-    nodes = list(ast.walk(ast.parse(text)))
-    configs = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("GRPOConfig")]
-    if len(configs) != 1:
-        raise ValueError(f"expected one GRPOConfig(...), got {len(configs)}")
-    assigned: dict[str, list[ast.expr]] = {}
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            assigned.setdefault(node.targets[0].id, []).append(node.value)
-
-    def value_of(node: ast.expr) -> Any:
-        bound = assigned.get(node.id, []) if isinstance(node, ast.Name) else []
-        try:
-            return ast.literal_eval(bound[0] if len(bound) == 1 else node)
-        except ValueError:
-            return node
-
-    values = dict(zip(["output_dir"], map(value_of, configs[0].args), strict=False))
-    for keyword in configs[0].keywords:
-        value = value_of(keyword.value)
-        if keyword.arg is None and not isinstance(value, dict):
-            raise ValueError(f"expected literal options, got **{ast.unparse(keyword.value)}")
-        values |= value if keyword.arg is None else {keyword.arg: value}
-    return values
 
 
 class _Source(str):
@@ -149,25 +166,35 @@ def _local_name(path: str) -> str:
 class _Writer:
     """Writer of a recipe; each method translates the options of one part."""
 
-    def __init__(self, values: Mapping[str, Any], devices: int) -> None:
+    def __init__(self, values: Mapping[str, Any], devices: int, script: Script) -> None:
         self.devices = devices
-        self.values = {name: _as_number(value, name) for name, value in values.items()}
+        self.definitions = script.definitions
         self.notes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
+        renamed = {new: values[old] for old, new in RENAMED.items() if values.get(old) is not None}
+        self.notes |= {old: f"the older name of {RENAMED[old]}" for old in values if old in RENAMED}
+        self.values = renamed | {name: value for name, value in values.items() if name not in RENAMED}
+        self.values = {name: _as_number(value, name) for name, value in self.values.items()}
+        if script.names & NAMES:
+            taken = ", ".join(sorted(script.names & NAMES))
+            self.refuse(
+                "reward_funcs", f"expected other names than the recipe's {taken}: move them to a module, --reward"
+            )
         for name, value in self.values.items():
-            option, near = OPTIONS.get(name), get_close_matches(name, OPTIONS, n=1)
+            option, near = KNOWN.get(name), get_close_matches(name, [*KNOWN, *RENAMED], n=1, cutoff=0.8)
             if option is None:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 self.refuse(name, f"no option of TRL {VERSION}'s GRPOConfig or trl grpo{hint}")
-            elif isinstance(value, ast.expr):
-                self.refuse(name, f"expected a literal value, got {ast.unparse(value)}")
+            elif isinstance(value, ast.expr) and (option.verdict != "different" or option.ours):
+                cure = f"; {REMEDIES[name]}" if name in REMEDIES else ""
+                self.refuse(name, f"expected a literal value, got {ast.unparse(value)}{cure}")
             elif option.verdict == "refused" and value != option.default:
                 self.refuse(name, option.note)
             elif option.verdict == "different" and value != option.default:
                 self.notes[name] = option.note
 
     def __getitem__(self, name: str) -> Any:
-        return self.values.get(name, OPTIONS[name].default)
+        return self.values.get(name, KNOWN[name].default)
 
     def refuse(self, name: str, reason: str) -> None:
         """Record a refused option; the first reason is kept."""
@@ -197,7 +224,7 @@ class _Writer:
         }
         model = {"max_tokens_per_microbatch": max(4096, rows * (self["max_completion_length"] or 1))}
         model |= {name: True for name, value in flags.items() if value}
-        module = {
+        module: dict[str, Any] = {
             **self.policy(),
             "rewards": self.rewards(),
             "advantages": self.advantages(),
@@ -217,6 +244,8 @@ class _Writer:
         trainer["callbacks"] = [*self.mismatch(), *self.corrections(), *self.checkpoints()]
         parts = [_statement("data", "lightning_rl.PromptDataModule", {**self.data(), "prompts_per_rollout": prompts})]
         parts += [f"steps = {steps}"] if steps else []
+        parts[:0] = [self.definitions + "\n\n"] if self.definitions else []
+        parts += [builder] if (builder := module.pop("builder", "")) else []
         parts += [_statement("module", "lightning_rl.RLLightningModule", module)]
         parts += [_statement("trainer", "lightning.pytorch.Trainer", trainer)]
         if self.reasons:
@@ -374,12 +403,14 @@ class _Writer:
         kind, warmup = self["lr_scheduler_type"], self["warmup_steps"]
         if 0 < warmup < 1:
             warmup = _Source(f"{_name('math.ceil')}({warmup} * steps)") if steps else math.ceil(warmup * total)
-        if kind == "linear":
+        more = self["lr_scheduler_kwargs"]
+        if kind == "linear" and not more:
             if warmup:
                 self.notes["warmup_steps"] = OPTIONS["lr_scheduler_type"].note
             schedule = _partial("lightning_rl.optimizers.WarmupThenLinear", warmup=warmup, total=total)
         else:
             counts = {"num_warmup_steps": warmup, "num_training_steps": total}
+            counts |= {"scheduler_specific_kwargs": more} if more else {}
             schedule = _partial("transformers.get_scheduler", kind, **counts)
         return steps, {} if kind == "constant" else {"lr_scheduler": schedule}
 
@@ -392,22 +423,62 @@ class _Writer:
             self.refuse("dataset_name", "missing: pass it with --prompts")
         data = {"prompts": name} | ({"name": self["dataset_config"]} if self["dataset_config"] else {})
         data |= {} if Path(str(name)).suffix else {"split": self["dataset_train_split"]}
+        if self["max_prompt_length"] is not None:
+            data |= {"max_prompt_tokens": self["max_prompt_length"], "too_long": "drop"}
+        if self["dataset_prompt_column"] != "prompt":
+            data |= {"columns": {"prompt": self["dataset_prompt_column"]}}
+        if self["system_prompt"]:
+            data |= {"system": self["system_prompt"]}
+        elif "dataset_prompt_column" in self.values:
+            data |= {"chat": True}
         seed = self["seed"] if self["data_seed"] is None else self["data_seed"]
         data |= {"seed": seed} if self["shuffle_dataset"] else {"shuffle": False}
         return data | ({"chat_template_kwargs": template} if template else {})
 
     def policy(self) -> dict[str, Any]:
-        """Return the policy, with its tokenizer if it is built with options."""
+        """Return the policy, with its tokenizer if either is built with options, and the function of an adapter."""
         name = self["model_name_or_path"]
         options = {"dtype": self["dtype"], "attn_implementation": self["attn_implementation"]}
         options |= {"revision": self["model_revision"], **(self["model_init_kwargs"] or {})}
+        options |= {"dtype": options.pop("torch_dtype")} if "torch_dtype" in options else {}
         options = {option: value for option, value in options.items() if value not in (None, "main", "float32")}
+        if str(options.get("attn_implementation")).startswith(FLASH):
+            options.pop("attn_implementation")
+            self.notes["attn_implementation"] = "FlashAttention is used wherever it is installed"
         if name is None:
             self.refuse("model_name_or_path", "missing: pass it with --model")
         if options.get("trust_remote_code"):
             self.refuse("model_init_kwargs", OPTIONS["trust_remote_code"].note)
-        built = _partial("transformers.AutoModelForCausalLM.from_pretrained", name, **options)
-        return {"policy": built, "tokenizer": name} if options else {"policy": name}
+        built: dict[str, Any] = {"policy": name, "tokenizer": name}
+        load = "transformers.AutoModelForCausalLM.from_pretrained"
+        if options:
+            built["policy"] = _partial(load, name, **options)
+        if self["use_peft"]:
+            built |= {"policy": _Source("policy"), "builder": self.adapter(_call(load, name, **options))}
+        if self["chat_template"]:
+            template = {"chat_template": self["chat_template"]}
+            built["tokenizer"] = _call("transformers.AutoTokenizer.from_pretrained", name, **template)
+        return built if built != {"policy": name, "tokenizer": name} else {"policy": name}
+
+    def adapter(self, model: _Source) -> str:
+        """Return the function that builds the policy with its adapter."""
+        names = {
+            "r": "lora_r",
+            "lora_alpha": "lora_alpha",
+            "lora_dropout": "lora_dropout",
+            "task_type": "lora_task_type",
+        }
+        options = {name: self[option] for name, option in names.items()}
+        if options["lora_dropout"]:
+            options["lora_dropout"] = 0.0
+            self.notes["lora_dropout"] = OPTIONS["lora_dropout"].note
+        more = {f"lora_{name}": name for name in ("target_modules", "target_parameters", "modules_to_save")}
+        more |= {"use_rslora": "use_rslora", "use_dora": "use_dora"}
+        options |= {name: self[option] for option, name in more.items() if self[option]}
+        targets = options.get("target_modules")
+        options |= {"target_modules": targets[0]} if targets == ["all-linear"] else {}
+        config = _call("peft.LoraConfig", **options)
+        return f"\n\ndef policy():\n    return {_name('peft.get_peft_model')}({model}, {config})\n\n"
 
     def rewards(self) -> Any:
         """Return the rewards by name, each with its weight."""
@@ -424,11 +495,26 @@ class _Writer:
         weighted = zip(parts.items(), weights, strict=False)
         return {name: part if weight == 1.0 else (part, weight) for (name, part), weight in weighted}
 
-    def reward(self, name: str) -> tuple[str, Any]:
-        """Return name and function of a reward: a dotted name, or one of TRL's own."""
+    def reward(self, name: str | Function) -> tuple[str, Any]:
+        """Return name and function of a reward: of the script, of TRL or open-r1, a dotted name, or a reward model."""
+        if isinstance(name, Function):
+            return name.name, _Source(name.source)
+        if name in OPEN_R1:
+            kind, options = OPEN_R1[name]
+            self.notes[f"reward_funcs {name}"] = f"the reward {kind} of lightning-rl is used"
+            return name, _call(f"lightning_rl.rewards.{kind}", **options)
+        if name in (OPEN_R1_FACTORIES | OPEN_R1_FUNCTIONS):
+            self.notes[f"reward_funcs {name}"] = "imported from the package open_r1, or pass --reward"
+        if name in OPEN_R1_FACTORIES:
+            path, options = OPEN_R1_FACTORIES[name]
+            return name, _call(f"open_r1.rewards.{path}", **{ours: self[option] for ours, option in options.items()})
+        if name in OPEN_R1_FUNCTIONS:
+            return name, _name(f"open_r1.rewards.{OPEN_R1_FUNCTIONS[name]}")
         if name == "get_soft_overlong_punishment":
             return name, _call(f"trl.rewards.{name}", **OVERLONG)
         path = f"trl.rewards.{name}" if name in TRL_REWARDS else str(name)
+        if "/" in path:
+            return path.rpartition("/")[2], _call("lightning_rl.rewards.RewardModel", model=path)
         if "." not in path or not all(map(str.isidentifier, path.split("."))):
             self.refuse("reward_funcs", f"expected module.function, got {name!r}")
         return path.rpartition(".")[2], _name(path)
@@ -446,7 +532,13 @@ class _Writer:
         options = {} if length is None else {"max_model_len": length}
         options |= {"tensor_parallel_size": ranks} if ranks != 1 else {}
         colocate = _call("lightning_rl.VLLMEngine", gpu_memory_utilization=share, sleeps=sleeps, **options)
-        server = _call("lightning_rl.VLLMServerEngine", servers=url, patience=self["vllm_server_timeout"])
+        shared = (
+            {} if urlsplit(str(url)).hostname in LOOPBACK else {"storage": f"{self['output_dir'] or 'out'}/weights"}
+        )
+        if shared and self["vllm_mode"] == "server":
+            self.notes["vllm_server_host"] = "storage= has to be a folder that trainer and servers share"
+        patience = {"patience": self["vllm_server_timeout"]}
+        server = _call("lightning_rl.VLLMServerEngine", servers=url, **patience, **shared)
         return {"engine": self.choose("vllm_mode", {"colocate": colocate, "server": server})}
 
     # The rest.
@@ -458,7 +550,11 @@ class _Writer:
         adam = {**options, "betas": betas} if betas != (0.9, 0.999) else options
         adam = {**adam, "eps": epsilon} if epsilon != 1e-8 else adam
         choices = dict.fromkeys(("adamw_torch", "adamw_torch_fused"), _partial("torch.optim.AdamW", **adam, fused=True))
-        choices |= dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit"), _call("lightning_rl.adamw_8bit", **adam))
+        plain = ("adamw_hf", "paged_adamw", "paged_adamw_32bit", "adamw_torch_8bit", "paged_adamw_8bit")
+        if self["optim"] in plain:
+            self.notes["optim"] = "its states are neither paged nor, except for the 8-bit ones, of another precision"
+        choices |= dict.fromkeys(plain[:3], choices["adamw_torch"])
+        choices |= dict.fromkeys((*plain[3:], "adamw_bnb_8bit", "adamw_8bit"), _call("lightning_rl.adamw_8bit", **adam))
         return self.choose("optim", {**choices, "sgd": _partial("torch.optim.SGD", **options)})
 
     def trainer(self) -> dict[str, Any]:
@@ -477,19 +573,20 @@ class _Writer:
             if self[name] < 1:
                 self.refuse(name, "expected a number of steps, not a share of them")
         names = self["report_to"] if isinstance(self["report_to"], list) else [self["report_to"]]
-        loggers = [self.logger(name) for name in names]
+        loggers = list(dict.fromkeys(self.logger(name) for name in names or ["none"]))
         logger = loggers[0] if len(loggers) == 1 else loggers
         return {**options, "logger": logger, "log_every_n_steps": int(self["logging_steps"])}
 
     def logger(self, kind: str) -> _Source:
         """Return a logger of Lightning."""
         if kind not in LOGGERS:
-            self.refuse("report_to", f"expected loggers out of {', '.join(LOGGERS)}, got {kind!r}")
+            self.notes["report_to"] = f"Lightning has no logger for {kind}: CSVLogger writes files"
+            kind = "none"
         options = {} if kind in ("mlflow", "comet_ml") else {"save_dir": self["output_dir"] or "trainer_output"}
         options |= {"project": self["project"]} if kind == "wandb" else {}
         if self["run_name"] and kind != "comet_ml":
             options |= {"run_name" if kind == "mlflow" else "name": self["run_name"]}
-        return _call(f"lightning.pytorch.loggers.{LOGGERS.get(kind)}", **options)
+        return _call(f"lightning.pytorch.loggers.{LOGGERS[kind]}", **options)
 
     def checkpoints(self) -> list[_Source]:
         """Return the callback that saves checkpoints."""

@@ -13,12 +13,11 @@ STRATEGY = "build the Trainer's strategy yourself, see [strategies](strategies.m
 OPTIMIZER = "write the optimizer as `optimizer=partial(...)`"
 EVALUATE = "write `evaluation=Evaluation(...)` and `Trainer(val_check_interval=)`"
 SHOW = "add `SampleTable()` to the callbacks"
-ADAPTER = "with `use_peft` only"
 SERVERS = "servers are started by `lightning-rl serve`, see [vLLM](vllm.md)"
 OTHER_POLICY = "samples would not come from the trained policy"
 REFUSED_SYNC = "no effect, because `sync_ref_model` is refused"
 NO_TRACKIO = "Lightning has no logger for it"
-NOT_QUANTIZED = "the policy is not quantized"
+NOT_QUANTIZED = "weights are not quantized, which takes more memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +201,7 @@ SECTIONS: dict[str, Table] = {
             "the first of n linear warmup steps has the learning rate lr/n; in TRL, it has 0",
             lr_scheduler_type="linear",
         )
-        | refusal("write the schedule as `lr_scheduler=`, a function of the optimizer", lr_scheduler_kwargs=None)
+        | same("options of transformers' `get_scheduler`", lr_scheduler_kwargs=None)
         | same("an option of the schedule; a value below 1 is a share of the steps, as in TRL", warmup_steps=0)
     ),
     "Precision and memory": (
@@ -278,7 +277,11 @@ SECTIONS: dict[str, Table] = {
             "`Trainer(log_every_n_steps=)`", "a logged row covers all steps since the previous row", logging_steps=10
         )
         | different("`Trainer(logger=False)` for `no`", "`epoch` is refused", logging_strategy="steps")
-        | different("`Trainer(logger=)`", "a logger of Lightning; `none` becomes `CSVLogger`", report_to="none")
+        | different(
+            "`Trainer(logger=)`",
+            "a logger of Lightning; `none` and services without one become `CSVLogger`",
+            report_to="none",
+        )
         | same("the name of the run in the logger", run_name=None)
         | different("`WandbLogger(project=)`", "used by W&B only", project="huggingface")
         | refusal(NO_TRACKIO, trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None)
@@ -332,20 +335,20 @@ SECTIONS: dict[str, Table] = {
         | same("`policy`", model_name_or_path=None)
         | same("`from_pretrained(revision=, dtype=)`", model_revision="main", dtype="float32")
         | same("`from_pretrained(attn_implementation=)`", attn_implementation=None)
-        | refusal("build the model with its adapter in `policy`, see [strategies](strategies.md)", use_peft=False)
-        | inert(
-            ADAPTER,
+        | same("`policy`, a function that adds the adapter ([LoRA](strategies.md#lora))", use_peft=False)
+        | same(
+            "`LoraConfig` of peft",
             lora_r=16,
             lora_alpha=32,
-            lora_dropout=0.05,
             lora_target_modules=None,
             lora_target_parameters=None,
             lora_modules_to_save=None,
-            lora_task_type="CAUSAL_LM",
             use_rslora=False,
             use_dora=False,
+            lora_task_type="CAUSAL_LM",
         )
-        | refusal(NOT_QUANTIZED, load_in_8bit=False, load_in_4bit=False)
+        | inert("the adapter has no dropout: two passes over a sample have to give the same values", lora_dropout=0.05)
+        | inert(NOT_QUANTIZED, load_in_8bit=False, load_in_4bit=False)
         | inert(
             "with `load_in_4bit` only",
             bnb_4bit_quant_type="nf4",
@@ -358,3 +361,94 @@ SECTIONS: dict[str, Table] = {
 
 OPTIONS = {name: option for section in SECTIONS.values() for name, option in section.items()}
 """Options by name."""
+
+RENAMED = {
+    "torch_dtype": "dtype",
+    "warmup_ratio": "warmup_steps",
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
+    "vllm_max_model_len": "vllm_max_model_length",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "hub_model_revision": "hub_revision",
+    "push_to_hub_model_id": "hub_model_id",
+    "push_to_hub_token": "hub_token",
+    "wandb_project": "project",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+}
+"""New names of options by those of older versions and of open-r1."""
+
+FURTHER: Table = (
+    different(
+        '`PromptDataModule(max_prompt_tokens=, too_long="drop")`',
+        "longer prompts are dropped; older versions of TRL cut them",
+        max_prompt_length=None,
+    )
+    | same("`PromptDataModule(system=)`", system_prompt=None)
+    | different("`PromptDataModule(columns=, chat=True)`", "of open-r1", dataset_prompt_column="prompt")
+    | same("`tokenizer=AutoTokenizer.from_pretrained(model, chat_template=)`", chat_template=None)
+    | same(
+        "the reward `get_cosine_scaled_reward` of open-r1",
+        cosine_min_value_wrong=0.0,
+        cosine_max_value_wrong=-0.5,
+        cosine_min_value_correct=0.5,
+        cosine_max_value_correct=1.0,
+        cosine_max_len=1000,
+    )
+    | same(
+        "the rewards of open-r1",
+        repetition_n_grams=3,
+        repetition_max_penalty=-1.0,
+        code_language="python",
+        max_completion_len=16384,
+        soft_punish_cache=4096,
+    )
+    | inert(
+        "set it in the reward",
+        code_provider="e2b",
+        parallel_code_exec_per_proc=2,
+        code_eval_test_batch_size=1,
+        ioi_provider="piston",
+        e2b_router_url=None,
+        morph_router_url=None,
+    )
+    | refusal("mix them into one data set first", dataset_mixture=None)
+    | inert("the folder is kept", overwrite_output_dir=False)
+    | inert("the logger decides", logging_dir=None, wandb_entity=None, wandb_run_group=None)
+    | inert(HUB, push_to_hub_organization=None, push_to_hub_revision=False, overwrite_hub_revision=False)
+    | inert("write an `Evaluation`", benchmarks=[])
+    | inert("add callbacks of Lightning to the recipe", callbacks=None)
+    | inert(EVALUATE, eval_dataset=None)
+    | inert(
+        "vLLM decides", vllm_device=None, vllm_dtype=None, vllm_enable_prefix_caching=None, vllm_sampling_params=None
+    )
+    | inert("the loss never materializes all logits", use_liger_loss=False)
+    | inert(
+        SPEED,
+        group_by_length=False,
+        torchdynamo=None,
+        jit_mode_eval=False,
+        use_ipex=False,
+        use_mps_device=False,
+        unsloth_num_chunks=-1,
+        unsloth_grpo_mini_batch=None,
+        dispatch_batches=None,
+        split_batches=None,
+        tpu_num_cores=None,
+        tpu_metrics_debug=False,
+        half_precision_backend="auto",
+        fp16_backend="auto",
+        fp16_opt_level="O1",
+        past_index=-1,
+        ray_scope="last",
+    )
+    | inert("checkpoints are safetensors or torch files of Lightning", save_safetensors=True)
+    | inert(DISPLAY, include_tokens_per_second=False, include_inputs_for_metrics=False)
+    | refusal("write `environment=`", tools=None, environment_factory=None, rollout_func=None)
+    | refusal("write `optimizer=` and `lr_scheduler=`", optimizers=None)
+    | refusal("write `LoraConfig(...)` with literal options, or set `use_peft`", peft_config=None)
+    | inert(NOT_QUANTIZED, quantization_config=None)
+    | inert("rewards that are models load their own tokenizers", reward_processing_classes=None)
+)
+"""Options of older versions of TRL and transformers, of open-r1 and unsloth, and arguments of ``GRPOTrainer``."""

@@ -26,6 +26,7 @@ MINIMAL = {
 # A value of each option that has a place in a recipe, and what else has to be set for it to count.
 VLLM = {"use_vllm": True}
 SERVER = {**VLLM, "vllm_mode": "server"}
+ADAPTER = {"use_peft": True}
 ADAPTIVE = {"use_adaptive_entropy": True}
 EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (value, {}) for name, value in {
@@ -71,6 +72,12 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "vllm_importance_sampling_clip_min": (0.5, VLLM),
     "vllm_importance_sampling_cap": (4.0, VLLM),
     "project": ("mine", {"report_to": "wandb"}),
+    "lr_scheduler_kwargs": ({"min_lr_rate": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr"}),
+    "use_peft": (True, {}),
+    **{name: (value, ADAPTER) for name, value in {
+        "lora_r": 8, "lora_alpha": 8, "lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts"],
+        "lora_modules_to_save": ["norm"], "use_rslora": True, "use_dora": True, "lora_task_type": "SEQ_CLS",
+    }.items()},
 }  # fmt: skip
 
 
@@ -172,10 +179,9 @@ def test_a_recipe_learns_what_trl_learned(case: str, tmp_path: Path) -> None:
         ({"per_device_train_batch_size": 4, "steps_per_generation": 2}, "per_device_train_batch_size"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation"),
         ({"steps_per_generation": 2, "generation_batch_size": 16}, "generation_batch_size"),
-        ({"report_to": "all"}, "report_to"),
         ({"logging_steps": 0.1}, "logging_steps"),
         ({"reward_weights": [1.0, 1.0]}, "reward_weights"),
-        ({"reward_funcs": ["accuracy"]}, "reward_funcs"),
+        ({"reward_funcs": ["unknown"]}, "reward_funcs"),
         ({"model_init_kwargs": {"trust_remote_code": True}}, "model_init_kwargs"),
         ({**VLLM, "vllm_importance_sampling_clip_max": 0.5}, "vllm_importance_sampling_clip_max"),
         ({**VLLM, "loss_type": "vespo"}, "vllm_importance_sampling_mode"),
@@ -242,6 +248,8 @@ def test_values_that_are_computed_or_missing_are_refused_by_name(tmp_path: Path)
     ("name", "text", "message"),
     [
         ("run.py", "x = 1", r"expected one GRPOConfig\(...\), got 0"),
+        ("run.py", "GRPOTrainer(args=parsed)", "got args=parsed: pass the YAML file of the run"),
+        ("run.ipynb", "{}", "got an error"),
         ("run.py", "GRPOConfig(", "got an error"),
         ("run.py", "GRPOConfig(**read())", r"expected literal options, got \*\*read"),
         ("run.yaml", "[1]", "to hold options by name, got list"),
@@ -259,6 +267,89 @@ def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
     path = write(tmp_path)
     path.write_text(f"{path.read_text()}\nlearning_rate: 2e-6\n")
     assert "lr=2e-06" in from_trl(path)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({"torch_dtype": "bfloat16"}, 'dtype="bfloat16"'),
+        ({"warmup_ratio": 0.1}, "WarmupThenLinear, warmup=10, total=100"),
+        ({"max_prompt_length": 256}, 'max_prompt_tokens=256,\n    too_long="drop"'),
+        ({"system_prompt": "Think."}, 'system="Think."'),
+        ({"dataset_prompt_column": "problem"}, 'columns={"prompt": "problem"}'),
+        ({"chat_template": "{{ 1 }}"}, 'AutoTokenizer.from_pretrained("some/model", chat_template="{{ 1 }}")'),
+        ({"use_peft": True, "lora_r": 8}, "LoraConfig(r=8, lora_alpha=32"),
+        ({"reward_funcs": ["accuracy"]}, 'MathMatch(answer="solution")'),
+        ({"reward_funcs": ["cosine"], "cosine_max_len": 9}, "max_len=9"),
+        ({"report_to": "trackio"}, "CSVLogger"),
+        ({"optim": "paged_adamw_8bit"}, "adamw_8bit("),
+        ({"attn_implementation": "flash_attention_2"}, 'policy="some/model"'),
+    ],
+)
+def test_names_of_older_versions_and_of_open_r1_are_translated(
+    options: dict[str, Any], written: str, tmp_path: Path
+) -> None:
+    assert written in from_trl(write(tmp_path, **options))[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [("1024*2", "2048"), ("limit - 2**0 - 1", None), ("limit // 3", "4"), ("-(-7)", "7"), ("sum([1])", None)],
+)
+def test_arithmetic_of_literals_is_read(value: str, read: str | None, tmp_path: Path) -> None:
+    (tmp_path / "grpo.py").write_text(f"limit: int = 12\nGRPOConfig(max_completion_length={value})")
+    with pytest.raises(RefusedError) as refused:
+        from_trl(tmp_path / "grpo.py")
+    assert ("max_completion_length" in refused.value.reasons) == (read is None)
+    if read is not None:
+        source, _ = from_trl(tmp_path / "grpo.py", 1, "some/model", ["my_rewards.right"], "rows.jsonl")
+        assert f"max_new_tokens={read}" in source
+
+
+TRAINER = """from datasets import load_dataset
+from scores import plain, scaled
+limit = 3
+def short(completions, **columns):
+    return [float(len(text) < limit) for text in completions]
+rows = load_dataset("some/data", "main")
+config = GRPOConfig(max_steps=10)
+config.num_generations = 4
+GRPOTrainer(model="some/model", reward_funcs=[short, plain, scaled(2), "some/judge"], args=config,
+            train_dataset=rows["train"])
+"""
+
+
+def test_the_arguments_of_the_trainer_are_read_with_the_definitions_that_its_rewards_use(tmp_path: Path) -> None:
+    (tmp_path / "grpo.py").write_text(TRAINER)
+    source, _ = from_trl(tmp_path / "grpo.py")
+    for written in (
+        '"short": short, "plain": plain, "scaled": scaled(2), "judge": RewardModel(model="some/judge")', "limit = 3\n",
+        "from scores import plain, scaled\n", "def short(", 'policy="some/model"', 'prompts="some/data"', 'name="main"',
+        'split="train"', "group_size=4", "max_steps=10",
+    ):  # fmt: skip
+        assert written in source
+    assert "load_dataset" not in source
+    source, _ = from_trl(tmp_path / "grpo.py", 1, "other/model", ["my_rewards.right"], "rows.jsonl")
+    assert "def short(" not in source and "rewards=right" in source and 'policy="other/model"' in source
+    assert 'prompts="rows.jsonl"' in source and "name=" not in source
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (("rows[", "rows.map(clean)["), "dataset_name"),
+        (('"some/model"', "build()"), "model_name_or_path"),
+        (("args=config", "args=config, tools=[search]"), "tools"),
+        (("limit", "steps"), "reward_funcs"),
+    ],
+)
+def test_arguments_of_the_trainer_that_need_a_run_are_refused(
+    change: tuple[str, str], name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "grpo.py").write_text(TRAINER.replace(*change))
+    with pytest.raises(RefusedError) as refused:
+        from_trl(tmp_path / "grpo.py")
+    assert [*refused.value.reasons] == [name]
 
 
 # The command.
@@ -284,4 +375,8 @@ def test_the_command_names_every_refusal_and_writes_nothing(tmp_path: Path) -> N
     assert "refused repetition_penalty: " in str(ended.value.code)
     assert "refused scale_rewrds: no option of TRL" in str(ended.value.code)
     assert "did you mean scale_rewards?" in str(ended.value.code)
+    assert "--ignore repetition_penalty scale_rewrds" in str(ended.value.code)
     assert not (tmp_path / "recipe.py").exists()
+    with pytest.raises(SystemExit) as ended:
+        main(["from-trl", str(path), "--ignore", "repetition_penalty", "scale_rewrds", "--output", f"{path}.py"])
+    assert ended.value.code == 0
