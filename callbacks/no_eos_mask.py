@@ -7,6 +7,10 @@ The finish reason decides: a limit of tokens or of turns ended the response. The
 statistics of its group and is 0 *after* normalization; with a critic its KL and value parts remain. Its tokens stay in
 the denominator of the loss unless ``drop_tokens`` excludes the row from training.
 
+With a group estimator the advantage of a truncated row is 0, so nothing teaches the policy to end its responses, and a
+policy whose responses are nearly all truncated learns nothing. A run warns once if most rows of a rollout are masked.
+:class:`~lightning_rl.callbacks.StopProperly` counts truncated responses as failures instead.
+
 Source: Yu et al. 2025 (DAPO, overlong filtering), arXiv:2503.14476, section 3.4.
 """
 

@@ -51,7 +51,7 @@ from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import check_overrides
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.template_date import TODAY, now, writes_date
-from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, log_folder
+from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, disable_bar, log_folder
 
 PROMPTS_CHECKED = 32
 
@@ -137,6 +137,7 @@ class BaseModule(LightningModule):
         # First, since a checkpoint that another callback saves in on_train_batch_end has to contain what they record.
         for kind in (StopOnZeroGradient, StepMetrics):
             add_first(self.trainer, kind)
+        disable_bar(self.trainer)
         added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
         self.fault_tolerance.attach(self.trainer)
         return [*added]

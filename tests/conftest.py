@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,3 +40,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("skipped tests, and the command that runs them")
         for line in skips.lines(report.longrepr[2] for report in skipped):
             terminalreporter.line(line)
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the output that of a notebook, where Lightning's bar is shown."""
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))

@@ -188,6 +188,7 @@ def test_a_trainer_that_was_not_told_how_often_logs_every_rollout() -> None:
     assert [step for step, _ in logged(log_every_n_steps=None)] == [1, 3, 5, 7]
 
 
+@pytest.mark.usefixtures("notebook")
 def test_the_bar_shows_how_training_goes() -> None:
     bar = TQDMProgressBar()
     trainer = fit(tiny_module(), callbacks=[bar], enable_progress_bar=True)
@@ -196,6 +197,7 @@ def test_the_bar_shows_how_training_goes() -> None:
     assert bar.train_progress_bar.desc == "Rollout 3 update  : "
 
 
+@pytest.mark.usefixtures("notebook")
 def test_a_rich_bar_shows_the_phase_as_well() -> None:
     class Phases(Callback):
         seen: ClassVar[list[str]] = []

@@ -54,6 +54,7 @@ class RolloutSummary(RLCallback):
     """
 
     name = "rollout_summary"
+    prints_rollouts = True
 
     def __init__(self, every_n_rollouts: int = 1) -> None:
         check_counts(1, every_n_rollouts=every_n_rollouts)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.distributed import RunEndError
 from lightning_rl.processes.timeouts import CLOCK
-from lightning_rl.rewards.reward_call import RewardCall
+from lightning_rl.rewards.reward_call import Failure, RewardCall
 from lightning_rl.utils.terminal import visible, write_visible
 
 FOLDER = "failed_rewards"
@@ -59,7 +59,7 @@ def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
         if path is not None and write_visible(path, chain(*map(_samples, failing)))
         else ""
     )
-    cause = visible(f"reward {call.name} {failure.cause}")
+    cause = visible(f"reward {call.name} {failure.cause}{_chat_hint(call, failure)}")
     text = "; ".join(f"{name} failed on {number}" for name, number in rows.items())
     traceback = visible(failure.traceback)  # an exception may quote model output
     warnings.warn(
@@ -68,6 +68,17 @@ def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
         stacklevel=2,
     )
     return f"{cause}\n{traceback}".rstrip()
+
+
+def _chat_hint(call: RewardCall, failure: Failure) -> str:
+    """Return how to read a completion if the reward raised an error of a type and got chat messages."""
+    error = failure.traceback.strip().rpartition("\n")[2]
+    if isinstance(call.completions[failure.rows[0]], str) or not error.startswith(("TypeError", "AttributeError")):
+        return ""
+    return (
+        " (completions of chat prompts are lists of messages, as in TRL: read texts with [text_of(one) for one in "
+        "completions], from lightning_rl.rewards import text_of)"
+    )
 
 
 def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: float | None) -> None:

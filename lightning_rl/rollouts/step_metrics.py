@@ -12,6 +12,7 @@ from lightning_rl.data import StepIndex
 from lightning_rl.distributed import Parallel
 from lightning_rl.metrics import log_rest, log_row, rows_every
 from lightning_rl.monitors import check_names, check_rollout_end, logs_itself
+from lightning_rl.rollouts.rollout_log import RolloutLog
 from lightning_rl.rollouts.state import RunState
 from lightning_rl.update import StepGradient
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
@@ -26,10 +27,12 @@ class StepMetrics(CoreCallback):
     """
 
     _checked = False
+    _log: RolloutLog
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._checked = False
+        self._log = RolloutLog()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: StepIndex, batch_idx: int) -> None:
@@ -56,6 +59,7 @@ class StepMetrics(CoreCallback):
         self._checked = True
         if batch.step == pl_module.steps_per_rollout - 1:
             check_rollout_end(trainer, pl_module)
+            self._log.end_rollout(trainer, batch.rollout, run.rollout_figures, run.corrections)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

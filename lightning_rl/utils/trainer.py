@@ -1,5 +1,6 @@
 """Callbacks and progress bars of a Trainer."""
 
+import sys
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,15 +32,26 @@ def log_folder(trainer: Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
+def has_terminal() -> bool:
+    """Return True if the output is a terminal or a notebook, where a progress bar can be drawn again in place."""
+    return "ipykernel" in sys.modules or bool(sys.stdout and sys.stdout.isatty())
+
+
+def disable_bar(trainer: Trainer) -> None:
+    """Disable Lightning's progress bar if the output is a file, where each refresh would be one more line."""
+    bar = trainer.progress_bar_callback
+    if isinstance(bar, TQDMProgressBar | RichProgressBar) and not has_terminal():
+        bar.disable()
+
+
 def show_phase(trainer: Trainer, rollout: int, phase: str) -> None:
     """Show rollout number and phase before Lightning's tqdm or rich training bar.
 
-    A terminal is refreshed at once, since no batch ends during generation; a file at the next refresh.
+    It is refreshed at once, since no batch ends during generation.
     """
     bar, text = trainer.progress_bar_callback, f"Rollout {rollout} {phase:<{PHASE_WIDTH}}"
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
-        shown = bar.train_progress_bar
-        shown.set_description(text, refresh=bool(shown.fp.isatty()))
+        bar.train_progress_bar.set_description(text)
     elif isinstance(bar, RichProgressBar) and bar.progress is not None and bar.train_progress_bar_id is not None:
         bar.progress.update(bar.train_progress_bar_id, description=text)
 

@@ -42,6 +42,7 @@ def test_a_reward_that_stands_alone_is_shown_once() -> None:
     assert "short" in format_table("Samples", [{**sample, "reward/short": 0.25}], 40)
 
 
+@pytest.mark.usefixtures("notebook")
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_a_table_stands_above_the_bar(bar: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"enable_progress_bar": True, "default_root_dir": tmp_path}

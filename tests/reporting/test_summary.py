@@ -33,6 +33,7 @@ def test_a_line_holds_the_logged_figures(tmp_path: Path, caplog: pytest.LogCaptu
     assert re.search(r" \d+%", lines[1])
 
 
+@pytest.mark.usefixtures("notebook")
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_a_line_stands_above_the_bar(bar: type, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tiny_module(), callbacks=[bar(), RolloutSummary()], data=tiny_prompts(8, 4), enable_progress_bar=True)

@@ -16,7 +16,8 @@ from kit.support import fit, parity_reward, tiny_module, tiny_prompts, weights_o
 from lightning_rl import PromptDataModule, RLLightningModule
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.rewards import RewardError
-from lightning_rl.rewards.reward_failures import RewardSummary, check_failures
+from lightning_rl.rewards.reward_call import Failure, RewardCall
+from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures
 
 ROWS = 16  # of a rollout
 
@@ -109,3 +110,15 @@ def test_validation_warns_and_goes_on() -> None:
     with pytest.warns(UserWarning, match="Breaks failed on 3"), unmeasured:
         trainer = fit(module, data=data, num_sanity_val_steps=0)
     assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize(("completion", "hint"), [([{"role": "assistant", "content": "a"}], True), ("a", False)])
+@pytest.mark.parametrize("error", ["TypeError: expected string, got 'list'", "ValueError: no number"])
+def test_a_reward_for_strings_that_gets_messages_is_shown_how_to_read_them(
+    completion: Any, hint: bool, error: str
+) -> None:
+    failure = Failure(rows=(0,), cause="raised an error", traceback=f"Traceback\n{error}\n")
+    call: Any = RewardCall("own", [[1]], [0.0], 0.1, prompts=["p"], completions=[completion], failures=[failure])
+    with pytest.warns(UserWarning, match="rows get no reward"):
+        cause = report_failures([call], None)
+    assert ("text_of(one) for one in completions" in cause) == (hint and error.startswith("TypeError"))
