@@ -171,6 +171,9 @@ def test_a_block_runs_as_pasted(block: Block, beside: Path) -> None:
     namespace = run(block)
     if "trainer.fit(" in block.text:
         assert namespace["trainer"].global_step >= 1
+    if "(after,) = trainer.validate" in block.text:
+        before, after = (namespace[name]["val/reward/task"] for name in ("before", "after"))
+        assert before < 0.2 and after > 0.9
     for name in [name for name in namespace if name.startswith("test_")]:
         namespace[name]()
 
