@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
-from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint
+from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, restore_old
 from lightning_rl.checkpointing.checksum import LIGHTNING, check_whole, unreadable, write_sums
 from lightning_rl.checkpointing.folder_pickles import check_pickles
 from lightning_rl.distributed import RunEndError, failing_together
@@ -42,6 +42,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(path), write)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        remove(Path(path)) if is_local(path) else super().remove_checkpoint(path)
 
 
 class AtomicStrategy(Strategy):
@@ -114,6 +118,7 @@ class AtomicStrategy(Strategy):
         local = is_local(checkpoint_path)
         with failing_together("a whole checkpoint"):
             if local and self.is_global_zero:
+                restore_old(Path(checkpoint_path).parent)
                 check_whole(Path(checkpoint_path))
                 check_pickles(Path(checkpoint_path))
         try:

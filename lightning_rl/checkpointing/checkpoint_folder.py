@@ -28,7 +28,8 @@ def new_run() -> str:
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the checkpoint of a folder with the most optimizer steps, or None if there is none.
 
-    Unfinished and unreadable files are skipped. Of two checkpoints with equal steps, the newer one is returned.
+    Unfinished and unreadable files are skipped. Of two checkpoints with equal steps, the newer one is returned. A
+    checkpoint that a killed run was replacing is restored first.
 
     Raises:
         ValueError: If the checkpoints belong to several runs, hold weights only or are in a subfolder, or if the path
@@ -36,6 +37,7 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
     """
     if Path(folder).exists() and not Path(folder).is_dir():
         raise ValueError(f"expected a folder of checkpoints, got the file {folder}: pass its folder")
+    restore_old(Path(folder))
     origins = origins_of(Path(folder))
     below = (path for depth in BELOW for path in sorted(Path(folder).glob(f"{depth}*.ckpt")))
     if not origins and (other := next(below, None)) is not None:
@@ -131,13 +133,29 @@ class RunFolder:
 
 def clear_parts(folder: Path) -> None:
     """Remove files that a dead run left unfinished, and restore the files that it was about to replace."""
+    _restore(folder)
     for part in sorted(folder.glob(f"*.ckpt*{PART}")):
-        if part.name.endswith(BEFORE):
-            target = part.with_name(part.name.removesuffix(BEFORE))
-            if not target.exists():
-                part.rename(target)
-                continue
         remove(part)
+
+
+def restore_old(folder: Path) -> None:
+    """Restore the checkpoints of a folder that a dead run was about to replace, unless a run writes there now."""
+    if not any(folder.glob(f"*.ckpt{BEFORE}")):
+        return
+    try:
+        with (folder / LOCK).open(encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    except OSError:
+        pass  # no run has claimed the folder, or the file system has no locks
+    _restore(folder)
+
+
+def _restore(folder: Path) -> None:
+    for before in folder.glob(f"*.ckpt{BEFORE}"):
+        if not (target := before.with_name(before.name.removesuffix(BEFORE))).exists():
+            before.rename(target)
 
 
 def release(folders: Iterable[RunFolder]) -> None:

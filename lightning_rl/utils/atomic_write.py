@@ -1,5 +1,6 @@
 """Atomic writes of files and folders."""
 
+import ctypes
 import os
 import shutil
 import stat
@@ -34,6 +35,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def move_over(part: Path, path: Path) -> None:
     """Flush a file or folder to disk, and replace the target with it.
 
+    A folder and its target are exchanged in one step. On file systems without this operation, such as NFS, the target
+    is absent between two renames; if the process is killed there, its old version is at the path with :data:`BEFORE`.
+
     Args:
         part: New file or folder, in the folder of the target.
         path: Target.
@@ -42,9 +46,12 @@ def move_over(part: Path, path: Path) -> None:
     if not part.is_dir() and not path.is_dir():
         part.replace(path)
         return
+    if exchange(part, path):
+        remove(part)
+        return
     before = path.with_name(path.name + BEFORE)
-    remove(before)
     if path.exists():
+        remove(before)
         path.rename(before)
     try:
         part.rename(path)
@@ -53,6 +60,16 @@ def move_over(part: Path, path: Path) -> None:
             before.rename(path)
         raise
     remove(before)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths in one step; return False if one is missing or the file system cannot do that."""
+    try:
+        rename = ctypes.CDLL(None).renameat2  # Linux
+    except AttributeError:
+        return False
+    here, exchanging = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename(here, os.fsencode(first), here, os.fsencode(second), exchanging) == 0
 
 
 def apply_umask(path: Path) -> None:
@@ -81,5 +98,13 @@ def files_of(path: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder, if it exists."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    """Remove a file or folder, if it exists; a folder is renamed first, so that no half of it has its name."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    part = path
+    if not path.name.endswith(PART):
+        part = path.with_name(path.name + PART)
+        remove(part)
+        path.rename(part)
+    shutil.rmtree(part)

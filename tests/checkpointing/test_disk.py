@@ -166,6 +166,69 @@ def test_what_a_dying_run_left_is_cleared_away_and_what_it_was_replacing_put_bac
     assert [path.name for path in tmp_path.iterdir()] == ["step=1.ckpt"]
 
 
+KILLED = """
+import ctypes, os, signal, sys
+from pathlib import Path
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_rl.checkpointing import AtomicCheckpointIO, atomic, checksum, latest_checkpoint
+
+class Folder(AtomicCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        path.mkdir()
+        for name in ("meta.pt", "shard"):
+            torch.save(checkpoint, path / name)
+
+def save(step, name):
+    state = {"global_step": step, "optimizer_states": [], "pytorch-lightning_version": "2"}
+    strategy.save_checkpoint(state, folder / name)
+
+def work():
+    save(2, "last.ckpt")
+    save(3, "last.ckpt")
+    save(3, "step=3.ckpt")
+    strategy.remove_checkpoint(folder / "step=3.ckpt")
+    strategy.remove_checkpoint(folder / "step=1.ckpt")
+
+def kill_at(moment):
+    left = [moment]
+    def count(event, arguments):
+        if event in ("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(count)
+
+for number in range(4):
+    folder = Path(sys.argv[1], str(number))
+    strategy = SingleDeviceStrategy("cpu", checkpoint_io=Folder() if number % 2 else TorchCheckpointIO())
+    atomic.protect_checkpoints(strategy, "raise")
+    if number == 2:
+        ctypes.CDLL = lambda _: object()  # of a system without renameat2
+    save(1, "last.ckpt")
+    save(1, "step=1.ckpt")
+    for moment in range(1, 1000):
+        if (child := os.fork()) == 0:
+            kill_at(moment)
+            work()
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            break
+        last = latest_checkpoint(folder)
+        assert last is not None and (folder / "last.ckpt").exists(), (number, moment)
+        checksum.check_whole(last)
+    print(moment)
+"""
+
+
+def test_a_run_killed_at_any_rename_or_removal_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert all(int(moments) > 5 for moments in ran.stdout.split()) and len(ran.stdout.split()) == 4
+
+
 def test_a_recorder_that_cannot_write_says_so_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "recorded").write_text("in the way")
     module = tiny_module()
