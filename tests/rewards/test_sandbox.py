@@ -88,6 +88,34 @@ def test_a_file_outside_can_neither_be_read_nor_written(tmp_path: Path) -> None:
     )
 
 
+PROJECT = """
+import sys
+from pathlib import Path
+from lightning_rl.rewards import Sandbox
+
+secrets = [Path(sys.prefix, ".env"), Path(sys.prefix, "lib", "answers.json"), Path("/usr/share/doc"), Path("/usr/src")]
+for secret in secrets[:2]:
+    secret.write_text("42")
+program = f"import numpy, os, pytest; print([path for path in {list(map(str, secrets))} if os.path.exists(path)])"
+print(Sandbox(seconds=60.0).run(program).stdout.strip())
+print(Sandbox(seconds=60.0).run("import filelock").stderr.split()[-1])
+print(Sandbox(seconds=60.0, packages=("filelock",)).run("import filelock; import numpy").stderr.split()[-1])
+"""
+
+
+def test_a_program_sees_interpreter_and_packages_but_not_the_folder_of_the_virtual_environment(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    packages = f"{PATH}:{Path(pytest.__file__).parents[1]}"
+    command, environment = [tmp_path / "bin" / "python", "-c", PROJECT], {**os.environ, "PYTHONPATH": packages}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.stdout.splitlines() == ["[]", "'filelock'", "'numpy'"], ran
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ValueError, match='expected installed packages, got "no-such-package"'):
+        Sandbox(packages=("numpy", "no-such-package"))
+
+
 def test_its_own_folder_is_empty_limited_and_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # another worker's sandboxes come and go in the common one
     box = Sandbox(disk=2**20)
@@ -293,7 +321,9 @@ def test_python_is_found_if_the_trainer_was_started_by_a_relative_path(tmp_path:
 
 def test_without_bubblewrap_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "PATH", "/nowhere")
-    with pytest.raises(SandboxUnavailable, match=r'got no "bwrap", "setpriv", "prlimit": .*`apt install bubblewrap`'):
+    with pytest.raises(
+        SandboxUnavailable, match=r'got no "bwrap", "setpriv", "prlimit", "ldd": .*`apt install bubblewrap`'
+    ):
         Sandbox().run("print(1)")
 
 
