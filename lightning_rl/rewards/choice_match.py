@@ -15,6 +15,8 @@ from lightning_rl.utils.arguments import check_text, check_texts
 
 DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\\uff1a\uff08\uff09\u3002"
 
+DELIMITER = re.compile(r"\\[()\[\]]")  # of a formula
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceMatch(AnswerMatch):
@@ -28,7 +30,8 @@ class ChoiceMatch(AnswerMatch):
     the last letter in brackets or in bold. With ``choices``, the text of a choice counts like its letter.
 
     Args:
-        answer: Name of the column with the references: letters, indices from 0, texts of choices, or lists of them.
+        answer: Name of the column with the references: letters, several right ones such as ``ACD``, indices from 0,
+            texts of choices, or lists of references, of which one has to match.
         after: See :class:`AnswerMatch`.
         tag: See :class:`AnswerMatch`.
         letters: Letters of the choices, in order.
@@ -81,50 +84,55 @@ class ChoiceMatch(AnswerMatch):
         if choices is not None and not isinstance(choices, list | tuple):
             raise UnreadableReference(f"expected a list of choice texts, got {choices!r:.200}")
         known = [_normal_form(choice) for choice in choices or ()]
-        return float(self.index_of_text(text, known) == self.index_of_reference(reference, known))
+        wanted = self.letters_of_reference(reference, known)
+        if len(wanted) > 1:  # an answer may lack separators, too
+            text = letter_reader(self.letters).with_commas(text)
+        return float(self.letters_of_text(text, known) == wanted)
 
-    def index_of_reference(self, reference: Any, choices: Sequence[str] = ()) -> int:
-        """Return the index of the correct choice.
+    def letters_of_reference(self, reference: Any, choices: Sequence[str] = ()) -> set[int]:
+        """Return the indices of the letters that the reference names.
 
         Raises:
             UnreadableReference: If the reference names no choice.
         """
         if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < len(self.letters):
-            return reference
+            return {reference}
         if isinstance(reference, str):
             if _normal_form(reference) in choices:
-                return choices.index(_normal_form(reference))
-            letter = reference.strip(DECORATION)
-            lettered = letter_reader(self.letters).label(reference)
-            if lettered is not None or (len(letter) == 1 and letter.upper() in self.letters.upper()):
-                return self.letters.upper().index((lettered or letter).upper())
+                return {choices.index(_normal_form(reference))}
+            reader = letter_reader(self.letters)
+            named = reader.several(reference) or reader.label(reference) or reference.strip(DECORATION)
+            if reader.several(reference) or (len(named) == 1 and named.upper() in self.letters.upper()):
+                return self._indices_of(named)
         hint = "" if choices else ", or (with choices=) the text of a choice"
         raise UnreadableReference(
             f"expected one of the letters {self.letters!r}, an index below {len(self.letters)}{hint}, "
             f"got {reference!r:.200}"
         )
 
-    def index_of_text(self, text: str, choices: Sequence[str] = ()) -> int | None:
-        """Return the index of the choice that a completion makes, or None."""
-        reader, text = letter_reader(self.letters), join_boxes(unicodedata.normalize("NFKC", text))
+    def letters_of_text(self, text: str, choices: Sequence[str] = ()) -> set[int]:
+        """Return the indices of the letters that a completion names as its choice."""
+        text = DELIMITER.sub("$", unicodedata.normalize("NFKC", text)).replace(
+            "\u3010\u7b54\u6848\u3011", "\u7b54\u6848:"
+        )
+        reader, text = letter_reader(self.letters), join_boxes(text)
         start, begin, end = answer_place(text, self.markers) or (-1, 0, len(text))
         marked, normal = start >= 0, _normal_form(text[begin:end])
         if said := [one for one in choices if (_starts(normal, one) if marked else normal == one)]:
-            return choices.index(max(said, key=len))
+            return {choices.index(max(said, key=len))}
         heard = reader.without_ruled_out(text)
         if not marked and (whole := reader.whole(heard)):
-            return self._index_of(whole)
+            return self._indices_of(whole)
         found = reader.statements(heard[:end], self.markers)
         if found and found[-1].end > start:
             before = [one.letters for one in found[-2:-1] if not TURN.search(heard[one.end : found[-1].begin])]
-            return self._index_of("".join([*before, found[-1].letters]))
+            return self._indices_of("".join([*before, found[-1].letters]))
         if not marked and (alone := reader.last_sentence(heard) or reader.first_label(heard)):
-            return self._index_of(alone)
-        return self._index_of(reader.letter_in_brackets(heard[begin:end], any_case=marked))
+            return self._indices_of(alone)
+        return self._indices_of(reader.letter_in_brackets(heard[begin:end], any_case=marked))
 
-    def _index_of(self, letters: str) -> int | None:
-        """Return the index of a letter, also if it is repeated; None for different ones or none."""
-        return self.letters.upper().index(letters[0].upper()) if len(set(letters.upper())) == 1 else None
+    def _indices_of(self, letters: str) -> set[int]:
+        return {self.letters.upper().index(letter.upper()) for letter in letters}
 
 
 def _starts(stated: str, choice: str) -> bool:

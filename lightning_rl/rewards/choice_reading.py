@@ -62,8 +62,8 @@ RIGHT = (
     r"korrekt|corr?e[ct]{1,2}\w+|bonne|giust\w+|\u0432\u0435\u0440\w+|\u043f\u0440\u0430\u0432\u0438\u043b\w+"
 )
 CONFIRMED = re.compile(
-    r"[\s)\]}*_\"'.]*(?:(?:(?:must|would|should|seems|looks|has|to)\s+)*"
-    rf"(?:be|{IS})\s+(?:{WORDS}|\s){{0,12}}(?:{RIGHT})(?![^\W_])"
+    r"[\s)\]}*_\"'.$]*(?:(?:(?:must|would|should|seems|looks|has|to)\s+)*"
+    rf"(?:be|{IS}|seems|looks)\s+(?:{WORDS}|\s){{0,12}}(?:{RIGHT})(?![^\W_])"
     rf"|{ASIAN}(?:\u662f|\u4e3a|\u304c|\u306f|\uac00|\uc774)?\s*"
     r"(?:\u6b63\u786e|\u6b63\u89e3|\u5bf9\u7684|\u6b63\u3057\u3044|\u7b54\u6848|\u7b54\u3048|\uc815\ub2f5))",
     re.IGNORECASE,
@@ -80,7 +80,7 @@ WRONG += r"falsch|nicht|faux|fausse|errado|errada|falsa"
 IS_WRONG = rf"(?:{IS}|sind|seems?|looks?)\s+(?:[^\W\d_]+\s+)?(?:{WRONG})"
 DOES_NOT = r"(?:is|are|ca|does|wo)n['\u2019]t|cannot|no\s+es|n['\u2019]est|n\u00e3o|non"
 RULED_OUT = re.compile(
-    rf"[\s)\]}}*_\"'.]*(?:{_words(IS_WRONG)}|{_words(DOES_NOT)}|{ASIAN}"
+    rf"[\s)\]}}*_\"'.$]*(?:{_words(IS_WRONG)}|{_words(DOES_NOT)}|{ASIAN}"
     r"(?:(?=\u3067\u306f\u306a)|\u4e0d\u5bf9|\u9519|\u4e0d\u6b63\u786e|\u4e0d\u662f|\u662f\u9519))",
     re.IGNORECASE,
 )
@@ -122,7 +122,8 @@ class LetterReader:
         self._first = re.compile(_star("fill", rf"[\s{around}|{RATHER}") + one, flags)
         self._next = re.compile(_star("between", between) + _star("fill", rf"[\ \t{around}") + one, flags)
         self._alone = re.compile(one, flags)
-        self._label = re.compile(rf"[\s*_(\[]*(?P<letter>[{re.escape(letters)}])[*_]*[).:\]]")
+        self._label = re.compile(rf"[\s*_(\[]*(?P<letter>[{re.escape(letters)}])[*_]*(?:[).:\]]| - )")
+        self._together = re.compile(rf"(?<![{LATIN}])[{re.escape(letters)}]{{2,}}(?![{LATIN}])")
         self._brackets = re.compile(rf"(?:\(|\[|\*\*|(?<=\s)(?=.\))){one}(?:\)|\]|\*\*)", flags)
         self._nothing = re.compile(_star("words", rf"[\W_]|{AND}|{WORDS}"), flags)
 
@@ -136,6 +137,15 @@ class LetterReader:
         """Return the letter before the text of a choice at the start, as in ``B) a whale``."""
         match = self._label.match(text)
         return match["letter"] if match else None
+
+    def with_commas(self, text: str) -> str:
+        """Return the text with ``A, B`` for ``AB``."""
+        return self._together.sub(lambda together: ", ".join(together[0]), text)
+
+    def several(self, reference: str) -> str | None:
+        """Return the letters of a reference that consists of several different ones, as in ``AB`` and ``A and B``."""
+        letters = self.whole(self.with_commas(reference)) or ""
+        return letters if letters.isupper() and len(set(letters)) == len(letters) > 1 else None
 
     def statements(self, text: str, markers: Sequence[str]) -> list[Statement]:
         """Return the statements of choices in order, without those within others."""

@@ -11,7 +11,15 @@ from typing import Any
 
 from lightning_rl.rewards.answer_match import UnreadableReference
 from lightning_rl.rewards.measures import CURRENCIES, MULTIPLES, Unit, is_unit, unit_of
-from lightning_rl.rewards.text import AND_OR, MARKERS, SPAN, plain_text, stated_answer, without_spaces
+from lightning_rl.rewards.text import (
+    AND_OR,
+    MARKERS,
+    SPAN,
+    plain_text,
+    stated_answer,
+    with_decimal_points,
+    without_spaces,
+)
 
 TAIL = 4000  # last characters of a text that are read
 SYMBOLS = ("####", r"\boxed{", r"\fbox{")  # markers that beat words such as "answer is"
@@ -22,7 +30,6 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<token>[^\s{}$\\]+))")
 TEXT = r"\\(?:text|math|operatorname)[a-z]*\s*\{([^{}]*)\}|\\mbox\s*\{([^{}]*)\}"
 SPACE = re.compile(r"(?<!\\)\\[,;: ]|~|\\q?quad\b")
 MIXED = re.compile(r"(?<![0-9./^_{])([0-9]+) +([0-9]{1,2}) ?/ ?([0-9]{1,2})(?![0-9/])")
-CASES = re.compile(r"\\begin\{(?:cases|aligned)\}(.*)\\end\{(?:cases|aligned)\}")
 COUNTS = re.compile(r"(?<![A-Za-z\\])C_\{?([0-9]+)\}?\^\{?([0-9]+)\}?")
 TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 DEGREES = re.compile(r"([0-9.]+)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
@@ -35,24 +42,31 @@ PIECE = (
     r"|\^\s*(?:\{\s*\\circ\s*\}|\\circ\b|\{\s*-?[0-9]\s*\}|-?[0-9])|\\(?:circ|degree|cdot|times|Omega|mu)\b|\\?%"
     r"|[A-Za-z\u00b5\u03bc\u03a9\u2126\u00a2]++\.?|[/\u00b7()\s" + CURRENCIES + "]"
 )
-MEASURE = re.compile(rf"(?P<rest>.*?(?:[0-9}})\]]|\\pi|\\infty))(?P<unit>(?:{PIECE})+)")
+MEASURE = re.compile(rf"(?P<rest>.*?(?:[0-9}})\]]|\\pi|\\infty))(?P<unit>(?!\s*\^\s*\{{?\s*-?[0-9])(?:{PIECE})+)")
 RANGE = re.compile("(?<=[0-9])\\s*[\u2013\u2014]\\s*(?=\uff04?[0-9])")
 UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s*\{{\s*({UNIT_TEXT})\s*\}}\s*\{{\s*({UNIT_TEXT}(?:\^\{{?[0-9]\}}?)?)\s*\}}")
 CURRENCY = re.compile(
     rf"(?P<sign>[-+]?)\s*(?:\\text\w*\s*\{{)?\s*(?P<unit>(?:US)?[{CURRENCIES}]|\\pounds|\\euro|(?:USD|EUR|GBP|JPY|INR|CNY|Rs)\b\.?)"
     r"[\s}]*(?=[-0-9.\\])(?P<rest>.+)"
 )
-VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\s*=)")
+VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\s*=)|[\u3040-\ud7a3]")
+BARE = re.compile(r"(\\[lgn]e|[<>])\s*[0-9.]*[0-9]|[0-9.]+\s*\\(?:cdot|times)\s*10\^(?:\{-?[0-9]+\}|[0-9])")
 BASE = re.compile(r"(?P<digits>[0-9A-Fa-f,]+)\s*_\s*\{?\s*(?P<base>[0-9]+|[a-z]+)\s*\}?")
 MODULUS = re.compile(r"\s*(?:\(\s*)?\\?[bp]?mod(?:ulo)?\b\s*\{?\s*(?P<modulus>[0-9A-Za-z]+)\s*\}?\s*\)?$")
 CONJUNCTION = re.compile(
     rf"\s*,?\s*(?:\\(?:lor|vee|land|wedge)\b|\\text\{{\s*(?:{AND_OR})(?:\s+[a-z]+)?\s*\}}|(?<=[\s)}}])(?:{AND_OR})(?=[\s$]))\s*",
     re.IGNORECASE,
 )
-DECIMAL_COMMA = re.compile(r"(?<![0-9.,(\[{\\])0(?:,|\{,\})(?=[0-9]+(?![0-9.,)\]}]))")
-SCIENTIFIC = re.compile(
-    r"(?<![0-9A-Za-z.])([0-9]+\.[0-9]+(?=[eE][-+]?[0-9])|[0-9]+(?=[eE](?:[0-9]|[-+][0-9]{2})))[eE]([-+]?[0-9]{1,3})(?![0-9A-Za-z.])"
+SCIENTIFIC = re.compile(r"(?<![0-9A-Za-z.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([-+]?[0-9]{1,3})(?![0-9A-Za-z]|\.[0-9])")
+NUMERAL = r"-?(?:[0-9.,/]+|\\[dt]?frac\s*(?:\{[0-9]+\}|[0-9])\s*(?:\{[0-9]+\}|[0-9]))"
+EQUATED = re.compile(rf"((?:^|=)\s*{NUMERAL}\s*)=(?=\s*{NUMERAL}\s*$)")  # different numbers, as in 4 = 5
+SEPARATOR = re.compile(r"(?<=[0-9])\s*(?:\||~|\bvs\b\.?|\band/or\b)\s*(?=-?[0-9])")
+REALS = r"\\in\s*\\(?:mathbb|mathbf|Bbb)\s*\{?\s*R\s*\}?\s*"
+BUILDER = re.compile(rf"\\?\{{\s*[a-z]\s*(?:{REALS})?(?:\||:|\\mid\b|\\vert\b|\\colon\b)(.*?)\\?\}}")
+INEQUALITY = re.compile(
+    r"(?:(?P<low>[^<>=,]+?)\s*(?P<above><|\\leq?\b)\s*)?[a-z]\s*(?P<sign>[<>]|\\[lg]eq?\b)\s*(?P<bound>[^<>=,]+)"
 )
+LIST = re.compile(r"[0-9.]+ [a-z]+(?:(?:, and|,| and) [0-9.]+ [a-z]+)+")  # 5 apples, 6 pears
 FUNCTION = re.compile(
     "(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|log|exp|sqrt|max|min|gcd|lcm|mod|deg|det|lim|inf|sup|alpha|beta|gamma|delta|"
     "epsilon|theta|lambda|sigma|omega|phi|psi|rho|tau"
@@ -69,9 +83,6 @@ PLACEHOLDERS = frozenset({"n/a", "na", "nan", "null"})
 SYMBOLS_OF_TEXT = {
     "\u221e": r"\infty ",
     "\u03c0": r"\pi ",
-    "\u2264": r"\le ",
-    "\u2265": r"\ge ",
-    "\u2260": r"\ne ",
     "\u2205": r"\emptyset ",
     "\u222a": r"\cup ",
     "\u2229": r"\cap ",
@@ -164,7 +175,7 @@ def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answ
     """
     text = _tidy(text[-TAIL:])
     if not commas:
-        text = DECIMAL_COMMA.sub("0.", text)
+        text = with_decimal_points(text)
     found = _read_last(text)
     stated = _read_statement(text)
     if stated is not None:
@@ -195,12 +206,15 @@ def _read_last(text: str) -> Answer:
     numbers = list(re.finditer(rf"[{CURRENCIES}]?[0-9][0-9.,]*", line))
     measured = _measure(line[numbers[-1].start() :]) if numbers else None
     text = re.sub(r"(?<![\w.$])([0-9.]+) or ([0-9.]*[0-9])\b", r"$\1, \2$", text)
+    if "$" not in text:
+        text = BARE.sub(lambda part: f"${'x ' if part[1] else ''}{part[0]}$", text)
     return Answer(_without_currency(text), unit=(measured.unit or None) if measured else None)
 
 
 def _tidy(text: str) -> str:
     r"""Return the text with its boxes as ``\boxed{``, in ASCII, and without thin spaces in numbers."""
     text = plain_text(text).replace(r"\$", "\uff04").replace(r"\!", "").replace(r"\varnothing", r"\emptyset")
+    text = SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = re.sub("\u221a\\(?([0-9]+)\\)?", r"\\sqrt{\1}", text)
     text = text.translate(str.maketrans(SYMBOLS_OF_TEXT))
     text = re.sub(r"(?<=[0-9])(?:\\,|\{,\}|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ",", text)
@@ -228,7 +242,7 @@ def _strip_delimiters(answer: str) -> str:
     answer = re.sub(r"(?<=\\circ)(?=[A-Z])", " ", answer)
     answer = SPACE.sub(" ", answer.replace("$", "\uff04").replace("{:}", ":"))
     answer = answer if "=" in answer else RANGE.sub(" to ", answer)
-    return answer.strip("*\t :,=").rstrip(".,; ")
+    return re.sub(r"^(?=\\[lgn]e\b|[<>])", "x ", answer.strip("*\t :,=").rstrip(".,; "))  # a bound, as in "at least 4"
 
 
 def _sentence(answer: str) -> Answer:
@@ -284,22 +298,41 @@ def _parse(answer: str) -> Answer:
     text = re.fullmatch(TEXT, answer)
     if text and re.search("[0-9]", answer):
         answer = (text[1] or text[2]).strip()
-    answer = SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", answer)
+    answer = SEPARATOR.sub(", ", EQUATED.sub(r"\1, ", answer))
     answer = MIXED.sub(r"\1\\frac{\2}{\3}", without_spaces(answer))
-    answer = CASES.sub(lambda cases: cases[1].replace("&", "").replace(r"\\", ","), answer)
     answer = COUNTS.sub(r"\\binom{\1}{\2}", answer)
     plain = " ".join(re.sub(TEXT, r" \1\2 ", answer).split())
     if modulus := MODULUS.search(plain):
         return Answer(f"${plain[: modulus.start()]}$", modulus=modulus["modulus"])
     if base := BASE.fullmatch(plain):
         return Answer(f"${base['digits']}$", base=base["base"])
+    if LIST.fullmatch(plain):
+        return Answer(f"${re.sub('(?: and)? [a-z]+', '', plain)}$".replace(" ", ", ").replace(",,", ","), unit=())
     if measured := _measure(answer):
         return measured
     if _is_words(plain) or (len(plain) > 1 and plain.isalpha() and re.fullmatch(TEXT, answer)):
         return Answer(words=plain.casefold())
     if TRIGONOMETRY.search(answer):
         answer = DEGREES.sub(r"(\1 \\cdot \\frac{\\pi}{180})", answer)
-    return Answer(f"${_without_currency(CONJUNCTION.sub(', ', answer))}$")
+    return Answer(f"${_without_currency(CONJUNCTION.sub(', ', _solution_set(answer)))}$")
+
+
+def _solution_set(answer: str) -> str:
+    """Return a set builder as its condition, and inequalities that "or" joins as a union of intervals."""
+    builder = BUILDER.fullmatch(answer)
+    answer = builder[1].strip() if builder else answer
+    parts = [INEQUALITY.fullmatch(part.strip()) for part in re.split(r"\\lor|\\vee|\\text\{ or \}|\bor\b", answer)]
+    intervals = [_interval(part) for part in parts if part]
+    return r" \cup ".join(intervals) if len(intervals) == len(parts) > 1 else answer
+
+
+def _interval(inequality: re.Match[str]) -> str:
+    r"""Return ``(1, 2]`` for ``1 < x \le 2``."""
+    low, above, sign, bound = inequality.groups()
+    if ">" in sign or "g" in sign:
+        return f"{'(' if sign == '>' else '['}{bound}, \\infty)"
+    low = low or r"-\infty"
+    return f"{'(' if above in (None, '<') else '['}{low}, {bound}{')' if sign == '<' else ']'}"
 
 
 def _measure(answer: str) -> Answer | None:
@@ -319,7 +352,7 @@ def _measure(answer: str) -> Answer | None:
             number
             and is_unit(bare, apart=apart)
             and is_unit(words, apart=True)
-            and not any(map(FUNCTION.fullmatch, words.split()))
+            and not any(map(FUNCTION.fullmatch, words.replace("min", "").split()))
         ):
             rest, names = match["rest"], [*names, words]
     if not names:

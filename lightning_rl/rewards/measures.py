@@ -39,6 +39,7 @@ def _known_names() -> dict[str, str]:
 
 KNOWN = _known_names()
 MULTIPLES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MULTIPLES |= {"wan": 10**4, "yi": 10**8}
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 ABBREVIATIONS = {"mph": "mile / hour", "kmh": "km / h", "kmph": "km / h", "kph": "km / h"}
 IGNORED = {"unit", "units", *MULTIPLES, *(f"{name}s" for name in MULTIPLES)}
@@ -60,7 +61,7 @@ def is_unit(text: str, *, apart: bool) -> bool:
 
 def _is_name(token: str, *, apart: bool) -> bool:
     if _name_of_unit(token) is None:
-        return apart and len(token) > 2
+        return apart and (len(token) > 2 or token in IGNORED)
     return apart or len(token) > 1 or not token.isalpha()
 
 

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from numbers import Rational
 from typing import Any
@@ -19,8 +20,18 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.measures import MULTIPLES
-from lightning_rl.rewards.text import AND_OR, GROUPS, MARKERS, first_line, plain_text, stated_answer, without_spaces
+from lightning_rl.rewards.measures import MULTIPLES, is_unit
+from lightning_rl.rewards.text import (
+    AND_OR,
+    GROUPS,
+    MARKERS,
+    SPAN,
+    first_line,
+    plain_text,
+    stated_answer,
+    with_decimal_points,
+    without_spaces,
+)
 from lightning_rl.utils.arguments import check_numbers, check_texts
 
 MAX_DIGITS = 1000
@@ -33,7 +44,7 @@ DECIMAL = rf"(?:{COMMA}|{INTEGER}(?:\.[0-9]++)?|(?<![0-9A-Za-z_.])\.[0-9]++)"
 NUMERAL = r"(?:\{\s*+[-+]?" + DECIMAL + r"\s*+\}|[0-9])"
 CURRENCY = r"(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)"
 OUTSIDE = r"(?<![0-9A-Za-z_^])(?<!\^\{)(?<!\^-)(?<!\^\{-)(?<!_\{)"  # not part of a name, exponent or index
-POWER_OF = r"(?:\^|\*\*)\s*+\{?\s*+"
+POWER_OF = r"\^\s*+\{?\s*+"
 NUMBER = re.compile(
     rf"""
     (?:(?<![0-9A-Za-z_)\]}}])(?P<sign>[-+]))?
@@ -52,21 +63,25 @@ NUMBER = re.compile(
           | \s*+{POWER_OF}(?P<power>[-+]?[0-9]++)\s*+\}}?
         )?
     )
-    (?:\s*+(?:\\?%|percent\b)|[\s~\\]*+(?:(?:text|mathrm)\s*+\{{\s*+)?(?P<multiple>{"|".join(MULTIPLES)})\b)?
+    (?:\s*+(?:\\?%|percent\b)|[\s~\\]*+(?:(?:text|mathrm)\s*+\{{\s*+)?(?P<multiple>{"|".join(MULTIPLES)})s?\b)?
     """,
     re.VERBOSE,
 )
-BEFORE = re.compile(  # a number is part of a formula, range or time
-    r"(?:\u00b1|\\(?!text|math|mbox|left|quad)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
+BEFORE = re.compile(  # a number is part of a formula, range, bound or time
+    r"(?:[<>\u00b1]\s*|\\(?!text|math|mbox|left|quad|display)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
 )
+BOUND = re.compile(r"(?:[<>]|\\[lgn]e)\s*$")
+WORDS_BEFORE_FORMULA = re.compile(r"^[^0-9\\$]+(?=\$[^$]*\$|\\\[|\\\()")
 AFTER = re.compile(
-    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|_|\u00b1|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
+    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|[_<>]|\u00b1|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
 )
 DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\){}\[\]]+")
 NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
 OR = rf"(?:{AND_OR}|y|o|e|\u0438|lor|vee)"
 UNIT = r"(?:[^\W\d_]+ |%)?,? ?"
-SEVERAL = re.compile(rf"|{UNIT}{OR}{NAME}|{UNIT}\(? ?or(?: [a-z]+){{0,2}}|(?:[,;&/|\u2013\u2014-]|\.\.+){NAME}")
+SEVERAL = re.compile(
+    rf"|{UNIT}{OR}{NAME}|{UNIT}\(? ?or(?: [a-z]+){{0,2}}|(?:[,;&/|~\u2013\u2014-]|\.\.+|vs\.?|and/or){NAME}"
+)
 ALTERNATIVE = re.compile(UNIT + r"(?:or|oder|ou)(?: [a-z]+){0,2}|[\u2013\u2014]")  # codespell:ignore oder
 NOT = re.compile(r"\bnot\W*$", re.IGNORECASE)
 SPACING = re.compile(r"\\(?:text|mathrm|mbox)|(?<!,)\\[,;! ](?![0-9]{3})")
@@ -125,11 +140,12 @@ class NumberMatch(AnswerMatch):
         """Return the number that a completion states; None if there is none or it has more than 1000 digits."""
         text = plain_text(text)
         stated = stated_answer(text, self.markers)
-        line = "" if stated is None else without_spaces(first_line(stated))
+        line = "" if stated is None else with_decimal_points(without_spaces(first_line(stated)))
+        line = WORDS_BEFORE_FORMULA.sub("", line)
         numbers = list(NUMBER.finditer(line))
         if numbers:
             return _stated_value(line, numbers)
-        text = text if stated is None else stated
+        text = with_decimal_points(text if stated is None else stated)
         return None if self.strict else _last_value(without_spaces(text) if GROUPS.fullmatch(text.strip()) else text)
 
     def number_of_reference(self, reference: Any) -> Fraction:
@@ -138,7 +154,7 @@ class NumberMatch(AnswerMatch):
         Raises:
             UnreadableReference: If the reference is neither a number nor a text with one number or a marked number.
         """
-        number = isinstance(reference, Rational | float) and not isinstance(reference, bool)
+        number = isinstance(reference, Rational | float | Decimal) and not isinstance(reference, bool)
         if number and (isinstance(reference, Rational) or math.isfinite(reference)):
             return _exact(reference)
         if isinstance(reference, str):
@@ -154,12 +170,15 @@ class NumberMatch(AnswerMatch):
         """Return the only number of a text, or after its equals sign; None if there are others or a formula."""
         right = _right_side(text)
         matches = list(NUMBER.finditer(right))
-        if len(matches) != 1 or FORMULA.search(right[: matches[0].start()] + right[matches[0].end() :]):
+        if len(matches) != 1 or FORMULA.search(right[: matches[0].start()]):
+            return None
+        rest = right[matches[0].end() :]
+        if FORMULA.search(rest) and not is_unit(rest, apart=True):
             return None
         return _stated_value(text, list(NUMBER.finditer(text)))
 
 
-def _exact(number: Rational | float) -> Fraction:
+def _exact(number: Rational | float | Decimal) -> Fraction:
     """Return the decimal value of a float as printed: 0.1 is one tenth."""
     return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
 
@@ -173,6 +192,7 @@ def _right_side(span: str) -> str:
 def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     """Return the first number after the last equals sign; None if it is part of a formula or one of several values."""
     begin = len(line) - len(_right_side(line))
+    left = line[:begin].rstrip("= ").rpartition("=")[2].strip("= $")
     index = next(
         (n for n, number in enumerate(numbers) if number.start() >= begin and not _is_negation(line, number)), None
     )
@@ -182,7 +202,8 @@ def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     part = BEFORE.search(line[begin : number.start()]) or AFTER.match(line[number.end() :])
     near = numbers[max(index - 1, 0) : index + 2]
     different = any(_value(one) != _value(number) and SEVERAL.fullmatch(_between(line, number, one)) for one in near)
-    return None if part or different else _value(number)
+    equated = NUMBER.fullmatch(left)  # the 4 of "4 = 5"
+    return None if part or different or (equated and _value(equated) != _value(number)) else _value(number)
 
 
 def _is_negation(line: str, number: re.Match[str]) -> bool:
@@ -199,8 +220,10 @@ def _last_value(text: str) -> Fraction | None:
     before = last = None
     for number in NUMBER.finditer(text):
         before, last = last, number
-    if last is None or (
-        before and _value(before) != _value(last) and ALTERNATIVE.fullmatch(_between(text, before, last))
+    if (
+        last is None
+        or BOUND.search(text[max(0, last.start() - SPAN) : last.start()])
+        or (before and _value(before) != _value(last) and ALTERNATIVE.fullmatch(_between(text, before, last)))
     ):
         return None
     return _value(last)

@@ -7,6 +7,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from lightning_rl.utils.arguments import check_rows
 from lightning_rl.utils.naming import REWARD_ARGUMENTS, nearest
 
@@ -25,10 +27,66 @@ MARKERS = (
 )
 AND_OR = "or|and|to|oder|und|bis|ou|\u0438\u043b\u0438|\u6216|\u548c"  # between two values; codespell:ignore oder
 SPAN = 200  # maximum length of the line with an answer
-LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2044": "/", "\u2215": "/", "\uff0f": "/"}
-LETTERS |= {"\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
+LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-"}
+LETTERS |= {"\u2044": "/", "\u2215": "/", "\uff0f": "/", "\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
+LETTERS |= {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx "}
+LETTERS |= {
+    "\u4e07": " wan ",
+    "\u842c": " wan ",
+    "\u4ebf": " yi ",
+    "\u5104": " yi ",
+    "\u5143": " yuan ",
+    "\u3002": ". ",
+}
+VALUE = r"(?=[-+]?\\?\$?\\?\(?\.?(?:[0-9]|\\[dt]?frac|\\sqrt|\\pi))"
+DISPLAY = re.compile(r"\$\$[^$]*\$\$|\\\[(?:(?!\\\[|\\\]).)*\\\]|\\\((?:(?!\\\(|\\\)).)*\\\)", re.DOTALL)
+EQUATIONS = re.compile(
+    r"\\begin\{(?P<name>(?P<display>align|equation|gather)\*?|aligned|gathered|split|cases)\}"
+    r"(?P<body>(?:(?!\\begin|\\end).)*)\\end\{(?P=name)\}",
+    re.DOTALL,
+)
+JSON_ANSWER = re.compile(
+    r'"(?:final[ _]?)?answer"\s*:\s*(?:"(?P<text>(?:[^"\\]|\\.)*)"|(?P<other>\[[^][{}]*\]|[^\s"{},\[\]]+))',
+    re.IGNORECASE,
+)
+SCALE_WORD = r"(?:more|greater|larger|higher|less|fewer|smaller|lower)"
+
+
+def _words_before_value(words: str) -> str:
+    """Return a pattern of words, perhaps as text in LaTeX, before a number or formula."""
+    return rf"(?<![0-9)}}] )(?<![^\W_])(?:\\text\s*\{{\s*)?(?:{words})\s*\}}?\s*{VALUE}"
+
+
+NOTATIONS = [
+    (re.compile(pattern, re.IGNORECASE | re.MULTILINE), plain)
+    for pattern, plain in (
+        (r"</?answer>", r"\n\g<0>\n"),
+        (r"<answer>", "Answer: "),
+        (r"</answer>|^[ \t]*```[a-z]*[ \t]*$|`+|(?<=\n)> ?", ""),
+        (r"^[#*_ \t]*(?:(?:final|correct) )?answer[*_ \t]*\n+(?=[^\n]+\s*\Z)", "Answer: "),
+        (r"^([^\n0-9\\]+)\n\s*(?=\$|\\\[|\\\(|\\boxed)", r"\1 "),
+        (_words_before_value("minus|negative"), "-"),
+        (rf"(?<![\w)}}\]$%.])(?<![0-9)}}\]$%.] )[\u2013\u2014]{VALUE}", "-"),
+        (_words_before_value("maybe|perhaps|possibly|probably"), ""),
+        (r"\\(?:approx|simeq)\b", "="),
+        (r"(?<=[0-9])(?=[\u3040-\u9fff])|(?<=[\u3040-\u9fff])(?=[0-9])", " "),
+        (r"(?<=[0-9])\s*(?:x|\*|\u00d7|\u00b7|\u22c5)\s*10\s*(?:\^|\*\*)", r" \\times 10^"),
+        (r"(?<=[\w)])\*\*(?=[-(]?[0-9])|(?<=[0-9)]) \*\* (?=[-(]?[0-9])", "^"),
+        (r"\^\(?([-+]?[0-9]+)\)|\^([-+][0-9]+)", r"^{\1\2}"),
+    )
+]
+BOUND = re.compile(
+    _words_before_value(rf"at least|at most|up to|(?:not? )?{SCALE_WORD} than(?: or equal to)?"), re.IGNORECASE
+)
+OR_MORE = re.compile(
+    rf"(?<![0-9.,])(-?[0-9][0-9.,]*)(\s+(?!or\b)[a-z]+)?\s+or\s+({SCALE_WORD})\b(?! than)", re.IGNORECASE
+)
 CONTINENTAL = re.compile(  # 1.234,56 and 1.234.567
     r"(?<![0-9.,(\[])([0-9]{1,3}\.[0-9]{3}(?=[.,])(?:\.[0-9]{3})*)(?:(?<=\..{3}\..{3})()|(,[0-9]++))(?![.,]?[0-9])"
+)
+DECIMAL_COMMA = re.compile(
+    r"((?:(?<=boxed\{)|(?<![0-9.,(\[{]))(?:0|[0-9]+(?!(?:,|\{,\})[0-9]{3}(?![0-9]))))(?:,|\{,\})"
+    r"(?=[0-9]+(?![.,]?[0-9]|\s*(?:[)\]]|\\\})))"
 )
 GROUPS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?: |~|\\ )[0-9]{3})+(?![0-9/])")  # 1 234 567
 REPEATING = re.compile(
@@ -115,7 +173,23 @@ def column_of(columns: Mapping[str, Any], name: str, rows: int, *, option: str, 
             f"add it to the data, or name another column with {option}={nearest(name, present)}"
         )
     check_rows(rows, **{name: columns[name]})
-    return columns[name]
+    return [plain_value(value) for value in columns[name]]
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value with lists for arrays and with numbers of Python for those of numpy; a float keeps its digits.
+
+    Example:
+        >>> plain_value({"inputs": np.array([1, 2]), "limit": np.float32(0.1)})
+        {'inputs': [1, 2], 'limit': 0.1}
+    """
+    if isinstance(value, np.floating):
+        return float(str(value))
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
+        return plain_value(value[()]) if isinstance(value, np.ndarray) else value.item()
+    if isinstance(value, dict):
+        return {key: plain_value(one) for key, one in value.items()}
+    return [plain_value(one) for one in value] if isinstance(value, list | np.ndarray) else value
 
 
 def ids_of(
@@ -151,7 +225,7 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
     """
     text = join_boxes(text) if r"\boxed{" in markers else text
     place = answer_place(text, markers)
-    return None if place is None else text[place[1] : place[2]].strip()
+    return None if place is None else text[place[1] : place[2]].lstrip(" \t\r\n*_").rstrip()
 
 
 def join_boxes(text: str) -> str:
@@ -176,10 +250,20 @@ def answer_place(text: str, markers: Sequence[str] = MARKERS) -> tuple[int, int,
 
 
 def plain_text(text: str) -> str:
-    """Return the text with digits of other scripts, fraction characters, minus signs etc. in ASCII."""
+    r"""Return the text with its values in one notation, and each display and each marked answer in one line.
+
+    Digits of other scripts, fraction characters and signs are ASCII, ``x 10**3`` is ``\times 10^3``, ``minus 5`` is -5,
+    "at least 5" is ``\ge 5``; the answers of JSON and of ``<answer>`` stand after ``Answer:``.
+    """
+    text = EQUATIONS.sub(_equations, JSON_ANSWER.sub(_answer_of_json, text))
+    text = DISPLAY.sub(lambda display: display[0].replace("\n", " "), text)
     if not text.isascii():
         text = SUPERSCRIPTS.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run.group())}}}", text)
         text = text.translate({ord(letter): plain for letter in set(text) if (plain := _letter(letter)) is not None})
+    for pattern, plain in NOTATIONS:
+        text = pattern.sub(plain, text)
+    text = BOUND.sub(lambda bound: _relation(bound[0]), text)
+    text = OR_MORE.sub(lambda bound: f"{_relation(bound[3])} {bound[1]}{bound[2] or ''}", text)
     text = REPEATING.sub(lambda number: _fraction(*number.groups()), text)
     return CONTINENTAL.sub(lambda number: number[1].replace(".", "") + (number[3] or "").replace(",", "."), text)
 
@@ -197,12 +281,42 @@ def _letter(letter: str) -> str | None:
     return LETTERS.get(letter)
 
 
+def _equations(lines: re.Match[str]) -> str:
+    """Return equations as a list in one line, and those that begin with the sign as the same equation."""
+    body = re.sub(r"\\\\\s*(?==|$)", " ", lines["body"].replace("&", "").rstrip()).replace(r"\\", ",")
+    return rf"\[{body}\]" if lines["display"] else body
+
+
+def _answer_of_json(value: re.Match[str]) -> str:
+    answer = value["other"] if value["text"] is None else re.sub(r"\\([\"\\])", r"\1", value["text"])
+    return f"\nAnswer: {answer.strip('[]')}\n"
+
+
+def _relation(words: str) -> str:
+    """Return the sign of "at least", "no more than", "or less" etc."""
+    words = words.casefold()
+    negated = re.search(r"\bnot?\b", words) is not None
+    below = (re.search(r"most|up to|less|fewer|smaller|lower", words) is not None) != negated
+    strict = "than" in words and not negated and "equal" not in words
+    return ("<" if below else ">") if strict else (r"\le " if below else r"\ge ")
+
+
 def _fraction(whole: str, digits: str, several: str | None, one: str | None) -> str:
     """Return a repeating decimal as a fraction."""
     period = several or one or ""
     tail = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(digits)
     value = Fraction(f"{whole or 0}.{digits or 0}") + tail
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def with_decimal_points(text: str) -> str:
+    """Return the text with decimal points for decimal commas, outside of brackets and lists.
+
+    Example:
+        >>> with_decimal_points("3,14 is no pair (3,14), and 3,142 has thousands")
+        '3.14 is no pair (3,14), and 3,142 has thousands'
+    """
+    return DECIMAL_COMMA.sub(r"\1.", text)
 
 
 def without_spaces(text: str) -> str:

@@ -268,9 +268,107 @@ MATH: dict[str, Rows] = {
         (r"\boxed{2^{10}}", "1024", 1.0),
         (r"\boxed{1.2 \times 10^3}", "1200", 1.0),
         (r"\boxed{\cos 60^\circ}", r"\frac12", 1.0),
+        (r"\boxed{\{x \in \mathbb{R} \mid 1 < x < 2\}}", "(1,2)", 1.0),
+        (r"\boxed{(1,3)}", r"\{x : 1<x<2\}", 0.0),
+        (r"\boxed{x \ge 2}", r"\{x \mid x \geq 2\}", 1.0),
+        (r"\boxed{-3 \le x < 1 \text{ or } x \geq 2}", r"[-3,1) \cup [2,\infty)", 1.0),
+        (r"\boxed{(-\infty,1) \cup (3,\infty)}", "x<1 or x>2", 0.0),
+        (r"\boxed{\text{at least }4}", r"x \geq 4", 1.0),
+        (r"\boxed{5 apples, 6 pears}", "5", 0.0),
+        (r"\boxed{3 cats, 4 dogs, and 5 birds}", "3,4,5", 1.0),
         (r"\boxed{e^{i \pi}}", "-1", 1.0),
         (r"\boxed{i^2}", "-1", 1.0),
         (r"\boxed{3+4i}", "4i+3", 1.0),
+    ],
+}
+BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
+    "display": [
+        ("Answer:\n\\[\n42\n\\]", "42", 1.0),
+        ("The final answer is\n$$\n\\frac{1}{2}\n$$\n", "1/2", 1.0),
+        ("The answer is therefore\n$$\\frac{3}{4}.$$\nThis completes it.", "3/4", 1.0),
+        ("Answer: the sum is\n\\[ 3+4 = 7 \\]", "7", 1.0),
+        ("Answer:\n\\begin{align*}\nx &= 6 \\cdot 7 \\\\\n&= 42\n\\end{align*}", "42", 1.0),
+        ("Answer:\n$$\n\\begin{aligned}\nx &= 6\\cdot 7 \\\\\n&= 42\n\\end{aligned}\n$$", "42", 1.0),
+        ("**Final Answer:**\n\n42\n\n(of 50)", "42", 1.0),
+        ("## Final Answer\n\\(42\\)", "42", 1.0),
+        ("# Answer\n\nFirst 3+4=7.\nThen 7*6 = 42.", "42", 1.0),
+        ("Answer: 42\n$$6\\cdot 8=48$$", "42", 1.0),
+        ("<answer>42</answer>\nI checked 6 values.", "42", 1.0),
+        ("<answer>\n\\[42\\]\n</answer>", "42", 1.0),
+        ('{"answer": "42", "confidence": 90}', "42", 1.0),
+        ('```json\n{"final_answer": -0.5}\n```', "-1/2", 1.0),
+        ('{"answer": "\\\\frac{1}{2}", "n": 7}', "1/2", 1.0),
+        ('{"answer": "5 or 6"}', "5", 0.0),
+        ("Answer:\n```\n42\n```", "42", 1.0),
+        ("Answer: `42`", "42", 1.0),
+        ("Answer:\n> 42", "42", 1.0),
+    ],
+    "sign": [
+        ("Answer: \u20135", "-5", 1.0),
+        (r"\boxed{\text{minus }5}", "-5", 1.0),
+        ("The answer is negative 5", "5", 0.0),
+        ("The answer is negative 3/4", "-3/4", 1.0),
+        ("10 minus 5 = 5. The answer is 5", "5", 1.0),
+        ("The total is \u2013 of course \u2013 5.", "5", 1.0),
+        (r"\boxed{-\frac12}", r"minus \frac12", 1.0),
+    ],
+    "scale": [
+        ("1.5e-3.", "0.0015", 1.0),
+        (r"\boxed{1.5E3}", "1500", 1.0),
+        (r"\boxed{1e-3}", "0.001", 1.0),
+        ("The speed is 3e8 m/s.", "3e8", 1.0),
+        (r"\boxed{1.5 x 10^-3}", "0.0015", 1.0),
+        ("1.5 * 10**3", "1500", 1.0),
+        ("Answer: 5 x 10^(-4)", "0.0005", 1.0),
+        (r"\boxed{0.0015}", "1.5\u00b710\u207b\u00b3", 1.0),
+        (r"\boxed{1.5 \times 10^3 \text{ m}}", "1500", 1.0),
+        ("So the total of 2 **8** ", "8", 1.0),
+        ("Answer: 5 millions", "5000000", 1.0),
+        ("\u7b54\u6848\u662f5\u4e07", "50000", 1.0),
+        ("\u7b54\u6848\uff1a3.5\u4ebf\u5143", "350000000", 1.0),
+        ("\u5171\u670912\u4eba", "12", 1.0),
+        ("\u6240\u4ee5\u7b54\u6848\u662f$\\frac{1}{2}$\u3002", "1/2", 1.0),
+    ],
+    "comma": [
+        ("Answer: 3,14", "3.14", 1.0),
+        (r"\boxed{12,5}", "12.5", 1.0),
+        (r"\boxed{3{,}14}", "3.14", 1.0),
+        (r"\boxed{\{1,5\}}", "1.5", 0.0),
+        (r"\boxed{f(1,5)}", "1.5", 0.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\boxed{1,234}", "1.234", 0.0),
+    ],
+    "several": [
+        (f"{before}{hedge}{after}", "4", 0.0)
+        for before, after in (("Answer: ", ""), (r"\boxed{", "}"))
+        for hedge in ("4|5", "4 = 5", "4, maybe 5", "4 vs 5", "4 and/or 5", "4~5", "x = 5 = 4", "4 < x < 5")
+    ],
+    "bound": [
+        (f"{before}{hedge}{after}", "4", 0.0)
+        for before, after in (("Answer: ", ""), (r"\boxed{", "}"))
+        for hedge in (
+            "at least 4",
+            r"\text{at most }4",
+            "no more than 4",
+            "4 or more",
+            "4 dollars or less",
+            "> 4",
+            "x \u2265 4",
+        )
+    ],
+    "no-bound": [
+        ("It takes no more than 4", "4", 0.0),
+        (r"\boxed{\approx 4}", "4", 1.0),
+        ("Answer: about 4", "4", 1.0),
+        ("Answer: perhaps 4", "4", 1.0),
+        ("The answer is 5, which is more than 4.", "5", 1.0),
+        ("He pays $5 more than $4. The answer is 9", "9", 1.0),
+    ],
+    "unit": [
+        ("Answer: 30 min", "30", 1.0),
+        ("Answer: 30", "30 min", 1.0),
+        ("5", "5 m^2", 1.0),
+        ("5", "5 cm\u00b2", 1.0),
     ],
 }
 NUMBER: dict[str, Rows] = {
@@ -361,6 +459,12 @@ NUMBER: dict[str, Rows] = {
         ("The answers are 42. 3", "42", 1.0),
     ],
 }
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("reward", [NumberMatch(), MathMatch()], ids=["number", "math"])
+def test_forms_of_answers(reward: MathMatch | NumberMatch, kind: str) -> None:
+    assert wrong(reward, BOTH[kind]) == []
 
 
 @pytest.mark.parametrize("kind", MATH)

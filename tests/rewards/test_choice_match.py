@@ -28,6 +28,12 @@ ANIMALS = ["a dog", "a whale", "a whale shark", "an ant"]
         (r"\boxed{B}", "B"),
         (r"$\boxed{\text{B}}$", "B"),
         ("#### B", "B"),
+        (r"The answer is \(B\).", "B"),
+        ("Answer:\n\\[\n\\text{B}\n\\]", "B"),
+        (r"Therefore \(B\) is right", "B"),
+        ("Choice B seems right", "B"),
+        ("B - a whale", "B"),
+        ("\u3010\u7b54\u6848\u3011B\n\u3010\u89e3\u6790\u3011A\u9519\u8bef", "B"),
         ("A is wrong, C too. The answer is B because A is small.", "B"),
         ("The answer is not obvious. So it is (B).", "B"),
         ("Is it (A) or (C)? I take (B)", "B"),
@@ -365,12 +371,12 @@ CHOSEN = {
 
 @pytest.mark.parametrize("completion", SEVERAL_OR_NONE)
 def test_several_letters_articles_and_letters_that_are_ruled_out_are_no_choice(completion: str) -> None:
-    assert ChoiceMatch().index_of_text(completion) is None
+    assert len(ChoiceMatch().letters_of_text(completion)) != 1
 
 
 @pytest.mark.parametrize(("letter", "completion"), [(letter, said) for letter in "AB" for said in CHOSEN[letter]])
 def test_sentences_state_a_choice(letter: str, completion: str) -> None:
-    assert ChoiceMatch().index_of_text(completion) == "AB".index(letter)
+    assert ChoiceMatch().letters_of_text(completion) == {"AB".index(letter)}
 
 
 @pytest.mark.parametrize(
@@ -378,7 +384,7 @@ def test_sentences_state_a_choice(letter: str, completion: str) -> None:
 )
 def test_long_texts_are_read_fast(part: str) -> None:
     begin = time.process_time()
-    ChoiceMatch().index_of_text(part * 4000)
+    ChoiceMatch().letters_of_text(part * 4000)
     assert time.process_time() - begin < 5
 
 
@@ -422,3 +428,17 @@ def test_a_reference_that_names_no_choice_takes_its_row_out(reference: Any) -> N
 def test_letters_are_two_different_ones_or_more(letters: str) -> None:
     with pytest.raises(ValueError, match="expected letters to be two or more different letters"):
         ChoiceMatch(letters=letters)
+
+
+@pytest.mark.parametrize("reference", ["ACD", "A, C, D", "(A), (C) and (D)"])
+def test_several_right_letters_have_to_be_chosen_together(reference: str) -> None:
+    chosen = [
+        "The correct answers are A, C and D.",
+        r"\boxed{ACD}",
+        "A, C, D",
+        "\u7b54\u6848\u662fACD",
+        "Answer: D, C, A",
+    ]
+    others = ["A and C", "Answer: ABCD", "D", r"\boxed{A, C}"]
+    values = ChoiceMatch()(["?"] * 9, chosen + others, answer=[reference] * 9)
+    assert values == [1.0] * 5 + [0.0] * 4

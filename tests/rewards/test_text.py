@@ -1,10 +1,13 @@
 """Text of both forms of completions, columns by name, and the place of an answer in a text."""
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lightning_rl.rewards import text_of
+from lightning_rl.rewards import MathMatch, NumberMatch, text_of
 from lightning_rl.rewards.text import first_line, stated_answer
 
 
@@ -91,3 +94,21 @@ def test_the_last_marker_begins_the_stated_answer(text: str, stated: str | None)
 def test_the_first_line_is_cut_after_200_characters() -> None:
     assert first_line("4 \n5") == "4"
     assert first_line("x" * 500) == "x" * 200
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        np.int64(4),
+        np.float32(4),
+        np.array(4),
+        np.array([4, 5]),
+        np.array(["4"], dtype=object),
+        Decimal("4"),
+        Fraction(4),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("reward", [NumberMatch(), MathMatch()], ids=["number", "math"])
+def test_a_reference_may_be_a_number_or_an_array_of_numpy(reward: NumberMatch | MathMatch, reference: Any) -> None:
+    assert reward(["?"], ["4"], answer=[reference]) == [1.0]
