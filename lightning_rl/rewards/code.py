@@ -36,18 +36,21 @@ class CodeTests:
       the method of ``class Solution``, is called with the input, a list of arguments, one per line in JSON, or a
       mapping of keywords, and has to return the output;
     * a string of code such as ``assert f(2) == 4`` that runs after the program in the same process. Its functions
-      ``test...()`` and classes of unittest are run too, by pytest if they need it, as with fixtures or parameters; and
-      its function ``check``, as in HumanEval, with the function named in the column ``entry_point``. A program can
-      cheat such tests, so use the other kinds where that matters.
+      ``test...()`` and classes of unittest are run too, by pytest if they need it, as with fixtures or parameters;
+      and its function ``check``, as in HumanEval, with ``candidate``, the function that the column ``entry_point``
+      names, such as ``f`` or ``Solution().f``. A program can cheat such tests, so use the other kinds where that
+      matters.
 
     Numbers that are decimal fractions have the tolerance of ``numpy.allclose``. A program under a call or code is a
     module that is imported, by tests as ``solution`` or another name in ``code_driver.NAMES``: its ``__name__`` is not
     ``"__main__"``, and it scores 0 if it reads stdin, exits or raises without asking for that.
 
     The tests of a row are a list of tests, a single test, a mapping of lists ``{"inputs": [...], "outputs": [...]}``
-    with or without ``"fn_name"``, or JSON of one of these. A row with other tests or keys, invalid Python, or code that
-    tests nothing or needs a module or fixture that the sandbox does not have, gets NaN, is left out of training and is
-    counted as failed; a warning shows the first, and the file of failed samples has each as ``reason``.
+    with or without ``"fn_name"``, one of CodeContests (``{"input": [...], "output": [...]}``, also under
+    ``public_tests``, ``private_tests`` and ``generated_tests``), or JSON of one of these. A row with other tests or
+    keys, invalid Python, or code that tests nothing or needs a module or fixture that the sandbox does not have, gets
+    NaN, is left out of training and is counted as failed; a warning shows the first, and the file of failed samples
+    has each as ``reason``.
 
     Args:
         tests: Name of the column with the tests of each row.

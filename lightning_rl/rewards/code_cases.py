@@ -20,15 +20,20 @@ CALLS, PROGRAMS = ("function_call", "functional"), (None, "stdin", "stdin_stdout
 KEYS = {"input", "output", "type", "testtype", "fn_name", METADATA}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass)
-METHOD = re.compile(r"(?:Solution(?:\(\))?\.)?(\w+)")
+METHOD = re.compile(r"(?:(Solution)(?:\(\))?\.)?([^\W\d]\w*)")
+ENTRY = re.compile(r"(?:([^\W\d]\w*)(?:\(\))?\.)?([^\W\d]\w*)")
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 DRIVER = Path(__file__).with_name("code_driver.py").read_text(encoding="utf-8")
 TEST_FILE = "<test of a code reward>"
-IMPORTS = (  # that solutions of LeetCode take for granted
-    "import bisect, collections, copy, functools, heapq, itertools, json, math, operator, random, re, string, sys\n"
-    "from bisect import *; from collections import *; from functools import *; from heapq import *\n"
-    "from itertools import *; from math import ceil, comb, floor, gcd, inf, sqrt; from typing import *\n"
+IMPORTS = (  # that starters of LeetCode, LiveCodeBench and APPS take for granted
+    "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator, random, re, "
+    "statistics, string, sys\nfrom bisect import *; from collections import *; from copy import copy, deepcopy\n"
+    "from functools import *; from heapq import *; from itertools import *; from math import *\n"
+    "from operator import *; from random import randint; from string import ascii_lowercase, ascii_uppercase, digits\n"
+    "from typing import *\n"
 )
+COLUMNS = ("public_tests", "private_tests", "generated_tests")  # of CodeContests
+ASSERTS = re.compile("assert|expect|fail|check|raise|verify|exit", re.IGNORECASE)
 
 # Invalid escapes in tests. catch_warnings is not safe in the threads of rewards: it may leave all warnings ignored.
 warnings.filterwarnings("ignore", category=SyntaxWarning, module=re.escape(TEST_FILE))
@@ -59,13 +64,14 @@ class Script:
     Attributes:
         code: Python code.
         modules: Modules that it imports.
-        runner: Option of :func:`.code_driver.main`, as is ``tests``.
+        runner: Option of :func:`.code_driver.main`, as are ``tests`` and ``imports``.
     """
 
     code: str
     modules: tuple[str, ...] = ()
     runner: str | None = None
     tests: tuple[str, ...] = ()
+    imports: str = ""
 
     def program(self, source: str, mark: str) -> tuple[str, str]:
         """Return the program of the sandbox and its stdin."""
@@ -104,7 +110,7 @@ class FunctionCall:
 
     def program(self, source: str, mark: str) -> tuple[str, str]:
         """Return the program of the sandbox and its stdin."""
-        return _driver(source, mark, code=IMPORTS, function=self.name, arguments=self.arguments), ""
+        return _driver(source, mark, imports=IMPORTS, function=self.name, arguments=self.arguments), ""
 
     def accepts(self, stdout: str, mark: str) -> bool:
         """Return True if the result is right."""
@@ -194,6 +200,10 @@ def _list_of(tests: Any) -> Sequence[Any]:
         except (ValueError, RecursionError):
             return [tests]
         return _list_of(parsed) if isinstance(parsed, list | dict) else [tests]
+    if isinstance(tests, Mapping) and tests.keys() and tests.keys() <= set(COLUMNS):
+        return [test for column in COLUMNS if tests.get(column) is not None for test in _list_of(tests[column])]
+    if isinstance(tests, Mapping) and tests.keys() == {"input", "output"} and _are_texts(*tests.values()):
+        tests = {"inputs": tests["input"], "outputs": tests["output"]}
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs, outputs = tests["inputs"], tests["outputs"]
         listed = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)
@@ -206,6 +216,12 @@ def _list_of(tests: Any) -> Sequence[Any]:
     if isinstance(tests, list | tuple) and len(tests) == 1 and isinstance(tests[0], list | tuple):
         return tests[0]
     return tests if isinstance(tests, list | tuple) else [tests]
+
+
+def _are_texts(inputs: Any, outputs: Any) -> bool:
+    """Return True for as many texts of programs as outputs; lists of other lengths are the lines of one program."""
+    listed = isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple) and len(inputs) == len(outputs)
+    return listed and all(isinstance(text, str) for text in (*inputs, *outputs))
 
 
 def _test_of(test: Any, entry_point: Any) -> Test:
@@ -239,7 +255,7 @@ def _text_of(value: Any) -> str | None:
 
 def _call(test: Mapping[str, Any], name: Any) -> Test:
     method = METHOD.fullmatch(name) if isinstance(name, str) else None
-    if method is None or not method[1].isidentifier():
+    if method is None:
         raise UnreadableReference(
             f'expected the name of the function to call, as "fn_name" of the test or in the column {ENTRY_POINT!r}, '
             f"got {name!r} for {test!r:.200}"
@@ -250,7 +266,7 @@ def _call(test: Mapping[str, Any], name: Any) -> Test:
     try:
         wanted = json.loads(json.dumps(wanted, default=plain))
         calls = [
-            FunctionCall(method[1], json.loads(json.dumps(arguments, default=plain)), wanted)
+            FunctionCall(method[2], json.loads(json.dumps(arguments, default=plain)), wanted)
             for arguments in _arguments(given)
         ]
     except (TypeError, ValueError) as error:
@@ -289,6 +305,13 @@ def _script(test: str, entry_point: Any) -> Script:
     functions = {part.name: part for part in body if isinstance(part, FUNCTIONS)}
     tests = {name: part for name, part in functions.items() if name.startswith("test")}
     classes = {part.name: part for part in body if isinstance(part, ast.ClassDef) and _has_tests(part)}
+    entry = ENTRY.fullmatch(entry_point) if isinstance(entry_point, str) else None
+    checks = "check" in functions and "check" not in called
+    if not any(map(_asserts, ast.walk(ast.Module(body, [])))) or not (tests or classes or statements or checks):
+        raise UnreadableReference(
+            f"expected a test that fails for a wrong program, such as an assert, got code that any program passes: "
+            f"{test!r:.200}"
+        )
     if called & tests.keys():
         return Script(test, modules)
     if tests or classes:
@@ -302,14 +325,24 @@ def _script(test: str, entry_point: Any) -> Script:
             return Script(test, modules, "pytest", (*tests, *classes))
         code = "\n".join([test, *(f"{name}()" for name in tests)])
         return Script(code, modules, "unittest", tuple(classes)) if classes else Script(code, modules)
-    if "check" in functions and "check" not in called and isinstance(entry_point, str) and entry_point.isidentifier():
-        return Script(f"{test}\ncheck({entry_point})", modules)
-    if statements and "check" not in functions.keys() - called:
+    if entry and (checks or "candidate" in called):
+        owner, name = entry[1] or "Solution", entry[2]
+        candidate = (
+            f"candidate = {owner}().{name} if hasattr(globals().get({owner!r}), {name!r}) else globals()[{name!r}]"
+        )
+        return Script(f"{candidate}\n{test}" + ("\ncheck(candidate)" if checks else ""), modules, imports=IMPORTS)
+    if statements and not checks:
         return Script(test, modules)
     raise UnreadableReference(
-        f"expected a test to run something, such as an assert, got definitions only, which any program passes: "
-        f"{test!r:.200}; a function named check needs the column {ENTRY_POINT!r} with the name of the function to check"
+        f"expected the column {ENTRY_POINT!r} with the name of the function to check, such as 'f' or 'Solution().f', "
+        f"got {entry_point!r} for {test!r:.200}"
     )
+
+
+def _asserts(part: ast.AST) -> bool:
+    """Return True for code that may raise on purpose: an assert, a raise, or a name such as ``assertEqual``."""
+    name = part.id if isinstance(part, ast.Name) else part.attr if isinstance(part, ast.Attribute) else ""
+    return isinstance(part, ast.Assert | ast.Raise) or ASSERTS.search(name) is not None
 
 
 def _modules(body: Sequence[ast.stmt]) -> tuple[str, ...]:

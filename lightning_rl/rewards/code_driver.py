@@ -4,6 +4,7 @@ Its text and a call of :func:`main` are sent. The tested program is a module tha
 output has the result as JSON, after a mark.
 """
 
+import builtins
 import importlib.util
 import json
 import re
@@ -26,6 +27,7 @@ def main(
     mark: str,
     *,
     code: str = "",
+    imports: str = "",
     modules: Sequence[str] = (),
     runner: str | None = None,
     tests: Sequence[str] = (),
@@ -37,7 +39,8 @@ def main(
     Args:
         program: Source of the program.
         mark: Text that the program does not know.
-        code: Code that runs first for a call, else after the program.
+        code: Code that runs after the program, if there is no function.
+        imports: Imports whose names the program may use like built-in ones.
         modules: Modules that the code imports.
         runner: ``"unittest"`` or ``"pytest"`` for tests that it runs; None if the code runs all tests.
         tests: Names of the tests of the runner.
@@ -58,8 +61,9 @@ def main(
     if missing:
         say(missing=missing)
         return
-    if function:
-        exec(code, scope)
+    names: dict[str, Any] = {}
+    exec(imports, names)
+    scope["__builtins__"] = {**names, **vars(builtins)}
     exec(compile(program, path, "exec"), scope)
     if function:
         owner = scope["Solution"]() if hasattr(scope.get("Solution"), function) else None

@@ -117,7 +117,9 @@ ASSERT = Script("assert f(2) == 4")
         (json.dumps([ONE]), [READ]),
         (json.dumps({"inputs": ["2"], "outputs": ["4"]}), [READ]),
         (json.dumps(["assert f(2) == 4"]), [ASSERT]),
-        (HUMAN_EVAL, [Script(f"{HUMAN_EVAL}\ncheck(f)")]),
+        ({"input": ["2", "3"], "output": ["4", "6"]}, [READ, InputOutput("3", "6")]),
+        ({"input": ["2", "3"], "output": ["4"]}, [InputOutput("2\n3", "4")]),
+        ({"private_tests": {"input": [], "output": []}, "public_tests": {"input": ["2"], "output": ["4"]}}, [READ]),
         (f"{HUMAN_EVAL}\ncheck(f)", [Script(f"{HUMAN_EVAL}\ncheck(f)")]),
         ("def test_a():\n    assert f(2) == 4", [Script("def test_a():\n    assert f(2) == 4\ntest_a()")]),
     ],
@@ -197,6 +199,19 @@ def test_functions_are_called(program: str, tests: Any, columns: dict[str, Any],
     assert reward()([""], [f"```python\n{program}\n```"], tests=[tests], **rows) == [value]
 
 
+@pytest.mark.parametrize("test", [HUMAN_EVAL, f"{HUMAN_EVAL}\ncheck(candidate)", "assert candidate(2) == 4"])
+@pytest.mark.parametrize("entry_point", ["f", "Solution().f", "Solution.f"])
+def test_an_entry_point_may_be_a_method_and_use_the_names_of_its_starter(test: str, entry_point: str) -> None:
+    method = "class Solution:\n    def f(self, x: Optional[int]) -> int:\n        return math.prod([2, x])"
+    blocks = [f"```python\n{program}\n```" for program in (method, method.replace("2", "3"), "gcd = f = None")]
+    assert reward()([""] * 3, blocks, tests=[test] * 3, entry_point=[entry_point] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_an_import_of_the_starter_is_no_program() -> None:
+    tests = [{"fn_name": "gcd", "input": "[4, 6]", "output": "2"}, "assert candidate(4, 6) == 2"]
+    assert reward()([""], ["```python\nx = 1\n```"], tests=[tests], entry_point=["gcd"]) == [0.0]
+
+
 ADD = "def add(a, b):\n    return a + b\n"
 SUBTRACT = ADD.replace("+", "-")
 ENDS = ["print(add(int(input()), 1))", "sys.exit(0)", "unittest.main()", "raise ValueError"]
@@ -241,7 +256,7 @@ def test_a_program_under_a_call_or_code_is_a_module_that_is_imported(test: Any) 
         ("async def test_a():\n    assert add(1, 2) == 3", "async def functions are not natively supported"),
         ("import pytest\n@pytest.mark.skip\ndef test_a():\n    assert add(1, 2) == 3", "ran no test"),
         (
-            "import unittest\n@unittest.skip('x')\nclass A(unittest.TestCase):\n    def test_a(self):\n        1 / 0",
+            "import unittest\n@unittest.skip('x')\nclass A(unittest.TestCase):\n    def test_a(self): self.fail()",
             "ran no test",
         ),
     ],
@@ -289,9 +304,13 @@ def test_an_invalid_escape_in_a_test_gives_no_warning() -> None:
     [
         (5, "to be code or a mapping"),
         ([5], "to be code or a mapping"),
-        ("", "definitions only"),
-        ("import unittest\nclass TestF(unittest.TestCase):\n    pass", "definitions only"),
-        (HUMAN_EVAL, "needs the column 'entry_point'"),
+        ("", "code that any program passes"),
+        ("import unittest\nclass TestF(unittest.TestCase):\n    pass", "code that any program passes"),
+        ("print(f(2))", "code that any program passes"),
+        ("def test_f():\n    f(2) == 4", "code that any program passes"),
+        ("def check(candidate):\n    candidate(2) == 4", "code that any program passes"),
+        ("def helper():\n    assert f(2) == 4", "code that any program passes"),
+        (HUMAN_EVAL, "expected the column 'entry_point'"),
         ("assert f(2) =", "to be Python"),
         ("[1, 2]", "to be code or a mapping"),
         ({"a": 1}, "to be code or a mapping"),
