@@ -67,7 +67,9 @@ class PromptStream:
         """Return the first ``number`` prompts."""
         readings = list(islice((self._read(row, place, 0) for place, row in enumerate(self.dataset)), number))
         pairs = enumerate(zip(readings, self._encoder.encode(readings), strict=True))
-        return [Prompt(place, ids, reading.content, reading.columns) for place, (reading, ids) in pairs]
+        return [
+            Prompt(place, ids, reading.content, reading.columns, reading.variables) for place, (reading, ids) in pairs
+        ]
 
     def connect(
         self,

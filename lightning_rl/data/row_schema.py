@@ -312,8 +312,16 @@ def tool_schema(tool: Any) -> dict[str, Any]:
     if len(given) > 1:
         raise ValueError(f"expected one schema of the arguments of tool {function['name']}, got {in_words(given)}")
     left_out = {*PARAMETERS, *(MCP_ONLY if given != PARAMETERS[:1] else ()), *({"type"} if function is tool else ())}
-    schema = {"parameters": function[given[0]]} if given else {}
+    schema = {"parameters": _object_schema(function[given[0]])} if given else {}
     return {"type": "function", "function": {key: function[key] for key in function if key not in left_out} | schema}
+
+
+def _object_schema(parameters: Any) -> Any:
+    """Return the schema of arguments, also of a bare mapping of their schemas such as ``{"x": {"type": "string"}}``."""
+    keys = parameters.keys() if isinstance(parameters, Mapping) else ()
+    bare = keys and not {"properties", "additionalProperties", "$defs", "not", "if"} & set(keys)
+    bare = bare and all(isinstance(value, Mapping) for value in parameters.values())
+    return {"type": "object", "properties": parameters} if bare else parameters
 
 
 def _parse(value: Any) -> Any:

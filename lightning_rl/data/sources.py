@@ -12,6 +12,7 @@ from lightning_rl.data.rows import ArrowRows, JoinedRows, MemoryRows, Rows
 from lightning_rl.utils.naming import in_words
 
 PromptSource = str | Path | Iterable[Any]  # str first, because jsonargparse takes the first type that matches
+NAMES_DATA = re.compile(r"[\w.~*-]*[A-Za-z*][\w.*-]*/[\w./*?\[\]-]+")  # a data set of the hub, or a path or pattern
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 READERS = {
@@ -93,6 +94,7 @@ def _names_file(item: Any) -> bool:
         return False
     path = Path(item).expanduser()
     like_data = path.suffix in (*READERS, *COMPRESSED) and not any(map(str.isspace, item))
+    like_data = like_data or NAMES_DATA.fullmatch(item) is not None
     return like_data or ((path.suffix != "" or "/" in item) and path.exists())
 
 
@@ -110,7 +112,10 @@ def _paths(source: str | Path) -> list[str | Path]:
 def _join(paths: Sequence[str | Path], name: str | None, split: str | None) -> Rows:
     """Return the rows of several files, one after another."""
     if missing := [str(path) for path in paths if not Path(path).exists()]:
-        raise FileNotFoundError(f"expected a list of files, got {missing[0]!r:.300}, which is none: check the path")
+        raise FileNotFoundError(
+            f"expected a list of files, got {missing[0]!r:.300}, which is none: check the path, or pass "
+            "datasets.concatenate_datasets([...]) for several data sets of the hub"
+        )
     parts = [_open_path(path, name, split) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if not isinstance(part, Rows) and not is_hugging_face(part, "Dataset"):

@@ -290,6 +290,8 @@ def test_a_row_of_several_files_is_named_with_its_file(tmp_path: Path) -> None:
         ["data.jsonl.gz"],
         [Path("a.txt")],
         ["train.parquet", "test"],
+        ["openai/gsm8k", "allenai/ai2_arc"],
+        ["data/*", "more/**/part-?"],
     ],
     ids=str,
 )
@@ -302,6 +304,7 @@ def test_names_of_files_are_no_prompts(source: Any, tmp_path: Path, monkeypatch:
 
 
 def test_a_question_about_a_file_is_a_prompt() -> None:
+    PromptDataset(["3/4", "Is a/b a file?"])
     rows = PromptDataset(["a b rows.json", "c"])
     rows.connect(tiny_tokenizer())
     assert rows.prompt(1).token_ids == (4,)

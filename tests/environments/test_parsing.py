@@ -1,13 +1,14 @@
 """Parsing: other libraries read calls, errors are words for the policy, and a parser that misreads is refused."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from environments.templates import FAMILIES, tokenizer_of
 
 from lightning_rl.environments import Action, JsonParser, ParserError, RendererParser, TemplateParser, parser_for
-from lightning_rl.environments.parsing import check_source, misread
+from lightning_rl.environments.parsing import AnswerParser, check_source, misread
 
 LOOK = {
     "type": "function",
@@ -130,6 +131,8 @@ def test_a_renderer_reads_the_calls_of_its_family(name: str) -> None:
         ({"enable_thinking": False, "of": "another template"}, "\nIt is 4.", ""),
         ({"enable_thinking": True}, "\n<think>hm</think>\nIt is 4.", "hm"),
         ({}, "\n<think>hm</think>\nIt is 4.", "hm"),
+        ({}, "\nIt is 4.", ""),
+        ({"enable_thinking": True}, "\nIt is 4.", ""),
     ],
 )
 def test_a_renderer_gets_the_options_of_the_template(options: dict[str, Any], said: str, reasoning: str) -> None:
@@ -142,9 +145,16 @@ def test_a_renderer_gets_the_options_of_the_template(options: dict[str, Any], sa
 
 def test_a_parser_that_takes_an_answer_for_reasoning_is_refused() -> None:
     tokenizer, options = tokenizer_of("glm-4.5"), {"enable_thinking": False}
-    fault = "in '\\nwords-of-this-answer' it reads no text"
-    assert misread(RendererParser(tokenizer, "glm-4.5"), tokenizer, options) == fault
-    assert misread(RendererParser(tokenizer, "glm-4.5", options), tokenizer, options) is None
+    right = RendererParser(tokenizer, "glm-4.5", options)
+    assert misread(right, tokenizer, options) is None
+    without_text: AnswerParser = lambda ids, prefix, tools: replace(right(ids, prefix, tools), text="")  # noqa: E731
+    assert misread(without_text, tokenizer, options) == "in '\\nwords-of-this-answer' it reads no text"
+
+
+def test_reasoning_that_is_cut_is_no_text() -> None:
+    tokenizer = tokenizer_of("glm-4.5")
+    answer = parse(parser_for(tokenizer, "glm-4.5"), "\n<think>It is 4.", before="<|assistant|>", name="glm-4.5")
+    assert answer.text == "" and "It is 4." in (answer.reasoning or "")
 
 
 def test_formats_without_quotes_are_typed_by_the_schemas() -> None:

@@ -393,6 +393,11 @@ def test_a_tool_has_a_json_schema_beside_functions(schema: Any, awaited: bool) -
     cloudpickle.loads(cloudpickle.dumps(environment))
 
 
+def test_a_bare_mapping_of_arguments_is_the_schema_of_an_object() -> None:
+    tool = JsonTool(lambda city: city, {"name": "find", "parameters": {"city": {"type": "string"}}})
+    assert "4 is not of type 'string'" in said(ToolEnvironment([tool]), call("find", city=4))[0]
+
+
 def test_a_schema_without_a_function_is_refused_with_what_to_write() -> None:
     for make in (lambda: ToolEnvironment([MCP]), lambda: factories_of([add, MCP])):  # pyrefly: ignore[bad-argument-type]
         with pytest.raises(ValueError, match=r"JsonTool\(function, schema\)"):

@@ -1,7 +1,8 @@
 """Checks of a recipe and of its module: package versions, sizes that divide each other, tokenizer, chat template."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Any
 
 from packaging.requirements import Requirement
 from tokenizers import Tokenizer
@@ -11,6 +12,7 @@ from transformers.utils.hub import cached_file
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
 from lightning_rl.data.prompt_checks import prompt_findings
+from lightning_rl.data.row_schema import CONTINUES, TOOLS
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
@@ -126,17 +128,27 @@ def bridges(module: RLLightningModule) -> Iterator[Finding]:
     tokenizer = module.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return
+    rows = module.data_module.prompts.examples(EXAMPLES)
+    variables = [{key: row.variables[key] for key in row.variables if key not in (TOOLS, CONTINUES)} for row in rows]
+    for number, own in enumerate(variables or [{}]):
+        if own not in variables[:number]:
+            yield from _bridge(module, tokenizer, own)
+
+
+def _bridge(module: RLLightningModule, tokenizer: PreTrainedTokenizerBase, own: Mapping[str, Any]) -> Iterator[Finding]:
+    rows = f" of rows with chat_template_kwargs={dict(own)}" if own else ""
+    options = {**module.data_module.template_options, **own}
     try:
-        bridge = Bridge(tokenizer, module.run.sampling.eos_token_ids or (), module.data_module.template_options)
+        bridge = Bridge(tokenizer, module.run.sampling.eos_token_ids or (), options)
     except BridgeError as error:
-        yield fact("template", f"no message can follow an answer: {error}")
+        yield fact("template", f"no message can follow an answer{rows}: {error}")
         return
     wrong = {kind: bridge.check(kind) for kind in KINDS}
     right = [kind for kind, reasons in wrong.items() if not reasons]
-    yield fact("template", f"messages that can follow an answer: {', '.join(right) or 'none'}")
+    yield fact("template", f"messages that can follow an answer{rows}: {', '.join(right) or 'none'}")
     for kind, reasons in wrong.items():
         if reasons:
-            yield fact("template", f"{kind} messages cannot follow an answer: {'; '.join(reasons)}")
+            yield fact("template", f"{kind} messages cannot follow an answer{rows}: {'; '.join(reasons)}")
 
 
 def _token_name(tokenizer: PreTrainedTokenizerBase | None, token: int) -> str:
