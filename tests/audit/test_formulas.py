@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_rl import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.callbacks import EntropyBonus, IcePop, OffPolicyIS, ReferenceKL, RolloutKL, TruncatedIS
+from lightning_rl.callbacks import EntropyBonus, IcePop, OffPolicyIS, PositiveNLL, ReferenceKL, RolloutKL, TruncatedIS
 from lightning_rl.losses import (
     CISPO,
     DPPO,
@@ -28,6 +28,7 @@ from lightning_rl.losses import (
     resolve_loss,
 )
 from lightning_rl.signal.kl import KL_ESTIMATORS, Clamped, k2, k3
+from lightning_rl.signal.reductions import prompt_mean, token_mean
 
 FORMULAS = ("loss_formula", "loss_needs_advantages", "single_precision", "declared_ratio", "denominators")
 VARIANTS: list[PolicyLoss] = [
@@ -331,3 +332,45 @@ def test_importance_weights_that_collapse_as_a_whole_are_named() -> None:
     assert culprits("weights_keep_samples", evidence(None, small)) == []  # not an importance weight
     small.ratio = ("old", "rollout")
     assert culprits("weights_keep_samples", evidence(None, small)) == ["callback small.token_weight"]
+
+
+class Unlearns(PositiveNLL):
+    """NLL with the wrong sign."""
+
+    @override
+    def loss_term(self, view: LossView) -> LossTerm:
+        return dataclasses.replace(super().loss_term(view), per_token=-super().loss_term(view).per_token)
+
+
+@pytest.mark.parametrize(
+    ("callback", "wrong"),
+    [
+        (PositiveNLL(), False),
+        (Unlearns(), True),
+        (term("own", lambda view: -view.logprobs * (advantages(view) > 0)), False),
+        (term("own", lambda view: view.logprobs * (advantages(view) > 0)), True),
+        (term("own", lambda view: view.logprobs * (advantages(view) < 0)), False),
+        (term("own", lambda view: view.logprobs), False),  # raises the entropy
+        (term("own", kl), False),
+    ],
+)
+def test_a_term_that_lowers_good_responses_is_named(callback: RLCallback, wrong: bool) -> None:
+    found = culprits("loss_direction", evidence(None, callback))
+    assert found == ([f"callback {callback.name}.loss_term"] if wrong else [])
+
+
+def by_longest(valid: Tensor, trained: Tensor, groups: Tensor, global_sum: Any) -> Tensor:
+    return valid.double() / valid.sum(-1).max() / trained.sum()
+
+
+def by_square_root(valid: Tensor, trained: Tensor, groups: Tensor, global_sum: Any) -> Tensor:
+    return valid / valid.sum(-1, keepdim=True).clamp(min=1).double().sqrt() / trained.sum()
+
+
+@pytest.mark.parametrize(
+    ("reduction", "wrong"), [(by_longest, True), (by_square_root, False), (prompt_mean, False), (token_mean, False)]
+)
+def test_a_reduction_that_divides_by_the_longest_response_is_named(reduction: Any, wrong: bool) -> None:
+    plain = evidence()
+    found = culprits("denominators", replace(plain, algorithm=plain.algorithm.replace(reduction=reduction)))
+    assert found == (["reduction by_longest"] if wrong else [])

@@ -116,6 +116,10 @@ def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Skip(
             f"the reduction {evidence.names['reduction']} is not part of the library, so its definition is unknown"
         )
+        if _divides_by_longest(reduction):
+            expected, observed = "weights that do not depend on the longest response", "weights that do"
+            cure = "divide by a constant, a response's own length or the number of tokens, never by a maximum"
+            yield Finding(expected=expected, observed=observed, cure=cure)
     else:
         weights = reduction(rows.valid_tokens, rows.trained, rows.groups, local_sum)
         yield from differences(weights, expected, rows.sample_ids)
@@ -152,6 +156,18 @@ def denominators(evidence: Evidence) -> Iterator[Finding | Skip]:
         if _renormalizes(weights, strong.valid_tokens):
             observed = "weights of kept tokens that make up for those of 0"
             yield Finding(culprit=str(contribution), observed=observed)
+
+
+def _divides_by_longest(reduction: Reduction) -> bool:
+    """Return True if weights depend on the length of the longest response alone, in made-up groups of two responses."""
+
+    def first_weights(*lengths: int) -> Tensor:
+        valid = torch.arange(8) < torch.tensor((2, 3, *lengths))[:, None]
+        groups = torch.arange(len(valid)) // 2
+        return reduction(valid, torch.ones(len(valid), dtype=torch.bool), groups, local_sum)[:2]
+
+    plain, shorter, longer = first_weights(4, 6), first_weights(3, 6), first_weights(4, 7)
+    return bool(torch.equal(plain, shorter)) and not torch.equal(plain, longer)
 
 
 def _spreads(loss: PolicyLoss, view: LossView) -> bool:

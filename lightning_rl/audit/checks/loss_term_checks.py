@@ -9,6 +9,7 @@ from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of, reads_par
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.evidence import Contribution, Evidence, callback_of_one_method
+from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import FURTHER_OUTPUTS, TOKEN_REWARDS, LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import FinishReason, Rollout
@@ -111,10 +112,18 @@ def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
     cure="minimize minus advantage times ratio",
 )
 def loss_direction(evidence: Evidence) -> Iterator[Finding]:
-    """At a ratio of 1 the policy loss pushes no token against the sign of its advantage."""
+    """At a ratio of 1 the policy loss pushes no token against the sign of its advantage.
+
+    A loss term that follows the advantages, or the choice of a PositiveNLL, lowers no log-probabilities of good rows.
+    """
     view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitize())
-    if not len(view):
+    if not view.valid_tokens.any():
         return
+    for term in evidence.contributions("loss_term"):
+        if _unlearns(evidence, term):
+            expected, observed = "a gradient that raises log-probabilities of good responses", "one that lowers them"
+            cure = "subtract log-probabilities of good responses from the loss"
+            yield Finding(culprit=str(term), expected=expected, observed=observed, cure=cure)
     valid, advantages = view.valid_tokens, view.require("advantages")
     per_token = torch.where(valid, evidence.algorithm.loss(view), 0.0)
     gradient = gradient_of(per_token, view.logprobs).double()
@@ -197,6 +206,25 @@ def _slope_of(evidence: Evidence, loss_term: Contribution, field: str, size: flo
     leaf = torch.where(view.valid_tokens, size, 0.0).to(view.logprobs.dtype).requires_grad_()
     term = loss_term(view.replace(**{field: leaf}))
     return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), leaf).sum()) * term.coef
+
+
+def _unlearns(evidence: Evidence, loss_term: Contribution) -> bool:
+    """Return True if a term lowers log-probabilities, and more with a positive advantage than with a negative one."""
+    nll = isinstance(loss_term.callback, PositiveNLL)
+
+    def slope(sign: float) -> float:
+        view = uniform_view(evidence, advantage=sign)
+        if nll:
+            weights = {name.removeprefix("extras/"): max(sign, 0.0) for name in loss_term.callback.provides}
+            chosen = {name: view.logprobs.new_full((len(view),), weight) for name, weight in weights.items()}
+            view = view.replace(extras={**view.extras, **chosen})
+        term = loss_term(view)
+        if term.follows_policy_loss:
+            return 0.0
+        return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), view.logprobs).sum()) * term.coef
+
+    good = slope(1.0)
+    return good > 1e-6 and good > 1.01 * slope(-1.0)
 
 
 @check(cure="compute the term at every valid token, from log-probabilities alone; masks are for the policy loss")

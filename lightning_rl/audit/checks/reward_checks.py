@@ -16,7 +16,7 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rewards.reward_call import completion_form
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rewards.values import values_of
-from lightning_rl.rollout import GREEDY_SCORE
+from lightning_rl.rollout import GREEDY_SCORE, TURNS
 from lightning_rl.utils.finding import Finding
 
 MAX_ROWS = 8
@@ -33,12 +33,12 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
         for call, samples in zip(evidence.calls, known, strict=True)
         if (wrong := _samples_of_others(evidence, call, samples))
     ]
-    for call, samples in mixed_up:
+    for call, wrong in mixed_up:
         yield Finding(
             culprit=f"stage draw, the call of reward {call.name}",
             expected="completions that the engine drew",
-            observed=f"something else in {len(samples)} rows",
-            samples=samples[:4],
+            observed=f"something else in {len(wrong)} rows",
+            samples=wrong[:4],
         )
     for name, samples in evidence.strange_columns.items():
         yield Finding(
@@ -135,7 +135,10 @@ def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[i
     for batch in [] if samples else _batches(evidence.batches, len(asked)):
         if Counter(ids for _, ids in batch) == Counter(asked):
             return [sample for (sample, ids), other in zip(batch, asked, strict=True) if ids != other]
-    return []
+    drawn = {tuple(completion.token_ids) for batch in evidence.batches for _, completion in batch}
+    if samples or not drawn or TURNS in evidence.rollout.token_extras or drawn.issuperset(asked):
+        return []
+    return evidence.rollout.sample_ids.tolist()[: sum(ids not in drawn for ids in asked)]
 
 
 @check(expected="the same value for a completion in every batch", cure="score each row independently")

@@ -18,6 +18,7 @@ from lightning_rl import GAE, LossView, PromptDataModule
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
 from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.discounted_returns import gae
 
 TWICE_OVER = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}
@@ -187,6 +188,12 @@ STALE: dict[str, Any] = {
 
 
 FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "a reward of token ids without the last one",
+        "stage draw",
+        "reward_rows",
+        patches=[after(Sampler, "answers", lambda answers, *_: [ids[:-1] for ids in answers])],
+    ),
     Fault("a reward over the largest value so far", "RunningMaximum", fresh={"rewards": RunningMaximum}),
     Fault(
         "answers without a value rewarded with 0",
