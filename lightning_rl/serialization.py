@@ -4,7 +4,8 @@
 an instance            ``{"class_path": "package.Class", "init_args": {...}}``
 a function, a class    ``{"name": "package.function"}``, with ``closure`` if it has one
 ``functools.partial``  ``{"partial": "package.function", "args": [...], "keywords": {...}}``
-a model, a tensor      its class and size, without its values
+a model                its class and size, without its values
+a tensor, an array     its numbers, if they are at most 64; else its class and size
 a secret               omitted: ``api_key``, ``password`` and the like, fields with ``repr=False``
 =====================  ======================================================================
 
@@ -16,6 +17,7 @@ import dataclasses
 import hashlib
 import importlib
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set, Sized
@@ -26,6 +28,7 @@ from pathlib import Path
 from types import CellType, MappingProxyType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -60,7 +63,7 @@ def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
         >>> describe({"epochs": 2, "where": Path("runs"), "rate": partial(round, ndigits=2)})
         {'epochs': 2, 'where': 'runs', 'rate': {'partial': 'builtins.round', 'args': [], 'keywords': {'ndigits': 2}}}
     """
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)):
         return value.value if isinstance(value, Enum) else value
     if id(value) in around:
         return {CLASS: path_of(type(value))}
@@ -304,6 +307,13 @@ def _keeps(value: Any, name: str) -> bool:
     )
 
 
+def _describe_array(value: Any, around: tuple[int, ...]) -> Plain:
+    """Return the numbers of a small array or tensor, and class, size and dtype of a larger one, as of weights."""
+    if math.prod(value.shape) > MAX_ITEMS or str(getattr(value, "device", "cpu")) == "meta":
+        return {CLASS: path_of(type(value)), "size": list(value.shape), "dtype": str(value.dtype)}
+    return describe(value.tolist(), around)
+
+
 _KINDS: tuple[tuple[Any, Any], ...] = (
     (Mapping, _describe_mapping),
     ((list, tuple, set, frozenset), _describe_items),
@@ -314,7 +324,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
     ),
     (PreTrainedConfig, _describe_config),
     (nn.Module, lambda value, _: {CLASS: path_of(type(value)), "size": sum(map(Tensor.numel, value.parameters()))}),
-    (Tensor, lambda value, _: {CLASS: path_of(type(value)), "size": list(value.shape), "dtype": str(value.dtype)}),
+    ((Tensor, np.ndarray, np.generic), _describe_array),
     ((Path, torch.dtype, torch.device, Enum, bytes), lambda value, _: str(value)),
     (type, lambda value, _: {NAME: path_of(value)}),
 )

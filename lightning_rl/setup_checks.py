@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedTokenizerBase
@@ -308,6 +308,8 @@ def build_optimizers(
     check_trainable(groups)
     optimizer = _build_optimizer(builder, groups)
     optimizer.register_step_pre_hook(call_closure)
+    for group in optimizer.param_groups:  # schedules write to rates that are tensors in place
+        group.update({name: value.clone() for name, value in group.items() if isinstance(value, Tensor)})
     built: dict[str, Any] = {"optimizer": optimizer}
     description: dict[str, Any] = {**describe_optimizer(optimizer, names), "rates": None}
     if scheduler_builder is not None:

@@ -74,6 +74,11 @@ def two_rates(policy: float, critic: float, groups: list[dict[str, Any]]) -> Opt
     return AdamW([{**group, "lr": lr[group["name"]]} for group in groups])
 
 
+def tensor_rate(lr: float, groups: list[dict[str, Any]]) -> Optimizer:
+    """AdamW with a rate to which a schedule writes in place."""
+    return AdamW(groups, lr=torch.tensor(lr))
+
+
 def parts(number: int, groups: list[dict[str, Any]]) -> Optimizer:
     """AdamW with the parameters of the policy in a number of groups."""
     weights = groups[0]["params"]
@@ -163,6 +168,7 @@ WARMUP = warmup_then_linear(1, 9)
 
 OPTIMIZERS: dict[str, tuple[Any, Any, bool]] = {  # old, new, if its moments are kept
     "lr": (ADAMW, partial(AdamW, lr=1e-3), True),
+    "lr that is a tensor": (partial(tensor_rate, 1e-2), partial(tensor_rate, 1e-3), True),
     "lr of SGD": (partial(SGD, lr=0.1), partial(SGD, lr=0.01), True),
     "weight_decay": (ADAMW, partial(AdamW, lr=1e-2, weight_decay=0.5), True),
     "betas": (ADAMW, partial(AdamW, lr=1e-2, betas=(0.5, 0.6)), True),
@@ -184,7 +190,10 @@ OPTIMIZERS: dict[str, tuple[Any, Any, bool]] = {  # old, new, if its moments are
 }
 
 
-DAILY = ("lr", "SGD to AdamW", "AdamW to SGD", "rate of a group", "order within a shape", "others of one shape")
+DAILY = (
+    *("lr", "lr that is a tensor", "SGD to AdamW", "AdamW to SGD", "rate of a group"),
+    *("order within a shape", "others of one shape"),
+)
 
 
 @pytest.mark.parametrize("schedule", [None, WARMUP], ids=["constant", "scheduled"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from kit.support import tiny_policy, tiny_tokenizer
@@ -108,7 +109,7 @@ def test_models_and_tokenizers_are_named_and_not_kept() -> None:
         "class_path": "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM", "size": model.num_parameters(),
     }  # fmt: skip
     assert json.loads(json.dumps(describe(tiny_tokenizer()))) == describe(tiny_tokenizer())
-    assert describe(torch.zeros(2, 3)) == {"class_path": "torch.Tensor", "size": [2, 3], "dtype": "torch.float32"}
+    assert describe(torch.zeros(20, 30)) == {"class_path": "torch.Tensor", "size": [20, 30], "dtype": "torch.float32"}
 
 
 def built_from(config: Any) -> Callable[[], Any]:
@@ -283,3 +284,20 @@ def test_restored_values_equal_the_described_ones() -> None:
 def test_nothing_else_is_imported_or_called(description: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"[\w.]+\.\w+"):
         restore({"inside": [description]})
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([0.5, 0.25], dtype=torch.bfloat16), [0.5, 0.25]),
+        (np.float64(0.5), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.ones(1, dtype=bool)[0], True),
+        (np.array([[1, 2]]), [[1, 2]]),
+    ],
+)
+def test_numbers_of_small_tensors_and_arrays_are_described(value: Any, plain: Any) -> None:
+    described: Any = describe({"option": value})
+    assert described == {"option": plain} and type(described["option"]) is type(plain)

@@ -1,5 +1,6 @@
 """Options of an optimizer as it is configured, and their use in a run that is resumed with other options."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +119,8 @@ def describe_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> dict[s
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, without the parameters."""
-    return [{key: group[key] for key in _options(group)} for group in optimizer.param_groups]
+    """Return copies of the options of each parameter group, without the parameters."""
+    return [{key: copy.deepcopy(group[key]) for key in _options(group)} for group in optimizer.param_groups]
 
 
 def rates(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer) -> dict[str, list[list[float]]]:

@@ -1,5 +1,6 @@
 """Parts of the first optimizer step of a fit, and the step that a freshly configured optimizer would make."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,8 @@ class FirstStep(RLCallback):
     def _look(self, pl_module: Any, optimizer: Any) -> None:
         if self.options:
             return
-        self.options = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        groups = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
+        self.options = copy.deepcopy(groups)
         gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
         self.norm = float(nn.utils.get_total_norm(gradients))
         groups = pl_module.parallel.optimizer_groups(pl_module.required_policy.parameter_groups())
