@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.checkpointing.checksum import UNREADABLE, check_whole, unreadable
 from lightning_rl.checkpointing.folder_pickles import check_pickles
@@ -164,7 +165,7 @@ def write_pretrained(
         if part:
             model = build_model(sources[source], head=source == "policy")
             _load(base_model_of(model) if source == "policy" else backbone_of(model), part)
-            merge_adapters(model).save_pretrained(place)
+            _fix_parametrizations(merge_adapters(model)).save_pretrained(place)
     if "value_head.weight" in whole:
         (folder / "critic").mkdir(parents=True, exist_ok=True)
         save_file({"weight": whole["value_head.weight"]}, folder / "critic" / "value_head.safetensors")
@@ -186,6 +187,14 @@ def _finite_copies(weights: Iterable[tuple[str, Tensor]], *, keeps: bool) -> dic
             f"{f' and {len(broken) - 1} others' if broken[1:] else ''}: export an earlier checkpoint"
         )
     return whole
+
+
+def _fix_parametrizations(model: PreTrainedModel) -> PreTrainedModel:
+    """Replace parametrized weights, such as those of ``weight_norm``, by their values, which every reader loads."""
+    for part in model.modules():
+        for name in list(cast(Any, part).parametrizations) if parametrize.is_parametrized(part) else ():
+            parametrize.remove_parametrizations(part, name)
+    return model
 
 
 @torch.no_grad()

@@ -346,12 +346,13 @@ def check_head(model: PreTrainedModel) -> None:
     tokens = layer._modules.get("token_adapter")  # noqa: SLF001
     inner = layer if tokens is None else tokens.base_layer
     plain = type(inner).forward is nn.Linear.forward and "forward" not in vars(inner)
-    hooked = inner._forward_hooks or inner._forward_pre_hooks  # noqa: SLF001
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = any(getattr(part, name) for part in {model.get_output_embeddings(), layer, inner} for name in hooks)
     if plain and not hooked and (tokens is None or inner.bias is None):
         return
     name = next(name for name, part in model.named_modules() if part is layer)
     adapted = tokens is not None or hasattr(layer, "_disable_adapters")
-    got = f"{type(layer).__module__}.{type(layer).__name__}" + (" with forward hooks" if hooked else "")
+    got = f"{type(layer).__module__}.{type(layer).__name__}" + (" with hooks" if hooked else "")
     cure = f'leave it out of the adapter, or train it whole by modules_to_save=["{name}"]'
     raise ValueError(
         f"expected the vocabulary head {name} to be a linear layer, since its weight alone is read, got {got}: "

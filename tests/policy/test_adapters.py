@@ -84,6 +84,19 @@ def hooked() -> PreTrainedModel:
     return model
 
 
+def hooked_backward() -> PreTrainedModel:
+    model = tiny_policy()
+    model.lm_head.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 2,))
+    return model
+
+
+def normalized() -> PreTrainedModel:
+    model: Any = tiny_policy()
+    for part in (model.lm_head, model.model.layers[0].self_attn.q_proj):
+        nn.utils.parametrizations.weight_norm(part)
+    return model
+
+
 def merged() -> nn.Module:
     model: Any = lora()
     model.merge_adapter()
@@ -111,7 +124,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an own head": (partial(with_head, Scaled), LINEAR + r".*\.Scaled: build the model with a torch.nn.Linear"),
     "a subclass of a linear head": (partial(with_head, Shifted), LINEAR + r".*\.Shifted"),
-    "a hook on the head": (hooked, LINEAR + "torch.nn.modules.linear.Linear with forward hooks"),
+    "a hook on the head": (hooked, LINEAR + "torch.nn.modules.linear.Linear with hooks"),
+    "a hook on the head's gradient": (hooked_backward, LINEAR + "torch.nn.modules.linear.Linear with hooks"),
     "adalora": (
         lambda: adapted(AdaLoraConfig(target_modules=TARGETS, total_step=100, task_type="CAUSAL_LM")),
         "got AdaLoRA, which needs a call of update_and_allocate",
@@ -151,6 +165,7 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "few frequencies": lambda: adapted(FourierFTConfig(n_frequency=6, target_modules=TARGETS, scaling=300.0)),
     "few wavelets": lambda: adapted(WaveFTConfig(n_frequency=6, target_modules=TARGETS)),
     "dora": partial(lora, use_dora=True),
+    "parametrized weights": normalized,
 }
 
 
