@@ -7,11 +7,17 @@ with mean and deviation over the rewarded rows of the batch or of the row's grou
 raw reward, which ``reward/task`` still logs. Meant for estimators that do not
 normalize, such as GAE.
 
-Source: Engstrom et al. 2020 (Implementation matters), arXiv:2005.12729, on scaling rewards.
+With ``weights``, each reward function is normalized by itself, and the weighted sum takes the place of the reward. GDPO
+is ``RewardNormalization("group", "group", weights=...)`` with the estimator ``Normalized(mean="batch", std="batch")``.
+
+Source: Engstrom et al. 2020 (Implementation matters), arXiv:2005.12729, on scaling rewards; Liu et al. 2026 (GDPO),
+arXiv:2601.05242, on reward functions one by one.
 """
 
 import math
+from collections.abc import Mapping
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
@@ -35,9 +41,11 @@ class RewardNormalization(RLCallback):
         unbiased: Divide the variance by n - 1 instead of n.
         epsilon: Constant added to the standard deviation.
         clip: Bound of the absolute normalized reward, above 0.
+        weights: Weight of each reward function by name, in place of those of the module's ``rewards``, to normalize
+            the functions one by one over the rows to which they apply; None to normalize their sum.
 
     Raises:
-        ValueError: If a level is unknown or an option is out of range.
+        ValueError: If a level is unknown or an option is out of range; in a run, if ``weights`` names other functions.
     """
 
     name = "reward_normalization"
@@ -52,14 +60,18 @@ class RewardNormalization(RLCallback):
         unbiased: bool = True,
         epsilon: float = 1e-6,
         clip: float = math.inf,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         check_numbers(above=0, clip=clip)
+        if not all(map(math.isfinite, (weights or {}).values())):
+            raise ValueError(f"expected finite weights, got {weights}")
         self.mean: Level = mean
         self.std: Level = std
         self.leave_one_out = leave_one_out
         self.unbiased = unbiased
         self.epsilon = epsilon
         self.clip = clip
+        self.weights = None if weights is None else dict(weights)
         self.compares_groups = self._estimator.compares
         self.batch_statistics = not self._estimator.within_groups
 
@@ -84,5 +96,16 @@ class RewardNormalization(RLCallback):
         )
 
     def _normalize(self, rollout: Rollout) -> Tensor:
-        scores = rollout.rewards.double()
-        return self._estimator.per_row(scores, rollout.groups, rollout.rewarded, self.collectives.sum)
+        if self.weights is None:
+            return self._per_row(rollout, rollout.rewards.double(), rollout.rewarded)
+        if self.weights.keys() != rollout.task_rewards.keys():
+            names = ", ".join(rollout.task_rewards)
+            raise ValueError(f"expected weights of RewardNormalization for {names}, got {', '.join(self.weights)}")
+        total = torch.zeros_like(rollout.rewards, dtype=torch.float64)
+        for name, weight in self.weights.items():
+            raw = rollout.task_rewards[name].double()
+            total += weight * self._per_row(rollout, raw.nan_to_num(), rollout.rewarded & ~raw.isnan())
+        return total
+
+    def _per_row(self, rollout: Rollout, scores: Tensor, rewarded: Tensor) -> Tensor:
+        return self._estimator.per_row(scores, rollout.groups, rewarded, self.collectives.sum)

@@ -1,6 +1,7 @@
 """Translation of a GRPOConfig of TRL to the source of a recipe."""
 
 import ast
+import itertools
 import json
 import math
 import re
@@ -271,6 +272,8 @@ class _Writer:
         """Return the estimator, with TRL's epsilon."""
         group, none = _call("lightning_rl.GRPO", epsilon=EPSILON), _call("lightning_rl.DrGRPO")
         batch = _call("lightning_rl.Normalized", std="batch", epsilon=EPSILON)
+        if self.choose("multi_objective_aggregation", {"sum_then_normalize": False, "normalize_then_sum": True}):
+            return _call("lightning_rl.Normalized", mean="batch", std="batch", epsilon=EPSILON)
         return self.choose("scale_rewards", {"group": group, True: group, "batch": batch, "none": none, False: none})
 
     def loss(self) -> _Source:
@@ -309,6 +312,10 @@ class _Writer:
     def corrections(self) -> list[_Source]:
         """Return the callbacks that change the signal."""
         calls, callbacks = list[_Source](), "lightning_rl.callbacks"
+        if self["multi_objective_aggregation"] == "normalize_then_sum":
+            weights = dict(zip(self.reward_parts(), self["reward_weights"] or itertools.repeat(1.0), strict=False))
+            normalization = {"epsilon": EPSILON, "weights": weights}
+            calls.append(_call(f"{callbacks}.RewardNormalization", "group", "group", **normalization))
         if self["beta"]:
             unbiased = {"unbiased": True} if self["use_bias_correction_kl"] else {}
             if unbiased and self["importance_sampling_level"] == "sequence":
@@ -480,11 +487,15 @@ class _Writer:
         config = _call("peft.LoraConfig", **options)
         return f"\n\ndef policy():\n    return {_name('peft.get_peft_model')}({model}, {config})\n\n"
 
-    def rewards(self) -> Any:
-        """Return the rewards by name, each with its weight."""
+    def reward_parts(self) -> dict[str, Any]:
+        """Return the rewards by name."""
         names, model = self["reward_funcs"] or [], self["reward_model_name_or_path"]
         parts = {"reward_model": _call("lightning_rl.rewards.RewardModel", model=model)} if model else {}
-        parts |= dict(map(self.reward, names if isinstance(names, list) else [names]))
+        return parts | dict(map(self.reward, names if isinstance(names, list) else [names]))
+
+    def rewards(self) -> Any:
+        """Return the rewards by name, each with its weight."""
+        parts = self.reward_parts()
         weights = self["reward_weights"] or [1.0] * len(parts)
         if len(weights) != len(parts):
             self.refuse("reward_weights", f"expected {len(parts)}, one for each reward by its name, got {len(weights)}")

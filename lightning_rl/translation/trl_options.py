@@ -74,8 +74,9 @@ SECTIONS: dict[str, Table] = {
         | same("`VESPO(k_positive=, k_negative=)`", vespo_k_pos=2.0, vespo_k_neg=3.0)
         | same("`VESPO(lambda_positive=, lambda_negative=)`", vespo_lambda_pos=3.0, vespo_lambda_neg=2.0)
         | same('`GRPO`, `Normalized(std="batch")` or `DrGRPO`, with TRL\'s epsilon of 1e-4', scale_rewards="group")
-        | refusal(
-            "rewards are not standardized one by one; scale them", multi_objective_aggregation="sum_then_normalize"
+        | same(
+            '`RewardNormalization("group", "group", weights=)` and `Normalized(mean="batch", std="batch")` (GDPO)',
+            multi_objective_aggregation="sum_then_normalize",
         )
         | same("the weights in `rewards`", reward_weights=None)
         | same("`ReferenceKL(beta, as_loss=True)`", beta=0.0)
@@ -104,8 +105,11 @@ SECTIONS: dict[str, Table] = {
         )
         | refusal("the lower bound of the coefficient is 0; write a callback for another one", entropy_coef_min=0.0)
         | inert("the coefficient has no upper bound here", entropy_coef_max=1.0)
-        | refusal("tokens are not masked by entropy; write a callback with `token_mask`", top_entropy_quantile=1.0)
-        | refusal("the reference is frozen", sync_ref_model=False)
+        | refusal(
+            "the quantile is over an optimizer step, and a callback gets a microbatch; write a loss with `prepare`",
+            top_entropy_quantile=1.0,
+        )
+        | refusal("the reference is frozen, and checkpoints do not hold it", sync_ref_model=False)
         | inert(REFUSED_SYNC, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512)
         | different(
             "`RouterAuxLoss(coef)`",

@@ -74,6 +74,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, Any]]] = {
     "project": ("mine", {"report_to": "wandb"}),
     "lr_scheduler_kwargs": ({"min_lr_rate": 0.1}, {"lr_scheduler_type": "cosine_with_min_lr"}),
     "use_peft": (True, {}),
+    "multi_objective_aggregation": ("normalize_then_sum", {}),
     **{name: (value, ADAPTER) for name, value in {
         "lora_r": 8, "lora_alpha": 8, "lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts"],
         "lora_modules_to_save": ["norm"], "use_rslora": True, "use_dora": True, "lora_task_type": "SEQ_CLS",

@@ -82,6 +82,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     RewardNormalization: {
         "mean": ("batch", "group"), "std": ("batch", "none"), "leave_one_out": (False, True),
         "unbiased": (True, False), "epsilon": (1e-6, 0.1), "clip": (INF, 0.5),
+        "weights": (None, {"task": 2.0, "other": 1.0}),
     },
     RouterAuxLoss: {"coef": (0.001, 0.1)},
     RouterReplay: {},
