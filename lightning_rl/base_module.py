@@ -1,5 +1,6 @@
 """BaseModule: parts of a run, and the hooks around its training: setup, checkpoints, engine, evaluation, export."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -126,6 +127,39 @@ class BaseModule(LightningModule):
     def sampler(self) -> Sampler:
         """Sampler that generates and scores samples, with the options of this run."""
         return Sampler.of(self, None if self._trainer is None else trainer_state(self.trainer))
+
+    # The module as an object of PyTorch and Lightning.
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise NotImplementedError with the methods to call."""
+        raise NotImplementedError(
+            "expected a call of generate(prompts), which returns answers, or of policy.model(input_ids), which returns "
+            "logits, got a call of the module: call one of them"
+        )
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights; a policy that has not been built is built first."""
+        if self.policy is None:
+            self.policy = self.models.build_policy()
+            self.models.without_trainer = self.models.stepped = True
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy without the Trainer."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise TypeError, because the engine and the state of a run belong to one process."""
+        raise TypeError(
+            "expected a module that stays in its process, got an attempt to pickle it, as torch.save and "
+            'strategy="ddp_spawn" make: write its weights with trainer.save_checkpoint or save_pretrained, and use '
+            'strategy="ddp"'
+        )
 
     # Before a run.
 

@@ -55,6 +55,18 @@ MAX_SCHEDULE = 20_000  # steps of a fit for which a schedule is followed, in abo
 
 def check_flags(trainer: Trainer) -> None:
     """Raise ValueError for Trainer flags and callbacks that manual optimization does not support."""
+    method = getattr(trainer.strategy.launcher, "_start_method", None)
+    if method is not None:
+        raise ValueError(
+            f"expected a strategy whose processes are started from the command line, got one of {method!r}, such as "
+            "ddp_notebook, which Lightning takes in a notebook with several devices: the trained policy would end with "
+            'its processes; use devices=1, or run a script with strategy="ddp"'
+        )
+    if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "expected a module that is not compiled, got torch.compile(module): pass the module, and "
+            "model=ModelOptions(compile=True)"
+        )
     if trainer.gradient_clip_val:
         raise ValueError(
             f"expected Trainer without gradient_clip_val, got {trainer.gradient_clip_val}: pass max_grad_norm= to "
@@ -80,7 +92,21 @@ def check_flags(trainer: Trainer) -> None:
                 "expected ModelCheckpoint without train_time_interval, with which Lightning saves nothing under manual "
                 "optimization: pass every_n_train_steps="
             )
+        if isinstance(callback, ModelCheckpoint):
+            _check_file_name(callback)
         _check_tuner(callback)
+
+
+def _check_file_name(callback: ModelCheckpoint) -> None:
+    """Raise ValueError for a file name in which a metric such as ``val/pass@1`` makes a folder."""
+    name = callback.filename or ""
+    written = name if callback.auto_insert_metric_name else re.sub(r"{[^{}]*}", "", name)
+    if "/" in written:
+        plain = re.sub(r"{([^{}:]*/)?([^{}:/]*)([^{}]*)}", lambda field: f"{field[2]}={field[0]}", name)
+        raise ValueError(
+            f"expected ModelCheckpoint to write into its folder, got filename={name!r}, in which a slash makes one: "
+            f"pass filename={plain.replace('}/', '}-')!r} with auto_insert_metric_name=False"
+        )
 
 
 def _no_callback(part: Any) -> str:

@@ -1,16 +1,19 @@
 """Checks at setup: each error says who, what, and what to do about it."""
 
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from kit.specs import check, spec_of
 from kit.support import a_trainer, callback_of, fit, ragged_rollout, tiny_module, tiny_tokenizer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
 from lightning_rl import (
@@ -27,6 +30,7 @@ from lightning_rl import (
     Reinforce,
     RLCallback,
     TransformersEngine,
+    latest_checkpoint,
     warmup_then_linear,
 )
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
@@ -482,3 +486,28 @@ def test_a_column_of_a_reward_that_no_row_has_is_refused_before_generation(
     data = PromptDataModule(rows, 2, validation=rows if where == "validation" else None)
     with pytest.raises((TypeError, ValueError), match=message):
         a_trainer().validate(module, data) if where == "validation" else fit(module, data=data)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "cure"),
+    [
+        ("{epoch}-{val/reward:.2f}", {}, "'epoch={epoch}-reward={val/reward:.2f}' with auto_insert_metric_name=False"),
+        ("epoch={epoch}-reward={val/reward:.2f}", {"auto_insert_metric_name": False}, None),
+        ("{epoch}-{step}", {}, None),
+        (None, {"monitor": "reward/task"}, None),
+        ("a/b", {"auto_insert_metric_name": False}, "in which a slash makes one"),
+    ],
+)
+def test_a_name_of_a_checkpoint_that_makes_folders_is_refused(
+    name: str | None, options: dict[str, Any], cure: str | None, tmp_path: Path
+) -> None:
+    def run() -> None:
+        saving = ModelCheckpoint(tmp_path, filename=name, **options)
+        fit(tiny_module(), callbacks=[saving], enable_checkpointing=True, max_steps=1)
+
+    if cure is None:
+        run()
+        assert latest_checkpoint(tmp_path) is not None
+        return
+    with pytest.raises(ValueError, match=re.escape(cure)):
+        run()

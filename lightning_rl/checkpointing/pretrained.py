@@ -65,8 +65,6 @@ def restore_module(
     checkpoint = read_checkpoint(path, map_location)
     described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
     module = kind(**restore_options(described, arguments))
-    module.policy = module.models.build_policy()
-    module.models.without_trainer = module.models.stepped = True
     module.load_state_dict(checkpoint["state_dict"], strict=strict)
     return module
 

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy
 
@@ -79,6 +80,15 @@ def starts_itself(trainer: Trainer) -> bool:
     return strategy.cluster_environment is None or not strategy.cluster_environment.creates_processes_externally
 
 
+def write_elsewhere(trainer: Trainer, folder: Path) -> None:
+    """Let the files that a Trainer, its loggers and its ModelCheckpoints would write go to another folder."""
+    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    vars(trainer)["_default_root_dir"] = str(folder)
+    for number, callback in enumerate(trainer.checkpoint_callbacks):
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            callback.dirpath = str(folder / f"checkpoints_{number}")
+
+
 def run_until_fit(recipe: Recipe, callback: Callback, ckpt_path: Path | None = None) -> None:
     """Start the recipe's fit with a callback that raises :class:`StopRecipe`; nothing is displayed or written.
 
@@ -87,9 +97,9 @@ def run_until_fit(recipe: Recipe, callback: Callback, ckpt_path: Path | None = N
     """
     check_launch(recipe.trainer)
     trainer = recipe.trainer
-    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
     others = [each for each in callbacks_of(trainer) if not isinstance(each, ModelSummary | ProgressBar)]
     vars(trainer)["callbacks"] = [*others, callback]
     trainer.num_sanity_val_steps = 0
-    with suppress(StopRecipe):
+    with tempfile.TemporaryDirectory() as folder, suppress(StopRecipe):
+        write_elsewhere(trainer, Path(folder))
         trainer.fit(recipe.module, recipe.data, ckpt_path=ckpt_path)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_rl import distributed
 from lightning_rl.cli.output import say
-from lightning_rl.cli.recipes import check_launch, load_recipe
+from lightning_rl.cli.recipes import check_launch, load_recipe, write_elsewhere
 from lightning_rl.corrections import RLCallback
 from lightning_rl.metrics import is_of_the_clock
 from lightning_rl.module import RLLightningModule
@@ -97,13 +97,14 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
         Exit code: 0 if everything was bitwise equal, 1 otherwise.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        whole = _run(recipe, options, steps, save_to=Path(temporary))
+        files = Path(temporary) / "files"
+        whole = _run(recipe, options, steps, files, save_to=Path(temporary))
         folder = _of_first_rank(Path(temporary))
         say(f"{len(whole)} optimizer steps, then interrupted after each and resumed\n")
         say("after step  " + "".join(f"{kind:<12}" for kind in KINDS))
         equal = True
         for step in range(first, len(whole)):
-            resumed = _run(recipe, options, steps, resume_from=folder / f"{step}.ckpt")
+            resumed = _run(recipe, options, steps, files, resume_from=folder / f"{step}.ckpt")
             ranks: Any = distributed.process_objects([tuple(each) for each in _differences(whole, resumed, step)])
             differences = [Difference(*difference) for rank in ranks for difference in rank]
             equal = equal and not differences
@@ -119,11 +120,18 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
 
 
 def _run(
-    recipe: Path, options: Sequence[str], steps: int, *, save_to: Path | None = None, resume_from: Path | None = None
+    recipe: Path,
+    options: Sequence[str],
+    steps: int,
+    files: Path,
+    *,
+    save_to: Path | None = None,
+    resume_from: Path | None = None,
 ) -> dict[int, StepPrint]:
     loaded, prints = load_recipe(recipe, options), StepPrints(save_to)
     trainer = loaded.trainer
     check_launch(trainer)
+    write_elsewhere(trainer, files)
     callbacks_of(trainer).append(prints)
     trainer.fit_loop.epoch_loop.max_steps = steps
     trainer.fit_loop.max_epochs = -1

@@ -20,8 +20,10 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_rl.cli.doctor.command import examine
-from lightning_rl.cli.recipes import Recipe, load_recipe, starts_itself
+from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit, starts_itself
+from lightning_rl.cli.resume_check import resume_check
 from lightning_rl.reporting import RunReport, SampleTable
+from lightning_rl.utils.inspection import StopRecipe
 from lightning_rl.utils.trainer import callbacks_of
 
 SCRIPT = """
@@ -93,3 +95,40 @@ def test_an_inspection_writes_and_prints_nothing(tmp_path: Path, capfd: pytest.C
     assert {"samples", "engine"} <= {finding.check for finding in findings}
     assert list(tmp_path.iterdir()) == []
     assert capfd.readouterr().out == ""
+
+
+WRITING = """
+from kit.support import tiny_module, tiny_prompts
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+trainer = Trainer(
+    accelerator="cpu", max_steps=3, logger=CSVLogger({folder!r}, "logs"), default_root_dir={folder!r},
+    log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[ModelCheckpoint({folder!r} + "/checkpoints", save_last=True, every_n_train_steps=1)],
+)
+trainer.fit(tiny_module(), tiny_prompts(8, 4))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*pre-optimization state", "ignore:Checkpoint directory .* is not empty")
+def test_a_resume_check_writes_nothing_into_the_folders_of_the_run(tmp_path: Path) -> None:
+    path, folder = tmp_path / "recipe.py", tmp_path / "run"
+    path.write_text(WRITING.format(folder=str(folder)))
+    assert resume_check(path, [], steps=3) == 0
+    assert not [*folder.rglob("*")]
+
+
+def test_a_recipe_that_is_started_for_a_replay_writes_nothing_into_the_folders_of_the_run(tmp_path: Path) -> None:
+    path, folder = tmp_path / "recipe.py", tmp_path / "run"
+    path.write_text(WRITING.format(folder=str(folder)))
+
+    class Stop(Callback):
+        @override
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            trainer.save_checkpoint(Path(trainer.checkpoint_callbacks[0].dirpath) / "x.ckpt")  # pyrefly: ignore[missing-attribute]
+            raise StopRecipe(pl_module)
+
+    run_until_fit(load_recipe(path, []), Stop())
+    assert not [*folder.rglob("*")]
