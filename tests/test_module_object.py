@@ -1,11 +1,17 @@
-"""The module as an object of PyTorch and Lightning: copies, pickles, calls, state_dict, processes."""
+"""The module as an object of PyTorch and Lightning: copies, pickles, calls, state_dict, processes, export."""
 
 import copy
 import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from kit.support import differing, fit, tiny_module
+from kit.support import a_trainer, differing, fit, tiny_module, tiny_tokenizer
+from transformers import AutoTokenizer
+
+from lightning_rl import Evaluation, PromptDataModule
+from lightning_rl.cli.export import export
 
 
 @pytest.mark.parametrize("strategy", ["ddp_notebook", "ddp_fork", "ddp_spawn"])
@@ -51,3 +57,27 @@ def test_weights_are_loaded_into_a_policy_that_has_not_been_built() -> None:
     fresh.load_state_dict(trained.state_dict())
     assert not differing(trained, fresh) and fresh.generate([2, 3]) == trained.generate([2, 3])
     fit(fresh, max_steps=1)
+
+
+def test_export_calls_the_function_of_a_tokenizer(tmp_path: Path) -> None:
+    trainer = fit(tiny_module(), max_steps=1)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    sources = {"policy": "kit.support:tiny_policy", "tokenizer": "kit.support:tiny_tokenizer"}
+    export(tmp_path / "one.ckpt", tmp_path / "exported", **sources)
+    exported: Any = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert exported.eos_token == "</s>"
+
+
+def test_evaluations_of_unequal_lengths_score_no_empty_batch() -> None:
+    def strict(prompts: Any, completions: Any, *, answer: Any, **columns: Any) -> list[float]:
+        return [1.0 for _ in answer]
+
+    def rows(number: int) -> list[dict[str, Any]]:
+        return [{"prompt": [2 + place % 3], "answer": "a"} for place in range(number)]
+
+    evaluations = [Evaluation("short", rows(3)), Evaluation("long", rows(11), rewards=strict)]
+    module = tiny_module(rewards=strict, evaluation=evaluations, tokenizer=tiny_tokenizer())
+    data = PromptDataModule(rows(8), 4, validation=rows(2), validation_batch_size=4)
+    fit(module, data=data, max_steps=1, num_sanity_val_steps=2)
+    figures = a_trainer().validate(module, data, verbose=False)[0]
+    assert figures["val/long/reward/strict"] == figures["val/short/reward/strict"] == 1.0, sorted(figures)

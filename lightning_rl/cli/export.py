@@ -37,6 +37,8 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
     unused["rewards"] = {"none": lambda prompts, *_, **__: [None] * len(prompts)}
     try:
         sources: dict[str, Any] = {name: source_of(part) for name, part in parts.items()}
+        if callable(tokenizer := sources.get("tokenizer")):
+            sources["tokenizer"] = tokenizer()
         module = RLLightningModule.load_from_checkpoint(checkpoint, **{**unused, **sources})
     except (ValueError, ImportError, AttributeError, FileNotFoundError) as refused:
         raise SystemExit(str(refused)) from refused

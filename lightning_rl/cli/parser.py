@@ -55,7 +55,7 @@ def _export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     parser.add_argument("folder", type=Path, help="folder to write to")
     parser.add_argument("--policy", help="name, path or module:function of the policy, if it was built by code")
     parser.add_argument("--critic", help="name, path or module:function of a separate critic, if it was built by code")
-    parser.add_argument("--tokenizer", help="name or path of the tokenizer, if the checkpoint names none")
+    parser.add_argument("--tokenizer", help="name, path or module:function of the tokenizer, if none is saved")
 
 
 def _from_trl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
