@@ -50,7 +50,7 @@ CURRENCY = re.compile(
     r"[\s}]*(?=[-0-9.\\])(?P<rest>.+)"
 )
 VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z]*\s*=)|[\u3040-\ud7a3]")
-BARE = re.compile(r"(\\[lgn]e|[<>])\s*[0-9.]*[0-9]|[0-9.]+\s*\\(?:cdot|times)\s*10\^(?:\{-?[0-9]+\}|[0-9])")
+BARE = re.compile(r"(\\[lgn]e|<|(?<![-=])>)\s*[0-9.]*[0-9]|[0-9.]+\s*\\(?:cdot|times)\s*10\^(?:\{-?[0-9]+\}|[0-9])")
 BASE = re.compile(r"(?P<digits>[0-9A-Fa-f,]+)\s*_\s*\{?\s*(?P<base>[0-9]+|[a-z]+)\s*\}?")
 MODULUS = re.compile(r"\s*(?:\(\s*)?\\?[bp]?mod(?:ulo)?\b\s*\{?\s*(?P<modulus>[0-9A-Za-z]+)\s*\}?\s*\)?$")
 CONJUNCTION = re.compile(
@@ -214,6 +214,7 @@ def _read_last(text: str) -> Answer:
 def _tidy(text: str) -> str:
     r"""Return the text with its boxes as ``\boxed{``, in ASCII, and without thin spaces in numbers."""
     text = plain_text(text).replace(r"\$", "\uff04").replace(r"\!", "").replace(r"\varnothing", r"\emptyset")
+    text = re.sub(r"=\s*[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])", lambda value: value.group().replace(",", ""), text)
     text = SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = re.sub("\u221a\\(?([0-9]+)\\)?", r"\\sqrt{\1}", text)
     text = text.translate(str.maketrans(SYMBOLS_OF_TEXT))
@@ -235,7 +236,7 @@ def _first_lines(answer: str) -> str:
 
 def _strip_delimiters(answer: str) -> str:
     """Return an answer in one line without dollar signs around formulas and without decoration."""
-    answer = " ".join(answer.replace("\n", " ").replace("**", "").split())
+    answer = re.sub(r"^[-=]+>", "", " ".join(answer.replace("\n", " ").replace("**", "").split()))
     if re.fullmatch(r"(?:[^$]*\$(?=[0-9]))+[^$]*", answer):  # amounts of money, no formulas
         answer = answer.replace("$", "\uff04")
     answer = WHOLE.sub(lambda formula: next(filter(None, formula.groups()), "").strip(), answer)

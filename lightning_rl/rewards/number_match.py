@@ -68,12 +68,12 @@ NUMBER = re.compile(
     re.VERBOSE,
 )
 BEFORE = re.compile(  # a number is part of a formula, range, bound or time
-    r"(?:[<>\u00b1]\s*|\\(?!text|math|mbox|left|quad|display)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
+    r"(?:(?:<|(?<![-=])>|\u00b1)\s*|\\(?!text|math|mbox|left|quad|display)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
 )
-BOUND = re.compile(r"(?:[<>]|\\[lgn]e)\s*$")
+BOUND = re.compile(r"(?:<|(?<![-=])>|\\[lgn]e)\s*$")
 WORDS_BEFORE_FORMULA = re.compile(r"^[^0-9\\$]+(?=\$[^$]*\$|\\\[|\\\()")
 AFTER = re.compile(
-    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|[_<>]|\u00b1|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
+    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|[_>]|<(?!/)|\u00b1|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
 )
 DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\){}\[\]]+")
 NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
@@ -141,7 +141,7 @@ class NumberMatch(AnswerMatch):
         text = plain_text(text)
         stated = stated_answer(text, self.markers)
         line = "" if stated is None else with_decimal_points(without_spaces(first_line(stated)))
-        line = WORDS_BEFORE_FORMULA.sub("", line)
+        line = WORDS_BEFORE_FORMULA.sub("", line).replace("=>", "->")
         numbers = list(NUMBER.finditer(line))
         if numbers:
             return _stated_value(line, numbers)

@@ -49,6 +49,9 @@ JSON_ANSWER = re.compile(
     r'"(?:final[ _]?)?answer"\s*:\s*(?:"(?P<text>(?:[^"\\]|\\.)*)"|(?P<other>\[[^][{}]*\]|[^\s"{},\[\]]+))',
     re.IGNORECASE,
 )
+REWRITTEN = re.compile(
+    r"<answer>|\"(?:final.)?answer\":?|[#*_ ]+(?:final )?answer[*_ ]*", re.IGNORECASE
+)  # by plain_text
 SCALE_WORD = r"(?:more|greater|larger|higher|less|fewer|smaller|lower)"
 
 
@@ -63,6 +66,10 @@ NOTATIONS = [
         (r"</?answer>", r"\n\g<0>\n"),
         (r"<answer>", "Answer: "),
         (r"</answer>|^[ \t]*```[a-z]*[ \t]*$|`+|(?<=\n)> ?", ""),
+        (r"</?(?:b|br|div|em|end|eos|i|p|s|span|strong)>|<\|\w+\|>", " "),
+        ("<=", r"\\le "),
+        (r">=(?!>)", r"\\ge "),
+        (r"(?<!or )\bequal to\b", "="),
         (r"^[#*_ \t]*(?:(?:final|correct) )?answer[*_ \t]*\n+(?=[^\n]+\s*\Z)", "Answer: "),
         (r"^([^\n0-9\\]+)\n\s*(?=\$|\\\[|\\\(|\\boxed)", r"\1 "),
         (_words_before_value("minus|negative"), "-"),
@@ -224,6 +231,8 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
         ('5', '5', '')
     """
     text = join_boxes(text) if r"\boxed{" in markers else text
+    if any(map(REWRITTEN.fullmatch, markers)):
+        markers = (*markers, "answer:")
     place = answer_place(text, markers)
     return None if place is None else text[place[1] : place[2]].lstrip(" \t\r\n*_").rstrip()
 

@@ -1,6 +1,7 @@
 """Parsing: other libraries read calls, errors are words for the policy, and a parser that misreads is refused."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from environments.templates import FAMILIES, tokenizer_of
 
 from lightning_rl.environments import Action, JsonParser, ParserError, RendererParser, TemplateParser, parser_for
-from lightning_rl.environments.parsing import AnswerParser, check_source, misread
+from lightning_rl.environments.parsing import check_source, misread
 
 LOOK = {
     "type": "function",
@@ -147,7 +148,10 @@ def test_a_parser_that_takes_an_answer_for_reasoning_is_refused() -> None:
     tokenizer, options = tokenizer_of("glm-4.5"), {"enable_thinking": False}
     right = RendererParser(tokenizer, "glm-4.5", options)
     assert misread(right, tokenizer, options) is None
-    without_text: AnswerParser = lambda ids, prefix, tools: replace(right(ids, prefix, tools), text="")  # noqa: E731
+
+    def without_text(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
+        return replace(right(token_ids, prefix_ids, tools), text="")
+
     assert misread(without_text, tokenizer, options) == "in '\\nwords-of-this-answer' it reads no text"
 
 

@@ -358,6 +358,12 @@ BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
     ],
     "no-bound": [
         ("It takes no more than 4", "4", 0.0),
+        ("x <= 4", "4", 0.0),
+        ("The answer is 4</s>", "4", 1.0),
+        ("<b>4</b><|im_end|>", "4", 1.0),
+        ("The answer is => 4", "4", 1.0),
+        ("The answer is equal to 4", "4", 1.0),
+        ("Therefore, $x = 1,234$.", "1,234", 1.0),
         (r"\boxed{\approx 4}", "4", 1.0),
         ("Answer: about 4", "4", 1.0),
         ("Answer: perhaps 4", "4", 1.0),

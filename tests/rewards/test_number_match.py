@@ -261,3 +261,16 @@ def test_bundled_gold_answers_score_1_and_others_0() -> None:
     for change in (1, -1, F(1, 1000), 10**6):
         others = [f"#### {float(reward.number_of_reference(answer) + change)!r}" for answer in answers]
         assert reward(prompts, others, answer=answers) == [0.0] * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("marker", "text"),
+    [
+        ("<answer>", "<answer>4</answer>\nI checked 5."),
+        ('"answer":', '{"answer": 4, "other": 5}'),
+        ("<result>", "<result>4</result>\nI checked 5."),
+        ("**Answer**", "I checked 5.\n**Answer**\n4"),
+    ],
+)
+def test_a_marker_may_be_a_tag_a_key_or_a_heading(marker: str, text: str) -> None:
+    assert NumberMatch(markers=(marker,), strict=True)(["?"], [text], answer=[4]) == [1.0]
