@@ -6,7 +6,7 @@ a function, a class    ``{"name": "package.function"}``, with ``closure`` if it 
 ``functools.partial``  ``{"partial": "package.function", "args": [...], "keywords": {...}}``
 a model                its class and size, without its values
 a tensor, an array     its numbers, if they are at most 64; else its class and size
-a secret               omitted: ``api_key``, ``password`` and the like, fields with ``repr=False``
+a secret               omitted by :mod:`.utils.keys`, as ``api_key`` and ``password``, or a field with ``repr=False``
 =====================  ======================================================================
 
 Checkpoints, hyperparameters and recordings contain descriptions. No code runs from a file: only parts of this library
@@ -20,10 +20,11 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from types import CellType, MappingProxyType, ModuleType
 from typing import Any
@@ -34,12 +35,13 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from lightning_rl.utils.keys import HIDDEN, hide_secrets, is_secret
+
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
 ABSENT = "nothing"
 MAX_ITEMS = 64  # longer lists are described by length and hash
-SECRET = re.compile(r"(^|_)(key|password|secret|credentials?)$|^(auth|access|api)_?token$", re.IGNORECASE)
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 MODULES = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
 MODULES += ("environments.conversation_options", "policy.model_options")
@@ -64,7 +66,8 @@ def describe(value: Any, around: tuple[int, ...] = ()) -> Plain:
         {'epochs': 2, 'where': 'runs', 'rate': {'partial': 'builtins.round', 'args': [], 'keywords': {'ndigits': 2}}}
     """
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, np.generic)):
-        return value.value if isinstance(value, Enum) else value
+        value = value.value if isinstance(value, Enum) else value
+        return hide_secrets(value) if isinstance(value, str) else value
     if id(value) in around:
         return {CLASS: path_of(type(value))}
     around = (*around, id(value))
@@ -230,10 +233,12 @@ def _make(kind: Any, arguments: Any, unknown: Callable[[str], Any] | None) -> An
 
 
 def _describe_mapping(value: Mapping[Any, Any], around: tuple[int, ...]) -> Plain:
-    return {str(key): describe(item, around) for key, item in value.items() if not SECRET.search(str(key))}
+    return {str(key): describe(item, around) for key, item in value.items() if not is_secret(str(key), item)}
 
 
 def _describe_items(value: Any, around: tuple[int, ...]) -> Plain:
+    if fields := getattr(value, "_fields", ()):  # of a named tuple
+        value = _without_secrets(fields, value)
     items = [describe(item, around) for item in (sorted(value, key=repr) if isinstance(value, Set) else value)]
     if len(items) <= MAX_ITEMS:
         return items
@@ -245,15 +250,26 @@ def _describe_partial(value: "partial[Any]", around: tuple[int, ...]) -> Plain:
         value = partial(*value.args[1:], **value.keywords)
     function = describe(value.func, around)
     name = function[NAME] if isinstance(function, dict) and set(function) == {NAME} else function
-    bound = {"args": describe(list(value.args), around), "keywords": describe(value.keywords, around)}
+    arguments = _without_secrets([parameter.name for parameter in _parameters(value.func)], value.args)
+    bound = {"args": describe(arguments, around), "keywords": describe(value.keywords, around)}
     return {PARTIAL: name, **bound}
+
+
+def _without_secrets(names: Sequence[str], values: Sequence[Any]) -> list[Any]:
+    """Return values by position, with a placeholder for secrets."""
+    return [
+        HIDDEN if name and is_secret(name, value) else value
+        for name, value in zip_longest(names[: len(values)], values)
+    ]
 
 
 def _describe_function(value: Any, around: tuple[int, ...]) -> Plain:
     names = inspect.unwrap(value).__code__.co_freevars if inspect.isfunction(inspect.unwrap(value)) else ()
     closed = {}
     for name, cell in zip(names, inspect.unwrap(value).__closure__ or () if names else (), strict=True):
-        closed[name] = describe(cell.cell_contents, around) if cell != CellType() else ABSENT
+        inner = cell.cell_contents if cell != CellType() else ABSENT
+        if not is_secret(name, inner):
+            closed[name] = describe(inner, around)
     owner = getattr(value, "__self__", None)
     if inspect.ismethod(value):
         closed["self"] = describe(owner, around)
@@ -292,11 +308,11 @@ def _describe_config(value: PreTrainedConfig, around: tuple[int, ...]) -> Plain:
     return described
 
 
-def _parameters(kind: type) -> list[inspect.Parameter]:
+def _parameters(kind: Any) -> list[inspect.Parameter]:
     hidden = {spec.name for spec in dataclasses.fields(kind) if not spec.repr} if dataclasses.is_dataclass(kind) else ()
     try:
         signature = inspect.signature(kind)
-    except ValueError:  # some built-in classes have none
+    except (TypeError, ValueError):  # some built-in classes have none
         return []
     return [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
 
@@ -325,6 +341,6 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
     (PreTrainedConfig, _describe_config),
     (nn.Module, lambda value, _: {CLASS: path_of(type(value)), "size": sum(map(Tensor.numel, value.parameters()))}),
     ((Tensor, np.ndarray, np.generic), _describe_array),
-    ((Path, torch.dtype, torch.device, Enum, bytes), lambda value, _: str(value)),
+    ((Path, torch.dtype, torch.device, Enum, bytes), lambda value, _: hide_secrets(str(value))),
     (type, lambda value, _: {NAME: path_of(value)}),
 )

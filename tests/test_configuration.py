@@ -18,6 +18,8 @@ import lightning_rl
 from lightning_rl import DPPO, PromptDataModule, RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL
 from lightning_rl.configuration import configuration
+from lightning_rl.recording import RolloutRecorder
+from lightning_rl.reporting import RunReport, SampleTable
 from lightning_rl.serialization import describe
 
 
@@ -57,6 +59,28 @@ class Listening(DummyLogger):
     @override
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self.params.append(params)
+
+
+def asking_reward(api_key: str, headers: dict[str, str]) -> Any:
+    def ask(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        del completions, columns
+        return [float(len(api_key) + len(headers) + place % 2) for place in range(len(prompts))]
+
+    return ask
+
+
+def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
+    reward = asking_reward("sesame-1", {"authorization": "sesame-1", "x-server": "http://me:sesame-1@127.0.0.1"})
+    watching = [RunReport(1, folder=tmp_path / "report"), RolloutRecorder(tmp_path / "recorded"), SampleTable(1)]
+    logger = CSVLogger(tmp_path)
+    trainer = fit(
+        tiny_module(rewards={"ask": reward}), callbacks=watching, logger=logger, limit_train_batches=1,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"hparams.yaml", "run.json", "whole.ckpt"} <= {path.name for path in files}
+    assert [path for path in files if b"sesame-1" in path.read_bytes()] == []
 
 
 def test_every_logger_gets_it() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -199,6 +199,42 @@ def test_secrets_are_left_out() -> None:
         "max_tokens_per_microbatch": 4096,
         "max_new_tokens": 8,
     }
+
+
+class Account(NamedTuple):
+    """Name and password of a server."""
+
+    user: str
+    passwd: str
+
+
+def asking(key: str) -> Callable[..., list[float]]:
+    def ask(prompts: list[str], apikey: str = "") -> list[float]:
+        return [len(key + apikey)] * len(prompts)
+
+    return ask
+
+
+HELD: list[Any] = [
+    *({name: "sesame-1"} for name in ("apikey", "api_key", "apiKey", "token", "hf_token", "passwd", "key")),
+    {"headers": {"authorization": "sesame-1", "X-Api-Key": "sesame-1", "Cookie": "sesame-1"}},
+    {"headers": [("Accept", "*/*"), ("X-Auth", "Bearer sesame-1")], "OPENAI_API_KEY": "sesame-1"},
+    *(asking("sesame-1"), partial(asking("a"), ["a"], "sesame-1"), partial(asking, key="sesame-1")),
+    *(Account("me", "sesame-1"), {"url": "https://me:sesame-1@10.0.0.1/v1"}),
+    *({"url": "https://10.0.0.1/v1?model=a&api_key=sesame-1"}, {"name": "sk-proj-sesame-10123456789"}),
+]
+
+
+@pytest.mark.parametrize("place", range(len(HELD)))
+def test_no_secret_is_described(place: int) -> None:
+    assert "sesame-1" in repr(HELD[place]) or callable(HELD[place])
+    assert "sesame-1" not in json.dumps(describe({"reward": HELD[place]}))
+
+
+def test_names_of_tokens_and_columns_are_described() -> None:
+    options = {"tokens": [1], "max_tokens": 8, "tokenizer": "gpt2", "eos_token": "<eos>", "token": 7, "key": "answer"}
+    options |= {"answer_key": "label.text", "api_key_env": "OPENAI_API_KEY", "url": "http://10.0.0.1:8000/v1?key=a"}
+    assert describe(options) == options
 
 
 def test_a_circle_ends() -> None:
