@@ -129,7 +129,8 @@ def check_options(options: Sequence[str]) -> None:
     for option in options:
         flag = option.partition("=")[0].replace("_", "-")
         for name, why in REFUSED.items():
-            if flag == name or (name == "--data-parallel" and flag.startswith(name)):
+            abbreviates = len(flag) > 2 and name.startswith(flag)  # argparse accepts abbreviations
+            if flag == name or abbreviates or (name == "--data-parallel" and flag.startswith(name)):
                 raise ValueError(f"expected no {option} after --: {why}")
 
 

@@ -164,6 +164,8 @@ def test_the_storage_is_told_to_the_server(folder: Path, ran: Ran, tmp_path: Pat
         (["--api_key=x"], "every user of the machine can read"),
         (["--host", "0.0.0.0"], "expected no --host after --: pass it before --"),
         (["--port=1"], "pass it before --"),
+        (["--ho", "0.0.0.0"], "expected no --ho after --: pass it before --"),
+        (["--api=x"], "every user of the machine can read"),
         (["--data_parallel_size=2"], "only the first engine confirms a load of weights, .*: start a server for each"),
         (["-dp", "2"], "start a server for each engine"),
         (["--worker-extension-cls", "a.B"], "serve sets it"),

@@ -64,6 +64,8 @@ class ServerList:
     def _lines(self) -> Iterable[str]:
         servers: Any = self._servers
         if isinstance(servers, Path):
+            if servers.exists() and not servers.is_file():  # opening a pipe would wait for its other end
+                raise ValueError(f"expected a file of URLs, got {servers}, which is a pipe or a device")
             lines = (line.partition("#")[0].strip() for line in servers.read_text().splitlines())
             return [line for line in lines if line]
         if callable(servers):

@@ -1,5 +1,6 @@
 """Servers that are added and removed during a run: samples stay the same, and an unusable list changes nothing."""
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,6 +130,12 @@ def test_an_unusable_list_changes_nothing_and_is_logged_once(
     engine.close()
     told = [record.message for record in caplog.records if "servers stay as they are" in record.message]
     assert len(told) == 1 and why in told[0] and told[0].isprintable()
+
+
+def test_a_list_that_is_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "servers")
+    with pytest.raises(ValueError, match=r"expected a file of URLs, got .*servers, which is a pipe or a device"):
+        ServerList(tmp_path / "servers", lambda _: None).read()
 
 
 def test_a_list_is_used_once_two_reads_agree(one: ScriptedServer, two: ScriptedServer) -> None:
