@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
-import torch
-
 from lightning_rl.utils.mutation_guard import Fields, Versions, refuse_edits
 from lightning_rl.utils.stop_iteration import stop_error
+from lightning_rl.utils.torch_state import preserve_torch_state
 
 ReturnT = TypeVar("ReturnT")
 PURE = "return a new tensor and modify nothing in place (use x * y, not x *= y; no .data, .numpy() or set_)"
@@ -54,7 +53,7 @@ def call_user(
 ) -> ReturnT:
     """Call user code of the signal.
 
-    The gradient mode is restored after the call.
+    Settings of torch that it changes, such as the gradient mode, are restored after the call.
 
     Args:
         who: Name of the user code for messages.
@@ -67,7 +66,7 @@ def call_user(
         EditError: If the function modified a tensor that it was shown.
         RuntimeError: If it raised StopIteration.
     """
-    with guard.around(who, shown, args), torch.set_grad_enabled(torch.is_grad_enabled()):
+    with guard.around(who, shown, args), preserve_torch_state():
         try:
             return function(*args)
         except StopIteration as stop:

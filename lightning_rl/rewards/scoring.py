@@ -26,6 +26,7 @@ from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers, check_rows
 from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import check_columns, in_words, name_of
+from lightning_rl.utils.torch_state import preserve_torch_state
 
 RewardSource = (
     Reward | Mapping[str, tuple[Reward, float] | Reward] | Sequence[Reward]
@@ -337,7 +338,7 @@ class _Draft:
         """Return the result of a function; if it raises, mark every row as failed and return None."""
         begin = time.perf_counter()
         try:
-            with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored after a function that changes it
+            with preserve_torch_state():
                 return call()
         except (KeyboardInterrupt, SIGTERMException):  # from a signal, not from the function
             raise

@@ -350,3 +350,38 @@ def test_no_function_is_called_without_rows_whose_columns_are_unknown_then() -> 
 
     scores = Rewards(right)([], [], completion_ids=[], columns={})
     assert [len(scores.total), len(scores.raw["right"]), len(scores.scored), len(scores.calls)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_device("meta"),
+        lambda: torch.use_deterministic_algorithms(mode=True), lambda: torch.set_autocast_enabled("cpu", 1),
+        lambda: torch.set_grad_enabled(False),
+    ],
+    ids=["dtype", "device", "deterministic", "autocast", "grad"],
+)  # fmt: skip
+def test_the_state_of_torch_that_a_reward_leaves_changed_is_restored(change: Callable[[], Any]) -> None:
+    def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        del completions, columns
+        change()
+        return [1.0] * len(prompts)
+
+    def state() -> list[Any]:
+        modes = [
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.is_grad_enabled(),
+        ]
+        return [torch.get_default_dtype(), torch.get_default_device(), *modes]
+
+    before = state()
+    try:
+        Rewards(reward)(["a"], ["b"], completion_ids=[[1]], columns={})
+        assert state() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.use_deterministic_algorithms(mode=False)
+        torch.set_autocast_enabled("cpu", 0)
+        torch.set_grad_enabled(True)
