@@ -4,12 +4,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_rl.rewards.answer_match import UnreadableReference, score_rows
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, texts_of
 from lightning_rl.utils.arguments import check_text
+from lightning_rl.utils.strict_json import parse_json
 
 FENCE = "```"
 
@@ -69,8 +70,8 @@ class JSONSchema:
         from referencing.exceptions import Unresolvable
 
         try:
-            value = json.loads(self._json_of(text), parse_constant=_refuse)
-        except (ValueError, RecursionError):  # not JSON, too many digits or nested too deeply
+            value = parse_json(self._json_of(text))
+        except ValueError:  # not JSON, too many digits or nested too deeply
             return 0.0
         try:
             return float(validator.is_valid(value))
@@ -104,7 +105,3 @@ def _validator(schema: Mapping[str, Any]) -> Any:
     except SchemaError as error:
         raise ValueError(f"expected schema to be a JSON schema, got {schema!r:.200}: {error.message}") from error
     return kind(schema, registry=Registry())  # an empty registry fetches nothing
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"expected JSON, got {constant}")

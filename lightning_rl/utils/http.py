@@ -4,7 +4,6 @@ All calls of a process run in one thread, with aiohttp, over keep-alive connecti
 """
 
 import asyncio
-import json
 import socket
 import ssl
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from lightning_rl.utils.event_loop import EventLoop
+from lightning_rl.utils.strict_json import parse_json
 
 LOOP = EventLoop("servers")
 PORTS = {"http": 80, "https": 443}
@@ -23,6 +23,7 @@ OF_REQUEST = (400, 413, 422)  # statuses that concern the request, not the clien
 CONNECTING = 10.0  # seconds
 KEPT = 2.0  # seconds that an idle connection is kept; vLLM closes it after 5
 SILENCE = 30  # seconds of silence between two TCP keepalive probes
+MAX_ANSWER = 2**30  # bytes
 MAX_QUOTE = 300  # characters of a server's answer in an error
 
 
@@ -81,13 +82,13 @@ class Client:
         self._closed = False
 
     def call(
-        self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = json.loads
+        self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = parse_json
     ) -> Any:
         """Call :meth:`request` and wait for its result."""
         return LOOP.run(self.request(method, path, body, timeout=timeout, parse=parse))
 
     async def request(
-        self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = json.loads
+        self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = parse_json
     ) -> Any:
         """Return the parsed answer; None for an empty one.
 
@@ -99,8 +100,8 @@ class Client:
             parse: Function of the answer's bytes.
 
         Raises:
-            Unanswered: If there is no answer in time, it is not JSON, or its status is below 200, 3xx, 408, 429, or 500
-                and above.
+            Unanswered: If there is no answer in time, it is not JSON or too long, or its status is below 200, 3xx, 408,
+                429, or 500 and above.
             Refused: If the status is another 4xx, or no trusted authority signed the certificate.
             Cancelled: If the client was closed.
         """
@@ -110,7 +111,7 @@ class Client:
         self._deadlines.add(deadline)
         try:
             async with deadline, self._open().request(method, self.url + path, json=body, allow_redirects=False) as got:
-                status, text = got.status, await got.read()
+                status, text = got.status, await _read(got.content)
         except aiohttp.ClientConnectorCertificateError as error:
             hint, why = "name the file that signs it in SSL_CERT_FILE", error.certificate_error
             said = why.verify_message if isinstance(why, ssl.SSLCertVerificationError) else str(why)
@@ -166,6 +167,17 @@ class Client:
             await asyncio.sleep(0)
         if self._session is not None:
             await self._session.close()
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    """Return an answer of at most :data:`MAX_ANSWER` bytes."""
+    parts, size = list[bytes](), 0
+    async for part in content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_ANSWER:
+            raise ValueError(f"expected an answer of at most {MAX_ANSWER:,} bytes, got a longer one")
+    return b"".join(parts)
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:

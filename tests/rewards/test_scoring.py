@@ -356,7 +356,7 @@ def test_no_function_is_called_without_rows_whose_columns_are_unknown_then() -> 
     "change",
     [
         lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_device("meta"),
-        lambda: torch.use_deterministic_algorithms(mode=True), lambda: torch.set_autocast_enabled("cpu", 1),
+        lambda: torch.use_deterministic_algorithms(mode=True), lambda: torch.set_autocast_enabled("cpu", bool(1)),
         lambda: torch.set_grad_enabled(False),
     ],
     ids=["dtype", "device", "deterministic", "autocast", "grad"],
@@ -383,5 +383,5 @@ def test_the_state_of_torch_that_a_reward_leaves_changed_is_restored(change: Cal
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.use_deterministic_algorithms(mode=False)
-        torch.set_autocast_enabled("cpu", 0)
+        torch.set_autocast_enabled("cpu", bool(0))
         torch.set_grad_enabled(True)

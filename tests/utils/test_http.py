@@ -15,6 +15,7 @@ import pytest
 from kit.raw_server import RawServer, raw_server, whole
 from kit.scripted_server import KEY, ScriptedServer, servers
 
+from lightning_rl.utils import http
 from lightning_rl.utils.http import Cancelled, Client, Refused, Unanswered, _open_socket
 
 
@@ -45,6 +46,8 @@ def test_a_slow_answer_ends_at_the_deadline() -> None:
     ("answer", "message"),
     [
         pytest.param(whole(body=b"\xff\xfe"), "expected JSON from", id="no-text"),
+        pytest.param(whole(body=b"[NaN]"), "expected JSON from", id="nan"),
+        pytest.param(whole(body=b"[" * 10**5), "expected JSON from", id="deep"),
         pytest.param(whole(302, b""), "got status 302", id="redirection"),
         pytest.param(whole(503, b"no"), "got status 503: no", id="503"),
         pytest.param(whole()[:-1], "ClientPayloadError", id="cut"),
@@ -55,6 +58,16 @@ def test_an_unusable_answer_raises_unanswered(answer: bytes, message: str) -> No
     with (
         raw_server(lambda server, connection, _: server.send(connection, answer)) as server,
         pytest.raises(Unanswered, match=message),
+    ):
+        ask(server)
+
+
+def test_an_answer_above_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_ANSWER", 100)
+    answer = whole(body=b"1" * 101)
+    with (
+        raw_server(lambda server, connection, _: server.send(connection, answer)) as server,
+        pytest.raises(Unanswered, match="at most 100 bytes, got a longer one"),
     ):
         ask(server)
 

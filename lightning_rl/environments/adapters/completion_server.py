@@ -7,7 +7,6 @@ Token ids go both ways; nothing is sampled here.
 
 import asyncio
 import hmac
-import json
 import queue
 import secrets
 import threading
@@ -22,6 +21,7 @@ from aiohttp import web
 from lightning_rl.processes.errors import TIMEOUT, CallError
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.event_loop import EventLoop
+from lightning_rl.utils.strict_json import parse_json
 
 SERVING = EventLoop("endpoints")  # apart from the loop of programs, which may block theirs
 ROUTE = "/inference/v1/generate"
@@ -213,7 +213,7 @@ def _question(body: bytes, session: str) -> Question:
         ValueError: If it is none that a conversation can answer.
     """
     try:
-        asked = json.loads(body)
+        asked = parse_json(body)
         token_ids, sampling = asked["token_ids"], asked.get("sampling_params") or {}
         unknown = sorted(set(asked) - KNOWN)
         changed = sorted({name for name, value in sampling.items() if value is not None} - IGNORED)
