@@ -328,6 +328,7 @@ ENDED: dict[str, Callable[[Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("row", ENDED)
+@pytest.mark.filterwarnings("ignore:the schedule of lr_scheduler= ends")
 def test_a_schedule_whose_rate_is_0_from_the_checkpoint_on_is_refused(row: str, tmp_path: Path) -> None:
     start(tmp_path / "a.ckpt", lr_scheduler=WARMUP)
     with pytest.raises(
@@ -336,6 +337,7 @@ def test_a_schedule_whose_rate_is_0_from_the_checkpoint_on_is_refused(row: str, 
         resume(tmp_path / "a.ckpt", lr_scheduler=ENDED[row], allow_config_changes=["lr_scheduler"])
 
 
+@pytest.mark.filterwarnings("ignore:the schedule of lr_scheduler= ends")
 def test_a_schedule_that_passes_0_at_the_checkpoint_goes_on(tmp_path: Path) -> None:
     start(tmp_path / "a.ckpt", lr_scheduler=WARMUP, optimizer=ADAMW)
     waves = partial(CosineAnnealingLR, T_max=2)
@@ -350,6 +352,7 @@ def test_the_resumed_run_goes_on_under_the_new_schedule(tmp_path: Path) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 86 / 89, rel=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:the schedule of lr_scheduler= ends")
 def test_a_schedule_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
     start(tmp_path / "a.ckpt")
     short = {"lr_scheduler": partial(OneCycleLR, max_lr=1e-2, total_steps=1), "allow_config_changes": ["lr_scheduler"]}

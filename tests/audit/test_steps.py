@@ -69,6 +69,7 @@ def test_a_callback_may_set_the_learning_rate_but_not_to_zero() -> None:
     assert found(hook("on_train_start", scale_rate(0.0))) == {("optimizer_rule", "callback Hooked.on_train_start")}
 
 
+@pytest.mark.filterwarnings("ignore:the schedule of lr_scheduler= ends")
 def test_a_schedule_that_ends_before_the_run_is_one_finding_with_a_fitting_cure() -> None:
     audit = SignalAudit(1)
     module = tiny_module(minibatches_per_rollout=2, lr_scheduler=warmup_then_linear(0, 4))

@@ -421,6 +421,7 @@ def test_a_logger_that_cannot_write_its_last_lines_leaves_the_last_step(
     assert_goes_on(tmp_path, 16, whole)
 
 
+@pytest.mark.filterwarnings("ignore:the schedule of lr_scheduler= ends")
 def test_an_error_of_the_scheduler_saves_no_half_step(tmp_path: Path) -> None:
     with pytest.raises(SomeError) as raised:
         run(tmp_path, lr_scheduler=partial(Falls, at=5))

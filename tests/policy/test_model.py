@@ -372,7 +372,11 @@ def test_the_checks_of_a_forward_leave_every_bit_and_every_tensor(dtype: torch.d
     model.model.layers[0].mlp = Gated(model.model.layers[0].mlp)
     cast_exactly(model, dtype).model.layers[1].mlp.up_proj.weight.data[:2] = torch.tensor([[-0.0], [0.0]])
     before = {name: (part.data_ptr(), part.detach().clone()) for name, part in model.named_parameters()}
-    build_policy(lambda: model, None, temperature=1.0, packed=True)
+    torch.set_default_dtype(dtype)  # as Trainer(precision="bf16-true") does
+    try:
+        build_policy(lambda: model, None, temperature=1.0, packed=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
     for name, part in model.named_parameters():
         assert part.data_ptr() == before[name][0] and part.dtype == dtype
         assert torch.equal(part.view(torch.uint8), before[name][1].view(torch.uint8))

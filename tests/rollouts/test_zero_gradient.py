@@ -233,6 +233,7 @@ def test_a_rollout_without_a_learning_rate_is_idle(steps: list[list[float]], idl
         ({"optimizer": partial(AdamW, lr=1e-3), "lr_scheduler": warmup_then_linear(1, 4)}, 7),
     ],
 )
+@pytest.mark.filterwarnings("ignore:the schedule of lr_scheduler= ends")
 def test_a_run_whose_learning_rate_is_zero_ends(options: dict[str, Any], steps: int, tmp_path: Path) -> None:
     message = r"12 groups in a row had no learning rate \(patience=12\): .*\(last rollout: rows 16, "
     ending = pytest.raises(IdleRunError, match=message)
