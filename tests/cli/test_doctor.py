@@ -161,8 +161,8 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         "broken raised IndexError", "None where it does not apply",
     ),
     "signature": (
-        lambda: found(module_of(rewards=bare)), "error", "reward", "raised TypeError",
-        "reward(prompts, completions, *, completion_ids, **columns)",
+        lambda: found(module_of(rewards=bare)), "error", "setup", "expected reward bare to accept (prompts, completions,",
+        "follow the message",
     ),
     "hanging": (
         lambda: found(module_of(rewards=hanging), limit=0.2), "error", "reward", "did not return within 0.2 s",
