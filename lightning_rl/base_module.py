@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -308,7 +309,11 @@ class BaseModule(LightningModule):
     @override
     def on_train_start(self) -> None:
         """Store the state at the start for checkpoints."""
-        self.run.commit(cast(StepLoader, self.trainer.train_dataloader).index, current=self.run.current)
+        index = cast(StepLoader, self.trainer.train_dataloader).index
+        if self.run.progress.origin is None:
+            made = self.trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001  the axis of Lightning's rows
+            self.run.progress = replace(self.run.progress, origin=index - made)
+        self.run.commit(index, current=self.run.current)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

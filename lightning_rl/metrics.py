@@ -259,30 +259,36 @@ class PhaseTimes:
         return stats
 
 
-def rows_every(log_every_n_steps: int, steps_per_rollout: int) -> int:
-    """Return the number of optimizer steps between two rows of metrics; 0 for no rows.
+def ends_row(log_every_n_steps: int, steps_per_rollout: int, index: int, axis: int) -> bool:
+    """Return True if a row of metrics is logged after an optimizer step.
 
     With Lightning's default ``log_every_n_steps=50`` there is one row per rollout.
+
+    Args:
+        log_every_n_steps: Option of the Trainer; 0 for no rows.
+        steps_per_rollout: Number of optimizer steps per rollout.
+        index: Index of the step in the run, in which rollouts begin at multiples of ``steps_per_rollout``.
+        axis: Step of the loggers.
     """
-    default = log_every_n_steps == LIGHTNINGS_DEFAULT
-    return min(log_every_n_steps, steps_per_rollout) if default else log_every_n_steps
+    if log_every_n_steps == LIGHTNINGS_DEFAULT:
+        return (index + 1) % min(log_every_n_steps, steps_per_rollout) == 0
+    return bool(log_every_n_steps) and (axis + 1) % log_every_n_steps == 0
 
 
-def log_row(trainer: Trainer, metrics: MetricLog, step_index: int, every: int) -> None:
-    """Pass all metrics to Lightning's callbacks and bar after a step, and log a row to every logger every n steps."""
-    logs = bool(every) and (step_index + 1) % every == 0
+def log_row(trainer: Trainer, metrics: MetricLog, axis: int, *, logs: bool) -> None:
+    """Pass all metrics to Lightning's callbacks and bar after a step; if it ends a row, log it to every logger."""
     row = metrics.row() if logs else metrics.values()
     publish(trainer, row)
     if logs:
-        _write(trainer, row, step_index)
+        _write(trainer, row, axis)
 
 
-def log_rest(trainer: Trainer, metrics: MetricLog, step_index: int) -> None:
-    """Log metrics added since the last row of a fit that ends at ``step_index``."""
+def log_rest(trainer: Trainer, metrics: MetricLog, axis: int) -> None:
+    """Log metrics added since the last row of a fit that ends at a step."""
     if metrics.pending:
-        _write(trainer, metrics.row(), step_index)
+        _write(trainer, metrics.row(), axis)
 
 
-def _write(trainer: Trainer, row: dict[str, float], step_index: int) -> None:
+def _write(trainer: Trainer, row: dict[str, float], axis: int) -> None:
     for logger in trainer.loggers:
-        logger.log_metrics(row, step=step_index)
+        logger.log_metrics(row, step=axis)

@@ -19,7 +19,7 @@ from lightning_rl.audit.recomputed_metrics import (
 )
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.corrections import Stat, StepTrace
-from lightning_rl.metrics import rows_every
+from lightning_rl.metrics import ends_row
 from lightning_rl.module import RLLightningModule
 
 
@@ -86,8 +86,8 @@ class RowWatch:
         """Return the row of an optimizer step as logged and as expected; empty if none was logged."""
         self._complete, self.missing = self._complete and seen, ()
         trainer: Any = self._module.trainer
-        every = rows_every(trainer.log_every_n_steps, self._module.steps_per_rollout)
-        if not every or (step_index + 1) % every:
+        axis = self._module.run.axis(step_index)
+        if not ends_row(trainer.log_every_n_steps, self._module.steps_per_rollout, step_index, axis):
             return {}, {}
         whole = self._complete and self._rollouts <= 1 and self._module.parallel.ranks == 1
         row, expected = dict[str, dict[str, float]](), dict[str, Stat]()
@@ -98,11 +98,11 @@ class RowWatch:
                 for name, stat in part.items()
                 if stat.value() != stat.value()
             }
-            self.missing = tuple(sorted(self._handed - silent - self._logger.rows.get(step_index, {}).keys()))
+            self.missing = tuple(sorted(self._handed - silent - self._logger.rows.get(axis, {}).keys()))
         if whole:
             expected = merge(self._steps) | self._rollout
             places = {
-                "the loggers": self._logger.rows.pop(step_index, {}),
+                "the loggers": self._logger.rows.pop(axis, {}),
                 "callback_metrics": trainer.callback_metrics,
             }
             row = {

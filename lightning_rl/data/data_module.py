@@ -258,14 +258,15 @@ class PromptDataModule(LightningDataModule):
     def train_dataloader(self) -> StepLoader:
         """Return the step indices of one epoch.
 
-        A new fit starts with a new rollout, a resumed one with the next step. Lightning restores a loader within
-        an epoch only.
+        A new fit starts with a new rollout; a resumed one, and the next epoch of a fit, with the next step. Lightning
+        restores a loader within an epoch only.
         """
         steps = int(self._module.steps_per_rollout)  # pyrefly: ignore[bad-argument-type]
         start, self._resumed_at = self._resumed_at, None
         if start is None:
             self.cursor, index = self._position
-            start = -(-index // steps) * steps
+            new_fit = self._module.run.begun is None  # pyrefly: ignore[missing-attribute]
+            start = -(-index // steps) * steps if new_fit else index
         self._loader = StepLoader(self._epoch_rollouts * steps, steps, start)
         return self._loader
 

@@ -70,7 +70,7 @@ class RunReport(RolloutRecorder):
         self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._rollout, self._step = batch.rollout, batch.index
+        self._rollout, self._step = batch.rollout, cast(RLLightningModule, pl_module).run.axis(batch.index)
         if not self._begun:
             self._begin(trainer, cast(RLLightningModule, pl_module), batch)
         self._begun = True
@@ -80,7 +80,7 @@ class RunReport(RolloutRecorder):
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         if trainer.is_global_zero:
             keeper.write(RUN, json.dumps(configuration(module, trainer), default=str))
-            keeper.append(METRICS, {BEGIN: step_index.index})
+            keeper.append(METRICS, {BEGIN: self._step})
         keeper.append(self._findings_file(trainer), {BEGIN: step_index.rollout})
         parallel = module.parallel
         for path in sorted(self.folder.glob("rollout-*.json")):

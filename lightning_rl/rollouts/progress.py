@@ -110,6 +110,7 @@ class Progress:
         budget: Requested and reduced token budget after memory ran out; None before.
         failure: Rollout in which the last error was raised.
         discarded: Number of a rollout that was dropped within its optimizer steps.
+        origin: Index of the optimizer step that loggers count as 0; None before the first step of a fit.
     """
 
     index: int = 0
@@ -122,6 +123,7 @@ class Progress:
     budget: tuple[int, int] | None = None
     failure: Failure | None = None
     discarded: int | None = None
+    origin: int | None = None
 
     def edits(self) -> str | None:
         """Return the message about in-place edits of the current rollout, or None."""
@@ -152,6 +154,7 @@ class Progress:
             "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
             "budget": self.budget,
             "discarded": self.discarded,
+            "origin": self.origin,
         }
 
     @staticmethod
@@ -175,4 +178,5 @@ class Progress:
             budget=None if budget is None else tuple(budget),
             failure=None if failure is None else Failure(*failure),
             discarded=state.get("discarded"),
+            origin=state.get("origin", 0),
         )

@@ -187,6 +187,10 @@ class RunState:
         """True if the optimizer step that began last was made or skipped."""
         return self.begun is not None and self.progress.index > self.begun.index
 
+    def axis(self, index: int) -> int:
+        """Return the step of the loggers of an optimizer step by its index; a new Trainer counts from 0."""
+        return index - (self.progress.origin or 0)
+
     def note_error(self, error: BaseException) -> None:
         """Restore the corrections, and record the rollout in which an error was raised."""
         if self.progress.corrections is not None:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_rl.corrections import StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import Parallel
-from lightning_rl.metrics import log_rest, log_row, rows_every
+from lightning_rl.metrics import ends_row, log_rest, log_row
 from lightning_rl.monitors import check_names, check_rollout_end, logs_itself
 from lightning_rl.rollouts.rollout_log import RolloutLog
 from lightning_rl.rollouts.state import RunState
@@ -53,7 +53,9 @@ class StepMetrics(CoreCallback):
         if step.trace is not None:
             run.corrections.observe_step(step.trace)
         run.current = run.progress.current
-        log_row(trainer, run.metrics, batch.index, _rows_every(trainer, pl_module))
+        axis = run.axis(batch.index)
+        logs = ends_row(trainer.log_every_n_steps, pl_module.steps_per_rollout, batch.index, axis)  # pyrefly: ignore[missing-attribute]
+        log_row(trainer, run.metrics, axis, logs=logs)
         if not self._checked and not logs_itself(trainer, pl_module):
             check_names(trainer, run.metrics.names, evaluated=False)
         self._checked = True
@@ -64,8 +66,9 @@ class StepMetrics(CoreCallback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Log the steps that have not been logged yet."""
-        if _rows_every(trainer, pl_module):
-            log_rest(trainer, pl_module.run.metrics, pl_module.run.progress.index - 1)
+        if trainer.log_every_n_steps:  # pyrefly: ignore[missing-attribute]
+            run: RunState = pl_module.run
+            log_rest(trainer, run.metrics, run.axis(run.progress.index - 1))
 
 
 def measure(run: RunState, step: StepGradient, ranks: int) -> None:
@@ -92,7 +95,3 @@ def begin_trace(run: RunState, step_index: StepIndex, parallel: Parallel) -> Ste
     )
     trace.log(run.rollout_stats)
     return trace
-
-
-def _rows_every(trainer: Any, pl_module: Any) -> int:
-    return rows_every(trainer.log_every_n_steps, pl_module.steps_per_rollout)

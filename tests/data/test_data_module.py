@@ -38,7 +38,9 @@ def connected(
 def held_by_a_trainer(data: PromptDataModule, steps: int) -> PromptDataModule:
     """Stands in for a Trainer, which step indices ask for the steps of a rollout."""
     seen: list[StepIndex] = []
-    module = SimpleNamespace(steps_per_rollout=steps, begin_step=seen.append, seen=seen)
+    module = SimpleNamespace(
+        steps_per_rollout=steps, begin_step=seen.append, seen=seen, run=SimpleNamespace(begun=None)
+    )
     data.trainer = SimpleNamespace(lightning_module=module)  # pyrefly: ignore[bad-assignment]
     return data
 
