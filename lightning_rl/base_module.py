@@ -12,12 +12,13 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.parsing import AttributeDict
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl import setup_checks
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.checkpointing import FaultTolerance, OptimizerChange, restore_module, write_pretrained
+from lightning_rl.checkpointing import FaultTolerance, LostCodeError, OptimizerChange, restore_module, write_pretrained
 from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, data_module_of, find_data_module
@@ -49,6 +50,7 @@ from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
+from lightning_rl.serialization import describe
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import check_overrides
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
@@ -95,6 +97,7 @@ class BaseModule(LightningModule):
         self.evaluator = Evaluator(evaluations, seed=self.seed, environments=bool(self.environments))
         self._parallel: Parallel | None = None
         self.shows_sample = False
+        self.lost_code: dict[str, str] = {}
 
     # Parts of a run.
 
@@ -130,6 +133,14 @@ class BaseModule(LightningModule):
         return Sampler.of(self, None if self._trainer is None else trainer_state(self.trainer))
 
     # The module as an object of PyTorch and Lightning.
+
+    @property
+    @override
+    def hparams(self) -> Any:
+        """Options as plain values, and those of a subclass that calls ``save_hyperparameters``."""
+        if not hasattr(self, "_hparams"):
+            self._hparams = AttributeDict(cast(dict[str, Any], describe(self.options)))
+        return self._hparams
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +191,8 @@ class BaseModule(LightningModule):
     @override
     def setup(self, stage: str) -> None:
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
+        if self.lost_code:
+            raise LostCodeError(self.lost_code)
         self.parallel.check(self.max_grad_norm)
         setup_checks.check_changes(self.fault_tolerance.allow_config_changes, (*self.options, *BESIDE))
         if writes_date(self.tokenizer):
@@ -329,6 +342,9 @@ class BaseModule(LightningModule):
         if hurried or not generates_concurrently(self.engine, self.max_staleness):
             self.run.prefetcher.drain(hurried=hurried)
         self.run.write_corrections(checkpoint.get("callbacks", {}))
+        saved = checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        if further := {name: value for name, value in saved.items() if name not in self.options}:
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = further  # the options are in the configuration
         checkpoint["lightning_rl"] = self.run.state(self.parallel.collectives, self.models.reference)
         if writes_date(self.tokenizer):
             checkpoint["lightning_rl"]["template_date"] = TODAY.moment
@@ -495,6 +511,8 @@ class BaseModule(LightningModule):
         Raises:
             ValueError: If a prompt is too long for the model, or if ``samples`` > 1 and the temperature is 0.
         """
+        if lost := {name: what for name, what in self.lost_code.items() if name in ("engine", "environment")}:
+            raise LostCodeError(lost)
         if self.policy is None and self._trainer is None:
             self.policy, self.models.without_trainer = self.models.build_policy(), True
         if self.models.without_trainer and self.run.environments is None:
@@ -536,7 +554,8 @@ class BaseModule(LightningModule):
             hparams_file: Must be None, because the checkpoint contains the options.
             strict: If False, accept missing or unexpected weights.
             weights_only: Ignored; the checkpoint is always loaded with ``weights_only=True``.
-            kwargs: Constructor arguments that replace those of the run; required for your own functions and classes.
+            kwargs: Constructor arguments that replace those of the run; required for your own functions and classes:
+                those of policy, critic and tokenizer here, and the others for a run with the module.
 
         Raises:
             ValueError: If an argument must be passed in ``kwargs``, or the file is not a checkpoint.

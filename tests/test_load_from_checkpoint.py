@@ -19,6 +19,7 @@ from lightning_rl import (
     GSPO,
     Conversations,
     Critic,
+    Evaluation,
     ModelOptions,
     PromptDataModule,
     Rewards,
@@ -34,10 +35,10 @@ from lightning_rl.serialization import describe, path_of
 AGAIN: dict[str, Any] = {"policy": tiny_policy, "rewards": parity_reward}
 
 
-def saved(folder: Path, **options: Any) -> tuple[RLLightningModule, Path]:
+def saved(folder: Path, data: PromptDataModule | None = None, **options: Any) -> tuple[RLLightningModule, Path]:
     """A module after a short fit, and its checkpoint."""
     module = tiny_module(**options)
-    fit(module, limit_train_batches=2).save_checkpoint(folder / "whole.ckpt")
+    fit(module, limit_train_batches=2, data=data).save_checkpoint(folder / "whole.ckpt")
     return module, folder / "whole.ckpt"
 
 
@@ -70,12 +71,40 @@ def test_weights_and_options_come_back(tmp_path: Path) -> None:
 
 def test_only_code_has_to_be_given_again(plain: tuple[RLLightningModule, Path]) -> None:
     _, path = plain
-    expected = (
-        "expected policy= and rewards= to be passed, because a checkpoint stores no code: policy was "
-        "kit.support.tiny_policy; rewards was kit.support.parity_reward"
-    )
+    expected = "expected policy= to be passed, because a checkpoint stores no code: policy was kit.support.tiny_policy"
     with pytest.raises(ValueError, match=f"^{expected}$"):
         RLLightningModule.load_from_checkpoint(path)
+
+
+def test_code_that_an_export_does_not_need_is_asked_for_where_it_is_used(tmp_path: Path) -> None:
+    evaluation = Evaluation("own", [[2, 3]], rewards=parity_reward)
+    code: dict[str, Any] = {"environment": Echo, "tokenizer": tiny_tokenizer(), "evaluation": evaluation}
+    module, path = saved(tmp_path, **code, data=PromptDataModule(["a b"] * 4, 2))
+    loaded = RLLightningModule.load_from_checkpoint(path, policy=tiny_policy, tokenizer=tiny_tokenizer())
+    assert equal(weights_of(loaded), weights_of(module))
+    loaded.save_pretrained(tmp_path / "export")
+    with pytest.raises(ValueError, match=r"^expected environment= to be passed.*: environment was .*Echo$"):
+        loaded.generate(["a"])
+    with pytest.raises(ValueError, match=r"^expected rewards= and environment= and evaluation= to be passed, because"):
+        fit(loaded, data=PromptDataModule(["a b"] * 4, 2))
+
+
+class Named(RLLightningModule):
+    """Has a further option."""
+
+    def __init__(self, share: float, **options: Any) -> None:
+        super().__init__(**options)
+        self.share = share
+        self.save_hyperparameters("share")
+
+
+def test_options_are_hyperparameters_as_plain_values_that_no_checkpoint_repeats(tmp_path: Path) -> None:
+    module = Named(0.5, **AGAIN, group_size=2, sampling=SamplingParams(max_new_tokens=2))
+    assert module.hparams["share"] == 0.5
+    assert (module.hparams.group_size, module.hparams["policy"]) == (2, {"name": "kit.support.tiny_policy"})
+    fit(module, limit_train_batches=1).save_checkpoint(tmp_path / "own.ckpt")
+    assert torch.load(tmp_path / "own.ckpt", weights_only=True)["hyper_parameters"] == {"share": 0.5}
+    assert "hyper_parameters" not in torch.load(saved(tmp_path)[1], weights_only=True)
 
 
 def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None:
@@ -104,7 +133,7 @@ def test_a_dotted_name_in_a_checkpoint_is_not_imported(
     torch.save(checkpoint, path)
     given = {name: value for name, value in AGAIN.items() if name != option}
     with pytest.raises(ValueError, match=rf"expected {option}= to be passed.*{option} was planted\.it"):
-        RLLightningModule.load_from_checkpoint(path, **given)
+        fit(RLLightningModule.load_from_checkpoint(path, **given))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +169,7 @@ def test_a_dotted_name_nested_in_the_options_of_a_checkpoint_is_not_imported(
     }
     torch.save(checkpoint, tmp_path / "planted.ckpt")
     with pytest.raises(ValueError, match=r"planted\.it"):
-        RLLightningModule.load_from_checkpoint(tmp_path / "planted.ckpt", policy=tiny_policy)
+        fit(RLLightningModule.load_from_checkpoint(tmp_path / "planted.ckpt", policy=tiny_policy))
     assert not (tmp_path / "ran").exists() and "planted" not in sys.modules
 
 
@@ -151,18 +180,17 @@ def test_options_of_groups_come_back(tmp_path: Path) -> None:
     assert loaded.critic == critic and loaded.models.options == ModelOptions(packing=False)
     assert (loaded.rewards.timeout, loaded.rewards.weights) == (9.0, {"parity_reward": 1.0})
     rewards = Rewards({"exact": (ExactMatch(), 0.5)}, max_failure_rate=None)
-    again = restore_options({"rewards": describe(rewards)}, {})["rewards"]
+    again = restore_options({"rewards": describe(rewards)}, {})[0]["rewards"]
     assert (again.sources, again.max_failure_rate) == (rewards.sources, None)
 
 
 def test_a_source_alone_keeps_the_other_options_of_the_run() -> None:
     described = {"environment": describe(Conversations(Echo, tool_parser="hermes", max_turns=3))}
-    with pytest.raises(ValueError, match=r"expected environment= to be passed.* was kit.conversations.Echo"):
-        restore_options(described, {})
+    assert restore_options(described, {}) == ({}, {"environment": "kit.conversations.Echo"})
     again = Conversations(Rewriting, tool_parser="hermes", max_turns=3)
-    assert restore_options(described, {"environment": Rewriting})["environment"] == again
+    assert restore_options(described, {"environment": Rewriting})[0]["environment"] == again
     for given in (None, Conversations(Rewriting)):
-        assert restore_options(described, {"environment": given})["environment"] == given
+        assert restore_options(described, {"environment": given})[0]["environment"] == given
     described = {"environment": describe(Conversations(Echo, tool_parser=read_calls))}
     with pytest.raises(ValueError, match=r"expected environment.tool_parser= to be passed.*kit.chats.read_calls"):
         restore_options(described, {"environment": Echo})
@@ -245,7 +273,7 @@ def test_the_command_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_command_takes_code_again_by_its_name(plain: tuple[RLLightningModule, Path], tmp_path: Path) -> None:
     _, path = plain
     assert command(path, tmp_path / "export") == (
-        "expected policy= to be passed, because a checkpoint stores no code: policy was kit.support.tiny_policy"
+        "expected --policy to be passed, because a checkpoint stores no code: policy was kit.support.tiny_policy"
     )
     assert command(path, tmp_path / "export", "--policy", "kit.support:tiny_policy") == 0
     assert (tmp_path / "export" / "model.safetensors").is_file()

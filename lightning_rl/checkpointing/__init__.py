@@ -4,7 +4,13 @@ from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointErro
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_run
 from lightning_rl.checkpointing.fault_tolerance import INTERRUPTED, FaultTolerance
 from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, OptimizerChange
-from lightning_rl.checkpointing.pretrained import read_checkpoint, restore_module, restore_options, write_pretrained
+from lightning_rl.checkpointing.pretrained import (
+    LostCodeError,
+    read_checkpoint,
+    restore_module,
+    restore_options,
+    write_pretrained,
+)
 from lightning_rl.checkpointing.resume import protect_resume
 
 __all__ = [
@@ -13,6 +19,7 @@ __all__ = [
     "CheckpointError",
     "ConfiguredOptimizer",
     "FaultTolerance",
+    "LostCodeError",
     "OptimizerChange",
     "latest_checkpoint",
     "new_run",

@@ -1,6 +1,6 @@
 """Export: from a checkpoint to the arguments of a module, and from a policy to a Hugging Face folder."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,24 @@ from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import ARGUMENTS, is_import_path, restore
 from lightning_rl.utils.atomic_write import apply_umask
 
+OF_A_RUN = ("advantages", "engine", "environment", "evaluation", "loss", "lr_scheduler", "optimizer", "reduction")
+OF_A_RUN += ("reference", "rewards")  # options that an export does not need
 GROUPS: dict[str, Any] = {"rewards": Rewards, "critic": Critic, "environment": Conversations}
+
+
+class LostCodeError(ValueError):
+    """Arguments of a run that are code, of which a checkpoint has only the name.
+
+    Args:
+        lost: Description of each argument by name.
+        form: Form of an argument in the message.
+    """
+
+    def __init__(self, lost: Mapping[str, str], form: str = "{}=") -> None:
+        names = " and ".join(map(form.format, lost))
+        was = "; ".join(f"{name} was {what}" for name, what in lost.items())
+        super().__init__(f"expected {names} to be passed, because a checkpoint stores no code: {was}")
+        self.lost = lost
 
 
 def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, Any]:
@@ -55,6 +72,8 @@ def restore_module(
 ) -> Any:
     """Return a module with the weights and options of a checkpoint.
 
+    Its ``lost_code`` has the arguments of a run that were code and were not passed.
+
     Args:
         kind: Class of the module.
         path: Path of the checkpoint.
@@ -64,9 +83,18 @@ def restore_module(
     """
     checkpoint = read_checkpoint(path, map_location)
     described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
-    module = kind(**restore_options(described, arguments))
+    options, lost = restore_options(described, arguments)
+    if "rewards" in lost:
+        options["rewards"] = _no_rewards
+    module = kind(**options)
+    module.lost_code = lost
     module.load_state_dict(checkpoint["state_dict"], strict=strict)
     return module
+
+
+def _no_rewards(prompts: Sequence[Any], **_: Any) -> list[None]:
+    """Stand in for lost rewards, without which no run begins."""
+    return [None] * len(prompts)
 
 
 def _consolidation(folder: Path) -> str:
@@ -78,8 +106,10 @@ def _consolidation(folder: Path) -> str:
     return "pass a file"
 
 
-def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module's constructor, from its configuration and explicit arguments.
+def restore_options(
+    described: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arguments of a module's constructor, and the description of those that only a run needs and are lost.
 
     Args:
         described: Every argument as returned by :func:`lightning_rl.serialization.describe`.
@@ -87,7 +117,7 @@ def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) 
             ``environment=Riddle``, gets the options of the run.
 
     Raises:
-        ValueError: Naming every argument that is user code and not passed explicitly.
+        LostCodeError: Naming every argument of an export that is user code and not passed explicitly.
     """
     options, lost = dict(arguments), dict[str, str]()
     for name, description in described.items():
@@ -97,11 +127,9 @@ def restore_options(described: Mapping[str, Any], arguments: Mapping[str, Any]) 
             group, source = dict(_group(description)), fields(kind)[0].name
             group.pop(source, None)
             options[name] = kind(options[name], **_restore_all(group, lost, f"{name}."))
-    if lost:
-        names = " and ".join(f"{name}=" for name in lost)
-        was = "; ".join(f"{name} was {what}" for name, what in lost.items())
-        raise ValueError(f"expected {names} to be passed, because a checkpoint stores no code: {was}")
-    return options
+    if needed := {name: what for name, what in lost.items() if name not in OF_A_RUN}:
+        raise LostCodeError(needed)
+    return options, lost
 
 
 def _restore_all(described: Mapping[str, Any], lost: dict[str, str], place: str = "") -> dict[str, Any]:

@@ -106,10 +106,8 @@ def consistency(source: ModelSource, engine: str = "transformers", prompts: int 
         Exit code: 1 if a difference is more than rounding, 0 otherwise.
 
     Raises:
-        SystemExit: If a number is not positive, or the model is refused.
+        SystemExit: If the model is refused.
     """
-    if min(prompts, tokens) < 1:
-        raise SystemExit(f"expected --prompts and --tokens of at least 1, got {prompts} and {tokens}")
     disable_progress_bar()
     try:
         packing = _packs(source)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.checkpointing import LostCodeError
 from lightning_rl.cli.output import say
 from lightning_rl.module import RLLightningModule
-from lightning_rl.optimizers import fused_adamw
 
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
@@ -32,14 +32,13 @@ def export(checkpoint: Path, folder: Path, **parts: str) -> None:
     Raises:
         SystemExit: With the missing part.
     """
-    unused: dict[str, Any] = {"loss": "ppo", "advantages": "grpo", "reduction": "token_mean", "engine": None}
-    unused |= {"optimizer": fused_adamw, "lr_scheduler": None, "reference": None, "evaluation": (), "environment": None}
-    unused["rewards"] = {"none": lambda prompts, *_, **__: [None] * len(prompts)}
     try:
         sources: dict[str, Any] = {name: source_of(part) for name, part in parts.items()}
         if callable(tokenizer := sources.get("tokenizer")):
             sources["tokenizer"] = tokenizer()
-        module = RLLightningModule.load_from_checkpoint(checkpoint, **{**unused, **sources})
+        module = RLLightningModule.load_from_checkpoint(checkpoint, **sources)
+    except LostCodeError as missing:
+        raise SystemExit(str(LostCodeError(missing.lost, "--{}"))) from missing
     except (ValueError, ImportError, AttributeError, FileNotFoundError) as refused:
         raise SystemExit(str(refused)) from refused
     module.save_pretrained(folder)

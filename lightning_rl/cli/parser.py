@@ -27,21 +27,28 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    """Return a whole number of at least 1; argparse adds the name of the option to the error."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return int(text)
+
+
 def _consistency(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("consistency", help="compare the log-probabilities of engine and trainer")
     parser.add_argument("model", help="name, folder or module:function of a causal language model")
     parser.add_argument(
         "--engine", choices=("transformers", "vllm"), default="transformers", help="(default: %(default)s)"
     )
-    parser.add_argument("--prompts", type=int, default=8, help="number of random prompts (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=16, help="length of a response (default: %(default)s)")
+    parser.add_argument("--prompts", type=_count, default=8, help="number of random prompts (default: %(default)s)")
+    parser.add_argument("--tokens", type=_count, default=16, help="length of a response (default: %(default)s)")
     parser.epilog = "The exit code is 1 if a module differs by more than rounding."
 
 
 def _doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("doctor", help="check a recipe for problems, without training")
     parser.add_argument("recipe", type=Path, help=RECIPE)
-    parser.add_argument("--prompts", type=int, default=8, help="number of prompts to sample (default: %(default)s)")
+    parser.add_argument("--prompts", type=_count, default=8, help="number of prompts to sample (default: %(default)s)")
     limit = "timeout in seconds of a reward for all samples (default: %(default)s)"
     parser.add_argument("--limit", type=float, default=60.0, help=limit)
     quick = "run only the checks that need no policy: versions, batches"
@@ -62,7 +69,7 @@ def _from_trl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser = commands.add_parser("from-trl", help="write a recipe from a GRPOConfig of TRL")
     parser.add_argument("config", type=Path, help="script or notebook, which is parsed and never run; YAML; JSON")
     parser.add_argument("--output", type=Path, help="file to write the recipe to (default: print it)")
-    parser.add_argument("--devices", type=int, default=1, help="number of processes (default: %(default)s)")
+    parser.add_argument("--devices", type=_count, default=1, help="number of processes (default: %(default)s)")
     parser.add_argument("--model", help="name or folder of the policy (default: that of the configuration)")
     reward = "a reward function, module.function, instead of those of the configuration; may be repeated"
     parser.add_argument("--reward", action="append", default=[], help=reward)
@@ -97,8 +104,10 @@ def _resume_check(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     described = "interrupt a recipe after every optimizer step, resume it, and compare"
     parser = commands.add_parser("resume-check", help=described)
     parser.add_argument("recipe", type=Path, help=RECIPE)
-    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of the full run (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=1, help="first step to interrupt after (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=_count, default=8, help="optimizer steps of the full run (default: %(default)s)"
+    )
+    parser.add_argument("--first", type=_count, default=1, help="first step to interrupt after (default: %(default)s)")
     parser.epilog = PASSED_ON
 
 

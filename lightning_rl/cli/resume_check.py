@@ -43,6 +43,8 @@ class Difference(NamedTuple):
 
 def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
     """Run the command and return the exit code."""
+    if arguments.first >= arguments.steps:
+        raise SystemExit(f"expected --first below --steps={arguments.steps}, got {arguments.first}")
     return resume_check(arguments.recipe, options, steps=arguments.steps, first=arguments.first)
 
 

@@ -100,7 +100,9 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
             address = Address(host=host, port=port, certificate=certificate, private_key=private_key)
             check_options(options)
             model = text_model_folder(arguments.model, Path(folder))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise SystemExit(f"expected a folder or the name of a model, got {arguments.model!r}: {error}") from error
+        except ValueError as error:
             raise SystemExit(str(error)) from error
         return serve(model, options, address, dtype=arguments.dtype, storage=arguments.storage)
 

@@ -61,3 +61,20 @@ def test_help_comes_without_torch(command: list[str]) -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.stdout.startswith("usage: ") and {"argparse"} <= imported
     assert imported & {"torch", "transformers", "lightning", "lightning_rl.module"} == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resume-check", "a.py", "--steps", "0"], "argument --steps: expected a whole number of at least 1, got 0"),
+        (["resume-check", "a.py", "--first", "x"], "argument --first: expected a whole number of at least 1, got x"),
+        (["doctor", "a.py", "--prompts", "-1"], "argument --prompts: expected a whole number of at least 1, got -1"),
+        (["resume-check", __file__, "--steps", "2", "--first", "2"], "expected --first below --steps=2, got 2"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_its_option(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert message in f"{capsys.readouterr().err}{ended.value.code}"
