@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks import TIMEOUT, run_ranks
-from kit.support import tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
-from lightning.pytorch import Trainer
+from kit.ranks import STRATEGIES, TIMEOUT, run_ranks
+from kit.support import fit, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
 
 from lightning_rl import Evaluation, FSDP2Strategy, SamplingParams
 
@@ -71,16 +72,45 @@ def test_ranks_evaluate_bit_for_bit_as_one_device(tmp_path: Path, ranks: int, st
     assert 0 < one["val"]["val/several/maj@3"] < 1 and 0 < one["val"]["val/several/pass@3"] < 1
 
 
-def rank(folder: Path, strategy: str) -> None:
+def sanity(folder: Path, ranks: int, strategy: str) -> dict[str, Any]:
+    """Return the figures of the validations of a fit, of which the last batch has one prompt of one evaluation."""
+    torch.set_num_threads(1)
+    prompts = [[2 + n % 13, 3 + n % 5, 4][: 1 + n % 3] for n in range(41)]
+    options = {"policy": partial(tiny_policy, dtype=torch.float64), "rewards": thirds, "max_new_tokens": 1}
+    module = tiny_module(evaluation=[Evaluation("small", prompts[:30]), Evaluation("large", prompts)], **options)
+    figures: list[dict[str, float]] = []
+
+    class Keeps(Callback):
+        @override
+        def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+            figures.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")})
+
+    given: dict[str, Any] = {"num_sanity_val_steps": 3, "limit_train_batches": 1, "default_root_dir": folder}
+    given |= {"strategy": STRATEGIES[strategy](), "devices": ranks} if ranks > 1 else {}
+    data = tiny_prompts(4, 2, validation=prompts[:1], validation_batch_size=20)
+    fit(module, data=data, callbacks=[Keeps()], **given)
+    return {"figures": figures}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_a_rank_without_a_prompt_validates_as_one_device(tmp_path: Path, strategy: str) -> None:
+    one = sanity(tmp_path, 1, strategy)["figures"]
+    run_ranks(__file__, 2, tmp_path, strategy, "sanity")
+    several = json.loads((tmp_path / "several.json").read_text())["figures"]
+    assert len(one) == len(several) == 2 and several[0] == one[0]
+    assert several[1].keys() == one[1].keys() and len(one[1]) > 9
+
+
+def rank(folder: Path, strategy: str, run: str = "") -> None:
     """One rank of several; all return the same predictions and figures."""
     ranks = int(os.environ["WORLD_SIZE"])
-    found = evaluate(folder / "several", ranks, strategy)
+    found = sanity(folder, ranks, strategy) if run else evaluate(folder / "several", ranks, strategy)
     everyone: list[Any] = [None] * ranks
-    torch.distributed.all_gather_object(everyone, {name: found[name] for name in ("val", "test", "predictions")})
+    torch.distributed.all_gather_object(everyone, {name: found[name] for name in found if name != "files"})
     if torch.distributed.get_rank() == 0:
         assert all(other == everyone[0] for other in everyone)
         (folder / "several.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    rank(Path(sys.argv[1]), sys.argv[2])
+    rank(Path(sys.argv[1]), *sys.argv[2:])
