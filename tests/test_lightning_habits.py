@@ -392,6 +392,14 @@ def second_fit(side: Side) -> None:
         side.fit(saves, enable_checkpointing=True, limit_train_batches=3)
 
 
+def second_fit_resumed(side: Side) -> None:
+    """Resume the second fit of a module within a rollout, in a new process."""
+    second_fit(side)
+    side.fresh()
+    saves = side.saves(every_n_train_steps=2, save_top_k=-1, dirpath=side.folder / "2")
+    side.fit(saves, enable_checkpointing=True, ckpt="2/epoch=0-step=2.ckpt", max_epochs=2)
+
+
 def same_trainer(side: Side) -> None:
     """Fit again with the same Trainer and more epochs."""
     trainer = side.fit()
@@ -451,6 +459,7 @@ RUNS: dict[str, Callable[[Side], object]] = {
     "stages after a fit": stages,
     "stages alone": stages_alone,
     "a second fit with a new Trainer": second_fit,
+    "a resumed second fit": second_fit_resumed,
     "a second fit with the same Trainer": same_trainer,
     "the best checkpoint": best,
     "save_checkpoint": by_hand,
