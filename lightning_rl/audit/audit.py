@@ -355,7 +355,7 @@ class _RunWatch:
             stream_prompts=self._prompts.of_stream(rollout),
             strange_columns=self._prompts.strange_columns(self.calls, samples),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
-            repeats=self._prompts.repeats(rollout, self.calls, samples),
+            repeats=self._prompts.repeats(rollout, self._number, self.calls, samples),
             held_out=self._prompts.held_out(rollout, self.calls, samples),
             text=partial(_decode, module.tokenizer, module.run.sampling.eos_token_ids or ()),
             numbers=module.parallel.collectives.objects(

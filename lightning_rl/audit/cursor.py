@@ -20,6 +20,8 @@ class CursorWatch:
 
     Attributes:
         nats: Negative log of the probability that random draws repeat the latest rollouts row by row.
+        order_nats: Negative log of the probability that the latest rollouts of a shuffled pass are in the order of the
+            pass before; before the first pass is the order of the data.
     """
 
     def __init__(self, rows: Counter[Ids], length: int, period: int) -> None:
@@ -27,7 +29,8 @@ class CursorWatch:
         self._often = -(-length // rows.total())  # rows of the data per row that was read
         self._in_pass = defaultdict[int, Counter[Ids]](Counter)
         self._last: dict[int, Ids] = {}
-        self.nats = 0.0
+        self._order = dict(enumerate(rows)) if len(rows) == length else dict[int, Ids]()
+        self.nats = self.order_nats = 0.0
 
     def draw(self, drawn: Mapping[int, Ids]) -> set[int]:
         """Count the rows of a rollout by place, and return the places of rows that their pass had already used up."""
@@ -40,6 +43,11 @@ class CursorWatch:
         chances = [self._limit(row) / self._length for row in here.values()]
         self.nats = self.nats - sum(map(math.log, chances)) if here == self._last else 0.0
         self._last = here
+        offsets = {place % self._length: row for place, row in drawn.items()}
+        kept = all(self._order.get(offset) == row for offset, row in offsets.items())
+        chances = [min(self._limit(row) / (self._length - offset), 1.0) for offset, row in offsets.items()]
+        self.order_nats = self.order_nats - sum(map(math.log, chances)) if kept else 0.0
+        self._order |= offsets
         return again
 
     def _limit(self, row: Ids) -> int:

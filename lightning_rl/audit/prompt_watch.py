@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -51,16 +51,20 @@ class Repeats(NamedTuple):
 
     Attributes:
         shared: Number of groups of this rollout on several ranks.
+        strayed: Number of places of the stream that this rollout should contain or should not, by its number.
         again: Number of rows drawn more often in this pass than the data contains them, over all ranks.
         own_order: True if the data module's own order is used, which draws no row twice.
         nats: Log of the likelihood ratio of a stopped source to random draws, over all rollouts so far.
+        order_nats: The same of passes in one order, if each should be shuffled differently by the data module.
         samples: Ids of samples of this rank whose rows were drawn again, or are on another rank too.
     """
 
     shared: int
+    strayed: int
     again: int
     own_order: bool
     nats: float
+    order_nats: float
     samples: Sequence[int]
 
 
@@ -70,6 +74,7 @@ class PromptWatch:
     def __init__(self, module: RLLightningModule) -> None:
         self._module, self._data, self._talks = module, module.data_module, bool(module.environments)
         self._trained, self._places = set[Ids](), set[int]()
+        self._begin: int | None = None  # place of rollout 0, by the first audited rollout
 
     def of_stream(self, rollout: Rollout) -> dict[int, Ids]:
         """Return the token ids of the training data for a few samples of a rollout, by sample id."""
@@ -195,18 +200,20 @@ class PromptWatch:
         return prompts.prompts(range(0, len(prompts), -(-len(prompts) // MAX_ROWS)))
 
     def repeats(
-        self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
+        self, rollout: Rollout, number: int, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()
     ) -> Repeats | None:
         """Return counts of repeated rows over all ranks; None if repeats are intended. A collective."""
         rows = self._own_rows(rollout, calls, samples)
         size, real = self._module.group_size, [sample for sample, _ in _prompts_of(rollout)]
-        own = {sample // size: rows[sample] for sample in real if sample in rows}
+        own: dict[int, Ids | None] = {sample // size: None for sample in real}
+        own |= {sample // size: rows[sample] for sample in real if sample in rows}
         shares = self._module.parallel.collectives.objects(own)
         if self._module.trainer.overfit_batches:  # pyrefly: ignore[missing-attribute]
             return None
         owners = Counter(place for share in shares for place in share)
         shared = {place for place, number in owners.items() if number > 1}
-        drawn = {place: prompt for share in shares for place, prompt in share.items() if place not in self._places}
+        fresh = (pair for share in shares for pair in share.items() if pair[0] not in self._places)
+        drawn = {place: prompt for place, prompt in fresh if prompt is not None}
         again, self._places = self._cursor.draw(drawn), self._places.union(drawn)
         places = {place for place in own if place in shared or place in again}
         found = [sample for sample in real if sample // size in places]
@@ -214,7 +221,21 @@ class PromptWatch:
         own_order = self._data.pass_length is not None and all(
             getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept
         )
-        return Repeats(len(shared), len(again), own_order, self._cursor.nats, found[:4])
+        strayed = self._misplacements(owners.keys(), number)
+        order_nats = self._cursor.order_nats if own_order and self._data.shuffle else 0.0
+        return Repeats(
+            len(shared), strayed, len(again), own_order, self._cursor.nats, order_nats, found[:4] or real[:4]
+        )
+
+    def _misplacements(self, places: Collection[int], number: int) -> int:
+        """Return the number of places that a rollout without filters should contain or should not."""
+        if not places or self._module.run.corrections.contributors("keep_groups"):
+            return 0
+        length = self._data.prompts_per_rollout
+        if self._begin is None:
+            self._begin = min(places) - number * length
+        begin = self._begin + number * length
+        return len(set(range(begin, begin + length)).symmetric_difference(places))
 
 
 def _prompts_of(rollout: Rollout) -> list[tuple[int, Ids]]:

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -35,9 +36,18 @@ def test_shuffled_passes_draw_nothing_too_often(copies: int) -> None:
         for first in range(0, len(order), 4):
             part = order[first : first + 4]
             assert watch.draw({place + number: (row,) for number, row in enumerate(part)}) == set()
+            assert watch.order_nats < BOUND
             place += 4
 
 
 def test_one_row_may_come_again() -> None:
     watch = CursorWatch(rows(1), 1, 1)
     assert all(watch.draw({place: (0,)}) == set() for place in range(50)) and watch.nats == 0
+
+
+@pytest.mark.parametrize("order", [range(16), [place * 5 % 16 for place in range(16)]], ids=["of_the_data", "fixed"])
+def test_passes_in_one_order_are_unlikely_to_be_shuffled(order: Sequence[int]) -> None:
+    watch = CursorWatch(rows(16), 16, 4)
+    for first in range(0, 32, 4):
+        watch.draw({place: (order[place % 16],) for place in range(first, first + 4)})
+    assert watch.order_nats > BOUND

@@ -190,11 +190,27 @@ def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: b
 @pytest.mark.parametrize(
     ("repeats", "found"),
     [
-        (Repeats(0, 0, own_order=True, nats=0.0, samples=[]), []),
-        (Repeats(0, 1, own_order=True, nats=0.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
-        (Repeats(0, 3, own_order=False, nats=5.0, samples=[4]), []),  # a custom order with random draws
-        (Repeats(0, 3, own_order=False, nats=30.0, samples=[4]), ["stage draw, the cursor of the prompts"]),
-        (Repeats(2, 0, own_order=True, nats=0.0, samples=[4]), ["stage draw, the prompts of each rank"]),
+        (Repeats(0, 0, 0, own_order=True, nats=0.0, order_nats=0.0, samples=[]), []),
+        (
+            Repeats(0, 4, 0, own_order=True, nats=0.0, order_nats=0.0, samples=[4]),
+            ["stage draw, the cursor of the prompts"],
+        ),
+        (
+            Repeats(0, 0, 1, own_order=True, nats=0.0, order_nats=0.0, samples=[4]),
+            ["stage draw, the cursor of the prompts"],
+        ),
+        (
+            Repeats(0, 0, 3, own_order=False, nats=5.0, order_nats=0.0, samples=[4]),
+            [],
+        ),  # a custom order with random draws
+        (
+            Repeats(0, 0, 3, own_order=False, nats=30.0, order_nats=0.0, samples=[4]),
+            ["stage draw, the cursor of the prompts"],
+        ),
+        (
+            Repeats(2, 0, 0, own_order=True, nats=0.0, order_nats=0.0, samples=[4]),
+            ["stage draw, the prompts of each rank"],
+        ),
     ],
 )
 def test_rows_that_return_too_early_are_found(repeats: Repeats, found: list[str]) -> None:

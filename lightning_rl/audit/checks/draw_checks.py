@@ -170,7 +170,8 @@ def prompt_cursor(evidence: Evidence) -> Iterator[Finding]:
     """The stream of prompts advances.
 
     No sample id repeats one of an earlier rollout, no pass contains a row more often than the data, and no prompt is on
-    two ranks.
+    two ranks. Without filters of groups, every rollout contains the prompts that follow those of the one before. Passes
+    over shuffled data have different orders.
     """
     ids, repeats = set(evidence.rollout.sample_ids.tolist()), evidence.repeats
     for rollout in evidence.earlier:
@@ -186,12 +187,21 @@ def prompt_cursor(evidence: Evidence) -> Iterator[Finding]:
             samples=repeats.samples,
             cure="split the prompts of a rollout over the ranks",
         )
+    elif repeats is not None and repeats.strayed:
+        yield Finding(
+            expected="the prompts that follow those of the rollout before",
+            observed=f"{repeats.strayed} prompts left out, repeated or of another rollout",
+            samples=repeats.samples,
+        )
     elif repeats is not None and repeats.again and (repeats.own_order or repeats.nats > NATS):
         yield Finding(
             expected="no row more often in a pass than in the data",
             observed=f"{repeats.again} rows that this pass has drawn before",
             samples=repeats.samples,
         )
+    elif repeats is not None and repeats.order_nats > NATS:
+        expected, observed = "another order in every pass over shuffled data", "that of the pass before, or of the data"
+        yield Finding(expected=expected, observed=observed, samples=repeats.samples)
 
 
 @check(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
+import lightning_rl.data.data_module
 import lightning_rl.rollouts.sample
 from faults.fault import Fault, engine
 from faults.parts import Altering
@@ -205,6 +206,35 @@ class StuckPrompts(PromptDataModule):
         return taken
 
 
+class EverySecondBatch(PromptDataModule):
+    """Advances twice as far as it reads."""
+
+    @override
+    def take(self, number: int) -> list[Prompt]:
+        taken = super().take(number)
+        self.cursor += number
+        return taken
+
+
+class OnePromptTwice(PromptDataModule):
+    """Returns its first prompt again instead of the last."""
+
+    @override
+    def take(self, number: int) -> list[Prompt]:
+        taken = super().take(number)
+        return [*taken[:-1], taken[0]]
+
+
+ORDER = lightning_rl.data.data_module._order  # noqa: SLF001
+
+
+def without_the_end(self: PromptDataModule, number: int, take: Any = PromptDataModule.take) -> list[Prompt]:
+    """Return the next prompts; each pass leaves out its last four rows."""
+    if self.cursor % len(ROWS) >= len(ROWS) - 4:
+        self.cursor += number
+    return take(self, number)
+
+
 class FirstPrompts(PromptDataModule):
     """Advances, but reads the first four rows again and again."""
 
@@ -279,5 +309,22 @@ FAULTS: tuple[Fault, ...] = (
         options={**SLOW, "evaluation": Evaluation("exam", ROWS[:4], samples=1)},
     ),
     Fault("a cursor that never moves", "cursor|prompt|data|StuckPrompts", data=lambda: StuckPrompts(ROWS, 4)),
+    Fault("a cursor that moves too far", "EverySecondBatch", data=lambda: EverySecondBatch(ROWS, 4)),
+    Fault("a prompt twice in a rollout", "OnePromptTwice", data=lambda: OnePromptTwice(ROWS, 4)),
+    Fault(
+        "passes without the last rows",
+        "cursor of the prompts",
+        patches=[patch.object(PromptDataModule, "take", without_the_end)],
+        data=lambda: PromptDataModule(ROWS, 4),
+    ),
+    Fault(
+        "every pass in the same order",
+        "cursor of the prompts",
+        options=SLOW,
+        patches=[patch.object(lightning_rl.data.data_module, "_order", lambda size, seed, _: ORDER(size, seed, 0))],
+        data=lambda: PromptDataModule(ROWS, 4),
+        max_steps=12,
+        trainer={"max_epochs": 3},
+    ),
     Fault("the first rows again and again", "cursor|prompt|data|FirstPrompts", data=lambda: FirstPrompts(ROWS, 4)),
 )
