@@ -9,6 +9,7 @@ import torch
 from kit.evidence import culprits, evidence_of
 from kit.support import callback_of
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl import LossView, RLCallback
 from lightning_rl.audit.evidence import Evidence
@@ -25,6 +26,7 @@ from lightning_rl.losses import (
     PolicyLoss,
     Reinforce,
 )
+from lightning_rl.losses.policy_loss import FunctionLoss
 
 
 def step_of(loss: PolicyLoss, *callbacks: RLCallback) -> Evidence:
@@ -65,12 +67,40 @@ def old(view: LossView) -> Tensor:
         (weight("by_length", None, lambda view: torch.ones_like(old(view)) / view.width), False),
         (weight("by_confidence", None, lambda view: view.logprobs.detach().exp()), False),
         (weight("both", ("current", "rollout"), lambda view: current(view) * old(view)), True),
+        (weight("root", ("old", "rollout"), lambda view: old(view).sqrt()), True),
+        (weight("square", ("old", "rollout"), lambda view: old(view).square()), True),
+        (weight("half", ("old", "rollout"), lambda view: old(view) / 2), True),
+        (weight("product", ("old", "rollout"), lambda view: old(view).cumprod(-1)), True),
     ],
     ids=lambda value: value.name if isinstance(value, RLCallback) else "",
 )
 def test_a_weight_carries_the_ratio_that_it_declares(callback: RLCallback, wrong: bool) -> None:
     found = culprits("declared_ratio", step_of(Reinforce(), callback))
     assert found == ([f"callback {callback.name}.token_weight"] if wrong else [])
+
+
+def up_to_each(view: LossView) -> Tensor:
+    return ((view.logprobs - view.require("old_logprobs")) * view.valid_tokens).cumsum(-1).exp()
+
+
+def root(view: LossView) -> Tensor:
+    return ((view.logprobs - view.require("old_logprobs")) / 2).exp()
+
+
+def of_response(view: LossView) -> Tensor:
+    return (view.logprobs - view.require("old_logprobs")).mean(-1, keepdim=True).exp().expand_as(view.logprobs)
+
+
+@pytest.mark.parametrize("subclass", [True, False])
+@pytest.mark.parametrize(("ratio", "wrong"), [(up_to_each, True), (root, True), (of_response, False)])
+def test_a_loss_has_a_ratio_of_tokens_or_responses(ratio: Any, wrong: bool, subclass: bool) -> None:
+    class Own(ClippedSurrogate):
+        @override
+        def importance(self, view: LossView) -> Tensor:
+            return ratio(view)
+
+    loss = Own() if subclass else FunctionLoss(lambda view: -ratio(view) * view.require("advantages"))
+    assert len(culprits("declared_ratio", step_of(loss))) == wrong
 
 
 LOSSES = [ClippedSurrogate(), Reinforce(), CISPO(), DPPO(), DRO(), GMPO(), GSPO(), SAPO(), VESPO()]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.formula_checks import SLOPES, uniform_view
+from lightning_rl.audit.checks.formula_checks import CLOSE, SLOPES, uniform_view
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.corrections import LossView
 from lightning_rl.utils.finding import Finding
@@ -17,6 +17,7 @@ STEP = 0.01  # nats
 SMALL_STEP = 1e-4  # keeps the ratio of a response within the narrowest clip range, 3e-4 of GSPO
 NONE, ONE = 0.25, 0.75  # exponents below which a policy does not count, and above which it does
 MAX_POWER = 1.5
+SYMMETRIC, ONE_WAY = "ratios of single tokens or of whole responses", "a ratio that depends on one side of the response"
 
 Powers = dict[str, float]
 
@@ -26,10 +27,12 @@ Powers = dict[str, float]
     "counts twice; a loss takes it to the policy that it reads first"
 )
 def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A weight rises with the numerator of its declared ratio and falls with the denominator.
+    """A weight is proportional to the numerator of its declared ratio and to the inverse of the denominator.
 
     A weight without a declared ratio contains none. The gradient of a loss depends on the denominator of its declared
-    ratio, and falls with the probability under no other policy; without a declared ratio, not with the reference's.
+    ratio, and falls with the probability under no other policy; without a declared ratio, not with the reference's. A
+    ratio is no root of one and, where all policies agree, no constant other than 1. The ratio of a token does not
+    depend on others, or tokens depend on each other.
     """
     yield from _wrong_ratio_of_loss(evidence)
     view = _agreeing(evidence)
@@ -39,6 +42,9 @@ def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     for weight in evidence.contributions("token_weight"):
         powers = powers_of(weight, view)
         declared = weight.callback.ratio
+        if _accumulates(weight, view):
+            yield Finding(culprit=str(weight), expected=SYMMETRIC, observed=ONE_WAY)
+            continue
         numerators = [policy for policy, power in powers.items() if power > ONE]
         denominators = [policy for policy, power in powers.items() if power < -ONE]
         observed = f"powers {', '.join(f'{power:.2g} of {policy}' for policy, power in powers.items())}"
@@ -48,7 +54,13 @@ def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
             continue
         else:
             others = max((abs(power) for policy, power in powers.items() if policy not in declared), default=0.0)
-            wrong = powers[declared[0]] < NONE or powers[declared[1]] > -NONE or others > ONE
+            wrong = powers[declared[0]] < ONE or powers[declared[1]] > -ONE or others > ONE
+            values = weight(view)[view.valid_tokens].double()
+            own = _own_power(weight, view, FIELDS[declared[1]])
+            if not wrong and bool(((values - 1).abs() > CLOSE).all()) and float(values.max() - values.min()) < CLOSE:
+                wrong, observed = True, f"{float(values[0]):.3g} times the ratio"
+            elif not wrong and own < -MAX_POWER:
+                wrong, observed = True, f"the power {-own:.2g} of the ratio"
         if wrong:
             expected = "no importance ratio" if declared is None else f"the ratio {declared[0]}/{declared[1]}"
             yield Finding(culprit=str(weight), expected=f"{expected}, as it declares", observed=observed)
@@ -84,7 +96,7 @@ def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 def _wrong_ratio_of_loss(evidence: Evidence) -> Iterator[Finding]:
     """Yield a finding if the gradient of the policy loss depends on another policy than the declared one."""
-    loss = evidence.algorithm.loss
+    loss, culprit = evidence.algorithm.loss, f"loss {evidence.names['loss']}"
 
     def gradient(view: LossView) -> Tensor:
         leaf = view.logprobs.detach().requires_grad_()
@@ -96,16 +108,37 @@ def _wrong_ratio_of_loss(evidence: Evidence) -> Iterator[Finding]:
     declared = loss.ratio or ("current", "old", "rollout")
     others = [policy for policy, power in powers.items() if policy not in declared and power < -ONE]
     idle = loss.ratio is not None and loss.ratio[1] in powers
+    roots = [abs(power) for policy, power in powers.items() if policy in declared and NONE < abs(power) < ONE]
+    if type(loss) not in SLOPES and views and _accumulates(loss, views[0]):
+        yield Finding(culprit=culprit, expected=SYMMETRIC, observed=ONE_WAY)
+    elif type(loss) not in SLOPES and len(roots) > 1:
+        yield Finding(culprit=culprit, expected="a ratio of probabilities", observed=f"one to the power {roots[0]:.2g}")
     for view in views if idle else []:
         moved = _move(view, FIELDS[declared[1]], 0.3 * view.valid_tokens)
         idle = idle and bool(torch.allclose(gradient(view), gradient(moved), rtol=1e-4, atol=0.0))
     if others or idle:
         yield Finding(
-            culprit=f"loss {evidence.names['loss']}",
+            culprit=culprit,
             expected="a ratio to "
             + (f"the policy {declared[1]}, as it declares" if loss.ratio else "a policy that sampled"),
             observed=f"one to {', '.join(others)}" if others else "a gradient that does not depend on it",
         )
+
+
+def _accumulates(function: Callable[[LossView], Tensor], view: LossView) -> bool:
+    """Return True if the first token of a response changes the value of the last, or the last that of the first.
+
+    Only one of them does so in a product of ratios up to each token.
+    """
+    order, valid = view.valid_tokens.cumsum(-1), view.valid_tokens & (view.valid_tokens.sum(-1, keepdim=True) > 1)
+    first, last = valid & (order == 1), valid & (order == order[:, -1:])
+    values, moved = function(view).detach(), [False, False]
+    for place, (source, target) in enumerate(((first, last), (last, first))):
+        for field in FIELDS.values():
+            for step in (STEP, -STEP) if getattr(view, field) is not None else ():
+                change = (function(_move(view, field, step * source)).detach() - values)[target].abs()
+                moved[place] |= bool((change > CLOSE * STEP).any())
+    return moved[0] != moved[1]
 
 
 def _agreeing(evidence: Evidence) -> LossView | None:
@@ -116,20 +149,24 @@ def _agreeing(evidence: Evidence) -> LossView | None:
 
 
 def powers_of(weight: Callable[[LossView], Tensor], view: LossView, step: float = STEP) -> Powers:
-    """Return the exponent of each policy's probability in a weight: its log growth per nat."""
+    """Return the exponent of each policy's probability in a weight: its log growth per nat.
+
+    The growth in one of both directions, as the other one may be clipped.
+    """
     valid, powers = view.valid_tokens, Powers()
     for policy, field in FIELDS.items():
         if getattr(view, field) is not None:
-            up, down = (_move(view, field, move * valid) for move in (step, -step))
-            powers[policy] = _growth(weight(down), weight(up), valid, 2 * step)
+            moves = [(move, weight(_move(view, field, move * valid))) for move in (step, -step)]
+            here = weight(view)
+            powers[policy] = max((_growth(here, there, valid, move) for move, there in moves), key=abs)
     return powers
 
 
-def _own_power(function: Callable[[LossView], Tensor], view: LossView) -> float:
-    """Return the exponent of a token's current probability in the result of a function."""
+def _own_power(function: Callable[[LossView], Tensor], view: LossView, field: str = "logprobs") -> float:
+    """Return the exponent of a token's own probability in the result of a function."""
     valid = view.valid_tokens & (view.require("advantages") != 0)
     first = valid & (valid.cumsum(-1) == 1)
-    return _growth(function(view), function(_move(view, "logprobs", SMALL_STEP * first)), first, SMALL_STEP)
+    return _growth(function(view), function(_move(view, field, SMALL_STEP * first)), first, SMALL_STEP)
 
 
 def _move(view: LossView, field: str, step: Tensor) -> LossView:

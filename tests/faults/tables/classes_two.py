@@ -251,6 +251,25 @@ class RatioToReference(ClippedSurrogate):
     reads = ("ref_logprobs", "old_logprobs")
 
 
+def up_to_each_token(view: LossView) -> Tensor:
+    """Use the product of the ratios up to each token."""
+    gap = torch.where(view.valid_tokens, view.logprobs - view.require("old_logprobs"), 0.0)
+    return surrogate(gap.cumsum(-1).exp(), view.require("advantages"))
+
+
+def root_of_the_ratio(view: LossView) -> Tensor:
+    """Halve the log-ratio."""
+    return surrogate(ratio_of(view).sqrt(), view.require("advantages"))
+
+
+class ProductWeight(TruncatedIS):
+    """Weighs each token by the product of the ratios up to it."""
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        return super().token_weight(view).cumprod(-1)
+
+
 def around_reference(view: LossView) -> Tensor:
     return surrogate(policy_ratio(view.logprobs, view.require("ref_logprobs")), view.require("advantages"))
 
@@ -689,6 +708,9 @@ ALL: tuple[Fault, ...] = (
     ),
     # a ratio to the reference
     loss("loss whose ratio is to the reference", RatioToReference(), reference_in_loss),
+    loss("function with products of ratios", up_to_each_token),
+    loss("function with the root of the ratio", root_of_the_ratio),
+    user("weight with products of ratios", ProductWeight, options=SEVERAL, max_steps=LONG),
     loss("function whose ratio is to the reference", around_reference, reference_in_loss),
     library(
         "log-probabilities of the reference stored as old ones",
