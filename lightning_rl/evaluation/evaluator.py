@@ -164,7 +164,8 @@ class Evaluator:
         run, self._run = self._active, None
         figures = run.figures()
         for name, value in figures.items():
-            log(name, value, prog_bar=name in run.on_the_bar, batch_size=1)
+            exact = torch.tensor(value, dtype=torch.float64)  # Lightning converts numbers to float32
+            log(name, exact, prog_bar=name in run.on_the_bar, batch_size=1)
         fitting = trainer.state.fn == TrainerFn.FITTING
         file = f"step_{trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
         run.report(failed_folder, file)

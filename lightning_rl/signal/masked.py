@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-RESIDUE = 4e-12  # largest difference of sums that are equal up to rounding in float64, relative to them
+RESIDUE = 4e-14  # largest difference of sums that are equal up to rounding in float64, relative to them
 GlobalSum = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks, in rank order; every rank calls it the same number of times."""
 

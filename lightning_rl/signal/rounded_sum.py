@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-DIGITS = 13  # of the 15 to 17 of float64
+DIGITS = 15  # of the 15 to 17 of float64
 
 
 def rounded_sum(parts: Sequence[Float[Tensor, " B"]]) -> Float[Tensor, " B"]:
-    """Return the sum in float64, rounded to 13 significant digits of the sum of absolute values.
+    """Return the sum in float64, rounded to 15 significant digits of the sum of absolute values.
 
     In binary arithmetic, 0.1 + 0.2 is not 0.3, and a normalization would scale this difference up to an advantage. A
     single part is not rounded. Parts in float32 count as the shortest decimal number that rounds to them.

@@ -114,6 +114,15 @@ def test_validation_prompts_of_the_data_module_keep_their_names_beside_evaluatio
     assert {name for name in both if name.count("/") < 3 and name not in alone} >= {"val/several/pass@4"}
 
 
+def test_large_rewards_keep_their_digits() -> None:
+    def large(prompts: Any, completions: Any, **_: Any) -> list[float]:
+        return [1e12 + 0.25] * len(prompts)
+
+    module = scripted_module(Evaluation("large", [[2, 3]], rewards=large, correct=1e12 + 0.25))
+    (figures,) = a_trainer().validate(module)
+    assert figures["val/large/reward/task"] == 1e12 + 0.25 and figures["val/large/pass@1"] == 1.0
+
+
 def test_rewards_of_an_evaluation_are_its_own_and_missing_ones_count_nowhere() -> None:
     def half(prompts: Any, completions: Any, **_: Any) -> list[float | None]:
         return [0.5 if text.startswith("a") else None for text in completions]

@@ -297,6 +297,19 @@ def test_small_differences_beside_a_large_part_have_advantages(span: float) -> N
     assert stats["groups/zero_variance"] == 0.0
 
 
+@pytest.mark.parametrize("bonus", [0.0, 0.25])
+@pytest.mark.parametrize("estimator", COMPARING)
+def test_a_large_offset_of_all_rewards_keeps_their_differences(estimator: str, bonus: float) -> None:
+    rewards = torch.tensor([0.0, 1.0, 0.5, 2.0] * 2, dtype=torch.float64)
+    rollout = rollout_of_totals([(1.0, True)])
+    added = callback_of("added", reward_bonus=lambda shown: bonus * (shown.sample_ids % 2).double())
+    near, far = (
+        signal(rollout.replace(rewards=rewards + at), ESTIMATOR_EXAMPLES[estimator], added) for at in (0, 1e12)
+    )
+    assert near[0].any()
+    assert_close(far[0], near[0], atol=1e-3, rtol=0)
+
+
 @pytest.mark.parametrize("advantages", ["reinforce_plus_plus_baseline", GRPO(epsilon=0.0)])
 def test_a_run_with_equal_totals_changes_nothing(advantages: Any) -> None:
     module = tiny_module(rewards=halves(HALVES["seven and one"]), advantages=advantages)
