@@ -55,9 +55,9 @@ def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
         else:
             others = max((abs(power) for policy, power in powers.items() if policy not in declared), default=0.0)
             wrong = powers[declared[0]] < ONE or powers[declared[1]] > -ONE or others > ONE
-            values = weight(view)[view.valid_tokens].double()
-            own = _own_power(weight, view, FIELDS[declared[1]])
-            if not wrong and bool(((values - 1).abs() > CLOSE).all()) and float(values.max() - values.min()) < CLOSE:
+            values, own = weight(view)[view.valid_tokens].double(), _own_power(weight, view, FIELDS[declared[1]])
+            multiple = not weight.callback.provides and bool(((values - 1).abs() > CLOSE).all())
+            if not wrong and multiple and float(values.max() - values.min()) < CLOSE:
                 wrong, observed = True, f"{float(values[0]):.3g} times the ratio"
             elif not wrong and own < -MAX_POWER:
                 wrong, observed = True, f"the power {-own:.2g} of the ratio"
