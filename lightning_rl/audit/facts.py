@@ -34,6 +34,7 @@ class RunFacts:
         reward_weights: Weights of the reward functions, by name.
         seed: Seed of the run; None if unknown.
         environments: Names of the environments; empty for single-turn runs.
+        evaluations: Name, number of samples and values of k of each evaluation.
         data: Subclass of the data module that changes its prompts, and ``", or "``; empty if none does.
     """
 
@@ -53,6 +54,7 @@ class RunFacts:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
     environments: tuple[str, ...] = ()
+    evaluations: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
     data: str = ""
 
     @staticmethod
@@ -80,5 +82,6 @@ class RunFacts:
             reward_weights=module.rewards.weights,
             seed=module.seed,
             environments=tuple(sorted(module.environments)),
+            evaluations=tuple((one.name, one.samples, one.pass_at) for one in module.evaluator.evaluations),
             data=f"data module {type(data).__name__}, or " if changed else "",
         )

@@ -17,7 +17,7 @@ REPEATED = (
 FORMULAS = (
     *("loss_formula", "loss_needs_advantages", "value_loss_formula", "single_precision", "declared_ratio"),
     *("joint_ratio", "distances_pull_back", "terms_keep_tokens", "term_figures", "knob_liveness"),
-    *("advantage_formula", "advantage_ranks", "parent_promises"),
+    *("advantage_formula", "advantage_ranks", "parent_promises", "evaluation_figures"),
 )
 """Checks whose results depend on the algorithm alone."""
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from kit.support import callback_of
 from torch import Tensor
 from typing_extensions import override
 
+import lightning_rl.evaluation.tally
 from lightning_rl import LossTerm, LossView, RLCallback, Stat
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.facts import RunFacts
 from lightning_rl.callbacks import EntropyBonus, IcePop, OffPolicyIS, PositiveNLL, ReferenceKL, RolloutKL, TruncatedIS
+from lightning_rl.evaluation.estimators import pass_at_k
 from lightning_rl.losses import (
     CISPO,
     DPPO,
@@ -350,13 +354,33 @@ class Unlearns(PositiveNLL):
         (term("own", lambda view: -view.logprobs * (advantages(view) > 0)), False),
         (term("own", lambda view: view.logprobs * (advantages(view) > 0)), True),
         (term("own", lambda view: view.logprobs * (advantages(view) < 0)), False),
-        (term("own", lambda view: view.logprobs), False),  # raises the entropy
+        (term("own", lambda view: view.logprobs), True),  # no bonus for entropy: its gradient is 0 in expectation
+        (term("own", lambda view: view.logprobs.detach() * view.logprobs), False),
         (term("own", kl), False),
     ],
 )
 def test_a_term_that_lowers_good_responses_is_named(callback: RLCallback, wrong: bool) -> None:
     found = culprits("loss_direction", evidence(None, callback))
     assert found == ([f"callback {callback.name}.loss_term"] if wrong else [])
+
+
+@pytest.mark.parametrize("place", ["first", "all"])
+def test_a_term_of_the_first_token_alone_is_named(place: str) -> None:
+    def first(view: LossView) -> Tensor:
+        return -view.logprobs * (view.valid_tokens.cumsum(-1) == 1)
+
+    callback = term("own", first if place == "first" else lambda view: -view.logprobs)
+    found = culprits("gradient_liveness", evidence(None, callback))
+    assert found == (["callback own.loss_term"] if place == "first" else [])
+
+
+@pytest.mark.parametrize(
+    ("estimate", "wrong"), [(None, []), (lambda n, c, k: 1 - (1 - c / n) ** k, ["pass@2 of evaluation exam"])]
+)
+def test_a_biased_estimate_of_pass_at_k_is_named(estimate: Any, wrong: list[str]) -> None:
+    facts = RunFacts(evaluations=(("exam", 4, (1, 2)),))
+    with patch.object(lightning_rl.evaluation.tally, "pass_at_k", estimate or pass_at_k):
+        assert culprits("evaluation_figures", replace(evidence(), facts=facts)) == wrong
 
 
 def by_longest(valid: Tensor, trained: Tensor, groups: Tensor, global_sum: Any) -> Tensor:

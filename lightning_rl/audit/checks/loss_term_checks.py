@@ -14,6 +14,7 @@ from lightning_rl.corrections import FURTHER_OUTPUTS, TOKEN_REWARDS, LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import FinishReason, Rollout
 from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.trainer import is_own
 
 LIBRARY = "lightning_rl.callbacks"
 DRIFTS = (0.01, 0.1, 0.5, 2.0)  # nats; a distance may be flat where policies agree, or far away
@@ -72,6 +73,10 @@ def _dead_places(gradient: Tensor, view: LossView, trained: Tensor, culprit: str
     if bool((dead == trained).all()):
         yield Finding(culprit=culprit, expected=expected)
         return
+    first = trained & (trained.cumsum(-1) == 1)
+    if bool((dead == trained & ~first).all()) and int(dead.sum()) >= MANY:
+        yield Finding(culprit=culprit, expected=f"{expected} at every trained token", observed="one at the first alone")
+        return
     for kind, tokens in _kinds(trained, view).items():
         others, number = trained & ~tokens, int(tokens.sum())
         few = DEAD if number >= MANY else 0.0
@@ -114,7 +119,8 @@ def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
 def loss_direction(evidence: Evidence) -> Iterator[Finding]:
     """At a ratio of 1 the policy loss pushes no token against the sign of its advantage.
 
-    A loss term that follows the advantages, or the choice of a PositiveNLL, lowers no log-probabilities of good rows.
+    A loss term that follows the advantages, or the choice of a PositiveNLL, lowers no log-probabilities of good rows. A
+    user's term does not lower those of every token of all rows where all policies agree.
     """
     view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitize())
     if not view.valid_tokens.any():
@@ -209,10 +215,11 @@ def _slope_of(evidence: Evidence, loss_term: Contribution, field: str, size: flo
 
 
 def _unlearns(evidence: Evidence, loss_term: Contribution) -> bool:
-    """Return True if a term lowers log-probabilities, and more with a positive advantage than with a negative one."""
-    nll = isinstance(loss_term.callback, PositiveNLL)
+    """Return True if a term lowers log-probabilities: of good responses most, or of every token of all responses."""
+    nll, everywhere = isinstance(loss_term.callback, PositiveNLL), True
 
     def slope(sign: float) -> float:
+        nonlocal everywhere
         view = uniform_view(evidence, advantage=sign)
         if nll:
             weights = {name.removeprefix("extras/"): max(sign, 0.0) for name in loss_term.callback.provides}
@@ -221,10 +228,12 @@ def _unlearns(evidence: Evidence, loss_term: Contribution) -> bool:
         term = loss_term(view)
         if term.follows_policy_loss:
             return 0.0
-        return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), view.logprobs).sum()) * term.coef
+        gradient = term.coef * gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), view.logprobs)
+        everywhere = everywhere and bool((gradient > 1e-6)[view.valid_tokens].all())
+        return float(gradient.sum())
 
-    good = slope(1.0)
-    return good > 1e-6 and good > 1.01 * slope(-1.0)
+    good, bad = slope(1.0), slope(-1.0)
+    return good > 1e-6 and (good > 1.01 * bad or (everywhere and not is_own(loss_term.callback)))
 
 
 @check(cure="compute the term at every valid token, from log-probabilities alone; masks are for the policy loss")

@@ -1,5 +1,6 @@
 """Checks of metrics of corrections: populations before rejection, effective sample sizes."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -9,6 +10,7 @@ from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.recomputed_metrics import is_figure, merge
 from lightning_rl.corrections import LossView, RLCallback, Stat
+from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.utils.finding import Finding
 
 MIN_ESS = 0.02
@@ -42,6 +44,23 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
             expected = f"{name} over all valid tokens or trained rows, before rejection"
             yield Finding(culprit=str(contribution), expected=expected, observed=observed)
             return
+
+
+@check(expected="the share of solved draws among all draws of k samples", cure="1 - C(n - c, k) / C(n, k)")
+def evaluation_figures(evidence: Evidence) -> Iterator[Finding]:
+    """``pass@k`` of an evaluation is its unbiased estimator, for every number of solved samples."""
+    for name, samples, pass_at in evidence.facts.evaluations:
+        tally, numbers = Tally(samples + 1, ()), range(samples + 1)
+        rows = [[samples, samples, 0, solved, *[0] * (len(COLUMNS) - 4)] for solved in numbers]
+        tally.update(torch.arange(samples + 1), torch.tensor(rows, dtype=torch.float64))
+        figures = tally.figures(pass_at=pass_at, samples=samples, votes=False)
+        for k in pass_at:
+            exact = 1 - sum(math.comb(samples - solved, k) for solved in numbers) / math.comb(samples, k) / (
+                samples + 1
+            )
+            if not math.isclose(figures[f"pass@{k}"], exact, rel_tol=1e-9):
+                observed = f"{figures[f'pass@{k}']:.4g} instead of {exact:.4g} on average over all numbers"
+                yield Finding(culprit=f"pass@{k} of evaluation {name}", observed=observed)
 
 
 def _moving_with_cuts(evidence: Evidence) -> Iterator[Finding]:

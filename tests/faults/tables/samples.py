@@ -13,6 +13,7 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.data.data_module
+import lightning_rl.evaluation.tally
 import lightning_rl.rollouts.sample
 from faults.fault import Fault, engine
 from faults.parts import Altering
@@ -307,6 +308,12 @@ FAULTS: tuple[Fault, ...] = (
         "an evaluation of prompts that train",
         "evaluation|validation|exam",
         options={**SLOW, "evaluation": Evaluation("exam", ROWS[:4], samples=1)},
+    ),
+    Fault(
+        "a biased pass@k",
+        "pass@2 of evaluation exam",
+        options={**SLOW, "evaluation": Evaluation("exam", HELD_OUT, samples=4, pass_at=2)},
+        patches=[patch.object(lightning_rl.evaluation.tally, "pass_at_k", lambda n, c, k: 1 - (1 - c / n) ** k)],
     ),
     Fault("a cursor that never moves", "cursor|prompt|data|StuckPrompts", data=lambda: StuckPrompts(ROWS, 4)),
     Fault("a cursor that moves too far", "EverySecondBatch", data=lambda: EverySecondBatch(ROWS, 4)),
