@@ -13,7 +13,6 @@ from lightning_rl.audit.sampling_statistics import turns_of
 from lightning_rl.corrections.rl_callback import ROW_REWARDS
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rewards.reward_call import completion_form
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rewards.values import values_of
 from lightning_rl.rollout import GREEDY_SCORE, TURNS
@@ -119,11 +118,11 @@ def _batches(batches: Batches, size: int) -> Iterator[list[tuple[int, tuple[int,
 
 
 def _is_answer(completion: Any, prompt: Any, text: str) -> bool:
-    """Return True if a completion is the text in the form of its prompt, or ends with it after a conversation."""
-    form = completion_form(prompt, text)
-    if isinstance(form, str) or isinstance(completion, str):
-        return bool(form == completion)
-    return form[-1]["content"] == completion[-1].get("content")
+    """Return True if a completion is the text, or ends with a message of it, after what the prompt began."""
+    if isinstance(completion, str):
+        return bool(completion == text)
+    begun = prompt[-1].get("content") if prompt[-1].get("role") == "assistant" else None
+    return completion[-1].get("content") == f"{begun or ''}{text}"
 
 
 def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[int]) -> list[int]:

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
-from kit.support import parity_reward, tiny_prompts
+from kit.support import parity_reward, tiny_prompts, tiny_tokenizer
 from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
 import lightning_rl.advantages.gae
+import lightning_rl.rewards.scoring
 from faults.fault import OLD_TO_ROLLOUT, Fault, correction, user
 from faults.patches import after
 from lightning_rl import GAE, LossView, PromptDataModule
@@ -29,6 +30,11 @@ AGAIN: dict[str, Any] = {
     "trainer": {"max_epochs": 6},
 }
 """Six rollouts of the same four prompts."""
+
+
+def number_of_words(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
+    """Count words."""
+    return [float(len(completion.split())) for completion in completions]
 
 
 # Rewards with a memory.
@@ -224,6 +230,12 @@ FAULTS: tuple[Fault, ...] = (
         options={"rewards": beside_the_longest, "max_new_tokens": 24, "eos_token_ids": [1, 5, 9]},
     ),
     Fault("a reward of the answer above", "answer_above", options={"rewards": answer_above}),
+    Fault(
+        "completions without their blanks",
+        "call of reward number_of_words",
+        options={"tokenizer": tiny_tokenizer(), "rewards": number_of_words},
+        patches=[after(lightning_rl.rewards.scoring, "completion_form", lambda text, *_: text.replace(" ", ""))],
+    ),
     Fault("returns that go on past the end", "PastTheEnd", options={**PPO, "advantages": PastTheEnd()}),
     Fault(
         "a value after the end in the library's GAE",
