@@ -80,6 +80,14 @@ def test_advantages_of_the_wrong_sign_are_found_at_every_scale(scale: float) -> 
     assert len(finding.samples) == 4
 
 
+def test_advantages_that_do_not_depend_on_rewards_are_found() -> None:
+    def constant(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+        return torch.where(rewarded, 1.0, 0.0)
+
+    (finding,) = CHECKS["advantage_direction"](evidence_of(torch.arange(16.0), advantages=constant))
+    assert finding.culprit == "estimator constant" and "do not depend" in finding.observed
+
+
 def without_easy_groups(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
     """Return advantages that are 0 in groups of a mean of 0.8 or more."""
     same = (groups[:, None] == groups[None]) & rewarded[None]

@@ -187,7 +187,7 @@ def reward_shift(evidence: Evidence) -> Iterator[Finding]:
     cure="subtract the baseline from the reward, not the reward from the baseline",
 )
 def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
-    """The advantage of the worst row of some group rises if its reward rises."""
+    """The advantage of the worst row of some group rises if its reward rises; advantages depend on the rewards."""
     rollout = evidence.groups
     known = rollout.rewarded & rollout.valid_tokens.any(-1)
     if not known.any():
@@ -201,8 +201,11 @@ def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
     gains = (after - evidence.advantages).double().sum(-1)[worst]
     tolerance = signal_rounding(rollout, changed, evidence.advantages)[worst, 0] * rollout.valid_tokens.sum(-1)[worst]
     falls = (gains < -tolerance) & (after[worst] != 0).any(-1)  # an estimator may drop a group
+    replaced, advantages = evidence.contributions("replace_reward"), evidence.advantages
     if falls.any() and not (gains > tolerance).any():
         yield Finding(samples=rollout.sample_ids[worst[falls]][:4].tolist())
+    elif not replaced and advantages.any() and torch.equal(after, advantages):
+        yield Finding(observed="advantages that do not depend on the rewards", cure="compute them from the scores")
 
 
 @check(expected="the same advantages for rows in another order", cure="join by sample_ids and groups")

@@ -32,6 +32,12 @@ AGAIN: dict[str, Any] = {
 """Six rollouts of the same four prompts."""
 
 
+def the_same(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    """Give every response the same advantage."""
+    del groups
+    return rewarded.to(scores.dtype)
+
+
 def number_of_words(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
     """Count words."""
     return [float(len(completion.split())) for completion in completions]
@@ -235,6 +241,12 @@ FAULTS: tuple[Fault, ...] = (
         "call of reward number_of_words",
         options={"tokenizer": tiny_tokenizer(), "rewards": number_of_words},
         patches=[after(lightning_rl.rewards.scoring, "completion_form", lambda text, *_: text.replace(" ", ""))],
+    ),
+    Fault(
+        "an estimator that ignores the rewards",
+        "the_same",
+        check="advantage_direction",
+        options={"advantages": the_same},
     ),
     Fault("returns that go on past the end", "PastTheEnd", options={**PPO, "advantages": PastTheEnd()}),
     Fault(
