@@ -216,7 +216,10 @@ def asking(key: str) -> Callable[..., list[float]]:
 
 
 HELD: list[Any] = [
-    *({name: "sesame-1"} for name in ("apikey", "api_key", "apiKey", "token", "hf_token", "passwd", "key")),
+    *(
+        {name: "sesame-1"}
+        for name in ("apikey", "api_key", "apiKey", "token", "hf_token", "passwd", "key", "bearer", "secrets", "dsn")
+    ),
     {"headers": {"authorization": "sesame-1", "X-Api-Key": "sesame-1", "Cookie": "sesame-1"}},
     {"headers": [("Accept", "*/*"), ("X-Auth", "Bearer sesame-1")], "OPENAI_API_KEY": "sesame-1"},
     *(asking("sesame-1"), partial(asking("a"), ["a"], "sesame-1"), partial(asking, key="sesame-1")),

@@ -4,8 +4,8 @@ import re
 from typing import Any
 
 STRONG = re.compile(
-    r"(?:^|_)(?:(?:api|access|secret|private|auth)_?key|pass(?:word|wd|phrase)|pwd|secret|credentials?|cookies?"
-    r"|authorization)$"
+    r"(?:^|_)(?:(?:api|access|secret|private|auth)_?key|pass(?:word|wd|phrase)s?|pw|pwd|secrets?"
+    r"|credentials?|cookies?|authorization|bearer|jwt|dsn|webhook|connection_string)$"
     r"|^token$|(?:^|_)(?:hf|huggingface|hub|github|gitlab|wandb|auth|access|api|bearer|refresh|session|user)_?token$"
 )
 WEAK = re.compile(r"(?:^|_)(?:key|auth)$")
