@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
@@ -82,6 +83,8 @@ class RunFacts:
             reward_weights=module.rewards.weights,
             seed=module.seed,
             environments=tuple(sorted(module.environments)),
-            evaluations=tuple((one.name, one.samples, one.pass_at) for one in module.evaluator.evaluations),
+            evaluations=tuple(
+                (one.name, one.samples, cast(tuple[int, ...], one.pass_at)) for one in module.evaluator.evaluations
+            ),
             data=f"data module {type(data).__name__}, or " if changed else "",
         )
