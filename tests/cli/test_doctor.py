@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[], list[Finding]], str, str, str, str]] = {
         "broken raised IndexError", "None where it does not apply",
     ),
     "signature": (
-        lambda: found(module_of(rewards=bare)), "error", "setup", "expected reward bare to accept (prompts, completions,",
+        lambda: found(module_of(rewards=bare)), "error", "setup", "expected reward bare to accept",
         "follow the message",
     ),
     "hanging": (

@@ -201,10 +201,11 @@ def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
     gains = (after - evidence.advantages).double().sum(-1)[worst]
     tolerance = signal_rounding(rollout, changed, evidence.advantages)[worst, 0] * rollout.valid_tokens.sum(-1)[worst]
     falls = (gains < -tolerance) & (after[worst] != 0).any(-1)  # an estimator may drop a group
+    shifted = len(worst) == int(known.sum())  # groups of one, whose common shift a batch mean removes
     replaced, advantages = evidence.contributions("replace_reward"), evidence.advantages
     if falls.any() and not (gains > tolerance).any():
         yield Finding(samples=rollout.sample_ids[worst[falls]][:4].tolist())
-    elif not replaced and advantages.any() and torch.equal(after, advantages):
+    elif not (replaced or shifted) and advantages.any() and torch.equal(after, advantages):
         yield Finding(observed="advantages that do not depend on the rewards", cure="compute them from the scores")
 
 
