@@ -90,9 +90,12 @@ class EvaluationRun:
         answers = read_answers(extract, texts)
         self.unread[number] += [answers] if answers.cause else []
         correct, by = (1.0, None) if evaluation is None else (evaluation.correct, evaluation.correct_by)
-        solved = rollout.rewarded & (deciding_scores(rollout, by) >= correct)
+        scores = deciding_scores(rollout, by).masked_fill(~rollout.rewarded, torch.nan)
+        solved = scores >= correct
         places = torch.tensor([self.places[number][prompt.index] for prompt in prompts], dtype=torch.int64)
-        self.tallies[number].update(places, table_rows(rollout, failed, solved, answers, questions.samples))
+        self.tallies[number].update(
+            places, table_rows(rollout, failed, ~scores.isnan(), solved, answers, questions.samples)
+        )
         if self.keeps(questions):
             further = {**_reward_entries(rollout), "solved": solved.tolist()}
             further |= {} if extract is None else {"answer": answers.values}
@@ -166,7 +169,12 @@ def warn_of_nan(figures: Mapping[str, float]) -> None:
 
 
 def table_rows(
-    rollout: Rollout, failed: Bool[Tensor, " B"], solved: Bool[Tensor, " B"], answers: Answers, samples: int
+    rollout: Rollout,
+    failed: Bool[Tensor, " B"],
+    decided: Bool[Tensor, " B"],
+    solved: Bool[Tensor, " B"],
+    answers: Answers,
+    samples: int,
 ) -> Float[Tensor, "P C"]:
     """Return the rows of a :class:`Tally` for some prompts, whose samples are adjacent in the rollout."""
     rewarded, right = rollout.rewarded, solved.tolist()
@@ -176,6 +184,7 @@ def table_rows(
         "samples": torch.ones_like(rewarded),
         "rewarded": rewarded,
         "failed": failed,
+        "decided": decided,
         "solved": solved,
         "answered": torch.tensor(answers.read, dtype=torch.bool),
         "length": rollout.sampled_lengths,

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.evaluation.estimators import interval, pass_at_k
 
-COLUMNS = ("samples", "rewarded", "failed", "solved", "answered", "vote", "length", "truncated", "task")
+COLUMNS = ("samples", "rewarded", "failed", "decided", "solved", "answered", "vote", "length", "truncated", "task")
 
 
 class Tally(Metric):
@@ -48,8 +48,9 @@ class Tally(Metric):
     def figures(self, *, pass_at: Sequence[int], samples: int, votes: bool) -> dict[str, float]:
         """Return the metrics by name. A collective.
 
-        A prompt counts in ``pass@k``, ``avg@k`` and ``maj@k`` if at least k of its samples have a reward; in ``maj@k``,
-        one of them also needs an answer. The names are always the same; a mean over nothing is NaN.
+        A prompt counts in ``pass@k``, ``avg@k`` and ``maj@k`` if at least k of its samples have a score of the function
+        that decides; in ``maj@k``, one of them also needs an answer. The names are always the same; a mean over nothing
+        is NaN.
         """
         rows = self.compute().cpu().tolist()
         shares = _shares(rows, pass_at=pass_at, samples=samples, votes=votes)
@@ -63,7 +64,7 @@ class Tally(Metric):
         """Return means over samples, and the number of failed rewards and answers."""
         width = len(COLUMNS) + 2 * len(self.rewards)
         sums = [math.fsum(column) for column in zip(*rows, strict=True)] or [0.0] * width
-        drawn, rewarded, failed, _, answered, _, length, truncated, task, *raw = sums
+        drawn, rewarded, failed, _, _, answered, _, length, truncated, task, *raw = sums
         means = {"reward/task": (task, rewarded), "reward/missing": (drawn - rewarded, drawn)}
         means |= {f"reward/{name}": (raw[2 * at], raw[2 * at + 1]) for at, name in enumerate(self.rewards)}
         means |= {"length/mean": (length, drawn), "length/truncated": (truncated, drawn)}
@@ -80,7 +81,7 @@ def _shares(
     rows: Sequence[Sequence[float]], *, pass_at: Sequence[int], samples: int, votes: bool
 ) -> dict[str, list[float]]:
     """Return the values in [0, 1] of the prompts that count, by metric."""
-    scored = [(int(n), int(solved), answered > 0, vote) for _, n, _, solved, answered, vote, *_ in rows]
+    scored = [(int(n), int(solved), answered > 0, vote) for _, _, _, n, solved, answered, vote, *_ in rows]
     shares = {f"pass@{k}": [pass_at_k(n, solved, k) for n, solved, *_ in scored if n >= k] for k in pass_at}
     if samples > 1:
         shares[f"avg@{samples}"] = [solved / n for n, solved, *_ in scored if n >= samples]

@@ -22,7 +22,8 @@ class ClippedSurrogate(RatioLoss):
         \qquad r = \exp(\mathit{logprobs} - \mathit{old\_logprobs})
 
     With a dual clip :math:`c`, the loss of a token with negative advantage is at most :math:`-cA`. Logs the fractions
-    of tokens without gradient because of a bound as ``policy/clip_fraction_low`` and ``policy/clip_fraction_high``.
+    of tokens without gradient because of the clip, not the dual clip, as ``policy/clip_fraction_low`` and
+    ``policy/clip_fraction_high``.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; two bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476; dual
     clip: Ye et al. 2020, arXiv:1912.09729.

@@ -9,13 +9,13 @@ from lightning_rl.evaluation.estimators import interval
 from lightning_rl.evaluation.tally import Tally
 
 ROWS = torch.tensor(
-    [  # samples, rewarded, failed, solved, answered, vote, length, truncated, task, then value and count of two rewards
-        [4, 4, 0, 1, 4, 0.0, 10, 1, 1.5, 1.5, 4, 0.0, 0],
-        [4, 4, 0, 4, 3, 1.0, 8, 0, 4.0, 4.0, 4, 3.0, 2],
-        [4, 3, 1, 0, 4, 0.5, 6, 2, 0.3, 0.3, 3, 1.0, 1],
-        [4, 0, 3, 0, 4, 0.0, 4, 4, 0.0, 0.0, 0, 0.0, 0],
-        [0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0.0, 0],
-        [4, 4, 0, 2, 0, 0.0, 4, 0, 2.0, 2.0, 4, 0.0, 0],
+    [  # the columns of Tally, then value and count of two rewards
+        [4, 4, 0, 4, 1, 4, 0.0, 10, 1, 1.5, 1.5, 4, 0.0, 0],
+        [4, 4, 0, 4, 4, 3, 1.0, 8, 0, 4.0, 4.0, 4, 3.0, 2],
+        [4, 3, 1, 3, 0, 4, 0.5, 6, 2, 0.3, 0.3, 3, 1.0, 1],
+        [4, 0, 3, 0, 0, 4, 0.0, 4, 4, 0.0, 0.0, 0, 0.0, 0],
+        [0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0.0, 0],
+        [4, 4, 0, 4, 2, 0, 0.0, 4, 0, 2.0, 2.0, 4, 0.0, 0],
     ],
     dtype=torch.float64,
 )
@@ -79,14 +79,14 @@ def test_an_empty_population_is_nan_under_the_same_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewarded", "counts"), [(4, (1, 1, 1, 1)), (3, (1, 0, 0, 0)), (1, (1, 0, 0, 0)), (0, (0,) * 4)]
+    ("decided", "counts"), [(4, (1, 1, 1, 1)), (3, (1, 0, 0, 0)), (1, (1, 0, 0, 0)), (0, (0,) * 4)]
 )
-def test_a_prompt_counts_in_a_figure_at_k_if_k_of_its_samples_have_a_reward(
-    rewarded: int, counts: tuple[int, ...]
+def test_a_prompt_counts_in_a_figure_at_k_if_k_of_its_samples_have_a_score_that_decides(
+    decided: int, counts: tuple[int, ...]
 ) -> None:
     tally = Tally(1, [])
-    solved = rewarded  # every sample with a reward is solved, so each figure that counts the prompt is 1
-    tally.update(torch.tensor([0]), torch.tensor([[4, rewarded, 0, solved, 4, 1.0, 4, 0, float(solved)]]))
+    solved = decided  # every sample with a score is solved, so each figure that counts the prompt is 1
+    tally.update(torch.tensor([0]), torch.tensor([[4, 4, 0, decided, solved, 4, 1.0, 4, 0, float(solved)]]))
     figures = tally.figures(pass_at=(1, 4), samples=4, votes=True)
     measured = tuple(int(figures[name] == 1.0) for name in ("pass@1", "pass@4", "avg@4", "maj@4"))
     assert measured == counts

@@ -47,7 +47,7 @@ def code(prompts: Sequence[Any], completions: Any, **_: Any) -> list[float | Non
         ({"right": (right, 0.0), "short": brevity}, "right", 1.0),
         ({"wrong": wrong, "short": (brevity, 9.0)}, None, 0.0),
         ({"code": code, "math": right}, None, 1.0),
-        ({"code": code, "math": right}, "code", 0.5),
+        ({"code": code, "math": right}, "code", 1.0),  # of the prompts to which it applies
         (right, None, 1.0),
         (wrong, None, 0.0),
     ],

@@ -51,7 +51,7 @@ def evaluation_figures(evidence: Evidence) -> Iterator[Finding]:
     """``pass@k`` of an evaluation is its unbiased estimator, for every number of solved samples."""
     for name, samples, pass_at in evidence.facts.evaluations:
         tally, numbers = Tally(samples + 1, ()), range(samples + 1)
-        rows = [[samples, samples, 0, solved, *[0] * (len(COLUMNS) - 4)] for solved in numbers]
+        rows = [[samples, samples, 0, samples, solved, *[0] * (len(COLUMNS) - 5)] for solved in numbers]
         tally.update(torch.arange(samples + 1), torch.tensor(rows, dtype=torch.float64))
         figures = tally.figures(pass_at=pass_at, samples=samples, votes=False)
         for k in pass_at:
