@@ -77,7 +77,7 @@ class Bridge:
         """Check that the template writes the texts and calls of messages and the names of tools, where they stand.
 
         Raises:
-            BridgeError: If it drops a part, or moves a system message; names the part.
+            BridgeError: If it drops a part, or writes a system message again after an answer; names the part.
         """
         _refuse(dropped_parts(self._text, messages, tools))
         if any(message.get("role") == "system" for message in messages):

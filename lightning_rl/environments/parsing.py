@@ -170,15 +170,15 @@ class RendererParser:
         calls, errors = _read_calls([_whole_call(call) for call in whole])
         broken = [f"{call.status}: {call.raw}" for call in parsed.tool_calls if call not in whole]
         text, reasoning = _text(parsed.content), parsed.reasoning_content
-        if reasoning and not text and not self._opens_reasoning([*prefix_ids, *token_ids]):
+        if reasoning and not text and not self._has_reasoning(prefix_ids, token_ids):
             text, reasoning = reasoning, None
         answer = Action(text=text, tool_calls=calls, reasoning=reasoning, errors=[*errors, *broken])
         return with_unread_call(answer, tools)
 
-    def _opens_reasoning(self, token_ids: Sequence[int]) -> bool:
+    def _has_reasoning(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
         """Return True unless an answer has no tag of reasoning, of which some renderers take all for reasoning."""
-        _, opened, rest = str(self.tokenizer.decode(list(token_ids))).rpartition("<think>")
-        return bool(opened) and "</think>" not in rest
+        prefix, text = (str(self.tokenizer.decode(list(ids))) for ids in (prefix_ids, token_ids))
+        return "think>" in text or "<think>" in prefix.rpartition("</think>")[2]
 
 
 def parser_for(

@@ -155,9 +155,12 @@ def test_a_parser_that_takes_an_answer_for_reasoning_is_refused() -> None:
     assert misread(without_text, tokenizer, options) == "in '\\nwords-of-this-answer' it reads no text"
 
 
-def test_reasoning_that_is_cut_is_no_text() -> None:
-    tokenizer = tokenizer_of("glm-4.5")
-    answer = parse(parser_for(tokenizer, "glm-4.5"), "\n<think>It is 4.", before="<|assistant|>", name="glm-4.5")
+@pytest.mark.parametrize(
+    "rest", ["", "</think>\n<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>7</arg_value>\n</tool_call>"]
+)
+def test_reasoning_without_an_answer_is_no_text(rest: str) -> None:
+    parser = parser_for(tokenizer_of("glm-4.5"), "glm-4.5")
+    answer = parse(parser, f"\n<think>It is 4.{rest}", before="<|assistant|>", name="glm-4.5")
     assert answer.text == "" and "It is 4." in (answer.reasoning or "")
 
 
