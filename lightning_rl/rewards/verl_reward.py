@@ -80,7 +80,7 @@ class VerlReward:
             score = self.compute_score(data_source=source, solution_str=text, ground_truth=truth, extra_info=info)
             entry = score if isinstance(score, Mapping) else {"score": score}
             (value,) = values_of([entry["score"]], 1)
-            if value is not None and not math.isfinite(value):
+            if value is None or not math.isfinite(value):
                 raise ValueError(f"expected a finite score, got {value}")
         except Exception as error:  # noqa: BLE001  the boundary to foreign code
             return {"score": math.nan, "reason": repr(error)}

@@ -36,20 +36,23 @@ def test_data_without_a_ground_truth_and_a_function_that_is_not_wrapped_are_refu
 
 def test_a_row_that_fails_costs_no_other_and_a_row_without_a_truth_gets_none() -> None:
     def divide(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
-        return {"score": ground_truth, "seen": solution_str} if ground_truth == "word" else 1 / (int(ground_truth) - 5)
+        if ground_truth in ("word", "none"):
+            return {"score": None if ground_truth == "none" else ground_truth, "seen": solution_str}
+        return 1 / (int(ground_truth) - 5)
 
     logged: dict[str, Any] = {}
     models = [{"ground_truth": "5"}, None, {"ground_truth": None}, {"style": "rule"}, "x", {"ground_truth": "word"}]
+    models.append({"ground_truth": "none"})
     with pytest.warns(
-        UserWarning, match=r"divide failed on 4 of 7 completions.* ZeroDivisionError\('division by zero'\)"
+        UserWarning, match=r"divide failed on 5 of 8 completions.* ZeroDivisionError\('division by zero'\)"
     ):
         values = VerlReward(compute_score=divide)(
-            ["?"] * 7, ["4"] * 7, reward_model=[*models, {"ground_truth": "6"}], log_extra=logged.__setitem__
+            ["?"] * 8, ["4"] * 8, reward_model=[*models, {"ground_truth": "6"}], log_extra=logged.__setitem__
         )
-    assert values[1:3] == [None, None] and values[6] == 1.0
-    assert [row for row, value in enumerate(values) if value is not None and math.isnan(value)] == [0, 3, 4, 5]
+    assert values[1:3] == [None, None] and values[7] == 1.0
+    assert [row for row, value in enumerate(values) if value is not None and math.isnan(value)] == [0, 3, 4, 5, 6]
     reasons = logged["reason"]
-    assert [reason is None for reason in reasons] == [row not in (0, 3, 4, 5) for row in range(7)]
+    assert [reason is None for reason in reasons] == [row not in (0, 3, 4, 5, 6) for row in range(8)]
     assert "expected a mapping with 'ground_truth', got {'style': 'rule'}" in reasons[3] and "'word'" in reasons[5]
 
 
